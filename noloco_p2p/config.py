@@ -1,0 +1,245 @@
+"""The two kinds of settings: `RunManifest`, equal on all nodes and hashed into the run id, and `NodeConfig`, local.
+
+One flat YAML file may hold both; no key stands in both. What reads files, the environment and the command line is
+`cli/settings.py`; here are only the values and their checks. A manifest comes from strangers: it names no local path
+and is bounded in size.
+"""
+
+import hashlib
+import json
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from noloco_p2p.core import outer as outer_mathematics
+
+MANIFEST_LIMIT_BYTES = 65_536
+"""A manifest in canonical JSON is refused above this size."""
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+HubName = Annotated[str, Field(pattern=f"^{HUB_NAME.pattern}$")]
+
+
+class Settings(BaseModel):
+    """Frozen data; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelSettings(Settings):
+    """The model, as Hugging Face transformers knows it."""
+
+    family: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")] = "llama"
+    """Model type of transformers (llama, gpt2, qwen3, …); it must pass the split self-test at start-up."""
+    config: dict[str, bool | int | float | str | None | list[bool | int | float | str | None]] = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "vocab_size": 384,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    }
+    """Fields of the family's configuration class, by its own names; what is left out has the class's default."""
+
+
+class DataSettings(Settings):
+    """What the swarm trains on. Local paths stand in the node's `data_files`."""
+
+    kind: Literal["stdlib", "text", "c4", "parquet"] = "stdlib"
+    """`stdlib`: the running Python's own library; `text`: files; `c4`: JSON lines with `text`; `parquet`: token ids."""
+    dataset: HubName | None = None
+    """Name of a data set on the Hugging Face hub, read as a stream; none: the node's `data_files` are read."""
+    subset: HubName | None = None
+    """Configuration name of the hub data set (for C4: `en`)."""
+    tokenizer: HubName = "bytes"
+    """`bytes` (ByT5's 384 ids, no file) or a name on the hub for AutoTokenizer; `tokenizer_dir` may stand in locally."""
+
+
+class InnerSettings(Settings):
+    """The inner optimizer, AdamW on the fast weights, and its schedule (method.md §2)."""
+
+    peak_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    """Learning rate at the end of the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    """Length of the linear warm-up in steps; a tenth of `steps` when that is less."""
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate of the last step, as a fraction of the peak (cosine in between)."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's decay of the mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Adam's decay of the mean square."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's ε."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Largest L2 norm of a stage's gradient."""
+
+
+class OuterSettings(Settings):
+    """The outer round (method.md §3)."""
+
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """α, momentum."""
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.7
+    """β, outer learning rate."""
+    gamma: Finite = 0.7
+    """γ, consensus pull; must satisfy S1: 0 < γ < 2(1−α²)."""
+    inner_steps: Positive = 10
+    """m: steps of the clock from one outer round to the next."""
+    pairing: Literal["matched", "random", "none"] = "matched"
+    """How the partner is drawn; `none`: no outer rounds."""
+    max_stale_rounds: Annotated[int, Field(ge=0)] = 2
+    """Largest distance in rounds of a snapshot that is still merged."""
+    partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Longest wait for a partner that has not reached the round, seconds; none: device time of two inner steps."""
+    deadline_s: Seconds = 60.0
+    """Longest transfer of one snapshot, seconds."""
+    allow_unstable: bool = False
+    """Accept α and γ outside the stability bound S1 (for experiments)."""
+
+
+class EvaluationSettings(Settings):
+    """Validation on held-out data."""
+
+    every_steps: Positive | None = 250
+    """Steps between evaluations; none: only at the end."""
+    microbatches: Positive = 16
+    """Held-out microbatches per evaluation, the same for everybody."""
+
+
+class RunManifest(Settings):
+    """The immutable settings of a run: equal on all nodes, their hash is the run id."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "tiny"
+    """What people call the run."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of initial weights, data order, routes and pairs."""
+    start_replicas: Positive = 2
+    """Replicas that every stage must have before anybody takes step 1."""
+    stages: Positive = 2
+    """Pipeline stages; the layers are split over them, contiguously and evenly."""
+    model: ModelSettings = ModelSettings()
+    """The model."""
+    data: DataSettings = DataSettings()
+    """The data."""
+    sequence_length: Positive = 128
+    """T: tokens of a sample that are inputs."""
+    microbatch_size: Positive = 4
+    """B: samples of a microbatch."""
+    microbatches_per_step: Positive = 2
+    """Microbatches that each stage-0 replica reads per inner step."""
+    steps: Positive = 1000
+    """Length of the run in steps of the clock."""
+    inner: InnerSettings = InnerSettings()
+    """The inner optimizer."""
+    outer: OuterSettings = OuterSettings()
+    """The outer round."""
+    routing: Literal["random", "balanced", "fixed"] = "random"
+    """How the next replica of a microbatch is chosen (method.md §4)."""
+    wire_dtype: Dtype = "float32"
+    """Element type of hidden states and gradients on the wire."""
+    compute_dtype: Literal["float64", "float32"] = "float32"
+    """Element type of weights, Adam's moments, φ, δ and snapshots."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """Validation."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunManifest":
+        o = self.outer
+        if o.pairing != "none" and not o.allow_unstable:
+            reason = outer_mathematics.instability(alpha=o.alpha, gamma=o.gamma)
+            if reason is not None:
+                raise ValueError(f"outer: {reason}; set outer.allow_unstable to run it all the same")
+        if len(self.canonical_json()) > MANIFEST_LIMIT_BYTES:
+            raise ValueError(f"the manifest is larger than {MANIFEST_LIMIT_BYTES} bytes")
+        return self
+
+    def canonical_json(self) -> bytes:
+        """Sorted keys, no white space, defaults filled in, ASCII: equal bytes for equal manifests."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+    @property
+    def run_id(self) -> str:
+        """sha256 of the canonical JSON, in hexadecimal."""
+        return hashlib.sha256(self.canonical_json()).hexdigest()
+
+
+class ListenSettings(Settings):
+    """Where this node listens, and what it tells others."""
+
+    host: str = "127.0.0.1"
+    """Address that the sockets are bound to; `0.0.0.0` for all."""
+    announce_host: str | None = None
+    """Address or name under which others reach this node; none: the address that leads to the peer it joins."""
+    dht_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of the libp2p daemon; 0 picks one."""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of the gRPC server; 0 picks one."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of /metrics; 0 picks one."""
+
+
+class DirectorySettings(Settings):
+    """How often the node speaks to the DHT."""
+
+    ttl_s: Seconds = 30.0
+    """How long an advert lives that is not renewed, seconds; it is renewed every third of this."""
+    refresh_s: Seconds = 2.0
+    """Seconds between two readings of the membership."""
+
+
+class LimitSettings(Settings):
+    """Bounds on what this node holds and how long it waits."""
+
+    max_in_flight: Positive = 4
+    """Autograd graphs at once."""
+    waiting_places: Annotated[int, Field(ge=0, le=64)] = 2
+    """Microbatches that may wait at the door; longer lines hide a slow replica from its senders."""
+    evaluations: Positive = 2
+    """Held-out microbatches served at once."""
+    microbatch_deadline_s: Seconds = 60.0
+    """Longest life of one microbatch on its way through all stages, seconds."""
+    hop_margin_s: Seconds = 5.0
+    """Part of the remaining time that each hop keeps for one retry below it, seconds."""
+    drain_s: Seconds = 20.0
+    """Longest time to finish what is held when the node is told to leave, seconds."""
+    linger_s: Seconds = 30.0
+    """Longest wait for the others at the end of the run, seconds."""
+
+
+class AuditSettings(Settings):
+    """Files from which anybody can recompute the run (design.md §5)."""
+
+    dir: str | None = None
+    """Directory for them; none: no audit."""
+
+
+class NodeConfig(Settings):
+    """The local settings of one node."""
+
+    listen: ListenSettings = ListenSettings()
+    """Addresses and ports."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """`cpu`, `cuda`, `cuda:1`, …; `auto`: CUDA if there is any."""
+    threads: Positive | None = None
+    """CPU threads for compute; none: torch's own choice (OMP_NUM_THREADS)."""
+    stage: Annotated[int, Field(ge=0)] | None = None
+    """Stage to hold; none: the one with the fewest replicas."""
+    data_files: tuple[str, ...] = ()
+    """Files or globs to read instead of a hub data set."""
+    tokenizer_dir: str | None = None
+    """Directory with the tokenizer's files, instead of the hub."""
+    directory: DirectorySettings = DirectorySettings()
+    """The DHT."""
+    limits: LimitSettings = LimitSettings()
+    """Bounds."""
+    audit: AuditSettings = AuditSettings()
+    """Audit files."""

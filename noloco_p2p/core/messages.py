@@ -1,0 +1,194 @@
+"""The values that nodes exchange and that the ports speak of. No behaviour beyond checks of themselves.
+
+Shape legend: B microbatch size, T sequence length, D hidden size.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+}
+"""The element types that may travel, by torch's names, with bytes per element."""
+
+PeerId = str
+"""A libp2p peer id in base58 (`12D3KooW…`): it is the node's Ed25519 public key."""
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is, without its values."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the values in bytes (KeyError for a dtype that may not travel)."""
+        return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensor:
+    """A tensor in host memory: `data` holds its values, C order, little endian, as a flat memoryview of bytes.
+
+    Only `compute` turns it into torch and back. Whoever holds one may read `data`, never write to it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Name, dtype and shape."""
+        return TensorSpec(self.name, self.dtype, self.shape)
+
+
+class MicrobatchId(NamedTuple):
+    """Equal on every hop and every retry, and never used twice, not even after a restart of its origin."""
+
+    peer: PeerId
+    """The stage-0 node that read the microbatch."""
+    incarnation: int
+    """64 random bits, drawn when that process started."""
+    counter: int
+    """How many microbatches that process had begun before this one."""
+
+
+class Origin(NamedTuple):
+    """The label that a microbatch carries: who read it, in which of its steps, as which microbatch of that step."""
+
+    peer: PeerId
+    step: int
+    """Floor of the origin's clock when the microbatch was begun."""
+    index: int
+    """Place within the origin's inner step, from 0. In an evaluation: the origin's rank within stage 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What arrives before the tensors of an activation; admission is decided on it."""
+
+    run_id: str
+    microbatch: MicrobatchId
+    origin: Origin
+    stage: int
+    """The stage that is to receive it, from 1."""
+    time_left_s: float
+    """Seconds that the sender still waits for the answer, counted from sending."""
+    specs: tuple[TensorSpec, ...] = ()
+    """Declared tensors, in order: hidden, targets, and mask where there is one. Filled in by the sending transport."""
+    digest: int = 0
+    """Digest over the tensors (64 bits). Filled in by the sending transport, verified by the receiving one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A stage's output on its way to the next stage."""
+
+    header: Header
+    hidden: HostTensor
+    """`hidden`, B×T×D, in the run's wire dtype."""
+    targets: HostTensor
+    """`targets`, B×T, int32; −100 is ignored by the loss."""
+    mask: HostTensor | None = None
+    """`mask`, B×T, uint8, 1 where a token may be attended to; None when every token may."""
+
+    @property
+    def tensors(self) -> tuple[HostTensor, ...]:
+        """The tensors in the order in which they travel."""
+        return (self.hidden, self.targets) if self.mask is None else (self.hidden, self.targets, self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The reply to an activation: the gradient of the *summed* loss with respect to `hidden`."""
+
+    microbatch: MicrobatchId
+    grad: HostTensor
+    """`grad`, B×T×D: shape and dtype of the activation's hidden."""
+    loss_sum: float
+    """Nats, summed over the tokens that count."""
+    tokens: int
+    """How many targets counted. 0: the loss or a gradient was not finite and the microbatch gives nothing."""
+    served: tuple[PeerId, ...]
+    """The peers that served it, from the next stage to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """The reply to an evaluation: nats summed over `tokens` targets."""
+
+    loss_sum: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch of data. `inputs` and `targets` are B×T int32, `mask` B×T uint8 or None."""
+
+    inputs: HostTensor
+    targets: HostTensor
+    mask: HostTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The frozen slow weights φ and outer delta Δ of one replica at one outer round (method.md §3)."""
+
+    peer: PeerId
+    round: int
+    step: int
+    """Floor of the replica's clock when it was frozen."""
+    tensors: tuple[HostTensor, ...]
+    """`slow/<name>` for every parameter in the stage's order, then `delta/<name>`, all in compute_dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advert:
+    """What a node says of itself in the DHT. Signed by its identity; everything in it is a claim."""
+
+    peer_id: PeerId
+    run_id: str
+    stage: int
+    addresses: tuple[str, ...]
+    """gRPC addresses, `host:port`, best first."""
+    metrics: str = ""
+    """`http://host:port/metrics`, empty when it serves none."""
+    state: str = "starting"
+    """One of `core.members.STATES`."""
+    step: float = 0.0
+    """The node's clock, in steps."""
+    outer_round: int = 0
+    """The newest outer round it has done."""
+    microbatches_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    evaluated: bool = False
+    """A finished stage-0 node that has done its last evaluation."""
+    settled: bool = False
+    """It will not choose another stage any more (it was told one, or has made its weights)."""
+    version: str = ""
+    age_s: float = 0.0
+    """How old the advert was when it was read, seconds; filled in by the directory, never sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a node says of itself when asked directly."""
+
+    peer_id: PeerId
+    run_id: str
+    stage: int
+    state: str
+    step: float
+    outer_round: int
+    version: str

@@ -1,0 +1,45 @@
+"""Every exception that this package raises on purpose, and what it means for *your* program.
+
+    NolocoError
+    ├── ConfigError      the configuration or the command line is wrong: tell the user, exit code 2
+    ├── LocalError       this machine cannot do what was asked (a port in use, a full disk, no memory): exit code 2
+    └── PeerError        another node is the reason; the run goes on without that one call
+        ├── Unreachable  no answer, a broken link or a passed deadline: set the peer aside, use another one
+        ├── Busy         back-pressure, not a failure: try another replica, or the same one later
+        ├── Declined     the peer answered that it cannot serve this; it is healthy, use another one
+        └── Violation    what arrived breaks the protocol or is not finite: never retry the same bytes
+
+Foreign exceptions (grpc, hivemind, pydantic, OSError) are mapped to these at one place in each adapter.
+"""
+
+
+class NolocoError(Exception):
+    """Base of all errors of this package. `str(error)` is one line that says what is wrong and what to do."""
+
+
+class ConfigError(NolocoError):
+    """The configuration or the command line is wrong. Nothing has been started."""
+
+
+class LocalError(NolocoError):
+    """This machine cannot do what was asked; the message names the port, path or device."""
+
+
+class PeerError(NolocoError):
+    """A call to another node did not give what was asked; nothing was changed on our side."""
+
+
+class Unreachable(PeerError):
+    """The peer gave no answer: refused, reset, or silent until the deadline. The message names what was waited for."""
+
+
+class Busy(PeerError):
+    """The peer has no place now. Nobody is at fault and nobody is set aside."""
+
+
+class Declined(PeerError):
+    """The peer is healthy and cannot serve this call (wrong stage, no such round, no live replica behind it)."""
+
+
+class Violation(PeerError):
+    """The bytes that arrived are truncated, corrupt, of the wrong shape, of another run, or not finite."""

@@ -1,0 +1,269 @@
+"""What a node needs of the world: five ports, each with one real implementation and one simulated one.
+
+`io/` (and `compute/` for the stage) has the real ones, `sim/` the others, in files of the same name. A port leaks
+neither. Times are seconds; a `deadline_s` counts from the call. Shape legend: B microbatch, T sequence, D hidden size.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from noloco_p2p.core.messages import (
+    Activation,
+    Advert,
+    Batch,
+    Description,
+    Gradient,
+    Header,
+    HostTensor,
+    LossSum,
+    MicrobatchId,
+    PeerId,
+    Snapshot,
+    TensorSpec,
+)
+
+Body = Callable[[], Awaitable[Activation]]
+"""Receives the rest of an activation whose header is known. Raises Violation (digest, length, order) or Unreachable."""
+
+
+class Handler(Protocol):
+    """What a transport calls when a peer calls this node; implemented by `Node`.
+
+    `caller` is the peer id as the caller declares it. Every method may raise Busy, Declined or Violation, which the
+    caller's transport raises again on the other side; anything else is a bug and reaches the caller as Declined.
+    The handler is cancelled when its caller is gone or its deadline has passed.
+    """
+
+    async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
+        """Serve one microbatch. Decides on the header; `body` is awaited at most once, and only if it is wanted."""
+        ...
+
+    async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
+        """Forward one held-out microbatch to its loss; leaves no trace."""
+        ...
+
+    async def fetch_snapshot(self, caller: PeerId, round: int | None, wait_s: float) -> Snapshot:
+        """The snapshot of `round`, or after at most `wait_s` the newest one held; None: the newest one at once."""
+        ...
+
+    def describe(self, caller: PeerId) -> Description:
+        """Who this node is and how far it has come."""
+        ...
+
+
+class Transport(Protocol):
+    """Calls to peers, and calls from them. Called by the node, from its event loop only."""
+
+    async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
+        """Send an activation, wait for the gradient at most `activation.header.time_left_s`.
+
+        Fills in the header's `specs` and `digest`. The gradient returned has the shape and dtype of the hidden state
+        sent and the same microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
+        """
+        ...
+
+    async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
+        """Send a held-out activation, wait for its loss at most `activation.header.time_left_s`. Raises as propagate."""
+        ...
+
+    async def fetch_snapshot(
+        self, peer: Advert, round: int | None, wait_s: float, deadline_s: float, expected: tuple[TensorSpec, ...]
+    ) -> Snapshot:
+        """Fetch a peer's frozen (φ, Δ), tensor by tensor.
+
+        The peer may hold the answer back up to `wait_s` until it has reached `round`; after that `deadline_s` bounds
+        the transfer. Raises Violation unless the tensors are exactly `expected`, in that order, and digests agree.
+        """
+        ...
+
+    async def describe(self, peer: Advert) -> Description:
+        """Ask a peer who it is and how far it has come (a few seconds at most)."""
+        ...
+
+    async def serve(self, handler: Handler) -> None:
+        """Start to answer calls with `handler`. Raises LocalError when the port is in use."""
+        ...
+
+    async def close(self) -> None:
+        """Refuse new calls, end those in flight, free everything."""
+        ...
+
+
+class Directory(Protocol):
+    """Who else is in the swarm."""
+
+    async def announce(self, advert: Advert, ttl_s: float) -> None:
+        """Publish or renew this node's advert. Raises Unreachable when the directory cannot be written to."""
+        ...
+
+    async def peers(self) -> list[Advert]:
+        """All live adverts of this run, own one included, with `age_s`, sorted by peer id. Raises Unreachable."""
+        ...
+
+    async def withdraw(self) -> None:
+        """Announce that this node has left, so that nobody waits for its advert to expire."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What is fixed of a stage once it is made."""
+
+    index: int
+    parameters: int
+    """Count of parameters that this stage holds."""
+    hidden: TensorSpec
+    """Name, wire dtype and B×T×D shape of the hidden states that enter or leave it."""
+    snapshot: tuple[TensorSpec, ...]
+    """The tensors of its snapshots, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one backward pass gave."""
+
+    grad: HostTensor | None
+    """B×T×D for the stage before, in the wire dtype; None at stage 0."""
+    loss_sum: float
+    tokens: int
+    counted: bool
+    """The parameter gradients and tokens were added; False: this id had been spent here before and they were dropped."""
+    finite: bool
+    """False: loss or gradient was not finite; it counts as a microbatch of zero tokens, and `grad` is zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLabel:
+    """What the node tells the stage about the inner step that it closes."""
+
+    inner_step: int
+    """Number of this optimizer step, from 1."""
+    step: int
+    """Floor of the clock when the step was opened."""
+    learning_rate: float
+    routes: Mapping[MicrobatchId, tuple[PeerId | None, PeerId | None]]
+    """For the audit: who sent each microbatch, and who served it next."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an inner step did. With `tokens` 0 it left θ and the optimizer untouched."""
+
+    tokens: int
+    loss_sum: float
+    microbatches: int
+    grad_norm: float
+    """L2 norm over this stage before clipping; 0.0 without tokens."""
+    busy_s: float
+    """Seconds that the device worked since the previous inner step."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """What an outer round did to this replica."""
+
+    replica_std: float | None
+    """Estimated from θ before the merge (method.md §5), None when alone."""
+
+
+class Stage(Protocol):
+    """One pipeline stage: its weights, its optimizer, its slow weights. Called by the node only.
+
+    Calls are awaited and run one at a time on the device, backward before forward. A call whose waiter is cancelled
+    before it began is not run; one that began runs to its end. `graph` is a handle to a kept autograd graph.
+    """
+
+    state: StageState
+
+    async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        """Forward with a graph: (graph, `hidden` B×T×D in the wire dtype).
+
+        `inputs` is B×T int32 tokens at stage 0, B×T×D hidden states later. Raises Violation when it is not finite or
+        not of this run's shape.
+        """
+        ...
+
+    async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        """Backward through a kept graph, which is freed; adds gradients and tokens unless the id is spent here."""
+        ...
+
+    async def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        """The last stage: forward, summed loss and backward in one operation. Raises Violation as forward."""
+        ...
+
+    def discard(self, graph: int) -> None:
+        """Free a graph that will not be used. Returns at once; unknown handles are ignored."""
+        ...
+
+    async def evaluate(
+        self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> HostTensor | LossSum:
+        """Forward without a graph: hidden states, or at the last stage the loss."""
+        ...
+
+    async def inner_step(self, label: StepLabel) -> StepResult:
+        """Divide by the tokens, clip, AdamW (method.md §2), zero the accumulators."""
+        ...
+
+    async def snapshot(self, round: int, step: int) -> Snapshot:
+        """Freeze (φ, Δ = θ − φ) of now; later changes of θ and φ do not touch it. Audited if there is an audit."""
+        ...
+
+    async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+        """N1 and N2 of method.md §3 with the snapshot just taken and a partner's, or alone.
+
+        Raises Violation, and changes nothing, when `theirs` is not finite or does not fit.
+        """
+        ...
+
+    async def adopt(self, theirs: Snapshot) -> None:
+        """A later joiner's start: φ = θ = φ_r + Δ_r, δ = 0, fresh optimizer. Raises Violation as merge."""
+        ...
+
+
+class Batches(Protocol):
+    """Training and held-out data; used by stage 0 only."""
+
+    async def next(self) -> Batch:
+        """The next training microbatch; never ends. Raises LocalError when the data cannot be read."""
+        ...
+
+    def validation(self) -> Iterator[Batch]:
+        """The run's held-out microbatches: the same ones, in the same order, on every node and at every call."""
+        ...
+
+    @property
+    def cursor(self) -> dict[str, object]:
+        """JSON-ready position after the last batch that `next` returned; a stream made from it goes on exactly there."""
+        ...
+
+    def close(self) -> None:
+        """End the reading thread."""
+        ...
+
+
+class Telemetry(Protocol):
+    """What a node tells whoever watches it. Can never raise into its caller, never blocks."""
+
+    def event(self, kind: str, **fields: object) -> None:
+        """Something happened."""
+        ...
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Measures the seconds inside the `with`, by name (a phase of design.md §9)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything that a node needs of the world. The two makers run once the node has chosen its stage."""
+
+    transport: Transport
+    directory: Directory
+    telemetry: Telemetry
+    make_stage: Callable[[int], Awaitable[Stage]]
+    make_batches: Callable[[], Awaitable[Batches]]
