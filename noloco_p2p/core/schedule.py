@@ -1,0 +1,55 @@
+"""What follows the step clock: learning rate, outer rounds, the clock itself (method.md §2; design.md §4 and §5).
+
+A clock is a number of steps, from 0 to the run's `steps`; learning rate and rounds follow its floor.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable
+
+
+def learning_rate(t: int, steps: int, peak: float, warmup_steps: int, final_fraction: float) -> float:
+    """Learning rate of step t, counted from 1: linear to `peak`, then a cosine to `final_fraction`·peak at `steps`.
+
+    The warm-up is at most a tenth of `steps`, so that short runs have a schedule too. After `steps` it stays low.
+    """
+    warmup = min(warmup_steps, steps // 10)
+    if t <= warmup:
+        return peak * t / warmup
+    progress = min(1.0, (t - warmup) / (steps - warmup))
+    return peak * (final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def due_round(step_floor: int, m: int, last_round: int, steps: int) -> int | None:
+    """The number of the outer round that is due, or None.
+
+    One is due when step // m exceeds the last round done: a jump of the clock over several does one, a standing clock
+    none. At `steps` the last round is ⌈steps / m⌉, so that the last step is always an outer round.
+    """
+    number = -(-steps // m) if step_floor >= steps else step_floor // m
+    return number if number > last_round else None
+
+
+def advance(step: float, median: float | None, steps: int, pull: bool) -> float:
+    """The clock after an inner step: step + 1 + ¼·(median − step − ½), never backwards, never above `steps`.
+
+    Without `pull` (`balanced` runs), or when no stage-0 replica is known to train, it is step + 1.
+    """
+    correction = 0.25 * (median - step - 0.5) if pull and median is not None else 0.0
+    return min(float(steps), max(step, step + 1.0 + correction))
+
+
+def clock_median(samples: Iterable[float]) -> float | None:
+    """The median of the stage-0 clocks (my own counts as step + ½); None without samples."""
+    values = sorted(samples)
+    return statistics.median(values) if values else None
+
+
+def project(step: float, age_s: float, steps_per_s: float, m: int) -> float:
+    """A clock seen `age_s` ago, carried to now at the speed its owner announces, at most two outer intervals ahead.
+
+    Speed and age are claims of a stranger: what is negative or not a number carries it nowhere.
+    """
+    if not (age_s > 0 and steps_per_s > 0):
+        return step
+    return step + min(age_s * steps_per_s, 2.0 * m)
