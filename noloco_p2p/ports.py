@@ -6,7 +6,7 @@ neither. Times are seconds; a `deadline_s` counts from the call. Shape legend: B
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from noloco_p2p.core.messages import (
@@ -145,6 +145,8 @@ class StepLabel:
     learning_rate: float
     routes: Mapping[MicrobatchId, tuple[PeerId | None, PeerId | None]]
     """For the audit: who sent each microbatch, and who served it next."""
+    batches: Mapping[MicrobatchId, Batch] = field(default_factory=dict)
+    """For the audit at stage 0: the data of each microbatch (a later stage leaves it empty)."""
 
 
 @dataclass(frozen=True, slots=True)
