@@ -37,7 +37,7 @@ class ModelSettings(Settings):
 
     family: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")] = "llama"
     """Model type of transformers (llama, gpt2, qwen3, …); it must pass the split self-test at start-up."""
-    config: dict[str, bool | int | float | str | None | list[bool | int | float | str | None]] = {
+    config: dict[str, bool | int | float | str | list[bool | int | float | str | None] | None] = {
         "hidden_size": 128,
         "num_hidden_layers": 4,
         "intermediate_size": 512,
@@ -59,7 +59,7 @@ class DataSettings(Settings):
     subset: HubName | None = None
     """Configuration name of the hub data set (for C4: `en`)."""
     tokenizer: HubName = "bytes"
-    """`bytes` (ByT5's 384 ids, no file) or a name on the hub for AutoTokenizer; `tokenizer_dir` may stand in locally."""
+    """`bytes` (ByT5's 384 ids, no file) or a name on the hub for AutoTokenizer; the node's `tokenizer_dir` may stand in."""
 
 
 class InnerSettings(Settings):

@@ -42,4 +42,11 @@ class Declined(PeerError):
 
 
 class Violation(PeerError):
-    """The bytes that arrived are truncated, corrupt, of the wrong shape, of another run, or not finite."""
+    """The bytes that arrived are truncated, corrupt, of the wrong shape, of another run, or not finite.
+
+    `ours`: the peer says so of what *we* sent, so another replica would say the same; else it is the peer's fault.
+    """
+
+    def __init__(self, message: str, *, ours: bool = False) -> None:
+        super().__init__(message)
+        self.ours = ours

@@ -32,7 +32,7 @@ class Handler(Protocol):
     """What a transport calls when a peer calls this node; implemented by `Node`.
 
     `caller` is the peer id as the caller declares it. Every method may raise Busy, Declined or Violation, which the
-    caller's transport raises again on the other side; anything else is a bug and reaches the caller as Declined.
+    caller's transport raises again on the other side (a Violation with `ours` set); anything else is a bug and reaches the caller as Declined.
     The handler is cancelled when its caller is gone or its deadline has passed.
     """
 
@@ -65,7 +65,7 @@ class Transport(Protocol):
         ...
 
     async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
-        """Send a held-out activation, wait for its loss at most `activation.header.time_left_s`. Raises as propagate."""
+        """Send a held-out activation, wait for its loss at most `header.time_left_s`. Raises as propagate."""
         ...
 
     async def fetch_snapshot(
@@ -129,7 +129,7 @@ class Contribution:
     loss_sum: float
     tokens: int
     counted: bool
-    """The parameter gradients and tokens were added; False: this id had been spent here before and they were dropped."""
+    """The parameter gradients and tokens were added; False: the id had been spent here and they were dropped."""
     finite: bool
     """False: loss or gradient was not finite; it counts as a microbatch of zero tokens, and `grad` is zero."""
 
@@ -201,9 +201,7 @@ class Stage(Protocol):
         """Free a graph that will not be used. Returns at once; unknown handles are ignored."""
         ...
 
-    async def evaluate(
-        self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
-    ) -> HostTensor | LossSum:
+    async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """Forward without a graph: hidden states, or at the last stage the loss."""
         ...
 
@@ -240,7 +238,7 @@ class Batches(Protocol):
 
     @property
     def cursor(self) -> dict[str, object]:
-        """JSON-ready position after the last batch that `next` returned; a stream made from it goes on exactly there."""
+        """JSON-ready position after the last batch that `next` returned; a stream made from it goes on there."""
         ...
 
     def close(self) -> None:

@@ -64,7 +64,8 @@ class MicrobatchId(NamedTuple):
     """How many microbatches that process had begun before this one."""
 
 
-class Origin(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Origin:
     """The label that a microbatch carries: who read it, in which of its steps, as which microbatch of that step."""
 
     peer: PeerId

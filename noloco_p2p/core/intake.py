@@ -1,0 +1,286 @@
+"""Admission of microbatches into the inner steps of one replica, decided on the header alone (design.md §4).
+
+The weights of forward and backward agree because a microbatch is admitted into one inner step and the step is taken
+only when everything admitted has ended. The replica that sends is told at once to wait in a short line or `busy`.
+
+Pure: the node calls `offer` when a header arrives, `leave` or `done` when the attempt ends, `open`, `seal` and `close`
+around its inner steps; what each call lets in is in its return value. No clock, no tasks, no tensors.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+from noloco_p2p.core.messages import MicrobatchId, Origin, PeerId
+
+REPLY_STEPS = 2
+"""Inner steps for which a reply is kept for a sender that asks again."""
+SPENT_STEPS = 8
+SPENT_IDS = 4096
+"""Ids that have been counted are remembered for this many inner steps, and at least this many of them."""
+
+Reply = TypeVar("Reply")
+Slot = tuple[PeerId, int]
+"""(origin, index): the place of a microbatch in a step under `balanced`."""
+
+
+class Key(NamedTuple):
+    """One way of one microbatch: the same id with another digest came through another replica."""
+
+    microbatch: MicrobatchId
+    digest: int
+
+
+class Phase(Enum):
+    """OPEN admits; SEALED lets wait (the inner step is being taken); CLOSED answers Busy (an outer round)."""
+
+    OPEN = "open"
+    SEALED = "sealed"
+    CLOSED = "closed"
+
+
+class Answer(Enum):
+    """What a header is told."""
+
+    ADMIT = "admit"
+    WAIT = "wait"
+    JOIN = "join"
+    """The same attempt is here already: share its reply."""
+    REPEAT = "repeat"
+    """It has ended already: the kept reply is the answer."""
+    BUSY = "busy"
+
+
+class Verdict(NamedTuple, Generic[Reply]):
+    """An answer, its reason, and the kept reply of a REPEAT."""
+
+    answer: Answer
+    reason: str
+    reply: Reply | None = None
+
+
+class SpentIds:
+    """Ids that were counted, forgotten after `SPENT_STEPS` inner steps but never while fewer than `SPENT_IDS`."""
+
+    def __init__(self) -> None:
+        self._step_of: OrderedDict[Hashable, int] = OrderedDict()
+        self._steps = 0
+
+    def __contains__(self, microbatch: Hashable) -> bool:
+        return microbatch in self._step_of
+
+    def __len__(self) -> int:
+        return len(self._step_of)
+
+    def spend(self, microbatch: Hashable) -> bool:
+        """True the first time that an id is seen, False ever after."""
+        if microbatch in self._step_of:
+            return False
+        self._step_of[microbatch] = self._steps
+        return True
+
+    def end_step(self) -> None:
+        """An inner step has been taken: forget what is old."""
+        self._steps += 1
+        while len(self._step_of) > SPENT_IDS:
+            oldest, step = next(iter(self._step_of.items()))
+            if step > self._steps - SPENT_STEPS:
+                break
+            del self._step_of[oldest]
+
+
+@dataclass(slots=True)
+class _Attempt:
+    origin: Origin
+    running: bool = False
+
+
+@dataclass(slots=True)
+class _Place:
+    """A place in the target, held by an id from its first running attempt on; kept for good once the id counted."""
+
+    slot: Slot | None
+    counted: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    number: int
+    target: int
+    """Places in all (`random`, `fixed`); under `balanced` the due slots are the target."""
+    due: set[Slot] | None
+    """Slots that have not been taken yet; None where arrival order decides."""
+    places: dict[MicrobatchId, _Place] = field(default_factory=dict)
+
+    @property
+    def full(self) -> bool:
+        return not self.due if self.due is not None else len(self.places) >= self.target
+
+
+class Intake(Generic[Reply]):
+    """The door of one replica.
+
+    `max_in_flight` bounds the admitted attempts that have not ended (each may hold an autograd graph), `line_places`
+    those that wait; under `balanced`, labels ahead of the step have as many places again, of their own.
+    """
+
+    def __init__(self, max_in_flight: int, line_places: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._line_places = line_places
+        self._phase = Phase.CLOSED
+        self._step = _Step(number=0, target=0, due=None)
+        self._attempts: dict[Key, _Attempt] = {}
+        self._in_flight = 0
+        self._spent = SpentIds()
+        self._replies: OrderedDict[Key, tuple[int, Reply]] = OrderedDict()
+        self._steps_taken = 0
+
+    # --- the node's own steps -------------------------------------------------------------------------------------
+
+    def open(self, step: int, target: int, due: Iterable[Slot] | None = None) -> list[Key]:
+        """Begin inner step `step` with `target` places, or with the `due` slots; returns those now admitted."""
+        self._step = _Step(step, target, None if due is None else set(due))
+        self._phase = Phase.OPEN
+        return self._admit_from_line()
+
+    def seal(self) -> None:
+        """The inner step is about to be taken: what comes now waits for the next one."""
+        assert self._in_flight == 0, "an inner step may not be taken while an admitted microbatch is in flight"
+        self._phase = Phase.SEALED
+        self._spent.end_step()
+        self._steps_taken += 1
+        while self._replies and next(iter(self._replies.values()))[0] <= self._steps_taken - REPLY_STEPS:
+            self._replies.popitem(last=False)
+
+    def close(self) -> list[Key]:
+        """Answer Busy from now on; returns the waiting line, to be told Busy. Those in flight go on."""
+        self._phase = Phase.CLOSED
+        waiting = [key for key, attempt in self._attempts.items() if not attempt.running]
+        for key in waiting:
+            del self._attempts[key]
+        return waiting
+
+    @property
+    def ready(self) -> bool:
+        """The step can be taken: its target is reached and all that was admitted has ended."""
+        return self._phase is Phase.OPEN and self._in_flight == 0 and self._step.full
+
+    @property
+    def in_flight(self) -> int:
+        """Admitted attempts that have not ended."""
+        return self._in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Attempts in the line."""
+        return len(self._attempts) - self._in_flight
+
+    @property
+    def missing_origins(self) -> list[PeerId]:
+        """Origins of the slots that are still due, sorted (`balanced` only)."""
+        return sorted({peer for peer, _ in self._step.due or ()})
+
+    # --- what arrives ---------------------------------------------------------------------------------------------
+
+    def offer(self, key: Key, origin: Origin) -> Verdict[Reply]:
+        """A header has arrived. ADMIT and WAIT must be followed by exactly one `leave` or `done` of the same key."""
+        if key in self._replies:
+            return Verdict(Answer.REPEAT, "kept", self._replies[key][1])
+        if key in self._attempts:
+            return Verdict(Answer.JOIN, "in flight")
+        if self._phase is Phase.CLOSED:
+            return Verdict(Answer.BUSY, "closed")
+        attempt = _Attempt(origin)
+        obstacle = self._obstacle(key, attempt)
+        if obstacle is None:
+            self._attempts[key] = attempt
+            self._run(key, attempt)
+            return Verdict(Answer.ADMIT, "place")
+        ahead = self._ahead(attempt)
+        line = sum(not other.running and self._ahead(other) == ahead for other in self._attempts.values())
+        if line >= self._line_places:
+            return Verdict(Answer.BUSY, obstacle)
+        self._attempts[key] = attempt
+        return Verdict(Answer.WAIT, obstacle)
+
+    def leave(self, key: Key) -> list[Key]:
+        """An attempt failed or was cancelled, waiting or in flight: it leaves no trace. Returns those now admitted."""
+        self._end(key)
+        return self._admit_from_line()
+
+    def done(self, key: Key, *, counted: bool, reply: Reply) -> list[Key]:
+        """An attempt gave its reply; `counted`: its gradients were added here. Returns those now admitted."""
+        if counted:
+            self._spent.spend(key.microbatch)
+            if key.microbatch in self._step.places:
+                self._step.places[key.microbatch].counted = True
+        self._replies[key] = (self._steps_taken, reply)
+        self._end(key)
+        return self._admit_from_line()
+
+    def strike(self, has_left: Callable[[PeerId], bool]) -> list[Key]:
+        """Drop due slots whose origin has left this step or is gone. Returns those now admitted (`balanced` only)."""
+        if self._step.due:
+            self._step.due = {slot for slot in self._step.due if not has_left(slot[0])}
+        return self._admit_from_line()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _ahead(self, attempt: _Attempt) -> bool:
+        return self._step.due is not None and attempt.origin.step > self._step.number
+
+    def _slot(self, attempt: _Attempt) -> Slot | None:
+        """The due slot that an attempt fills, if any."""
+        slot = (attempt.origin.peer, attempt.origin.index)
+        due = self._step.due
+        return slot if due is not None and attempt.origin.step == self._step.number and slot in due else None
+
+    def _wants_place(self, key: Key, attempt: _Attempt) -> bool:
+        """Reply-only attempts and, under `balanced`, microbatches whose slot is not ours take no place."""
+        if key.microbatch in self._step.places or key.microbatch in self._spent:
+            return False
+        return self._step.due is None or self._slot(attempt) is not None
+
+    def _obstacle(self, key: Key, attempt: _Attempt) -> str | None:
+        """Why an attempt cannot be admitted now, or None."""
+        if self._phase is not Phase.OPEN:
+            return "stepping"
+        if self._ahead(attempt):
+            return "ahead"
+        if self._in_flight >= self._max_in_flight:
+            return "in_flight"
+        if self._step.due is None and self._wants_place(key, attempt) and self._step.full:
+            return "target"
+        return None
+
+    def _run(self, key: Key, attempt: _Attempt) -> None:
+        if self._wants_place(key, attempt):
+            slot = self._slot(attempt)
+            self._step.places[key.microbatch] = _Place(slot)
+            if slot is not None and self._step.due is not None:
+                self._step.due.discard(slot)
+        attempt.running = True
+        self._in_flight += 1
+
+    def _end(self, key: Key) -> None:
+        attempt = self._attempts.pop(key)
+        if not attempt.running:
+            return
+        self._in_flight -= 1
+        place = self._step.places.get(key.microbatch)
+        others = any(o.running and k.microbatch == key.microbatch for k, o in self._attempts.items())
+        if place is None or place.counted or others:
+            return
+        del self._step.places[key.microbatch]
+        if place.slot is not None and self._step.due is not None:
+            self._step.due.add(place.slot)
+
+    def _admit_from_line(self) -> list[Key]:
+        admitted = []
+        for key, attempt in list(self._attempts.items()):
+            if not attempt.running and self._obstacle(key, attempt) is None:
+                self._run(key, attempt)
+                admitted.append(key)
+        return admitted

@@ -1,0 +1,187 @@
+"""The membership as one node sees it, the states of a node, and the choice of a stage.
+
+A snapshot of adverts that one task refreshes and everything else routes from (design.md §6). Pure: `now` is the
+caller's clock in seconds. Nothing here is on the way of a call to the DHT.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from noloco_p2p.core.messages import Advert, Origin, PeerId
+
+STATES = ("starting", "waiting", "syncing", "training", "paused", "finished", "draining", "left")
+
+TRANSITIONS: dict[tuple[str, str], str] = {
+    ("starting", "settle"): "waiting",
+    ("waiting", "begin"): "syncing",
+    ("syncing", "synced"): "training",
+    ("training", "end"): "finished",
+    ("training", "pause"): "paused",
+    ("paused", "resume"): "training",
+    ("draining", "move"): "syncing",
+    **{(state, "drain"): "draining" for state in STATES if state not in ("draining", "left")},
+    ("draining", "leave"): "left",
+}
+"""(state, event) → state; every pair that is not here is a bug of the caller."""
+
+FIRST_ASIDE_S = 1.0
+LONGEST_ASIDE_S = 60.0
+"""A peer that fails is set aside for 1, 2, 4, … seconds, at most this long."""
+
+READS_TO_VANISH = 2
+"""A peer that is missing in this many successive readings is gone; one reading of a DHT can miss somebody."""
+
+SERVING = frozenset({"training"})
+PRESENT = frozenset({"starting", "waiting", "syncing", "training", "paused", "finished"})
+STAGE_0_AT_WORK = frozenset({"training", "syncing", "paused", "draining"})
+
+
+def next_state(state: str, event: str) -> str:
+    """The state after `event`. Raises ValueError, which names both, for a pair that is not legal."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise ValueError(f"no transition from state {state!r} on event {event!r}") from None
+
+
+@dataclass(slots=True)
+class _Member:
+    advert: Advert
+    announced_at: float
+    """On the reader's clock."""
+    missed_reads: int = 0
+    heard: tuple[int, float] | None = None
+    """Newest label that came from it: (step, when)."""
+    failures: int = 0
+    aside_until: float = 0.0
+
+
+class Members:
+    """Who is in the swarm, who is set aside. Peers are always returned sorted by id."""
+
+    def __init__(self, me: PeerId, ttl_s: float) -> None:
+        self._me = me
+        self._ttl_s = ttl_s
+        self._members: dict[PeerId, _Member] = {}
+
+    def update(self, adverts: Iterable[Advert], *, now: float) -> None:
+        """A reading of the directory. One that lists nobody else wipes nothing."""
+        listed = {a.peer_id: a for a in adverts if a.peer_id != self._me}
+        for peer, advert in listed.items():
+            member = self._members.get(peer)
+            if member is None or member.advert.stage != advert.stage:
+                self._members[peer] = _Member(advert, now - advert.age_s)
+            elif now - advert.age_s >= member.announced_at:
+                member.advert, member.announced_at, member.missed_reads = advert, now - advert.age_s, 0
+            else:
+                member.missed_reads = 0
+        for peer, member in list(self._members.items()):
+            if peer in listed:
+                continue
+            member.missed_reads += bool(listed)
+            if member.missed_reads >= READS_TO_VANISH or now - member.announced_at > 3 * self._ttl_s:
+                del self._members[peer]
+
+    def get(self, peer: PeerId) -> Advert | None:
+        """The newest advert of a peer."""
+        member = self._members.get(peer)
+        return member.advert if member else None
+
+    def of_stage(self, stage: int, states: Collection[str] = PRESENT) -> list[Advert]:
+        """Others of a stage that are in one of `states`."""
+        found = [m.advert for m in self._members.values() if m.advert.stage == stage and m.advert.state in states]
+        return sorted(found, key=lambda advert: advert.peer_id)
+
+    def all(self) -> list[Advert]:
+        """Everybody else."""
+        return [self._members[peer].advert for peer in sorted(self._members)]
+
+    # --- trust in peers -------------------------------------------------------------------------------------------
+
+    def failed(self, peer: PeerId, *, now: float) -> None:
+        """A call to a peer failed: set it aside for a time that doubles with each failure."""
+        member = self._members.get(peer)
+        if member is not None and now >= member.aside_until:
+            member.aside_until = now + min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**member.failures)
+            member.failures = min(member.failures + 1, 16)
+
+    def answered(self, peer: PeerId) -> None:
+        """A call to a peer was answered, with whatever."""
+        member = self._members.get(peer)
+        if member is not None and member.failures:
+            member.failures, member.aside_until = 0, 0.0
+
+    def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> list[Advert]:
+        """Serving replicas of a stage that are not set aside; when all are, the one whose time ends first."""
+        serving = [a for a in self.of_stage(stage, SERVING) if a.peer_id not in without]
+        ready = [a for a in serving if self._members[a.peer_id].aside_until <= now]
+        if ready or not serving:
+            return ready
+        return [min(serving, key=lambda a: (self._members[a.peer_id].aside_until, a.peer_id))]
+
+    # --- the clock of the swarm -----------------------------------------------------------------------------------
+
+    def heard(self, origin: Origin, *, now: float) -> None:
+        """A microbatch of `origin` came by: its label says how far that node has come."""
+        member = self._members.get(origin.peer)
+        if member is not None and (member.heard is None or origin.step >= member.heard[0]):
+            member.heard = (origin.step, now)
+
+    def step_of(self, peer: PeerId) -> float | None:
+        """The furthest that a peer is known to have come, in steps; None for a stranger."""
+        member = self._members.get(peer)
+        if member is None:
+            return None
+        return max(member.advert.step, member.heard[0] if member.heard else 0)
+
+    def clocks(self, *, now: float) -> list[tuple[float, float, float]]:
+        """(step, age in seconds, steps per second) of the stage-0 replicas in training, each at its newest sign."""
+        found = []
+        for advert in self.of_stage(0, SERVING):
+            member = self._members[advert.peer_id]
+            step, at = advert.step, member.announced_at
+            if member.heard is not None and member.heard[1] > at:
+                step, at = max(step, float(member.heard[0])), member.heard[1]
+            found.append((step, max(0.0, now - at), advert.steps_per_s))
+        return found
+
+
+def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
+    """The stage that `me` should hold before it has made its weights: the same answer for the same view everywhere.
+
+    Starting from where everybody stands, the largest peer id that may still choose moves from the fullest stage to the
+    emptiest one while they differ by two or more. Nodes that are settled never move. A node that has not chosen yet
+    (`stage` −1) takes the emptiest stage.
+    """
+    counts = [0] * stages
+    stage_of = {a.peer_id: a for a in others if a.state in PRESENT and 0 <= a.stage < stages}
+    for advert in stage_of.values():
+        counts[advert.stage] += 1
+    if me.stage < 0:
+        return min(range(stages), key=lambda s: (counts[s], s))
+    stage_of[me.peer_id] = me
+    counts[me.stage] += 1
+    movable = sorted((a for a in stage_of.values() if not a.settled), key=lambda a: a.peer_id, reverse=True)
+    while movable:
+        low = min(range(stages), key=lambda s: (counts[s], s))
+        high = max(counts[a.stage] for a in movable)
+        if high - counts[low] < 2:
+            break
+        place = next(i for i, a in enumerate(movable) if counts[a.stage] == high)
+        mover = movable.pop(place)
+        counts[mover.stage] -= 1
+        counts[low] += 1
+        if mover.peer_id == me.peer_id:
+            return low
+    return me.stage
+
+
+def lacking(
+    me: Advert, others: Sequence[Advert], stages: int, start_replicas: int, states: Collection[str]
+) -> Mapping[int, int]:
+    """How many replicas each stage still lacks before the run may start; empty when it may."""
+    counts = [0] * stages
+    for advert in (*others, me):
+        if advert.state in states and advert.settled and 0 <= advert.stage < stages:
+            counts[advert.stage] += 1
+    return {s: start_replicas - n for s, n in enumerate(counts) if n < start_replicas}
