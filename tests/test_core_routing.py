@@ -1,0 +1,108 @@
+"""Routing: balanced is a permutation with even loads, random is uniform, fixed is fixed."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.core.messages import Origin
+from noloco_p2p.core.routing import balanced_owner, balanced_slots, next_hop, target
+
+small = st.integers(min_value=1, max_value=7)
+seeds = st.integers(min_value=0, max_value=2**63 - 1)
+
+
+def _peers(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}{i}" for i in range(count)]
+
+
+def _hop(
+    policy: str, origin: Origin, usable: list[str], seed: int = 1, me: str = "o0", rng: random.Random | None = None
+) -> tuple[str, str]:
+    origins, replicas = _peers("o", 3), _peers("r", 4)
+    return next_hop(
+        policy, seed, 1, origin, origins, me, origins[::-1], replicas[::-1], usable, rng or random.Random(0)
+    )
+
+
+@given(seeds, small, small, st.integers(min_value=0, max_value=50))
+def test_balanced_is_a_permutation_in_every_block(seed: int, stage: int, count: int, step: int) -> None:
+    replicas = _peers("r", count)
+    for block in range(3):
+        slots = range(block * count, (block + 1) * count)
+        assert sorted(balanced_owner(seed, stage, step, slot, replicas[::-1]) for slot in slots) == replicas
+
+
+@given(seeds, st.integers(min_value=0, max_value=50), small, small, small)
+def test_balanced_slots_share_all_microbatches_out_within_one_of_each_other(
+    seed: int, step: int, microbatches: int, origin_count: int, replica_count: int
+) -> None:
+    origins, replicas = _peers("o", origin_count), _peers("r", replica_count)
+    held = [balanced_slots(seed, 1, step, microbatches, origins[::-1], replicas[::-1], me) for me in replicas]
+    together = Counter(label for slots in held for label in slots)
+    assert together == Counter((o, i) for o in origins for i in range(microbatches))
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+    for me, slots in zip(replicas, held, strict=True):
+        for peer, index in slots:
+            slot = index * origin_count + origins.index(peer)
+            assert balanced_owner(seed, 1, step, slot, replicas) == me
+
+
+def test_balanced_changes_with_seed_stage_step_and_block() -> None:
+    replicas = _peers("r", 8)
+
+    def owners(seed: int, stage: int, step: int, block: int) -> list[str]:
+        return [balanced_owner(seed, stage, step, 8 * block + place, replicas) for place in range(8)]
+
+    first = owners(1, 1, 1, 0)
+    assert first == owners(1, 1, 1, 0)
+    assert first not in (owners(2, 1, 1, 0), owners(1, 2, 1, 0), owners(1, 1, 2, 0), owners(1, 1, 1, 1))
+
+
+def test_balanced_goes_to_the_owner_and_falls_back_to_random() -> None:
+    replicas = _peers("r", 4)
+    for index in range(8):
+        origin = Origin("o2", 9, index)
+        owner = balanced_owner(1, 1, 9, index * 3 + 2, replicas)
+        assert _hop("balanced", origin, replicas) == (owner, "owner")
+        others = [r for r in replicas if r != owner]
+        drawn = Counter(_hop("balanced", origin, others, rng=random.Random(i)) for i in range(60))
+        assert set(drawn) == {(r, "fallback") for r in others}
+    assert _hop("balanced", Origin("newcomer", 9, 0), ["r1"]) == ("r1", "fallback")
+    assert _hop("balanced", Origin("o0", 9, 0), ["r9"]) == ("r9", "fallback")
+
+
+def test_random_is_uniform_over_the_usable() -> None:
+    rng = random.Random(11)
+    usable = ["r3", "r0", "r1", "late"]
+    drawn = Counter(_hop("random", Origin("o0", 1, i % 4), usable, rng=rng) for i in range(4000))
+    assert set(drawn) == {(r, "random") for r in usable}
+    chi_square = sum((times - 1000) ** 2 / 1000 for times in drawn.values())
+    assert chi_square < 11.34  # 1 % of uniform samples exceed it at 3 degrees of freedom
+
+
+def test_fixed_is_my_rank_modulo_the_count() -> None:
+    origin = Origin("o0", 5, 1)
+    usable = _peers("r", 4)
+    assert [_hop("fixed", origin, usable, me=f"o{i}", seed=i)[0] for i in range(3)] == ["r0", "r1", "r2"]
+    assert _hop("fixed", origin, ["r2"]) == ("r2", "fallback")
+    assert next_hop("fixed", 1, 1, origin, ["a"], "c", ["a", "b", "c"], ["r", "s"], ["r", "s"], random.Random(0)) == (
+        "r",
+        "fixed",
+    )
+
+
+def test_nobody_usable_and_unknown_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one usable"):
+        _hop("random", Origin("o0", 1, 0), [])
+    with pytest.raises(ValueError, match="no routing policy 'best'"):
+        _hop("best", Origin("o0", 1, 0), ["r0"])
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "origins", "replicas", "expected"), [(2, 2, 2, 2), (2, 3, 2, 3), (1, 1, 4, 1), (2, 3, 4, 2)]
+)
+def test_the_target_is_the_even_share_rounded_up(microbatches: int, origins: int, replicas: int, expected: int) -> None:
+    assert target(microbatches, origins, replicas) == expected
