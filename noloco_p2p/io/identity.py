@@ -1,0 +1,138 @@
+"""Who this node is: its Ed25519 key, its peer id (which *is* the public key), signatures and their check.
+
+The key file has libp2p's own form: the libp2p daemon reads the very same file. Nothing here touches the network.
+Formats: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import LocalError
+
+SIGNATURE_BYTES = 64
+_KEY_PREFIX = bytes.fromhex("08011240")
+"""libp2p's PrivateKey message: type 1 (Ed25519), then 64 bytes of data: seed and public key, 32 bytes each."""
+_ID_PREFIX = bytes.fromhex("002408011220")
+"""Identity multihash of 36 bytes, which are libp2p's PublicKey message: type 1 (Ed25519), then 32 bytes of data."""
+_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_ID_LETTERS = 52
+"""Length of every Ed25519 peer id."""
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id of a raw Ed25519 public key (32 bytes): `12D3KooW…` in base58."""
+    number = int.from_bytes(_ID_PREFIX + public_key)
+    letters = []
+    while number:
+        number, digit = divmod(number, 58)
+        letters.append(_ALPHABET[digit])
+    return "1" + "".join(reversed(letters))
+
+
+def public_key_of(peer_id: str) -> bytes | None:
+    """The raw public key (32 bytes) inside a peer id; None when it is not the one spelling of an Ed25519 peer id."""
+    if len(peer_id) != _ID_LETTERS or any(letter not in _ALPHABET for letter in peer_id):
+        return None
+    number = 0
+    for letter in peer_id:
+        number = number * 58 + _ALPHABET.index(letter)
+    if number.bit_length() > 8 * (len(_ID_PREFIX) + 32):
+        return None
+    raw = number.to_bytes(len(_ID_PREFIX) + 32)
+    public_key = raw[len(_ID_PREFIX) :]
+    return public_key if peer_id_of(public_key) == peer_id else None
+
+
+def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
+    """Whether `signature` over `message` was made by the holder of `peer_id`. Malformed ids and signatures: False."""
+    public_key = public_key_of(peer_id)
+    if public_key is None:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+class Identity:
+    """A node's key, held by this process alone: a lock file beside it keeps a second process away until `close`."""
+
+    def __init__(self, path: Path, key: Ed25519PrivateKey, lock: int) -> None:
+        self.path = path
+        self.peer_id: PeerId = peer_id_of(key.public_key().public_bytes_raw())
+        self._key = key
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path) -> "Identity":
+        """Load the key at `path`, or make one there (mode 0600, all or nothing), directories included.
+
+        Raises LocalError when another process uses it, it is damaged, others may read it, or the disk refuses.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = _locked(path)
+        except OSError as error:
+            raise LocalError(f"identity {path}: {error.strerror}; choose another directory") from error
+        try:
+            if not path.exists():
+                _write(path, Ed25519PrivateKey.generate())
+            return cls(path, _read(path), lock)
+        except OSError as error:
+            os.close(lock)
+            raise LocalError(f"identity {path}: {error.strerror}") from error
+        except LocalError:
+            os.close(lock)
+            raise
+
+    def sign(self, message: bytes) -> bytes:
+        """Ed25519 signature over `message`, 64 bytes."""
+        return self._key.sign(message)
+
+    def close(self) -> None:
+        """Let other processes use the identity. Harmless when called twice."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _locked(path: Path) -> int:
+    """Descriptor of the locked lock file. It ends with the process, however that goes, and is not inherited."""
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise LocalError(
+            f"identity {path} is in use by another process: stop it, or give this node another --dir"
+        ) from error
+    return lock
+
+
+def _write(path: Path, key: Ed25519PrivateKey) -> None:
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(_KEY_PREFIX + key.private_bytes_raw() + key.public_key().public_bytes_raw())
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)
+
+
+def _read(path: Path) -> Ed25519PrivateKey:
+    if path.stat().st_mode & 0o077:
+        raise LocalError(f"identity {path} is readable by others: run chmod 600 on it")
+    data = path.read_bytes()
+    seed, public_key = data[4:36], data[36:]
+    if not data.startswith(_KEY_PREFIX) or len(data) != 68:
+        raise LocalError(f"identity {path} is not an Ed25519 key in libp2p's form: remove it to get a new one")
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    if key.public_key().public_bytes_raw() != public_key:
+        raise LocalError(f"identity {path} is damaged (the two halves of the key differ): remove it to get a new one")
+    return key
