@@ -1,0 +1,179 @@
+"""Virtual time: unmodified asyncio, no waiting, the same order every time, deadlocks that are errors."""
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from noloco_p2p.sim.loop import Deadlock, run
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_day_passes_at_once_and_timers_keep_their_order() -> None:
+    seen: list[tuple[float, str]] = []
+
+    async def note(after_s: float, what: str) -> None:
+        await asyncio.sleep(after_s)
+        seen.append((_now(), what))
+
+    async def main() -> float:
+        async with asyncio.TaskGroup() as group:
+            for after_s, what in ((86400.0, "day"), (3600.0, "hour"), (0.5, "half"), (0.0, "now")):
+                group.create_task(note(after_s, what))
+        return _now()
+
+    began = time.perf_counter()
+    assert run(main()) == 86400.0
+    assert time.perf_counter() - began < 1.0
+    assert seen == [(0.0, "now"), (0.5, "half"), (3600.0, "hour"), (86400.0, "day")]
+
+
+def test_timeout_queue_event_and_shield_work() -> None:
+    async def main() -> list[object]:
+        queue: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
+        got: list[object] = []
+
+        async def produce() -> None:
+            for i in range(3):
+                await queue.put(i)
+                await asyncio.sleep(2.0)
+
+        producer = asyncio.create_task(produce())
+        got.extend([(await queue.get(), _now()) for _ in range(3)])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(7.5):
+                await asyncio.Event().wait()
+        got.append(_now())
+        inner = asyncio.create_task(asyncio.sleep(1.0, "kept"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(inner), 0.25)
+        got.append(await inner)
+        got.append(_now())
+        await producer
+        return got
+
+    assert run(main()) == [(0, 0.0), (1, 2.0), (2, 4.0), 11.5, "kept", 12.5]
+
+
+def test_an_error_in_a_task_group_cancels_the_others() -> None:
+    ended: list[int] = []
+
+    async def wait(i: int) -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ended.append(i)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for i in range(40):
+                group.create_task(wait(i))
+            await asyncio.sleep(1)
+            raise ValueError("planned")
+
+    with pytest.raises(ExceptionGroup, match="unhandled errors"):
+        run(main())
+    assert ended == list(range(40))
+
+
+async def _stuck(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def test_a_deadlock_is_an_error_that_says_who_waits_where() -> None:
+    cleaned: list[bool] = []
+
+    async def main() -> None:
+        event = asyncio.Event()
+        other = asyncio.create_task(_stuck(event), name="other")
+        try:
+            await _stuck(event)
+        finally:
+            cleaned.append(True)
+            await other
+
+    with pytest.raises(Deadlock, match="nothing is ready and no timer") as caught:
+        run(main())
+    assert "2 tasks wait" in str(caught.value)
+    assert "other: _stuck (test_sim_loop.py:" in str(caught.value)
+    assert cleaned == [True]
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "message"), [(1.0, "not ended after 50 virtual seconds"), (0.0, "spinning")], ids=["ticks", "spins"]
+)
+def test_a_program_that_never_ends_is_ended(pause_s: float, message: str) -> None:
+    async def main() -> None:
+        for _ in itertools.count():
+            await asyncio.sleep(pause_s)
+
+    with pytest.raises(Deadlock, match=message):
+        run(main(), limit_s=50.0)
+
+
+def test_threads_are_refused() -> None:
+    async def main() -> Any:
+        return await asyncio.to_thread(time.monotonic)
+
+    with pytest.raises(RuntimeError, match="no threads"):
+        run(main())
+
+
+def test_results_and_errors_come_out_as_they_are() -> None:
+    async def value() -> int:
+        return 7
+
+    async def error() -> int:
+        raise KeyError("planned")
+
+    programs: list[Coroutine[Any, Any, int]] = [value(), error()]
+    assert run(programs[0]) == 7
+    with pytest.raises(KeyError, match="planned"):
+        run(programs[1])
+
+
+ORDER_PROGRAM = """
+import asyncio
+from noloco_p2p.sim.loop import run
+
+async def wait(name, seen):
+    try:
+        await asyncio.sleep(100)
+    finally:
+        seen.append(name)
+
+async def main():
+    seen = []
+    tasks = [asyncio.create_task(wait(f"peer-{i}", seen)) for i in range(60)]
+    await asyncio.sleep(1)
+    done, pending = await asyncio.wait(tasks, timeout=1)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return seen
+
+print(run(main()))
+"""
+
+
+def test_even_the_sets_of_asyncio_have_one_order() -> None:
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", ORDER_PROGRAM],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert printed == {f"{[f'peer-{i}' for i in range(60)]}\n"}
