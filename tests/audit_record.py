@@ -1,0 +1,194 @@
+"""What the audit files of a run say, and whether its routes and pairs are those that the policies promise.
+
+Of the tensors only names are looked at here; `reference` recomputes them. Nothing of the package may be imported.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+Manifest = dict[str, Any]
+Route = tuple[str, ...]
+
+
+def require(condition: bool, message: str) -> None:
+    """AssertionError with `message` unless `condition`."""
+    if not condition:
+        raise AssertionError(message)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """One microbatch as one replica counted it; `previous` and `next` are its neighbours on the route."""
+
+    microbatch: str
+    previous: str | None
+    next: str | None
+    tokens: int
+    loss_sum: float
+
+
+@dataclass(frozen=True)
+class InnerStep:
+    """One line of a steps file; servings in the order in which their gradients were added."""
+
+    inner_step: int
+    step: int
+    learning_rate: float
+    servings: tuple[Serving, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run wrote, without the tensors."""
+
+    audit: Path
+    stages: dict[str, int]
+    steps: dict[str, list[InnerStep]]
+
+    def replicas(self, stage: int) -> list[str]:
+        """Peer ids of a stage; the position in this list is the rank."""
+        return sorted(peer for peer, held in self.stages.items() if held == stage)
+
+    @property
+    def depth(self) -> int:
+        """How many stages there are."""
+        return max(self.stages.values()) + 1
+
+
+def read_record(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Record:
+    """The steps files; checks that exactly the files of a complete run are there."""
+    steps, m = manifest["steps"], manifest["outer"]["inner_steps"]
+    rounds = range(1, -(-steps // m) + 1)
+    expected = {f"initial-{peer}.safetensors" for peer in stages} | {f"steps-{peer}.jsonl" for peer in stages}
+    expected |= {f"round-{number:06}-{peer}.safetensors" for number in rounds for peer in stages}
+    origins = [peer for peer, stage in stages.items() if stage == 0]
+    expected |= {f"batches-{peer}-{k:06}.safetensors" for peer in origins for k in range(1, steps + 1)}
+    found = {path.name for path in audit.iterdir() if path.is_file()}
+    require(found == expected, f"missing files {sorted(expected - found)}, unexpected ones {sorted(found - expected)}")
+    record = Record(audit, stages, {peer: read_steps(audit / f"steps-{peer}.jsonl") for peer in stages})
+    for peer, lines in record.steps.items():
+        numbers = [(line.inner_step, line.step) for line in lines]
+        require(numbers == [(k, k - 1) for k in range(1, steps + 1)], f"{peer}: (inner step, clock) ran {numbers}")
+    return record
+
+
+def read_steps(path: Path) -> list[InnerStep]:
+    """One entry a line."""
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        e = json.loads(line)
+        servings = tuple(
+            Serving(s["id"], s["previous"], s["next"], s["tokens"], s["loss_sum"]) for s in e["microbatches"]
+        )
+        entries.append(InnerStep(e["inner_step"], e["step"], e["learning_rate"], servings))
+    return entries
+
+
+def microbatch_origin(microbatch: str) -> tuple[str, int]:
+    """(stage-0 peer, counter) of an id, which is peer, incarnation and counter, joined by one sign that is no digit."""
+    match = re.fullmatch(r"(.+)[^0-9a-zA-Z][0-9a-f]+[^0-9a-zA-Z](\d+)", microbatch)
+    require(match is not None, f"{microbatch!r} is no microbatch id")
+    assert match is not None
+    return match[1], int(match[2])
+
+
+def check_routes(record: Record, manifest: Manifest) -> list[dict[str, Route]]:
+    """Inner step by inner step, microbatch id → the peers that counted it, stage by stage.
+
+    AssertionError unless each microbatch was counted exactly once at each stage, all in one inner step, neighbours
+    agree on each other, and the routes are those of `balanced` (method.md §4), which draws its permutations anew.
+    """
+    steps: list[dict[str, Route]] = []
+    seen: set[str] = set()
+    permutations: dict[int, list[Route]] = {stage: [] for stage in range(1, record.depth)}
+    for number in range(1, manifest["steps"] + 1):
+        routes = routes_of_step(record, number)
+        again = sorted(seen & routes.keys())
+        require(not again, f"inner step {number} counts again {again}")
+        seen |= routes.keys()
+        check_balanced(record, number, routes, manifest["microbatches_per_step"], permutations)
+        steps.append(routes)
+    for stage, blocks in permutations.items():
+        replicas = len(record.replicas(stage))
+        chance = math.factorial(replicas) ** (1 - len(blocks))
+        require(len(set(blocks)) > 1 or chance > 1e-6, f"stage {stage}: the same permutation in {len(blocks)} blocks")
+    return steps
+
+
+def routes_of_step(record: Record, number: int) -> dict[str, Route]:
+    """The routes of one inner step; AssertionError unless each microbatch was counted exactly once at each stage."""
+    counted: dict[str, dict[int, tuple[str, Serving]]] = {}
+    for peer, stage in sorted(record.stages.items()):
+        for serving in record.steps[peer][number - 1].servings:
+            at = counted.setdefault(serving.microbatch, {})
+            other = at[stage][0] if stage in at else None
+            where = f"inner step {number}: {serving.microbatch} was counted twice at stage {stage}"
+            require(other is None, f"{where}, by {other} and by {peer}")
+            at[stage] = (peer, serving)
+    routes: dict[str, Route] = {}
+    for microbatch, at in counted.items():
+        absent = sorted(set(range(record.depth)) - at.keys())
+        require(not absent, f"inner step {number}: {microbatch} was lost, not counted at stages {absent}")
+        route = tuple(at[stage][0] for stage in range(record.depth))
+        for stage, (before, after) in enumerate(zip((None, *route[:-1]), (*route[1:], None), strict=True)):
+            told = (at[stage][1].previous, at[stage][1].next)
+            where = f"inner step {number}: {microbatch} at {route[stage]} (stage {stage})"
+            require(told == (before, after), f"{where} has neighbours {told}, but {(before, after)} counted it")
+        routes[microbatch] = route
+    return routes
+
+
+def check_balanced(
+    record: Record, number: int, routes: dict[str, Route], each: int, permutations: dict[int, list[Route]]
+) -> None:
+    """Slot g = index·R0 + origin rank: each block of R slots meets each of the R replicas once.
+
+    Appends the full blocks to `permutations`, stage by stage.
+    """
+    origins = record.replicas(0)
+    slots: dict[int, Route] = {}
+    for rank, origin in enumerate(origins):
+        begun = [(microbatch_origin(name), name) for name in routes]
+        own = [name for (peer, _), name in sorted(begun) if peer == origin]
+        require(len(own) == each, f"inner step {number}: {origin} began {len(own)} microbatches, expected {each}")
+        for index, name in enumerate(own):
+            require(routes[name][0] == origin, f"inner step {number}: {name} was counted by {routes[name][0]}")
+            slots[index * len(origins) + rank] = routes[name]
+    require(len(slots) == len(routes), f"inner step {number}: a microbatch comes from no replica of stage 0")
+    for stage, blocks in permutations.items():
+        width = len(record.replicas(stage))
+        for start in range(0, len(slots), width):
+            block = tuple(slots[g][stage] for g in range(start, min(start + width, len(slots))))
+            where = f"inner step {number}, stage {stage}, slots from {start}"
+            require(len(set(block)) == len(block), f"{where}: not balanced, served by {block}")
+            if len(block) == width > 1:
+                blocks.append(block)
+
+
+def read_pairs(record: Record, number: int, constants: tuple[float, float, float]) -> dict[str, str | None]:
+    """Peer → partner of one round; AssertionError unless they are perfect, symmetric matchings, stage by stage."""
+    partners: dict[str, str | None] = {}
+    for peer in record.stages:
+        where = f"round {number}, {peer} (stage {record.stages[peer]})"
+        with safe_open(record.audit / f"round-{number:06}-{peer}.safetensors", framework="pt") as file:
+            told = file.metadata()
+        require((told["round"], told["peer_id"]) == (str(number), peer), f"{where}: says it is {told}")
+        used = tuple(float(told[key]) for key in ("alpha", "beta", "gamma"))
+        require(used == constants, f"{where}: α, β, γ were {used}, the manifest has {constants}")
+        partners[peer] = told["partner_id"] or None
+        if partners[peer] is not None:
+            require(int(told["partner_round"]) == number, f"{where}: partner's snapshot is of {told['partner_round']}")
+    for stage in range(record.depth):
+        own = {peer: partners[peer] for peer in record.replicas(stage)}
+        for peer, partner in own.items():
+            matched = partner is None or (partner != peer and own.get(partner) == peer)
+            require(matched, f"round {number}, stage {stage}: {peer} took {partner}, which is no matching")
+        alone = [peer for peer, partner in own.items() if partner is None]
+        require(len(alone) == len(own) % 2, f"round {number}, stage {stage}: {len(alone)} of {len(own)} alone")
+    return partners

@@ -1,0 +1,256 @@
+"""A small lockstep run that writes audit files, with one planted fault or none: what the reference is tried on.
+
+It goes another way than the reference: stage by stage, with torch's AdamW and clipping, N1 in its one-vector form.
+"""
+
+import copy
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from reference import Tensors, whole_model
+from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy
+
+from noloco_p2p.config import InnerSettings, ModelSettings, OuterSettings, RunManifest
+from noloco_p2p.core.pairing import matching
+from noloco_p2p.core.routing import balanced_owner
+from noloco_p2p.core.schedule import learning_rate
+
+B, T, VOCABULARY, REPLICAS = 2, 8, 32, 3
+STAGES = {f"s{stage}r{rank}": stage for stage in (0, 1) for rank in range(REPLICAS)}
+"""Peer id → stage."""
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": T,
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    },
+    "llama": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": T,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+    },
+}
+"""Family → fields of its configuration."""
+
+
+def run_manifest(family: str) -> RunManifest:
+    """Three outer rounds, the last one cut short; the clip binds in some inner steps only."""
+    return RunManifest(
+        seed=3,
+        model=ModelSettings(family=family, config=MODELS[family]),
+        sequence_length=T,
+        microbatch_size=B,
+        microbatches_per_step=2,
+        steps=5,
+        inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=1.05),
+        outer=OuterSettings(inner_steps=2),
+        routing="balanced",
+        wire_dtype="float64",
+        compute_dtype="float64",
+    )
+
+
+@dataclass
+class Twin:
+    """One simulated replica: a whole model of which it uses one stage, its optimizer, φ and δ by parameter name."""
+
+    peer: str
+    stage: int
+    model: Any
+    optimizer: torch.optim.AdamW
+    parameters: dict[str, torch.nn.Parameter]
+    slow: Tensors
+    momentum: Tensors
+    tokens: int = 0
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Of this inner step, the entries of `microbatches`."""
+
+
+class Simulation:
+    """A lockstep run of 2 stages × 3 replicas that writes audit files, with one planted `fault` or none ("")."""
+
+    def __init__(self, audit: Path, manifest: RunManifest, fault: str) -> None:
+        self.audit, self.manifest, self.fault = audit, manifest, fault
+        self.rng = random.Random(7)
+        self.twins: dict[str, Twin] = {}
+
+    def run(self) -> None:
+        """Simulate and write everything."""
+        torch.manual_seed(1)
+        model = whole_model(self.manifest.model_dump())
+        for peer, stage in STAGES.items():
+            self.twins[peer] = self.make(peer, stage, copy.deepcopy(model))
+        m = self.manifest.outer.inner_steps
+        for number in range(1, self.manifest.steps + 1):
+            self.inner_step(number)
+            if number % m == 0 or number == self.manifest.steps:
+                self.outer_round(-(-number // m))
+
+    def make(self, peer: str, stage: int, model: Any) -> Twin:
+        early = ("wte.", "wpe.", "embed_tokens.", "h.0.", "layers.0.")
+        own = {n: p for n, p in model.named_parameters() if any(part in n for part in early) == (stage == 0)}
+        with torch.no_grad():
+            for parameter in own.values():
+                parameter += 0.08 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(stage))
+        inner = self.manifest.inner
+        optimizer = torch.optim.AdamW(own.values(), betas=(inner.beta1, inner.beta2), eps=inner.eps, weight_decay=0.0)
+        slow = {name: parameter.detach().clone() for name, parameter in own.items()}
+        save_file(slow, self.audit / f"initial-{peer}.safetensors")
+        return Twin(peer, stage, model, optimizer, own, slow, {name: torch.zeros_like(t) for name, t in slow.items()})
+
+    def replicas(self, stage: int) -> list[Twin]:
+        return [twin for twin in self.twins.values() if twin.stage == stage]
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, both B×T, of which the end is padding and not counted."""
+        rows = [[self.rng.randrange(VOCABULARY) for _ in range(T + 1)] for _ in range(B)]
+        tokens = torch.tensor(rows, dtype=torch.int32)
+        targets_BT = tokens[:, 1:].clone()
+        targets_BT[:, self.rng.randrange(2, T) :] = -100
+        return tokens[:, :-1].clone(), targets_BT
+
+    def serve(self, name: str, first: Twin, second: Twin, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """One microbatch through both stages and back, gradients added to both replicas."""
+        inputs_BT, targets_BT = batch
+        targets_N = targets_BT.long().flatten()
+        tokens = int((targets_N != -100).sum())
+        hidden_BTD = stage_forward(first.model, 0, inputs_BT.long())
+        leaf_BTD = hidden_BTD.detach().requires_grad_()
+        loss = cross_entropy(stage_forward(second.model, 1, leaf_BTD).flatten(0, 1), targets_N, reduction="sum")
+        *late, grad_BTD = torch.autograd.grad(loss, [*second.parameters.values(), leaf_BTD])
+        planted = first.peer == "s0r1" and name.endswith("-5")
+        if self.fault == "gradient came back another path" and planted:
+            other = next(twin for twin in self.replicas(1) if twin is not second)
+            detour = cross_entropy(stage_forward(other.model, 1, leaf_BTD).flatten(0, 1), targets_N, reduction="sum")
+            (grad_BTD,) = torch.autograd.grad(detour, leaf_BTD)
+        early = torch.autograd.grad(hidden_BTD, list(first.parameters.values()), grad_BTD)
+        neighbours = {first.peer: (None, second.peer), second.peer: (first.peer, None)}
+        for twin, gradient in ((first, early), (second, late)):
+            times = 1
+            if planted and twin is second:
+                times = {"lost": 0, "counted twice": 2}.get(self.fault.removesuffix(" in the record"), 1)
+            previous, following = neighbours[twin.peer]
+            line = {"id": name, "previous": previous, "next": following, "tokens": tokens, "loss_sum": loss.item()}
+            twin.lines += [line] * (times if "in the record" in self.fault else 1)
+            for parameter, tensor in zip(twin.parameters.values(), gradient, strict=True):
+                so_far = torch.zeros_like(tensor) if parameter.grad is None else parameter.grad
+                parameter.grad = so_far + times * tensor / (tokens if self.fault == "mean of means" else 1)
+            twin.tokens += times * (1 if self.fault == "mean of means" else tokens)
+
+    def inner_step(self, number: int) -> None:
+        seed, per_step = self.manifest.seed, self.manifest.microbatches_per_step
+        firsts, seconds = self.replicas(0), [twin.peer for twin in self.replicas(1)]
+        data: dict[str, dict[str, torch.Tensor]] = {twin.peer: {} for twin in firsts}
+        slots = [(index, rank) for index in range(per_step) for rank in range(REPLICAS)]
+        self.rng.shuffle(slots)
+        for index, rank in slots:
+            first, batch = firsts[rank], self.batch()
+            name = f"{first.peer}-{rank + 10:x}-{(number - 1) * per_step + index}"
+            data[first.peer] |= {f"inputs/{name}": batch[0], f"targets/{name}": batch[1]}
+            if self.manifest.model.family == "gpt2":
+                data[first.peer][f"mask/{name}"] = torch.ones(B, T, dtype=torch.uint8)
+            step = 0 if self.fault == "one permutation for ever" else number - 1
+            slot = rank if self.fault == "one permutation for ever" else index * REPLICAS + rank
+            slot = 0 if self.fault == "uneven load" and slot == 1 else slot
+            self.serve(name, first, self.twins[balanced_owner(seed, 1, step, slot, seconds)], batch)
+        for peer, tensors in data.items():
+            save_file(tensors, self.audit / f"batches-{peer}-{number:06}.safetensors")
+        self.clip()
+        for twin in self.twins.values():
+            self.update(twin, number)
+
+    def clip(self) -> None:
+        """Divide what was accumulated, then clip it stage by stage."""
+        for twin in self.twins.values():
+            divisor = len(twin.lines) if self.fault == "division by microbatches" else twin.tokens
+            for parameter in twin.parameters.values():
+                assert parameter.grad is not None
+                parameter.grad /= divisor
+        groups = [[twin] for twin in self.twins.values()]
+        if self.fault == "clip over the whole model":
+            groups = [list(pair) for pair in zip(self.replicas(0), self.replicas(1), strict=True)]
+        for group in groups:
+            own = [parameter for twin in group for parameter in twin.parameters.values()]
+            torch.nn.utils.clip_grad_norm_(own, self.manifest.inner.clip_norm)
+
+    def update(self, twin: Twin, number: int) -> None:
+        """AdamW, and one line in the steps file."""
+        inner, steps = self.manifest.inner, self.manifest.steps
+        t = number + 1 if self.fault == "learning rate of the next step" else number
+        rate = learning_rate(t, steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction)
+        twin.optimizer.param_groups[0]["lr"] = rate
+        twin.optimizer.step()
+        twin.optimizer.zero_grad()
+        line = {"inner_step": number, "step": number - 1, "learning_rate": rate, "microbatches": twin.lines}
+        with (self.audit / f"steps-{twin.peer}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        twin.lines, twin.tokens = [], 0
+
+    def outer_round(self, number: int) -> None:
+        """N1 in its one-vector form, δ ← α·δ + mean u_j − γ·φ with u_j = β·Δ_j + γ·φ_j (method.md §3)."""
+        o = self.manifest.outer
+        beta = -o.beta if self.fault == "sign of beta" else o.beta
+        gamma = 0.0 if self.fault == "gamma 0" else o.gamma
+        partners = matching(self.manifest.seed, number, list(STAGES)[:REPLICAS])
+        partners |= matching(self.manifest.seed, number, list(STAGES)[REPLICAS:])
+        if self.fault == "one-sided pull":
+            del partners[max(partners)]
+        fast = {t.peer: {n: p.detach().clone() for n, p in t.parameters.items()} for t in self.twins.values()}
+        vectors = {
+            t.peer: {n: beta * (fast[t.peer][n] - phi) + gamma * phi for n, phi in t.slow.items()}
+            for t in self.twins.values()
+        }
+        for twin in self.twins.values():
+            group = [twin.peer, partners.get(twin.peer, twin.peer)]
+            tensors: Tensors = {}
+            for name, parameter in twin.parameters.items():
+                tensors |= {f"slow/{name}": twin.slow[name], f"fast/{name}": fast[twin.peer][name]}
+                mean = torch.stack([vectors[peer][name] for peer in group]).mean(dim=0)
+                twin.momentum[name] = o.alpha * twin.momentum[name] + mean - gamma * twin.slow[name]
+                twin.slow[name] = twin.slow[name] + twin.momentum[name]
+                tensors |= {f"momentum/{name}": twin.momentum[name], f"slow_after/{name}": twin.slow[name]}
+                adam = twin.optimizer.state[parameter]
+                tensors |= {f"adam_mean/{name}": adam["exp_avg"], f"adam_square/{name}": adam["exp_avg_sq"]}
+                with torch.no_grad():
+                    parameter.copy_(twin.slow[name])
+            constants = {"alpha": str(o.alpha), "beta": str(o.beta), "gamma": str(o.gamma)}
+            partner = partners.get(twin.peer, "")
+            pair = {"peer_id": twin.peer, "partner_id": partner, "partner_round": str(number) if partner else ""}
+            path = self.audit / f"round-{number:06}-{twin.peer}.safetensors"
+            save_file(tensors, path, metadata={"round": str(number), **pair, **constants})
+            if self.fault == "Adam reset at an outer round":
+                twin.optimizer.state.clear()
+
+
+def stage_forward(model: Any, stage: int, arriving: torch.Tensor) -> torch.Tensor:
+    """Stage 0: B×T tokens → B×T×D hidden states; stage 1: hidden states → B×T×V logits. Layer `stage` of two."""
+    positions_1T = torch.arange(T)[None]
+    hidden_BTD = arriving
+    if model.config.model_type == "gpt2":
+        body = model.transformer
+        if stage == 0:
+            hidden_BTD = body.wte(arriving) + body.wpe(positions_1T)
+        hidden_BTD = body.h[stage](hidden_BTD)
+        norm = body.ln_f
+    else:
+        body = model.model
+        if stage == 0:
+            hidden_BTD = body.embed_tokens(arriving)
+        hidden_BTD = body.layers[stage](hidden_BTD, position_embeddings=body.rotary_emb(hidden_BTD, positions_1T))
+        norm = body.norm
+    leaving: torch.Tensor = model.lm_head(norm(hidden_BTD)) if stage == 1 else hidden_BTD
+    return leaving

@@ -1,0 +1,253 @@
+"""NoLoCo in one process, written from method.md: replays what the audit files of a run recorded, and compares.
+
+Proof that a distributed run computes the algorithm, so nothing of the package may be imported here. It wants a run in
+float64 that was `balanced` and `matched`, with all members present before the first step. Only initial weights, data,
+routes, pairs and the order of additions are taken from the files; every weight and moment is computed anew.
+
+The policies promise that a microbatch is counted in the same inner step at every stage (it carries its origin's step),
+so replaying inner step by inner step is already an order in which each weight version is known before it is needed.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from audit_record import InnerStep, Manifest, Record, Route, check_routes, read_pairs, read_record, require
+from safetensors.torch import load_file
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+TOLERANCE = 1e-9
+"""Largest max|a−b| / max|b| of a tensor, and relative error of a loss. Float64 reaches 1e-13."""
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Replica:
+    """A replica as the reference computes it; all dictionaries have the stage's global parameter names."""
+
+    stage: int
+    slow: Tensors
+    fast: Tensors
+    momentum: Tensors
+    mean: Tensors
+    square: Tensors
+    updates: int = 0
+
+
+@dataclass
+class Report:
+    """What a replay found. Nothing in it is above TOLERANCE, else there had been an AssertionError."""
+
+    deviations: dict[str, float] = field(default_factory=dict)
+    """Largest deviation by kind: slow, fast, momentum, slow_after, adam_mean, adam_square, loss."""
+    clip_norm: float = math.inf
+    grad_norms: dict[int, list[float]] = field(default_factory=dict)
+    """Stage → norm before clipping, for each inner step of each of its replicas."""
+    tokens: set[int] = field(default_factory=set)
+    """The token counts that microbatches had."""
+    pairs: dict[int, list[dict[str, str | None]]] = field(default_factory=dict)
+    """Stage → peer → partner, round by round."""
+
+    def compare(self, kind: str, what: str, recorded: torch.Tensor, computed: torch.Tensor) -> None:
+        """Raises AssertionError when the two differ in shape or dtype or by more than TOLERANCE."""
+        same = recorded.shape == computed.shape and recorded.dtype == computed.dtype
+        require(same, f"{what}: {recorded.dtype} {tuple(recorded.shape)}, expected {tuple(computed.shape)} in float64")
+        difference, scale = (recorded - computed).abs().max().item(), computed.abs().max().item()
+        relative = 0.0 if difference == 0 else difference / scale if scale > 0 else math.inf
+        require(relative <= TOLERANCE, f"{what}: deviates by {relative:.2e} of its largest value (at most {TOLERANCE})")
+        self.deviations[kind] = max(self.deviations.get(kind, 0.0), relative)
+
+
+@contextmanager
+def float64_rmsnorm() -> Iterator[None]:
+    """Within it, Llama's RMSNorm stays in the dtype of its input; the stock one goes through float32."""
+
+    def forward(self: Any, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        variance_BT1 = hidden_BTD.pow(2).mean(-1, keepdim=True)
+        scaled: torch.Tensor = self.weight * (hidden_BTD * torch.rsqrt(variance_BT1 + self.variance_epsilon))
+        return scaled
+
+    stock = LlamaRMSNorm.forward
+    LlamaRMSNorm.forward = forward
+    try:
+        yield
+    finally:
+        LlamaRMSNorm.forward = stock
+
+
+def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
+    """Recompute the run whose files lie in `audit` and compare all that it wrote.
+
+    `manifest` has the keys of the run manifest, `stages` maps each peer id to its stage. Raises AssertionError with the
+    replica, tensor and round where the run is not the algorithm; KeyError or OSError when files are not as documented.
+    """
+    report = Report(clip_norm=manifest["inner"]["clip_norm"])
+    record = read_record(audit, manifest, stages)
+    with float64_rmsnorm():
+        model = whole_model(manifest)
+        replicas = initial_replicas(record, model)
+        routes = check_routes(record, manifest)
+        m = manifest["outer"]["inner_steps"]
+        for number in range(1, manifest["steps"] + 1):
+            gradients = microbatch_gradients(record, report, model, replicas, routes[number - 1], number)
+            for peer, replica in replicas.items():
+                inner_step(record.steps[peer][number - 1], peer, replica, gradients, manifest, report)
+            if number % m == 0 or number == manifest["steps"]:
+                outer_round(record, replicas, -(-number // m), manifest, report)
+    return report
+
+
+def require_variety(report: Report) -> None:
+    """AssertionError unless the run could show the faults: at every stage the clip bound in some inner steps and not in
+    others, token counts differ, and where three replicas or more stand, the pairs change from round to round."""
+    for stage, norms in sorted(report.grad_norms.items()):
+        bound = f"the clip at {report.clip_norm} must bind in some inner steps of stage {stage} and not in others"
+        least, largest = min(norms), max(norms)
+        require(least < report.clip_norm < largest, f"{bound}; its gradients had norms of {least} to {largest}")
+    require(len(report.tokens) > 1, f"all microbatches had {report.tokens} tokens")
+    large = [rounds for rounds in report.pairs.values() if len(rounds[0]) > 2]
+    changed = any(earlier != later for rounds in large for earlier, later in pairwise(rounds))
+    require(changed or not large, "the pairs never changed")
+
+
+def whole_model(manifest: Manifest) -> Any:
+    """The unsplit model, for its structure only: `functional_call` gives it the weights. Dropout is off."""
+    config = AutoConfig.for_model(manifest["model"]["family"], **manifest["model"]["config"])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(torch.float64).eval()
+
+
+def initial_replicas(record: Record, model: Any) -> dict[str, Replica]:
+    """Replicas with φ = θ and zero δ and moments. The stages' names are a partition of the model's, replicas equal."""
+    replicas: dict[str, Replica] = {}
+    names: list[str] = []
+    for stage in range(record.depth):
+        first: Tensors | None = None
+        for peer in record.replicas(stage):
+            weights = load_file(record.audit / f"initial-{peer}.safetensors")
+            names += list(weights) if first is None else []
+            first = weights if first is None else first
+            equal = weights.keys() == first.keys() and all(torch.equal(weights[name], first[name]) for name in first)
+            require(equal, f"{peer} starts with other weights than the first replica of stage {stage}")
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+            replicas[peer] = Replica(stage, weights, weights, zeros, dict(zeros), dict(zeros))
+    require(sorted(names) == sorted(dict(model.named_parameters())), "the stages' parameters are not the model's")
+    return replicas
+
+
+def microbatch_gradients(
+    record: Record, report: Report, model: Any, replicas: dict[str, Replica], routes: dict[str, Route], number: int
+) -> dict[str, Tensors]:
+    """Microbatch id → gradients for all parameters, with each stage's weights from the replica on its route.
+
+    Compares the recorded losses and token counts, and that stage 0 counted just what it read.
+    """
+    gradients: dict[str, Tensors] = {}
+    servings = {(peer, s.microbatch): s for peer, lines in record.steps.items() for s in lines[number - 1].servings}
+    for origin in record.replicas(0):
+        data = load_file(record.audit / f"batches-{origin}-{number:06}.safetensors")
+        read = {key.partition("/")[2] for key in data}
+        own = {name for name, route in routes.items() if route[0] == origin}
+        require(read == own, f"inner step {number}: {origin} read {sorted(read)} and counted {sorted(own)}")
+        for name in sorted(own):
+            fast = [item for peer in routes[name] for item in replicas[peer].fast.items()]
+            weights = {parameter: tensor.detach().requires_grad_() for parameter, tensor in fast}
+            parts = [part for part in ("inputs", "targets", "mask") if f"{part}/{name}" in data]
+            batch = {part: data[f"{part}/{name}"].long() for part in parts}
+            loss = loss_sum(model, weights, batch)
+            found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
+            gradients[name] = dict(zip(weights, found, strict=True))
+            tokens = int((batch["targets"] != -100).sum())
+            report.tokens.add(tokens)
+            for peer in routes[name]:
+                what = f"inner step {number}, {peer} (stage {record.stages[peer]}), {name}"
+                told = servings[peer, name]
+                require(told.tokens == tokens, f"{what}: {told.tokens} tokens recorded, {tokens} in the data")
+                report.compare("loss", f"{what}: loss", torch.tensor(told.loss_sum, dtype=torch.float64), loss.detach())
+    return gradients
+
+
+def loss_sum(model: Any, weights: Tensors, batch: Tensors) -> torch.Tensor:
+    """Nats summed over the targets that are not −100; `inputs`, `targets` and, where there is one, `mask` are B×T."""
+    call = {"input_ids": batch["inputs"], "attention_mask": batch.get("mask"), "use_cache": False}
+    logits_BTV = functional_call(model, weights, kwargs=call).logits
+    targets_N = batch["targets"].flatten()
+    return torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_N, ignore_index=-100, reduction="sum")
+
+
+def learning_rate(t: int, manifest: Manifest) -> float:
+    """Method.md §2: step t, from 1: linear warm-up, then a cosine over the remaining steps."""
+    inner, steps = manifest["inner"], manifest["steps"]
+    peak, final = inner["peak_learning_rate"], inner["final_fraction"]
+    warmup = min(inner["warmup_steps"], steps // 10)
+    if t <= warmup:
+        return float(peak * t / warmup)
+    cosine = (1 + math.cos(math.pi * (t - warmup) / (steps - warmup))) / 2
+    return float(peak * (final + (1 - final) * cosine))
+
+
+def inner_step(
+    line: InnerStep, peer: str, replica: Replica, gradients: dict[str, Tensors], manifest: Manifest, report: Report
+) -> None:
+    """Method.md §2: the sum over the served microbatches, divided once by the tokens, clipped over the stage, AdamW."""
+    inner, rate = manifest["inner"], learning_rate(line.inner_step, manifest)
+    what = f"inner step {line.inner_step}, {peer} (stage {replica.stage})"
+    agree = math.isclose(rate, line.learning_rate, rel_tol=1e-12)
+    require(agree, f"{what}: learning rate {line.learning_rate}, expected {rate}")
+    tokens = sum(serving.tokens for serving in line.servings)
+    require(tokens > 0, f"{what}: no tokens")
+    total = {name: torch.zeros_like(tensor) for name, tensor in replica.fast.items()}
+    for serving in line.servings:
+        for name in total:
+            total[name] = total[name] + gradients[serving.microbatch][name]
+    gradient = {name: tensor / tokens for name, tensor in total.items()}
+    norm = math.sqrt(sum(tensor.square().sum().item() for tensor in gradient.values()))
+    factor = min(1.0, inner["clip_norm"] / (norm + 1e-6))
+    report.grad_norms.setdefault(replica.stage, []).append(norm)
+    replica.updates += 1
+    beta1, beta2, t = inner["beta1"], inner["beta2"], replica.updates
+    fast: Tensors = {}
+    for name, theta in replica.fast.items():
+        g = gradient[name] * factor
+        replica.mean[name] = beta1 * replica.mean[name] + (1 - beta1) * g
+        replica.square[name] = beta2 * replica.square[name] + (1 - beta2) * g * g
+        mean_hat, square_hat = replica.mean[name] / (1 - beta1**t), replica.square[name] / (1 - beta2**t)
+        decayed = theta * (1 - rate * inner["weight_decay"])
+        fast[name] = decayed - rate * mean_hat / (square_hat.sqrt() + inner["eps"])
+    replica.fast = fast
+
+
+def outer_round(record: Record, replicas: dict[str, Replica], number: int, manifest: Manifest, report: Report) -> None:
+    """N1 and N2 of method.md §3 for every replica, and the comparison with its round file."""
+    outer = manifest["outer"]
+    alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
+    partners = read_pairs(record, number, (alpha, beta, gamma))
+    for stage in range(record.depth):
+        report.pairs.setdefault(stage, []).append({peer: partners[peer] for peer in record.replicas(stage)})
+    slow = {peer: replica.slow for peer, replica in replicas.items()}
+    delta = {peer: {n: r.fast[n] - r.slow[n] for n in r.slow} for peer, r in replicas.items()}
+    for peer, replica in replicas.items():
+        partner = partners[peer]
+        group = [peer] if partner is None else [peer, partner]
+        before, momentum, after = replica.slow, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, phi in before.items():
+            mean_delta = sum(delta[j][name] for j in group) / len(group)
+            mean_phi = sum(slow[j][name] for j in group) / len(group)
+            momentum[name] = alpha * replica.momentum[name] + beta * mean_delta + gamma * (mean_phi - phi)  # N1
+            after[name] = phi + momentum[name]  # N2
+        computed = {"slow": before, "fast": replica.fast, "momentum": momentum, "slow_after": after}
+        computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
+        recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")
+        expected = {f"{kind}/{name}" for kind, tensors in computed.items() for name in tensors}
+        where = f"round {number}, {peer} (stage {replica.stage})"
+        require(recorded.keys() == expected, f"{where}: tensors {sorted(recorded.keys() ^ expected)}")
+        for kind, tensors in computed.items():
+            for name, tensor in tensors.items():
+                report.compare(kind, f"{where}: {kind}/{name}", recorded[f"{kind}/{name}"], tensor)
+        replica.slow, replica.fast, replica.momentum = after, after, momentum
