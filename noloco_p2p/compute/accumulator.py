@@ -1,0 +1,96 @@
+"""What an inner step gathers: parameter gradients, tokens and loss of the microbatches that counted, and spent ids.
+
+Whether a microbatch counts is decided here, in the same operation that adds it (design.md §4, exactly once).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from noloco_p2p.core.messages import MicrobatchId
+
+SPENT_STEPS = 8
+SPENT_LEAST = 4096
+"""A spent id is kept for 8 inner steps, and the newest 4,096 are kept in any case (design.md §4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A microbatch that counted in the current inner step."""
+
+    microbatch: MicrobatchId
+    tokens: int
+    loss_sum: float
+
+
+class Accumulator:
+    """Gradients of the summed loss, in `.grad` of the parameters, which stays allocated."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._grads = [torch.zeros_like(parameter) for parameter in parameters]
+        self._holds = False
+        self._spent: OrderedDict[MicrobatchId, int] = OrderedDict()
+        self._closed_steps = 0
+        self.added: list[Added] = []
+        """In the order in which the gradients were added."""
+        for parameter, grad in zip(parameters, self._grads, strict=True):
+            parameter.grad = grad
+
+    def is_spent(self, microbatch: MicrobatchId) -> bool:
+        """It has been added before, in this step or an earlier one."""
+        return microbatch in self._spent
+
+    def add(self, added: Added, grads: Sequence[Tensor | None]) -> None:
+        """Spend the id and add its gradients, one per parameter (None: it does not reach that one), or none at all."""
+        self._spent[added.microbatch] = self._closed_steps
+        self.added.append(added)
+        if not grads:
+            return
+        if not self._holds:
+            if any(grad is None for grad in grads):
+                torch._foreach_zero_(self._grads)
+            self._holds = True
+            combine = torch._foreach_copy_
+        else:
+            combine = torch._foreach_add_
+        pairs = [(mine, new) for mine, new in zip(self._grads, grads, strict=True) if new is not None]
+        combine([mine for mine, _ in pairs], [new for _, new in pairs])
+
+    @property
+    def tokens(self) -> int:
+        """Targets that counted in this step."""
+        return sum(added.tokens for added in self.added)
+
+    def mean(self, tokens: int, clip_norm: float) -> float:
+        """Divide by `tokens`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)) (method.md §2).
+
+        Returns the L2 norm before clipping. When that is not finite, nothing is usable.
+        """
+        torch._foreach_div_(self._grads, float(tokens))
+        norm = total_norm(self._grads)
+        factor = clip_norm / (norm + 1e-6)
+        if factor < 1:
+            torch._foreach_mul_(self._grads, factor)
+        return norm
+
+    def close_step(self) -> None:
+        """Forget the gradients and the microbatches; their ids stay spent."""
+        self._holds = False
+        self.added = []
+        self._closed_steps += 1
+        while len(self._spent) > SPENT_LEAST:
+            oldest = next(iter(self._spent))
+            if self._closed_steps - self._spent[oldest] < SPENT_STEPS:
+                break
+            del self._spent[oldest]
+
+
+def total_norm(tensors: Sequence[Tensor]) -> float:
+    """L2 norm over all tensors; not finite when any value is not, or when the squares overflow."""
+    if not tensors:
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))

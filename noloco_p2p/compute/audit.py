@@ -1,0 +1,112 @@
+"""The files from which anybody can recompute a run (design.md §5). They only ever take what the stage really used."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from noloco_p2p.compute import host
+from noloco_p2p.compute.accumulator import Added
+from noloco_p2p.config import OuterSettings
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, Snapshot
+from noloco_p2p.errors import LocalError
+from noloco_p2p.ports import StepLabel
+
+
+def microbatch_key(microbatch: MicrobatchId) -> str:
+    """`<peer>-<incarnation, 16 hexadecimal digits>-<counter>`: a microbatch's id in the audit files."""
+    return f"{microbatch.peer}-{microbatch.incarnation:016x}-{microbatch.counter}"
+
+
+class Audit:
+    """Writes into one directory, which exists. Every method raises LocalError when the disk does not take it."""
+
+    def __init__(self, directory: Path, peer_id: PeerId) -> None:
+        self._directory = directory
+        self._peer_id = peer_id
+
+    def initial(self, parameters: Mapping[str, Tensor]) -> None:
+        """`initial-<peer id>.safetensors`: the weights before step 1, by global name."""
+        self._save(f"initial-{self._peer_id}.safetensors", parameters, {"peer_id": self._peer_id})
+
+    def inner_step(self, label: StepLabel, added: Sequence[Added], *, first: bool) -> None:
+        """A line of `steps-<peer id>.jsonl`, and at stage 0 the batches that were used."""
+        entries = []
+        for one in added:
+            previous, following = label.routes.get(one.microbatch, (None, None))
+            entries.append(
+                {
+                    "id": microbatch_key(one.microbatch),
+                    "previous": previous,
+                    "next": following,
+                    "tokens": one.tokens,
+                    "loss_sum": one.loss_sum,
+                }
+            )
+        line = {
+            "inner_step": label.inner_step,
+            "step": label.step,
+            "learning_rate": label.learning_rate,
+            "microbatches": entries,
+        }
+        path = self._directory / f"steps-{self._peer_id}.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        if first:
+            self._batches(label, added)
+
+    def round(
+        self,
+        number: int,
+        theirs: Snapshot | None,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        outer: OuterSettings,
+    ) -> None:
+        """`round-<6 digits>-<peer id>.safetensors`: `tensors` by kind, then by global name."""
+        metadata = {
+            "round": str(number),
+            "peer_id": self._peer_id,
+            "partner_id": "" if theirs is None else theirs.peer,
+            "partner_round": "" if theirs is None else str(theirs.round),
+            "alpha": repr(outer.alpha),
+            "beta": repr(outer.beta),
+            "gamma": repr(outer.gamma),
+        }
+        flat = {f"{kind}/{name}": tensor for kind, named in tensors.items() for name, tensor in named.items()}
+        self._save(f"round-{number:06d}-{self._peer_id}.safetensors", flat, metadata)
+
+    def _batches(self, label: StepLabel, added: Sequence[Added]) -> None:
+        """`batches-<peer id>-<inner step, 6 digits>.safetensors`: inputs, targets and masks by microbatch."""
+        tensors: dict[str, Tensor] = {}
+        for one in added:
+            batch = label.batches.get(one.microbatch)
+            if batch is None:
+                continue
+            parts: dict[str, HostTensor | None] = {
+                "inputs": batch.inputs,
+                "targets": batch.targets,
+                "mask": batch.mask,
+            }
+            for kind, tensor in parts.items():
+                if tensor is not None:
+                    tensors[f"{kind}/{microbatch_key(one.microbatch)}"] = host.to_torch(tensor)
+        self._save(f"batches-{self._peer_id}-{label.inner_step:06d}.safetensors", tensors, {"peer_id": self._peer_id})
+
+    def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        path = self._directory / name
+        own = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        try:
+            save_file(own, path, metadata=metadata)
+        except (OSError, SafetensorError) as error:
+            raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: Exception) -> LocalError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+    return LocalError(f"the audit cannot write {path}: {reason}; free some space or set another audit.dir")

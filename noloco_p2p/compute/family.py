@@ -1,0 +1,193 @@
+"""A model family of transformers: from the manifest's `model` to a checked configuration and its model class.
+
+Together with `model.py` this is the only file that knows transformers. Its modules are imported when they are needed,
+and only those of the family in question.
+"""
+
+import copy
+import dataclasses
+import difflib
+import importlib
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from noloco_p2p.config import ModelSettings, RunManifest
+from noloco_p2p.errors import ConfigError
+
+EAGER_FAMILIES = frozenset({"gemma2"})
+"""Families whose split is exact with eager attention only."""
+FIXED_FIELDS = frozenset({"use_cache", "pretraining_tp", "gradient_checkpointing"})
+"""Fields that a training stage decides itself."""
+UNUSED_DROPOUT = frozenset({"summary_first_dropout", "classifier_dropout"})
+"""Dropout of heads that a causal language model does not have."""
+LEGACY_FIELDS = frozenset({"rope_theta", "partial_rotary_factor"})
+"""Fields that stand inside `rope_parameters` since transformers 5 and are still taken flat."""
+SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+SMALL_VOCABULARY = 64
+SMALL_LAYERS = 4
+FOREIGN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model class of transformers may raise for a configuration that it cannot work with."""
+
+
+def make_config(settings: ModelSettings) -> Any:
+    """The family's configuration object. Raises ConfigError: unknown family or field, value refused by transformers."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = settings.family
+    if family not in _causal_families():
+        raise ConfigError(f"model.family: transformers knows no causal language model {family!r}{_nearest(family)}")
+    config_class = CONFIG_MAPPING[family]
+    general = {field.name for field in dataclasses.fields(PretrainedConfig)}
+    known = {field.name for field in dataclasses.fields(config_class)} - general - FIXED_FIELDS
+    known |= set(config_class.attribute_map)
+    if "rope_parameters" in known:
+        known |= LEGACY_FIELDS
+    unknown = sorted(set(settings.config) - known)
+    if unknown:
+        told = "; ".join(f"{name!r}{_nearest(name, known)}" for name in unknown)
+        raise ConfigError(f"model.config: not a field of the family {family}: {told}")
+    try:
+        config = config_class(**_without_foreign_ids(config_class, settings.config))
+    except (StrictDataclassError, *FOREIGN_ERRORS) as error:
+        raise ConfigError(f"model.config: {family} refuses it: {one_line(error)}") from error
+    _refuse_dropout(config)
+    return config
+
+
+def _without_foreign_ids(config_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given fields; special token ids that are left out and default to one beyond the vocabulary become None."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    vocabulary = given.get("vocab_size", defaults.get("vocab_size"))
+    beyond: dict[str, Any] = {}
+    for name in SPECIAL_IDS:
+        default = defaults.get(name)
+        if name not in given and isinstance(default, int) and isinstance(vocabulary, int) and default >= vocabulary:
+            beyond[name] = None
+    return {**beyond, **given}
+
+
+def _nearest(name: str, known: set[str] | None = None) -> str:
+    """` (did you mean 'x'?)`, or nothing."""
+    near = difflib.get_close_matches(name, sorted(known if known is not None else _causal_families()), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _causal_families() -> set[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING_NAMES)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of a foreign exception on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _refuse_dropout(config: Any) -> None:
+    """A microbatch that is routed again has to give the same output (method.md §2)."""
+    for name, value in sorted(vars(config).items()):
+        is_rate = isinstance(value, int | float) and not isinstance(value, bool)
+        if "drop" in name and name not in UNUSED_DROPOUT and is_rate and value != 0:
+            raise ConfigError(f"model.config: {name} is {value}; dropout must be 0, set it in model.config")
+
+
+def check_split(config: Any, stages: int) -> None:
+    """Raises ConfigError when there are more stages than layers, or tied embeddings over several stages."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use another family")
+    if stages > layers:
+        raise ConfigError(f"stages is {stages}, but the model has only {layers} layers: at least one layer a stage")
+    if stages > 1 and getattr(config, "tie_word_embeddings", False):
+        raise ConfigError(
+            f"model.config: tie_word_embeddings is true, which needs one stage, not {stages}: the two end stages "
+            "would hold copies that drift apart; set it to false"
+        )
+
+
+def layer_ranges(layers: int, stages: int) -> tuple[range, ...]:
+    """Which layers each stage holds: contiguous, sizes within one, earlier stages take the extra (design.md §7)."""
+    size, extra = divmod(layers, stages)
+    starts = [stage * size + min(stage, extra) for stage in range(stages + 1)]
+    return tuple(range(start, end) for start, end in itertools.pairwise(starts))
+
+
+def model_class(config: Any) -> Any:
+    """The causal language model class of a configuration; imports only that family's module."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    package = type(config).__module__.rpartition(".")[0]
+    family = package.rpartition(".")[2]
+    return getattr(importlib.import_module(f"{package}.modeling_{family}"), name)
+
+
+def attention(config: Any) -> str:
+    """The attention implementation whose split is exact."""
+    usable = getattr(model_class(config), "_supports_sdpa", False) and config.model_type not in EAGER_FAMILIES
+    return "sdpa" if usable else "eager"
+
+
+def small_config(config: Any) -> Any:
+    """The same architecture, reduced: fewer layers, heads, channels and tokens; the size of a head stays.
+
+    Multipliers of 1 become 1.5, because a neutral one would hide where it is applied (granite).
+    """
+    small = copy.deepcopy(config)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    shared_heads = getattr(config, "num_key_value_heads", None) or heads
+    small_heads = min(heads, 2 if shared_heads in (1, heads) else 4)
+    small_hidden = max(1, hidden // heads) * small_heads
+    sizes = {
+        "num_hidden_layers": min(config.num_hidden_layers, SMALL_LAYERS),
+        "num_attention_heads": small_heads,
+        "num_key_value_heads": small_heads if shared_heads == heads else 1 if shared_heads == 1 else 2,
+        "hidden_size": small_hidden,
+        "word_embed_proj_dim": small_hidden if getattr(config, "word_embed_proj_dim", 0) == hidden else 16,
+        "vocab_size": min(config.vocab_size, SMALL_VOCABULARY),
+        **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 2 * small_hidden),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+    }
+    for name, value in sizes.items():
+        if getattr(config, name, None) is not None:
+            setattr(small, name, value)
+    if getattr(config, "layer_types", None):
+        small.layer_types = config.layer_types[: small.num_hidden_layers]
+    for name in SPECIAL_IDS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value >= small.vocab_size:
+            setattr(small, name, None)
+    for name, value in vars(config).items():
+        if name.endswith("_multiplier") and value == 1:
+            setattr(small, name, 1.5)
+    return small
+
+
+def checked_config(manifest: RunManifest) -> Any:
+    """The manifest's configuration, checked against its stages and its sequence length. Raises ConfigError."""
+    config = make_config(manifest.model)
+    check_split(config, manifest.stages)
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and manifest.sequence_length > longest:
+        raise ConfigError(
+            f"sequence_length is {manifest.sequence_length}, but the model has {longest} positions: "
+            "raise model.config.max_position_embeddings"
+        )
+    return config

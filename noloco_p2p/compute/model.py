@@ -1,0 +1,163 @@
+"""The slice of a causal language model that one stage holds, cut out of the model class of transformers.
+
+The model's own forward keeps doing masks, rotary angles and layer types; what a stage does not own is replaced by
+modules that pass their input through, and the names of what it owns stay the model's global names, so that the union of
+the stages' parameters is the whole checkpoint. Semi-private parts of transformers are used here and nowhere else.
+
+Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from noloco_p2p.compute import family
+from noloco_p2p.errors import ConfigError
+
+INPUT_MODULES = frozenset(
+    {"project_in", "word_embeddings_layernorm", "embed_norm", "embedding_norm", "embeddings_layernorm", "norm_in"}
+)
+"""Modules beside the layers, not embeddings, that work on stage 0's input; all others belong to the output."""
+
+
+class PassThrough(nn.Module):
+    """Stands for a layer, norm or projection of another stage."""
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+        """Its first argument, untouched."""
+        return hidden_states
+
+
+class AddsNothing(nn.Module):
+    """Stands for the learned positions, which stage 0 has added already."""
+
+    def forward(self, positions: Tensor, *_: object, **__: object) -> Tensor:
+        """A zero without dimensions."""
+        return positions.new_zeros(())
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One stage's part of the model, callable."""
+
+    causal: Any
+    """The causal language model, with pass-through modules in place of what other stages hold."""
+    index: int
+    stages: int
+    hidden_size: int
+    vocabulary: int
+    parameters: dict[str, nn.Parameter]
+    """By global name, in the model's order."""
+
+    def __call__(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits B×T×V at the last stage, else hidden states B×T×D. `inputs` is B×T tokens at stage 0, else B×T×D."""
+        arguments = {"input_ids" if self.index == 0 else "inputs_embeds": inputs, "use_cache": False}
+        if mask is not None:
+            arguments["attention_mask"] = mask
+        if self.index == self.stages - 1:
+            logits: Tensor = self.causal(**arguments).logits
+            return logits
+        hidden: Tensor = self.causal.base_model(**arguments).last_hidden_state
+        return hidden
+
+
+def make_slice(config: Any, index: int, stages: int, *, seed: int, dtype: torch.dtype) -> Slice:
+    """Stage `index` of `stages` with its initial weights, in host memory, in `dtype`.
+
+    Each tensor depends on the seed and its global name alone, not on the split. Raises ConfigError when the model's
+    structure is not understood.
+    """
+    part = outline(config, index, stages, dtype=dtype)
+    part.causal.to_empty(device="cpu")
+    _initialise(part.causal, seed)
+    return _with_parameters(part.causal, index, stages)
+
+
+def outline(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> Slice:
+    """The slice without memory: all its tensors are on the meta device. Raises ConfigError as `make_slice`."""
+    from transformers.initialization import no_init_weights
+
+    try:
+        with torch.device("meta"), no_init_weights():
+            causal = family.model_class(config)._from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation=family.attention(config)
+            )
+    except family.FOREIGN_ERRORS as error:
+        raise ConfigError(f"model: {config.model_type} cannot be built: {family.one_line(error)}") from error
+    causal.train()
+    if stages > 1:
+        _cut(causal, config, index, stages)
+    return _with_parameters(causal, index, stages)
+
+
+def _with_parameters(causal: Any, index: int, stages: int) -> Slice:
+    config = causal.config
+    return Slice(causal, index, stages, config.hidden_size, config.vocab_size, dict(causal.named_parameters()))
+
+
+def _cut(causal: Any, config: Any, index: int, stages: int) -> None:
+    """Put pass-through modules in place of what stage `index` does not own."""
+    names = {module: name for name, module in causal.named_modules()}
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if embedding not in names or head not in names or head is embedding:
+        raise ConfigError(f"model: {config.model_type} has no separate embedding and head; it cannot be split")
+    decoder = causal.get_submodule(names[embedding].rpartition(".")[0])
+    stacks = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
+    if len(stacks) != 1:
+        raise ConfigError(f"model: the layers of {config.model_type} are not one list beside its embedding")
+    first, last = index == 0, index == stages - 1
+    mine = family.layer_ranges(config.num_hidden_layers, stages)[index]
+    for number in range(config.num_hidden_layers):
+        if number not in mine:
+            stacks[0][number] = PassThrough()
+    stand_in: nn.Module
+    for name, module in list(decoder.named_children()):
+        if module is stacks[0] or not ("norm" in name or any(True for _ in module.parameters())):
+            continue
+        if module is embedding or name in INPUT_MODULES:
+            owned, stand_in = first, PassThrough()
+        elif isinstance(module, nn.Embedding):
+            owned, stand_in = first, AddsNothing()
+        else:
+            owned, stand_in = last, PassThrough()
+        if not owned:
+            setattr(decoder, name, stand_in)
+    if not last:
+        path, _, name = names[head].rpartition(".")
+        setattr(causal.get_submodule(path), name, PassThrough())
+
+
+def _initialise(causal: Any, seed: int) -> None:
+    """The family's own initial weights, each module from a generator seeded by its global name.
+
+    Everything is NaN first, so that a tensor that no rule of the family fills is noticed. Later modules may fill a
+    tensor again (gpt2 scales the projections of its residual paths), hence post-order.
+    """
+    tensors = dict(causal.named_parameters())
+    buffers = dict(causal.named_buffers())
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for tensor in (*tensors.values(), *buffers.values()):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+            tensor._is_hf_initialized = False
+        for name, module, owner in _post_order(causal, "", causal):
+            torch.manual_seed(crc32(f"{seed}:{name}".encode()))
+            owner._init_weights(module)
+    if getattr(causal.config, "tie_word_embeddings", False):
+        causal.tie_weights()
+    for name, tensor in (*causal.named_parameters(), *causal.named_buffers()):
+        filled = torch.isfinite(tensor).all() if tensor.is_floating_point() else (tensor >= 0).all()
+        if not filled:
+            raise ConfigError(f"model: {causal.config.model_type} gives no initial values for {name}")
+
+
+def _post_order(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
+    """(global name, module, the model class that knows how to fill it), children before their parent."""
+    owner = module if hasattr(module, "_init_weights") else owner
+    for child_name, child in module.named_children():
+        yield from _post_order(child, f"{name}.{child_name}" if name else child_name, owner)
+    yield name, module, owner

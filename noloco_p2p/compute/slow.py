@@ -1,0 +1,112 @@
+"""Slow weights φ and outer momentum δ of one replica, on the host, and the outer round on them (method.md §3).
+
+They are held in compute_dtype, never less than float32. What reads and writes θ is handed in.
+"""
+
+from collections.abc import Mapping
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.compute import host
+from noloco_p2p.config import OuterSettings
+from noloco_p2p.core import outer
+from noloco_p2p.core.messages import HostTensor, Snapshot, TensorSpec
+from noloco_p2p.errors import Violation
+
+Deltas = dict[str, tuple[Tensor, Tensor]]
+"""By parameter name: (φ, Δ)."""
+
+
+class SlowWeights:
+    """φ and δ. `fast` are the parameters θ on their device; only `merge` and `adopt` write to them."""
+
+    def __init__(self, fast: Mapping[str, Tensor], settings: OuterSettings) -> None:
+        self._fast = fast
+        self._settings = settings
+        self.slow = {name: _host_copy(theta) for name, theta in fast.items()}
+        """φ, by name. Tensors are replaced, never written to, because snapshots share them."""
+        self.momentum = {name: torch.zeros_like(phi) for name, phi in self.slow.items()}
+        """δ, by name."""
+        self.specs = tuple(
+            TensorSpec(f"{kind}/{name}", host.from_torch(name, phi).dtype, tuple(phi.shape))
+            for kind in ("slow", "delta")
+            for name, phi in self.slow.items()
+        )
+        """The tensors of a snapshot, in order."""
+
+    def snapshot(self) -> tuple[HostTensor, ...]:
+        """φ and Δ = θ − φ of now, frozen: `slow/<name>` for each parameter, then `delta/<name>`."""
+        deltas = {name: _host_copy(self._fast[name]).sub_(phi) for name, phi in self.slow.items()}
+        return tuple(
+            host.from_torch(f"{kind}/{name}", tensor)
+            for kind, tensors in (("slow", self.slow), ("delta", deltas))
+            for name, tensor in tensors.items()
+        )
+
+    def read(self, snapshot: Snapshot) -> Deltas:
+        """A snapshot's tensors. Raises Violation unless names, dtypes and shapes are mine and every value is finite."""
+        found = tuple(tensor.spec for tensor in snapshot.tensors)
+        if found != self.specs:
+            wrong = next((a for a, b in zip(found, self.specs, strict=False) if a != b), None)
+            told = (
+                f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place" if wrong else f"{len(found)} tensors"
+            )
+            raise Violation(f"the snapshot of {snapshot.peer} does not fit this stage: {told}")
+        values = [host.to_torch(tensor) for tensor in snapshot.tensors]
+        for spec, value in zip(self.specs, values, strict=True):
+            if not host.is_finite(value):
+                raise Violation(f"the snapshot of {snapshot.peer} is not finite in {spec.name}")
+        half = len(values) // 2
+        return dict(zip(self.slow, zip(values[:half], values[half:], strict=True), strict=True))
+
+    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> float | None:
+        """N1 and N2 with a partner's snapshot, or alone; θ ← φ in place. Returns the pair's replica std.
+
+        Raises Violation, with nothing changed, when `theirs` does not fit or is not finite.
+        """
+        group = [self.read(mine)] if theirs is None else [self.read(mine), self.read(theirs)]
+        s = self._settings
+        after = {
+            name: outer.outer_step(
+                phi,
+                self.momentum[name],
+                [member[name] for member in group],
+                alpha=s.alpha,
+                beta=s.beta,
+                gamma=s.gamma,
+            )
+            for name, phi in self.slow.items()
+        }
+        for name, (phi_after, momentum_after) in after.items():
+            self.momentum[name] = momentum_after
+            self._set(name, phi_after)
+        return None if theirs is None else _pair_std(*group)
+
+    def adopt(self, theirs: Snapshot) -> None:
+        """φ = θ = φ_r + Δ_r of another replica, δ = 0 (design.md §4). Raises Violation as merge."""
+        for name, (phi, delta) in self.read(theirs).items():
+            self.momentum[name].zero_()
+            self._set(name, phi + delta)
+
+    def _set(self, name: str, phi: Tensor) -> None:
+        self.slow[name] = phi
+        with torch.no_grad():
+            self._fast[name].copy_(phi)
+
+
+def _host_copy(theta: Tensor) -> Tensor:
+    """A copy in host memory that shares nothing with θ."""
+    return theta.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _pair_std(mine: Deltas, theirs: Deltas) -> float:
+    """Replica std of the pair on θ before the merge: sqrt((n−1)/n · ‖θ_i − θ_j‖² / (2·count)), n = 2 (method.md §5)."""
+    square, count = 0.0, 0
+    for name, (phi, delta) in mine.items():
+        their_phi, their_delta = theirs[name]
+        gap = (phi + delta) - (their_phi + their_delta)
+        square += float(torch.linalg.vector_norm(gap, dtype=torch.float64)) ** 2
+        count += gap.numel()
+    return sqrt(0.5 * square / (2 * count))

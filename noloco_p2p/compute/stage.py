@@ -1,0 +1,267 @@
+"""One pipeline stage in plain synchronous torch: the methods of the Stage port, not awaited.
+
+`device.py` gives it a thread and the port; the simulator calls it in line. Weights, Adam, φ and δ are in compute_dtype,
+hidden states and gradients travel in wire_dtype; on CUDA the passes run under bfloat16 autocast.
+
+**Nothing of a microbatch that is not finite stays behind.** Its parameter gradients are computed apart from the
+accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. That costs one more reading of the
+gradients than `.backward()`, and a second set of them for the moment.
+
+Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
+"""
+
+import itertools
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.compute import host
+from noloco_p2p.compute.accumulator import Accumulator, Added, total_norm
+from noloco_p2p.compute.audit import Audit
+from noloco_p2p.compute.model import Slice
+from noloco_p2p.compute.slow import SlowWeights
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, Snapshot, TensorSpec
+from noloco_p2p.errors import Violation
+from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
+
+IGNORED = -100
+"""A target that is not counted as a token (method.md §2)."""
+
+
+@dataclass(slots=True)
+class Graph:
+    """What is kept between forward and backward."""
+
+    leaf: Tensor
+    hidden_BTD: Tensor
+
+
+class TorchStage:
+    """The real stage. Its methods raise what the port says, and torch's own errors (no memory)."""
+
+    def __init__(
+        self, part: Slice, manifest: RunManifest, peer_id: PeerId, device: torch.device, audit: Audit | None = None
+    ) -> None:
+        self._part = part
+        self._manifest = manifest
+        self._peer_id = peer_id
+        self._device = device
+        self._audit = audit
+        part.causal.to(device)
+        self._first, self._last = part.index == 0, part.index == part.stages - 1
+        self._wire = host.DTYPES[manifest.wire_dtype]
+        self._compute = host.DTYPES[manifest.compute_dtype]
+        self._parameters = list(part.parameters.values())
+        self._sums = Accumulator(self._parameters)
+        self._optimizer = self._make_optimizer()
+        self._slow = SlowWeights(part.parameters, manifest.outer)
+        self._graphs: dict[int, Graph] = {}
+        self._handles = itertools.count(1)
+        shape_BT = (manifest.microbatch_size, manifest.sequence_length)
+        hidden = TensorSpec("hidden", manifest.wire_dtype, (*shape_BT, part.hidden_size))
+        self._inputs = TensorSpec("inputs", "int32", shape_BT) if self._first else hidden
+        self._targets = TensorSpec("targets", "int32", shape_BT)
+        self._mask = TensorSpec("mask", "uint8", shape_BT)
+        count = sum(parameter.numel() for parameter in self._parameters)
+        self.state = StageState(part.index, count, hidden, self._slow.specs)
+        if audit is not None:
+            audit.initial(part.parameters)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """θ by global name, the live tensors (for tests, benches and export)."""
+        return dict(self._part.parameters)
+
+    def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        """Forward with a graph, as in the port."""
+        leaf = self._leaf(inputs)
+        with self._autocast():
+            hidden_BTD = self._part(leaf, self._mask_BT(mask))
+        graph = next(self._handles)
+        self._graphs[graph] = Graph(leaf, hidden_BTD)
+        return graph, host.from_torch("hidden", self._to_host(hidden_BTD))
+
+    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        """Backward through a kept graph, as in the port.
+
+        A gradient of zero tokens, or one that is not finite, gives `finite` False. Raises Violation, with the graph
+        still kept, when it has another shape than the hidden state or claims more tokens than a microbatch has.
+        """
+        wire_BTD = host.check(gradient.grad, self.state.hidden)
+        if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
+            raise Violation(f"the gradient claims {gradient.tokens} tokens")
+        kept = self._graphs.pop(graph)
+        if gradient.tokens == 0 or not isfinite(gradient.loss_sum) or not host.is_finite(wire_BTD):
+            return self._nothing(microbatch)
+        grad_BTD = self._to_device(wire_BTD).to(kept.hidden_BTD.dtype)
+        return self._contribute(
+            Added(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden_BTD, grad_BTD
+        )
+
+    def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        """Forward, summed loss and backward at the last stage, as in the port."""
+        leaf = self._leaf(inputs)
+        loss, tokens = self._loss(leaf, targets, mask)
+        loss_sum = float(loss.detach())
+        if not isfinite(loss_sum):
+            return self._nothing(microbatch)
+        return self._contribute(Added(microbatch, tokens, loss_sum), leaf, loss, None)
+
+    def discard(self, graph: int) -> None:
+        """Free a graph that will not be used; unknown handles are ignored."""
+        self._graphs.pop(graph, None)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
+        """Forward without a graph, as in the port."""
+        leaf = self._leaf(inputs)
+        if self._last:
+            loss, tokens = self._loss(leaf, targets, mask)
+            return LossSum(float(loss), tokens)
+        with self._autocast():
+            hidden_BTD = self._part(leaf, self._mask_BT(mask))
+        return host.from_torch("hidden", self._to_host(hidden_BTD))
+
+    def inner_step(self, label: StepLabel) -> StepResult:
+        """Divide by the tokens, clip, AdamW, as in the port. `busy_s` is left 0 for the device to fill in.
+
+        Without tokens, or when the summed gradient overflows, θ and Adam stay untouched and the result has no tokens.
+        """
+        added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
+        if tokens:
+            norm = self._sums.mean(tokens, self._manifest.inner.clip_norm)
+            if isfinite(norm):
+                for group in self._optimizer.param_groups:
+                    group["lr"] = label.learning_rate
+                self._optimizer.step()
+            else:
+                tokens, norm = 0, 0.0
+        self._sums.close_step()
+        if self._audit is not None:
+            self._audit.inner_step(label, added, first=self._first)
+        loss_sum = sum(one.loss_sum for one in added) if tokens else 0.0
+        return StepResult(tokens, loss_sum, len(added), norm, 0.0)
+
+    def snapshot(self, round: int, step: int) -> Snapshot:
+        """Freeze (φ, Δ) of now."""
+        return Snapshot(self._peer_id, round, step, self._slow.snapshot())
+
+    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+        """N1 and N2, as in the port; Adam's moments stay."""
+        if self._audit is None:
+            return MergeResult(self._slow.merge(mine, theirs))
+        before = (self._slow.slow.copy(), {name: theta.detach().clone() for name, theta in self.parameters.items()})
+        replica_std = self._slow.merge(mine, theirs)
+        tensors = {"slow": before[0], "fast": before[1], "momentum": self._slow.momentum, "slow_after": self._slow.slow}
+        self._audit.round(mine.round, theirs, {**tensors, **self._adam()}, self._manifest.outer)
+        return MergeResult(replica_std)
+
+    def adopt(self, theirs: Snapshot) -> None:
+        """Take over another replica's φ + Δ, with δ = 0 and a fresh optimizer, as in the port."""
+        self._slow.adopt(theirs)
+        self._sums.close_step()
+        self._optimizer = self._make_optimizer()
+
+    def _contribute(self, added: Added, leaf: Tensor, output: Tensor, grad_output: Tensor | None) -> Contribution:
+        """Backward from `output`; gradients that are finite and whose id is not spent are added."""
+        counted = not self._sums.is_spent(added.microbatch)
+        wanted = ([] if self._first else [leaf]) + (self._parameters if counted else [])
+        grads = list(torch.autograd.grad(output, wanted, grad_output, allow_unused=True)) if wanted else []
+        grad = None
+        if not self._first:
+            leaf_grad = grads.pop(0)
+            wire_BTD = self._to_host(torch.zeros_like(leaf) if leaf_grad is None else leaf_grad)
+            if not host.is_finite(wire_BTD):
+                return self._nothing(added.microbatch)
+            grad = host.from_torch("grad", wire_BTD)
+        if counted:
+            if not isfinite(total_norm([one for one in grads if one is not None])):
+                return self._nothing(added.microbatch)
+            self._sums.add(added, grads)
+        return Contribution(grad, added.loss_sum, added.tokens, counted, finite=True)
+
+    def _nothing(self, microbatch: MicrobatchId) -> Contribution:
+        """A microbatch that was not finite: it is spent, with zero tokens, and adds no gradient."""
+        counted = not self._sums.is_spent(microbatch)
+        if counted:
+            self._sums.add(Added(microbatch, 0, 0.0), ())
+        zero = None
+        if not self._first:
+            zero = host.from_torch("grad", torch.zeros(self.state.hidden.shape, dtype=self._wire))
+        return Contribution(zero, 0.0, 0, counted, finite=False)
+
+    def _loss(self, leaf: Tensor, targets: HostTensor, mask: HostTensor | None) -> tuple[Tensor, int]:
+        """Cross entropy summed over the targets that count, in float32 or more, and their number."""
+        targets_BT = host.check(targets, self._targets)
+        counts_BT = targets_BT != IGNORED
+        least, most = torch.aminmax(torch.where(counts_BT, targets_BT, 0))
+        if int(least) < 0 or int(most) >= self._part.vocabulary:
+            raise Violation(f"targets: ids outside the vocabulary of {self._part.vocabulary}")
+        with self._autocast():
+            logits_BTV = self._part(leaf, self._mask_BT(mask))
+        wide = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+        loss = torch.nn.functional.cross_entropy(
+            wide.flatten(0, 1), self._to_device(targets_BT).long().flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return loss, int(counts_BT.sum())
+
+    def _leaf(self, inputs: HostTensor) -> Tensor:
+        """The checked input on the device: B×T tokens, or a B×T×D leaf in compute_dtype that wants its gradient."""
+        values = host.check(inputs, self._inputs)
+        if self._first:
+            least, most = torch.aminmax(values)
+            if int(least) < 0 or int(most) >= self._part.vocabulary:
+                raise Violation(f"inputs: ids outside the vocabulary of {self._part.vocabulary}")
+            return self._to_device(values).long()
+        if not host.is_finite(values):
+            raise Violation("hidden: not finite")
+        return self._to_device(values).to(self._compute).requires_grad_(torch.is_grad_enabled())
+
+    def _mask_BT(self, mask: HostTensor | None) -> Tensor | None:
+        return None if mask is None else self._to_device(host.check(mask, self._mask)).bool()
+
+    def _to_device(self, values: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return values
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """In wire_dtype, in host memory; on CUDA through a pinned buffer."""
+        wire = values.detach().to(self._wire)
+        if self._device.type == "cpu":
+            return wire
+        buffer = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=True)
+        buffer.copy_(wire, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        return buffer
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._device.type == "cpu" or self._compute == torch.float64:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        inner = self._manifest.inner
+        return torch.optim.AdamW(
+            self._parameters,
+            lr=inner.peak_learning_rate,
+            betas=(inner.beta1, inner.beta2),
+            eps=inner.eps,
+            weight_decay=inner.weight_decay,
+            fused=True,
+        )
+
+    def _adam(self) -> dict[str, dict[str, Tensor]]:
+        """Adam's moments by name; zero before the first step."""
+        moments: dict[str, dict[str, Tensor]] = {"adam_mean": {}, "adam_square": {}}
+        for name, parameter in self._part.parameters.items():
+            state = self._optimizer.state.get(parameter, {})
+            moments["adam_mean"][name] = state.get("exp_avg", torch.zeros_like(parameter))
+            moments["adam_square"][name] = state.get("exp_avg_sq", torch.zeros_like(parameter))
+        return moments
