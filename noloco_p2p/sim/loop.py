@@ -8,8 +8,9 @@ the sets inside asyncio (TaskGroup, `asyncio.wait`) are walked in an order that 
 import asyncio
 import inspect
 import itertools
-from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from noloco_p2p.errors import NolocoError
 
@@ -17,6 +18,7 @@ LIVELOCK_TURNS = 200_000
 """Turns of the loop in a row at one and the same virtual time after which it is taken to spin."""
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Deadlock(NolocoError):
@@ -73,7 +75,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self._turns > LIVELOCK_TURNS:
             self._give_up(f"spinning: {LIVELOCK_TURNS} turns of the loop without a step of the clock")
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
+    ) -> asyncio.Future[T]:
         """Refused: a thread would answer at no defined virtual time. Raises RuntimeError."""
         raise RuntimeError("virtual time has no threads")
 

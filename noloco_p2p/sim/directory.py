@@ -1,0 +1,75 @@
+"""The Directory port over a registry that all nodes of one process share, with stale views and faults."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.errors import Unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    advert: Advert
+    published_at: float
+    ttl_s: float
+
+
+class Registry:
+    """All that has been announced. Views are `view_age_s` old: what was announced later is not seen yet."""
+
+    def __init__(self, view_age_s: float = 0.0, delay_s: float = 0.002) -> None:
+        self.view_age_s = view_age_s
+        self.delay_s = delay_s
+        """Seconds that each reading and writing takes."""
+        self.failing: dict[PeerId, None] = {}
+        """Nodes whose readings and writings fail."""
+        self._entries: dict[PeerId, list[_Entry]] = {}
+
+    def publish(self, advert: Advert, ttl_s: float, *, now: float) -> None:
+        """A new advert; it takes the place of the node's former one in every view made from now on."""
+        entries = self._entries.setdefault(advert.peer_id, [])
+        entries.append(_Entry(advert, now, ttl_s))
+        seen = [entry for entry in entries if entry.published_at <= now - self.view_age_s]
+        del entries[: max(0, len(seen) - 1)]
+
+    def view(self, *, now: float) -> list[Advert]:
+        """The adverts that were live `view_age_s` ago, with their true age, sorted by peer id."""
+        seen_at, found = now - self.view_age_s, []
+        for peer in sorted(self._entries):
+            visible = [entry for entry in self._entries[peer] if entry.published_at <= seen_at]
+            if visible and seen_at <= visible[-1].published_at + visible[-1].ttl_s:
+                found.append(replace(visible[-1].advert, age_s=now - visible[-1].published_at))
+        return found
+
+
+class SimDirectory:
+    """The Directory port of one node."""
+
+    def __init__(self, registry: Registry, me: PeerId) -> None:
+        self.dead = False
+        """The process of this node has crashed: what its tasks still try has no effect."""
+        self._registry = registry
+        self._me = me
+        self._last: tuple[Advert, float] | None = None
+
+    async def announce(self, advert: Advert, ttl_s: float) -> None:
+        """See `ports.Directory`."""
+        await self._reach()
+        self._last = (advert, ttl_s)
+        self._registry.publish(advert, ttl_s, now=asyncio.get_running_loop().time())
+
+    async def peers(self) -> list[Advert]:
+        """See `ports.Directory`."""
+        await self._reach()
+        return self._registry.view(now=asyncio.get_running_loop().time())
+
+    async def withdraw(self) -> None:
+        """See `ports.Directory`."""
+        if self._last is not None and not self.dead:
+            advert, ttl_s = self._last
+            await self.announce(replace(advert, state="left"), ttl_s)
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(self._registry.delay_s)
+        if self.dead or self._me in self._registry.failing:
+            raise Unreachable("the directory does not answer")

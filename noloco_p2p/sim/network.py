@@ -1,0 +1,233 @@
+"""The links between the nodes of one process, the calls that travel on them, and the faults.
+
+A message that is lost or swallowed leaves its caller waiting until the deadline; a node that is not there refuses
+after one round trip; one that crashes breaks its connections at once.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from noloco_p2p.core.messages import Gradient, PeerId, Snapshot
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.ports import Handler
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message meets on its way from one node to another, one way."""
+
+    latency_s: float = 0.001
+    """Median time on the way, seconds."""
+    spread: float = 0.0
+    """Sigma of the log-normal latency; 0: constant."""
+    bytes_per_s: float | None = None
+    """Speed of the tensors of one call; none: they take no time."""
+    request_loss: float = 0.0
+    """Chance that a call never arrives."""
+    reply_loss: float = 0.0
+    """Chance that an answer never arrives, though the callee has done the work."""
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    handler: Handler
+    work: dict[asyncio.Task[Any], None] = field(default_factory=dict)
+
+
+class Network:
+    """The links, the nodes that serve on them, and the faults."""
+
+    def __init__(self, seed: int, link: Link | None = None) -> None:
+        self.bugs: list[Exception] = []
+        """What handlers raised that is no PeerError a handler may raise; empty in a healthy swarm."""
+        self._seed = seed
+        self._link = link or Link()
+        self._links: dict[tuple[PeerId, PeerId], Link] = {}
+        self._chance: dict[tuple[PeerId, PeerId], random.Random] = {}
+        self._endpoints: dict[PeerId, _Endpoint] = {}
+        self._held: dict[PeerId, None] = {}
+        self._cut: dict[tuple[PeerId, PeerId], None] = {}
+        self._lose_next: list[tuple[PeerId | None, PeerId | None]] = []
+        self._couriers: dict[asyncio.Task[None], None] = {}
+
+    # --- the fault vocabulary -------------------------------------------------------------------------------------
+
+    def set_link(self, sender: PeerId, receiver: PeerId, link: Link) -> None:
+        """Replace the link of one direction."""
+        self._links[sender, receiver] = link
+
+    def hold(self, peer: PeerId) -> None:
+        """Swallow all messages from and to a node until `release`; its callers wait until their deadlines."""
+        self._held[peer] = None
+
+    def release(self, peer: PeerId) -> None:
+        """End a hold. What was swallowed stays lost."""
+        self._held.pop(peer, None)
+
+    def partition(self, one: PeerId, other: PeerId) -> None:
+        """Swallow all messages between two nodes until `repair`."""
+        self._cut[one, other] = self._cut[other, one] = None
+
+    def repair(self, one: PeerId, other: PeerId) -> None:
+        """End a partition."""
+        self._cut.pop((one, other), None)
+        self._cut.pop((other, one), None)
+
+    def lose_next_reply(self, caller: PeerId | None = None, callee: PeerId | None = None) -> None:
+        """The next answer to `caller` from `callee` (None: anybody) is lost after the work is done."""
+        self._lose_next.append((caller, callee))
+
+    def crash(self, peer: PeerId) -> None:
+        """A node is gone at once: its handlers are cancelled, and the calls that wait for them fail."""
+        endpoint = self._endpoints.pop(peer, None)
+        for task in endpoint.work if endpoint else ():
+            task.cancel()
+
+    # --- for the transports ---------------------------------------------------------------------------------------
+
+    def serve(self, peer: PeerId, handler: Handler) -> None:
+        """Answer calls to `peer` with `handler`. Raises LocalError when somebody does already."""
+        if peer in self._endpoints:
+            raise LocalError(f"{peer} is served already")
+        self._endpoints[peer] = _Endpoint(handler)
+
+    async def stop(self, peer: PeerId) -> None:
+        """Answer no more calls; the handlers at work are cancelled and waited for."""
+        endpoint = self._endpoints.get(peer)
+        self.crash(peer)
+        if endpoint:
+            await asyncio.gather(*endpoint.work, return_exceptions=True)
+
+    async def call(
+        self,
+        caller: PeerId,
+        callee: PeerId,
+        invoke: Callable[[Handler], Awaitable[T]],
+        deadline_s: float,
+        what: str,
+    ) -> T:
+        """One call and its answer. Raises Unreachable after `deadline_s`, at once when the callee crashes."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        courier = loop.create_task(self._carry(caller, callee, invoke, deadline_s, answer))
+        self._couriers[courier] = None
+        courier.add_done_callback(lambda done: self._couriers.pop(done, None))
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError:
+            raise Unreachable(f"{callee} gave no answer to {what} within {deadline_s:.3g} s") from None
+        finally:
+            if not courier.done():
+                loop.call_later(self.latency_s(caller, callee), courier.cancel)
+
+    def latency_s(self, sender: PeerId, receiver: PeerId) -> float:
+        """Time on the way for one message; draws from the link's own generator."""
+        link = self._link_of(sender, receiver)
+        return link.latency_s * (math.exp(self._rng(sender, receiver).gauss(0.0, link.spread)) if link.spread else 1.0)
+
+    def transfer_s(self, sender: PeerId, receiver: PeerId, nbytes: int) -> float:
+        """Time that `nbytes` of tensors take beyond the latency."""
+        speed = self._link_of(sender, receiver).bytes_per_s
+        return nbytes / speed if speed else 0.0
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _link_of(self, sender: PeerId, receiver: PeerId) -> Link:
+        return self._links.get((sender, receiver), self._link)
+
+    def _rng(self, sender: PeerId, receiver: PeerId) -> random.Random:
+        way = (sender, receiver)
+        if way not in self._chance:
+            self._chance[way] = generator(self._seed, "link", sender, receiver)
+        return self._chance[way]
+
+    def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:
+        if sender in self._held or receiver in self._held or (sender, receiver) in self._cut:
+            return True
+        return chance > 0 and self._rng(sender, receiver).random() < chance
+
+    def _reply_lost(self, caller: PeerId, callee: PeerId) -> bool:
+        for wanted in self._lose_next:
+            if wanted[0] in (None, caller) and wanted[1] in (None, callee):
+                self._lose_next.remove(wanted)
+                return True
+        return self._swallowed(callee, caller, self._link_of(callee, caller).reply_loss)
+
+    async def _carry(
+        self,
+        caller: PeerId,
+        callee: PeerId,
+        invoke: Callable[[Handler], Awaitable[T]],
+        deadline_s: float,
+        answer: asyncio.Future[T],
+    ) -> None:
+        """One call's way there, its work, and the answer's way back. Cancelled when the caller is known to be gone."""
+        await asyncio.sleep(self.latency_s(caller, callee))
+        if self._swallowed(caller, callee, self._link_of(caller, callee).request_loss):
+            return
+        endpoint = self._endpoints.get(callee)
+        if endpoint is None:
+            await asyncio.sleep(self.latency_s(callee, caller))
+            _settle(answer, Unreachable(f"{callee} refused the connection"))
+            return
+        outcome = await self._work(endpoint, callee, invoke, deadline_s)
+        if outcome is None:
+            _settle(answer, Unreachable(f"{callee} broke the connection"))
+            return
+        if self._reply_lost(caller, callee):
+            return
+        way_s = self.latency_s(callee, caller) + self.transfer_s(callee, caller, _reply_bytes(outcome))
+        await asyncio.sleep(way_s)
+        _settle(answer, outcome)
+
+    async def _work(
+        self, endpoint: _Endpoint, callee: PeerId, invoke: Callable[[Handler], Awaitable[T]], deadline_s: float
+    ) -> T | PeerError | None:
+        """What the handler gave within the deadline; None when it was cancelled."""
+        task = asyncio.ensure_future(invoke(endpoint.handler))
+        endpoint.work[task] = None
+        task.add_done_callback(lambda done: endpoint.work.pop(done, None))
+        try:
+            await asyncio.wait([task], timeout=deadline_s)
+        finally:
+            task.cancel()
+        if not task.done() or task.cancelled():
+            return None
+        error = task.exception()
+        match error:
+            case None:
+                return task.result()
+            case Violation():
+                return Violation(str(error), ours=True)
+            case Busy() | Declined():
+                return type(error)(str(error))
+            case Exception():
+                self.bugs.append(error)
+                return Declined(f"{callee} failed: {type(error).__name__}: {error}")
+        raise error
+
+
+def _settle(answer: "asyncio.Future[T]", outcome: "T | PeerError") -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, PeerError):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
+
+
+def _reply_bytes(reply: object) -> int:
+    match reply:
+        case Gradient():
+            return reply.grad.data.nbytes
+        case Snapshot():
+            return sum(tensor.data.nbytes for tensor in reply.tensors)
+    return 0

@@ -1,0 +1,130 @@
+"""Calls between the nodes of one process: the Transport port of one node, over `network`.
+
+It keeps what the real one promises: the handler decides on the header while the body is still on its way, it is
+cancelled when its caller is gone or the deadline has passed, and what a reply says is checked.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TypeVar
+
+from noloco_p2p.core.messages import (
+    Activation,
+    Advert,
+    Description,
+    Gradient,
+    HostTensor,
+    LossSum,
+    PeerId,
+    Snapshot,
+    TensorSpec,
+)
+from noloco_p2p.errors import Unreachable, Violation
+from noloco_p2p.ports import Body, Handler
+from noloco_p2p.sim.network import Network
+
+DESCRIBE_S = 3.0
+"""How long `describe` waits for an answer."""
+
+T = TypeVar("T")
+
+
+def _copy(tensor: HostTensor) -> HostTensor:
+    """What travels is the value at the time of sending, as on a real wire."""
+    return replace(tensor, data=memoryview(bytes(tensor.data)))
+
+
+def _sent(activation: Activation) -> Activation:
+    """The activation as it travels: copied, with specs and digest filled in."""
+    tensors = [_copy(tensor) for tensor in activation.tensors]
+    digest = blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.data)
+    header = replace(
+        activation.header,
+        specs=tuple(tensor.spec for tensor in tensors),
+        digest=int.from_bytes(digest.digest(), "little"),
+    )
+    return Activation(header, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
+
+
+class SimTransport:
+    """The Transport port of one node."""
+
+    def __init__(self, network: Network, me: PeerId) -> None:
+        self.dead = False
+        """The process of this node has crashed: what its tasks still try has no effect."""
+        self._network = network
+        self._me = me
+
+    async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
+        """See `ports.Transport`."""
+        sent = _sent(activation)
+
+        async def invoke(handler: Handler) -> Gradient:
+            return await handler.propagate(self._me, sent.header, self._body(peer.peer_id, sent))
+
+        gradient = await self._call(peer, invoke, sent.header.time_left_s, "propagate")
+        if gradient.microbatch != sent.header.microbatch:
+            raise Violation(f"{peer.peer_id} answered for another microbatch")
+        if gradient.grad.spec[1:] != sent.hidden.spec[1:]:
+            raise Violation(f"{peer.peer_id} answered {gradient.grad.spec} to {sent.hidden.spec}")
+        return replace(gradient, grad=_copy(gradient.grad))
+
+    async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
+        """See `ports.Transport`."""
+        sent = _sent(activation)
+
+        async def invoke(handler: Handler) -> LossSum:
+            return await handler.evaluate(self._me, sent.header, self._body(peer.peer_id, sent))
+
+        return await self._call(peer, invoke, sent.header.time_left_s, "evaluate")
+
+    async def fetch_snapshot(
+        self, peer: Advert, round: int | None, wait_s: float, deadline_s: float, expected: tuple[TensorSpec, ...]
+    ) -> Snapshot:
+        """See `ports.Transport`."""
+
+        async def invoke(handler: Handler) -> Snapshot:
+            return await handler.fetch_snapshot(self._me, round, wait_s)
+
+        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot")
+        if tuple(tensor.spec for tensor in snapshot.tensors) != expected:
+            raise Violation(f"the snapshot of {peer.peer_id} does not have this stage's tensors")
+        return replace(snapshot, tensors=tuple(_copy(tensor) for tensor in snapshot.tensors))
+
+    async def describe(self, peer: Advert) -> Description:
+        """See `ports.Transport`."""
+
+        async def invoke(handler: Handler) -> Description:
+            return handler.describe(self._me)
+
+        return await self._call(peer, invoke, DESCRIBE_S, "describe")
+
+    async def serve(self, handler: Handler) -> None:
+        """See `ports.Transport`."""
+        self._network.serve(self._me, handler)
+
+    async def close(self) -> None:
+        """See `ports.Transport`."""
+        if not self.dead:
+            await self._network.stop(self._me)
+
+    async def _call(self, peer: Advert, invoke: Callable[[Handler], Awaitable[T]], deadline_s: float, what: str) -> T:
+        if self.dead:
+            raise Unreachable(f"{self._me} has crashed")
+        return await self._network.call(self._me, peer.peer_id, invoke, deadline_s, what)
+
+    def _body(self, callee: PeerId, sent: Activation) -> Body:
+        """Ready once the tensors have had the time to follow their header, with which it is made."""
+        loop = asyncio.get_running_loop()
+        nbytes = sum(tensor.data.nbytes for tensor in sent.tensors)
+        arrives_at = loop.time() + self._network.transfer_s(self._me, callee, nbytes)
+
+        async def body() -> Activation:
+            await asyncio.sleep(max(0.0, arrives_at - loop.time()))
+            return sent
+
+        return body
