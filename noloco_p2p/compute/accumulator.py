@@ -50,15 +50,15 @@ class Accumulator:
         self.added.append(added)
         if not grads:
             return
-        if not self._holds:
-            if any(grad is None for grad in grads):
-                torch._foreach_zero_(self._grads)
-            self._holds = True
-            combine = torch._foreach_copy_
-        else:
-            combine = torch._foreach_add_
-        pairs = [(mine, new) for mine, new in zip(self._grads, grads, strict=True) if new is not None]
-        combine([mine for mine, _ in pairs], [new for _, new in pairs])
+        reached = [mine for mine, new in zip(self._grads, grads, strict=True) if new is not None]
+        values = [new for new in grads if new is not None]
+        if self._holds:
+            torch._foreach_add_(reached, values)
+            return
+        if len(reached) < len(self._grads):
+            torch._foreach_zero_(self._grads)
+        torch._foreach_copy_(reached, values)
+        self._holds = True
 
     @property
     def tokens(self) -> int:
@@ -89,7 +89,7 @@ class Accumulator:
             del self._spent[oldest]
 
 
-def total_norm(tensors: Sequence[Tensor]) -> float:
+def total_norm(tensors: list[Tensor]) -> float:
     """L2 norm over all tensors; not finite when any value is not, or when the squares overflow."""
     if not tensors:
         return 0.0

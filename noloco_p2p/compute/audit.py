@@ -95,7 +95,7 @@ class Audit:
             }
             for kind, tensor in parts.items():
                 if tensor is not None:
-                    tensors[f"{kind}/{microbatch_key(one.microbatch)}"] = host.to_torch(tensor)
+                    tensors[f"{kind}/{microbatch_key(one.microbatch)}"] = host.to_torch(tensor).clone()
         self._save(f"batches-{self._peer_id}-{label.inner_step:06d}.safetensors", tensors, {"peer_id": self._peer_id})
 
     def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -46,47 +46,45 @@ class SlowWeights:
         )
 
     def read(self, snapshot: Snapshot) -> Deltas:
-        """A snapshot's tensors. Raises Violation unless names, dtypes and shapes are mine and every value is finite."""
+        """A snapshot's tensors. Raises Violation unless names, dtypes, shapes and lengths are those of this stage."""
         found = tuple(tensor.spec for tensor in snapshot.tensors)
         if found != self.specs:
             wrong = next((a for a, b in zip(found, self.specs, strict=False) if a != b), None)
-            told = (
-                f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place" if wrong else f"{len(found)} tensors"
-            )
+            told = f"{len(found)} tensors"
+            if wrong is not None:
+                told = f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place"
             raise Violation(f"the snapshot of {snapshot.peer} does not fit this stage: {told}")
         values = [host.to_torch(tensor) for tensor in snapshot.tensors]
-        for spec, value in zip(self.specs, values, strict=True):
-            if not host.is_finite(value):
-                raise Violation(f"the snapshot of {snapshot.peer} is not finite in {spec.name}")
         half = len(values) // 2
         return dict(zip(self.slow, zip(values[:half], values[half:], strict=True), strict=True))
+
+    def _read_finite(self, snapshot: Snapshot) -> Deltas:
+        """`read`, and every value is finite, else Violation."""
+        values = self.read(snapshot)
+        for name, pair in values.items():
+            if not all(host.is_finite(value) for value in pair):
+                raise Violation(f"the snapshot of {snapshot.peer} is not finite in {name}")
+        return values
 
     def merge(self, mine: Snapshot, theirs: Snapshot | None) -> float | None:
         """N1 and N2 with a partner's snapshot, or alone; θ ← φ in place. Returns the pair's replica std.
 
         Raises Violation, with nothing changed, when `theirs` does not fit or is not finite.
         """
-        group = [self.read(mine)] if theirs is None else [self.read(mine), self.read(theirs)]
+        group = [self.read(mine)] if theirs is None else [self.read(mine), self._read_finite(theirs)]
+        std = None if theirs is None else _pair_std(*group)
         s = self._settings
-        after = {
-            name: outer.outer_step(
-                phi,
-                self.momentum[name],
-                [member[name] for member in group],
-                alpha=s.alpha,
-                beta=s.beta,
-                gamma=s.gamma,
+        for name, phi in self.slow.items():
+            members = [member[name] for member in group]
+            phi_after, self.momentum[name] = outer.outer_step(
+                phi, self.momentum[name], members, alpha=s.alpha, beta=s.beta, gamma=s.gamma
             )
-            for name, phi in self.slow.items()
-        }
-        for name, (phi_after, momentum_after) in after.items():
-            self.momentum[name] = momentum_after
             self._set(name, phi_after)
-        return None if theirs is None else _pair_std(*group)
+        return std
 
     def adopt(self, theirs: Snapshot) -> None:
         """φ = θ = φ_r + Δ_r of another replica, δ = 0 (design.md §4). Raises Violation as merge."""
-        for name, (phi, delta) in self.read(theirs).items():
+        for name, (phi, delta) in self._read_finite(theirs).items():
             self.momentum[name].zero_()
             self._set(name, phi + delta)
 

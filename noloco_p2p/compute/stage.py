@@ -4,8 +4,8 @@
 hidden states and gradients travel in wire_dtype; on CUDA the passes run under bfloat16 autocast.
 
 **Nothing of a microbatch that is not finite stays behind.** Its parameter gradients are computed apart from the
-accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. That costs one more reading of the
-gradients than `.backward()`, and a second set of them for the moment.
+accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. That costs one more reading of
+the gradients than `.backward()`, and a second set of them for the moment.
 
 Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
@@ -37,7 +37,7 @@ class Graph:
     """What is kept between forward and backward."""
 
     leaf: Tensor
-    hidden_BTD: Tensor
+    hidden: Tensor
 
 
 class TorchStage:
@@ -80,7 +80,7 @@ class TorchStage:
         """Forward with a graph, as in the port."""
         leaf = self._leaf(inputs)
         with self._autocast():
-            hidden_BTD = self._part(leaf, self._mask_BT(mask))
+            hidden_BTD = self._part(leaf, self._mask_on_device(mask))
         graph = next(self._handles)
         self._graphs[graph] = Graph(leaf, hidden_BTD)
         return graph, host.from_torch("hidden", self._to_host(hidden_BTD))
@@ -97,10 +97,8 @@ class TorchStage:
         kept = self._graphs.pop(graph)
         if gradient.tokens == 0 or not isfinite(gradient.loss_sum) or not host.is_finite(wire_BTD):
             return self._nothing(microbatch)
-        grad_BTD = self._to_device(wire_BTD).to(kept.hidden_BTD.dtype)
-        return self._contribute(
-            Added(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden_BTD, grad_BTD
-        )
+        grad_BTD = self._to_device(wire_BTD).to(kept.hidden.dtype)
+        return self._contribute(Added(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD)
 
     def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
@@ -125,7 +123,7 @@ class TorchStage:
             loss, tokens = self._loss(leaf, targets, mask)
             return LossSum(float(loss), tokens)
         with self._autocast():
-            hidden_BTD = self._part(leaf, self._mask_BT(mask))
+            hidden_BTD = self._part(leaf, self._mask_on_device(mask))
         return host.from_torch("hidden", self._to_host(hidden_BTD))
 
     def inner_step(self, label: StepLabel) -> StepResult:
@@ -204,7 +202,7 @@ class TorchStage:
         if int(least) < 0 or int(most) >= self._part.vocabulary:
             raise Violation(f"targets: ids outside the vocabulary of {self._part.vocabulary}")
         with self._autocast():
-            logits_BTV = self._part(leaf, self._mask_BT(mask))
+            logits_BTV = self._part(leaf, self._mask_on_device(mask))
         wide = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
         loss = torch.nn.functional.cross_entropy(
             wide.flatten(0, 1), self._to_device(targets_BT).long().flatten(), ignore_index=IGNORED, reduction="sum"
@@ -223,7 +221,7 @@ class TorchStage:
             raise Violation("hidden: not finite")
         return self._to_device(values).to(self._compute).requires_grad_(torch.is_grad_enabled())
 
-    def _mask_BT(self, mask: HostTensor | None) -> Tensor | None:
+    def _mask_on_device(self, mask: HostTensor | None) -> Tensor | None:
         return None if mask is None else self._to_device(host.check(mask, self._mask)).bool()
 
     def _to_device(self, values: Tensor) -> Tensor:
