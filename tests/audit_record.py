@@ -91,8 +91,8 @@ def read_steps(path: Path) -> list[InnerStep]:
 
 
 def microbatch_origin(microbatch: str) -> tuple[str, int]:
-    """(stage-0 peer, counter) of an id, which is peer, incarnation and counter, joined by one sign that is no digit."""
-    match = re.fullmatch(r"(.+)[^0-9a-zA-Z][0-9a-f]+[^0-9a-zA-Z](\d+)", microbatch)
+    """(stage-0 peer, counter) of an id: peer, incarnation in 16 hexadecimal digits, counter."""
+    match = re.fullmatch(r"(.+)-[0-9a-f]{16}-(\d+)", microbatch)
     require(match is not None, f"{microbatch!r} is no microbatch id")
     assert match is not None
     return match[1], int(match[2])

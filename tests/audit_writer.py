@@ -159,7 +159,7 @@ class Simulation:
         self.rng.shuffle(slots)
         for index, rank in slots:
             first, batch = firsts[rank], self.batch()
-            name = f"{first.peer}-{rank + 10:x}-{(number - 1) * per_step + index}"
+            name = f"{first.peer}-{rank + 10:016x}-{(number - 1) * per_step + index}"
             data[first.peer] |= {f"inputs/{name}": batch[0], f"targets/{name}": batch[1]}
             if self.manifest.model.family == "gpt2":
                 data[first.peer][f"mask/{name}"] = torch.ones(B, T, dtype=torch.uint8)
