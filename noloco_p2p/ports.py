@@ -32,7 +32,8 @@ class Handler(Protocol):
     """What a transport calls when a peer calls this node; implemented by `Node`.
 
     `caller` is the peer id as the caller declares it. Every method may raise Busy, Declined or Violation, which the
-    caller's transport raises again on the other side (a Violation with `ours` set); anything else is a bug and reaches the caller as Declined.
+    caller's transport raises again on the other side (a Violation with `ours` set); anything else is a bug and reaches
+    the caller as Declined.
     The handler is cancelled when its caller is gone or its deadline has passed.
     """
 
@@ -249,7 +250,7 @@ class Batches(Protocol):
 class Telemetry(Protocol):
     """What a node tells whoever watches it. Can never raise into its caller, never blocks."""
 
-    def event(self, kind: str, **fields: object) -> None:
+    def event(self, kind: str, /, **fields: object) -> None:
         """Something happened."""
         ...
 

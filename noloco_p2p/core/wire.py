@@ -1,0 +1,200 @@
+"""How tensors are cut into frames and put together again: values in, values out, no I/O and no hashing of its own.
+
+A tensor travels as `Chunk`s in order, closed by an `End` with its length and digest; tensors travel one after the
+other, as declared beforehand. What arrives is not trusted: anything else than exactly the declared stream is a
+`Violation`, and memory for a tensor is taken only when its first chunk comes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
+from noloco_p2p.errors import Violation
+
+CHUNK_BYTES = 1 << 20
+"""Longest chunk. Longer ones are slower: they leave the processor's cache between two copies."""
+PACK_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 4)
+"""Most tensor bytes in one message: a full chunk, and room beside it for the small tensors of the same activation."""
+MAX_TENSORS = 65_536
+"""Most tensors in one stream; the frames that close them must fit one message even when all are empty."""
+MAX_DIMENSIONS = 8
+MAX_NAME_CHARACTERS = 512
+
+Digest = Callable[[memoryview | bytes], int]
+"""A 64-bit digest of bytes."""
+Allocate = Callable[[int], memoryview]
+"""A writable, flat buffer of so many bytes, with any content."""
+
+
+class Chunk(NamedTuple):
+    """A run of a tensor's bytes that starts where the chunk before ended."""
+
+    tensor: int
+    """Index of the tensor among the declared ones."""
+    offset: int
+    data: bytes | memoryview
+
+
+class End(NamedTuple):
+    """Closes a tensor."""
+
+    tensor: int
+    length: int
+    digest: int
+
+
+Frame = Chunk | End
+
+
+def frames(tensors: Iterable[HostTensor], digests: Iterable[int]) -> Iterator[Frame]:
+    """The stream of these tensors. A digest is asked for when its tensor's turn comes; chunks are views, not copies."""
+    for index, (tensor, digest) in enumerate(zip(tensors, digests, strict=True)):
+        length = tensor.data.nbytes
+        for offset in range(0, length, CHUNK_BYTES):
+            yield Chunk(index, offset, tensor.data[offset : offset + CHUNK_BYTES])
+        yield End(index, length, digest)
+
+
+def packs(stream: Iterable[Frame]) -> Iterator[list[Frame]]:
+    """Groups frames into messages of at most PACK_BYTES of tensor bytes."""
+    pack: list[Frame] = []
+    size = 0
+    for frame in stream:
+        length = len(frame.data) if isinstance(frame, Chunk) else 0
+        if pack and size + length > PACK_BYTES:
+            yield pack
+            pack, size = [], 0
+        pack.append(frame)
+        size += length
+    if pack:
+        yield pack
+
+
+def combined(specs: Sequence[TensorSpec], digests: Sequence[int], digest: Digest) -> int:
+    """One digest over names, element types, shapes and contents: equal activations have equal ones."""
+    parts = [
+        f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{d:016x}\n" for s, d in zip(specs, digests, strict=True)
+    ]
+    return digest("".join(parts).encode())
+
+
+def total_bytes(specs: Sequence[TensorSpec], max_bytes: int) -> int:
+    """Sum of the declared lengths. Raises Violation: unknown element type, odd shape, or more than `max_bytes`."""
+    if len(specs) > MAX_TENSORS:
+        raise Violation(f"{len(specs)} tensors are declared, at most {MAX_TENSORS} may travel together")
+    total = 0
+    for spec in specs:
+        name = spec.name[:64]
+        if spec.dtype not in ITEM_BYTES:
+            raise Violation(f"tensor {name!r} has the unknown element type {spec.dtype[:32]!r}")
+        if len(spec.name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_DIMENSIONS or min(spec.shape, default=0) < 0:
+            raise Violation(f"tensor {name!r} has too long a name or an impossible shape")
+        total += spec.nbytes
+        if total > max_bytes:
+            raise Violation(f"the tensors up to {name!r} have {total} bytes, at most {max_bytes} are taken")
+    return total
+
+
+def buffer(length: int) -> memoryview:
+    """A zeroed buffer."""
+    return memoryview(bytearray(length))
+
+
+class Assembler:
+    """Puts one declared stream together. Frames go in by `feed`, the tensors come out of `finish`.
+
+    After a Violation, and after `discard`, it holds no memory and takes nothing more.
+    """
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], max_bytes: int, digest: Digest, allocate: Allocate = buffer
+    ) -> None:
+        """Raises Violation when the declared tensors may not travel (see `total_bytes`)."""
+        total_bytes(specs, max_bytes)
+        self._specs = tuple(specs)
+        self._digest = digest
+        self._allocate = allocate
+        self._done: list[HostTensor] = []
+        self._digests: list[int] = []
+        self._current: memoryview | None = None
+        self._filled = 0
+        self._open = True
+
+    @property
+    def complete(self) -> bool:
+        """Every declared tensor has been closed by its end marker."""
+        return self._open and len(self._done) == len(self._specs)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the buffers held now."""
+        current = 0 if self._current is None else self._current.nbytes
+        return current + sum(tensor.data.nbytes for tensor in self._done)
+
+    def feed(self, frame: Frame) -> None:
+        """Take the next frame. Raises Violation, and frees everything, when it is not the one that must come."""
+        try:
+            self._take(frame)
+        except Violation:
+            self.discard()
+            raise
+
+    def finish(self, digest: int | None = None) -> tuple[HostTensor, ...]:
+        """The tensors, which are the caller's from now on.
+
+        Raises Violation when some are missing, or when `digest` is given and is not their `combined` one.
+        """
+        try:
+            if not self.complete:
+                raise Violation(f"the stream is truncated: {self._progress()}")
+            if digest is not None and combined(self._specs, self._digests, self._digest) != digest:
+                raise Violation("the tensors do not have the digest that was declared for all of them")
+            return tuple(self._done)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Free all buffers."""
+        self._open = False
+        self._done = []
+        self._current = None
+
+    def _progress(self) -> str:
+        if len(self._done) == len(self._specs):
+            return "all tensors are there"
+        spec = self._specs[len(self._done)]
+        return f"{self._filled} of {spec.nbytes} bytes of {spec.name!r} have come"
+
+    def _take(self, frame: Frame) -> None:
+        index = len(self._done)
+        if not self._open or index == len(self._specs):
+            raise Violation("a frame came after the end of the stream")
+        if frame.tensor != index:
+            raise Violation(f"a frame of tensor {frame.tensor} came, {index} is due")
+        if isinstance(frame, Chunk):
+            self._take_chunk(self._specs[index], frame)
+        else:
+            self._take_end(self._specs[index], frame)
+
+    def _take_chunk(self, spec: TensorSpec, chunk: Chunk) -> None:
+        if chunk.offset != self._filled:
+            raise Violation(f"a chunk of {spec.name!r} starts at byte {chunk.offset}, {self._filled} is due")
+        end = self._filled + len(chunk.data)
+        if end > spec.nbytes or not chunk.data:
+            raise Violation(f"a chunk of {spec.name!r} is empty or goes to byte {end} of {spec.nbytes}")
+        if self._current is None:
+            self._current = self._allocate(spec.nbytes)
+        self._current[self._filled : end] = chunk.data
+        self._filled = end
+
+    def _take_end(self, spec: TensorSpec, end: End) -> None:
+        if not end.length == self._filled == spec.nbytes:
+            raise Violation(f"{spec.name!r} ends after {self._filled} of {spec.nbytes} bytes, as {end.length}")
+        data = self._allocate(0) if self._current is None else self._current
+        digest = self._digest(data)
+        if digest != end.digest:
+            raise Violation(f"the bytes of {spec.name!r} do not have the digest that was sent with them")
+        self._done.append(HostTensor(spec.name, spec.dtype, spec.shape, data))
+        self._digests.append(digest)
+        self._current = None
+        self._filled = 0

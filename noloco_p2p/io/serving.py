@@ -1,0 +1,178 @@
+"""The answering half of the gRPC transport: calls of peers become calls of the node's handler.
+
+A call is cancelled by gRPC when its caller is gone or its deadline has passed; what it holds is freed with it. While
+a handler does not read the body, HTTP/2 flow control holds the caller back, so a waiting call costs little memory.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from math import isfinite
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from noloco_p2p.core.messages import Activation, Header, PeerId
+from noloco_p2p.errors import Declined, NolocoError, Violation
+from noloco_p2p.io import noloco_pb2 as pb
+from noloco_p2p.io import protobuf
+from noloco_p2p.io.channels import KEEPALIVE_MS
+from noloco_p2p.io.noloco_pb2_grpc import NodeServicer
+from noloco_p2p.ports import Body, Handler, Telemetry
+
+PROTOCOL = "1"
+"""Version of proto/noloco.proto that this node speaks."""
+MAX_CALL_S = 3600.0
+"""Longest deadline that a caller may set; a call without one could hold memory for ever."""
+MAX_CALLS = 512
+"""Calls served at once; a further one hears Busy."""
+CANCEL_GRACE_S = 0.5
+"""A cancelled call first looks like a finished stream; its cancellation is given this long to arrive."""
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+)
+
+
+def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
+    """What every call of a node carries."""
+    return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL)
+
+
+class Incoming:
+    """The body of one activation, on its way in."""
+
+    def __init__(self, context: Any, header: Header, first: pb.ActivationMessage, max_bytes: int) -> None:
+        self._context = context
+        self._header = header
+        self._first: Any = first
+        self._max_bytes = max_bytes
+
+    async def body(self) -> Activation:
+        """Receives the tensors. Raises Violation when they are not exactly the declared ones."""
+        assembler = protobuf.assembler(self._header.specs, self._max_bytes)
+        message, self._first = self._first, None
+        try:
+            while message is not grpc.aio.EOF:
+                protobuf.feed(assembler, message.frames)
+                if assembler.complete:
+                    break
+                message = await self._context.read()
+            return protobuf.to_activation_value(self._header, assembler.finish(self._header.digest))
+        except Violation:
+            if message is grpc.aio.EOF:
+                await asyncio.sleep(CANCEL_GRACE_S)
+            raise
+        finally:
+            assembler.discard()
+
+
+class Servicer(NodeServicer):
+    """Implements the service of proto/noloco.proto by a handler; before there is one, calls are declined.
+
+    Errors of this package are told to the caller; any other is a bug, which gRPC logs and reports by a status.
+    """
+
+    def __init__(self, me: PeerId, run_id: str, telemetry: Telemetry, max_body_bytes: int) -> None:
+        self._me = me
+        self._run_id = run_id
+        self._telemetry = telemetry
+        self._max_body_bytes = max_body_bytes
+        self.handler: Handler | None = None
+
+    async def Propagate(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Reply]:  # noqa: N802 (contract)
+        """Serve one microbatch."""
+        try:
+            caller, handler = self._admit(context)
+            header, body = await self._incoming(context)
+            gradient = await handler.propagate(caller, header, body)
+        except NolocoError as error:
+            yield pb.Reply(refusal=protobuf.to_refusal(error))
+            return
+        for message in protobuf.to_gradient(gradient):
+            yield message
+        self._count("out", "gradient", gradient.grad.data.nbytes)
+
+    async def Evaluate(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Reply]:  # noqa: N802
+        """Serve one held-out microbatch."""
+        try:
+            caller, handler = self._admit(context)
+            header, body = await self._incoming(context)
+            loss = await handler.evaluate(caller, header, body)
+        except NolocoError as error:
+            yield pb.Reply(refusal=protobuf.to_refusal(error))
+            return
+        reply = pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens))
+        yield reply
+        self._count("out", "control", reply.ByteSize())
+
+    async def FetchSnapshot(  # noqa: N802
+        self, request: pb.SnapshotRequest, context: Any
+    ) -> AsyncIterator[pb.SnapshotMessage]:
+        """Send a snapshot."""
+        try:
+            caller, handler = self._admit(context)
+            if not (isfinite(request.wait_s) and 0 <= request.wait_s <= MAX_CALL_S):
+                raise Violation(f"a wait of {request.wait_s} s makes no sense")
+            wanted = request.round if request.HasField("round") else None
+            snapshot = await handler.fetch_snapshot(caller, wanted, request.wait_s)
+        except NolocoError as error:
+            yield pb.SnapshotMessage(refusal=protobuf.to_refusal(error))
+            return
+        for message in protobuf.to_snapshot(snapshot):
+            yield message
+        self._count("out", "snapshot", sum(tensor.data.nbytes for tensor in snapshot.tensors))
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:  # noqa: N802
+        """Say who this is."""
+        reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
+        try:
+            caller, handler = self._admit(context)
+            d = handler.describe(caller)
+        except NolocoError as error:
+            reply.refusal.CopyFrom(protobuf.to_refusal(error))
+        else:
+            reply.description.CopyFrom(
+                pb.Description(stage=d.stage, state=d.state, step=d.step, outer_round=d.outer_round, version=d.version)
+            )
+        self._count("out", "control", reply.ByteSize())
+        return reply
+
+    def _admit(self, context: Any) -> tuple[PeerId, Handler]:
+        """Who calls, and who answers. Raises Violation: a stranger to this run; Declined: there is no handler yet."""
+        sent = dict(context.invocation_metadata())
+        protocol, run_id = sent.get("noloco-protocol"), sent.get("noloco-run")
+        if protocol != PROTOCOL:
+            raise Violation(
+                f"the caller speaks protocol {protocol!r}, this node speaks {PROTOCOL!r}: use equal versions"
+            )
+        if run_id != self._run_id:
+            raise Violation(f"the caller works on run {run_id!r}, this node on run {self._run_id!r}")
+        seconds = context.time_remaining()
+        if seconds is None or seconds > MAX_CALL_S:
+            raise Violation(f"a call needs a deadline of at most {MAX_CALL_S:g} s")
+        if self.handler is None:
+            raise Declined("the node is starting")
+        return str(sent.get("noloco-peer", "")), self.handler
+
+    async def _incoming(self, context: Any) -> tuple[Header, Body]:
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            await asyncio.sleep(CANCEL_GRACE_S)
+            raise Violation("the call carries no header")
+        header = protobuf.from_header(first, self._run_id, self._max_body_bytes)
+        header = protobuf.with_time_left(header, context.time_remaining())
+        incoming = Incoming(context, header, first, self._max_body_bytes)
+
+        async def body() -> Activation:
+            activation = await incoming.body()
+            self._count("in", "activation", sum(tensor.data.nbytes for tensor in activation.tensors))
+            return activation
+
+        return header, body
+
+    def _count(self, direction: str, kind: str, size: int) -> None:
+        self._telemetry.event("bytes", direction=direction, kind=kind, bytes=size)

@@ -1,0 +1,220 @@
+"""Wire: whatever is cut comes together again bit for bit; whatever is not exactly that stream is refused and freed."""
+
+import gc
+import random
+import weakref
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
+from noloco_p2p.core.wire import Assembler, Chunk, End, Frame
+from noloco_p2p.errors import Violation
+
+LIMIT_BYTES = 1 << 26
+
+
+def digest(data: memoryview | bytes) -> int:
+    """A 64-bit digest of the standard library."""
+    return zlib.crc32(data) << 32 | zlib.adler32(data)
+
+
+def tensor(name: str, dtype: str, shape: tuple[int, ...], seed: int = 0) -> HostTensor:
+    nbytes = TensorSpec(name, dtype, shape).nbytes
+    return HostTensor(name, dtype, shape, memoryview(random.Random(seed).randbytes(nbytes)))
+
+
+def stream(tensors: list[HostTensor]) -> list[Frame]:
+    return list(wire.frames(tensors, (digest(t.data) for t in tensors)))
+
+
+def assemble(specs: list[TensorSpec], frames: list[Frame], total: int | None = None) -> tuple[HostTensor, ...]:
+    assembler = Assembler(specs, LIMIT_BYTES, digest)
+    for frame in frames:
+        assembler.feed(frame)
+    return assembler.finish(total)
+
+
+shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+some_tensors = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), max_size=5).map(
+    lambda kinds: [tensor(f"t{i}", dtype, shape, seed=i) for i, (dtype, shape) in enumerate(kinds)]
+)
+long_tensors = [
+    tensor("hidden", "bfloat16", (3, wire.CHUNK_BYTES // 2 + 5), seed=1),
+    tensor("empty", "float32", (2, 0, 3)),
+    tensor("targets", "int32", (4, 128), seed=2),
+    tensor("exact", "float64", (2, wire.CHUNK_BYTES // 8), seed=3),
+]
+
+
+@given(some_tensors)
+def test_round_trip_over_element_types_and_shapes(tensors: list[HostTensor]) -> None:
+    specs = [t.spec for t in tensors]
+    total = wire.combined(specs, [digest(t.data) for t in tensors], digest)
+    received = assemble(specs, [frame for pack in wire.packs(stream(tensors)) for frame in pack], total)
+    assert [t.spec for t in received] == specs
+    assert [bytes(t.data) for t in received] == [bytes(t.data) for t in tensors]
+
+
+def test_round_trip_of_tensors_longer_than_a_chunk() -> None:
+    frames = stream(long_tensors)
+    assert max(len(f.data) for f in frames if isinstance(f, Chunk)) == wire.CHUNK_BYTES
+    received = assemble([t.spec for t in long_tensors], frames)
+    assert all(a.data == b.data for a, b in zip(received, long_tensors, strict=True))
+
+
+def test_packs_keep_the_order_and_the_bound() -> None:
+    frames = stream(long_tensors)
+    grouped = list(wire.packs(frames))
+    assert [f for pack in grouped for f in pack] == frames
+    assert all(sum(len(f.data) for f in pack if isinstance(f, Chunk)) <= wire.PACK_BYTES for pack in grouped)
+    hidden = tensor("hidden", "float32", (4, 64, 1024))
+    assert len(list(wire.packs(stream([hidden, tensor("targets", "int32", (4, 128))])))) == 1, "1 MiB and its targets"
+
+
+@settings(max_examples=300)
+@given(some_tensors.filter(lambda ts: any(t.data.nbytes for t in ts)), st.randoms(use_true_random=False))
+def test_any_change_of_the_stream_is_refused(tensors: list[HostTensor], rng: random.Random) -> None:
+    frames = stream(tensors)
+    place = rng.randrange(len(frames))
+    frame = frames[place]
+    match rng.choice(["drop", "repeat", "swap", "flip", "truncate", "offset", "digest", "length"]):
+        case "drop":
+            del frames[place]
+        case "repeat":
+            frames.insert(place, frame)
+        case "swap":
+            other = (place + 1) % len(frames)
+            frames[place], frames[other] = frames[other], frames[place]
+        case "truncate":
+            del frames[place:]
+        case "flip" if isinstance(frame, Chunk):
+            at = rng.randrange(len(frame.data))
+            data = bytearray(frame.data)
+            data[at] ^= 1 << rng.randrange(8)
+            frames[place] = frame._replace(data=bytes(data))
+        case "offset" if isinstance(frame, Chunk):
+            frames[place] = frame._replace(offset=frame.offset + 1)
+        case "digest" if isinstance(frame, End):
+            frames[place] = frame._replace(digest=frame.digest ^ 1)
+        case "length" if isinstance(frame, End):
+            frames[place] = frame._replace(length=frame.length + 1)
+        case _:
+            frames[place] = frame._replace(tensor=frame.tensor + 1)
+    with pytest.raises(Violation):
+        assemble([t.spec for t in tensors], frames)
+
+
+HIDDEN = TensorSpec("hidden", "float32", (2, 3))
+DATA = bytes(range(24))
+GOOD: list[Frame] = [Chunk(0, 0, DATA[:16]), Chunk(0, 16, DATA[16:]), End(0, 24, digest(DATA))]
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        (GOOD[:1], "truncated: 16 of 24 bytes of 'hidden'"),
+        (GOOD[:2], "truncated: 24 of 24"),
+        ([], "truncated: 0 of 24"),
+        ([GOOD[1]], "starts at byte 16, 0 is due"),
+        ([GOOD[0], GOOD[0]], "starts at byte 0, 16 is due"),
+        ([Chunk(0, 0, DATA + b"x")], "goes to byte 25 of 24"),
+        ([Chunk(0, 0, b"")], "is empty"),
+        ([Chunk(1, 0, DATA)], "of tensor 1 came, 0 is due"),
+        ([GOOD[0], End(0, 24, 0)], "ends after 16 of 24 bytes"),
+        ([*GOOD[:2], End(0, 23, digest(DATA))], "as 23"),
+        ([*GOOD[:2], End(0, 24, digest(DATA) ^ 1)], "do not have the digest"),
+        ([*GOOD, Chunk(1, 0, b"x")], "after the end of the stream"),
+    ],
+)
+def test_each_fault_is_named(frames: list[Frame], message: str) -> None:
+    assert bytes(assemble([HIDDEN], GOOD)[0].data) == DATA
+    with pytest.raises(Violation, match=message):
+        assemble([HIDDEN], frames)
+
+
+def test_the_digest_over_all_binds_contents_names_types_and_shapes() -> None:
+    specs = [HIDDEN, HIDDEN._replace(name="targets")]
+    total = wire.combined(specs, [1, 2], digest)
+    others = [
+        wire.combined(specs, [2, 1], digest),
+        wire.combined(specs[::-1], [1, 2], digest),
+        wire.combined([HIDDEN._replace(shape=(3, 2)), specs[1]], [1, 2], digest),
+        wire.combined([HIDDEN._replace(dtype="int32"), specs[1]], [1, 2], digest),
+    ]
+    assert total == wire.combined(tuple(specs), (1, 2), digest)
+    assert total not in others
+    with pytest.raises(Violation, match="declared for all of them"):
+        assemble([HIDDEN], GOOD, total=total)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (TensorSpec("x", "complex64", (1,)), "unknown element type 'complex64'"),
+        (TensorSpec("x", "float32", (-1, 4)), "impossible shape"),
+        (TensorSpec("x", "float32", (1,) * 9), "impossible shape"),
+        (TensorSpec("x" * 513, "float32", (1,)), "too long a name"),
+        (TensorSpec("x", "float32", (1 << 40, 1 << 40)), "at most 100 are taken"),
+        (TensorSpec("x", "uint8", (101,)), "have 101 bytes, at most 100 are taken"),
+    ],
+)
+def test_what_may_not_travel_is_refused_before_any_memory_is_taken(spec: TensorSpec, message: str) -> None:
+    with pytest.raises(Violation, match=message):
+        Assembler([spec], 100, digest)
+
+
+class Tracked(bytearray):
+    """A buffer whose death can be seen."""
+
+
+class Memory:
+    """Allocates, and knows what is still alive."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[Tracked] = weakref.WeakSet()
+        self.taken: list[int] = []
+
+    def __call__(self, length: int) -> memoryview:
+        block = Tracked(length)
+        self.alive.add(block)
+        self.taken.append(length)
+        return memoryview(block)
+
+
+Tracked.__hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_memory_is_taken_at_the_first_chunk_and_one_tensor_at_a_time() -> None:
+    memory = Memory()
+    tensors = [tensor("a", "uint8", (10,)), tensor("b", "uint8", (20,))]
+    assembler = Assembler([t.spec for t in tensors], LIMIT_BYTES, digest, memory)
+    assert memory.taken == []
+    frames = stream(tensors)
+    for frame, taken in zip(frames, ([10], [10], [10, 20], [10, 20]), strict=True):
+        assembler.feed(frame)
+        assert memory.taken == taken
+        assert assembler.held_bytes == sum(taken)
+    assert assembler.complete
+    assert [t.spec for t in assembler.finish()] == [t.spec for t in tensors]
+    assert assembler.held_bytes == 0
+
+
+@pytest.mark.parametrize("bad", [Chunk(1, 7, b"x"), End(1, 20, 0), Chunk(0, 0, b"x"), None])
+def test_a_violation_frees_all_buffers_while_the_assembler_lives(bad: Frame | None) -> None:
+    memory = Memory()
+    tensors = [tensor("a", "uint8", (10,)), tensor("b", "uint8", (20,))]
+    assembler = Assembler([t.spec for t in tensors], LIMIT_BYTES, digest, memory)
+    for frame in stream(tensors)[:3]:
+        assembler.feed(frame)
+    assert len(memory.alive) == 2
+    with pytest.raises(Violation):
+        _ = assembler.finish() if bad is None else assembler.feed(bad)
+    gc.collect()
+    assert len(memory.alive) == 0
+    assert assembler.held_bytes == 0
+    with pytest.raises(Violation, match="after the end"):
+        assembler.feed(stream(tensors)[3])
