@@ -59,7 +59,7 @@ class DataSettings(Settings):
     subset: HubName | None = None
     """Configuration name of the hub data set (for C4: `en`)."""
     tokenizer: HubName = "bytes"
-    """`bytes` (ByT5's 384 ids, no file) or a name on the hub for AutoTokenizer; the node's `tokenizer_dir` may stand in."""
+    """`bytes` (ByT5's 384 ids, no file) or a hub name for AutoTokenizer; the node's `tokenizer_dir` may stand in."""
 
 
 class InnerSettings(Settings):

@@ -155,12 +155,9 @@ class Intake(Generic[Reply]):
             self._replies.popitem(last=False)
 
     def close(self) -> list[Key]:
-        """Answer Busy from now on; returns the waiting line, to be told Busy. Those in flight go on."""
+        """Answer Busy from now on; returns the waiting line, to be told Busy and to `leave`. Those in flight go on."""
         self._phase = Phase.CLOSED
-        waiting = [key for key, attempt in self._attempts.items() if not attempt.running]
-        for key in waiting:
-            del self._attempts[key]
-        return waiting
+        return [key for key, attempt in self._attempts.items() if not attempt.running]
 
     @property
     def ready(self) -> bool:

@@ -4,7 +4,7 @@ A snapshot of adverts that one task refreshes and everything else routes from (d
 caller's clock in seconds. Nothing here is on the way of a call to the DHT.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from noloco_p2p.core.messages import Advert, Origin, PeerId
@@ -12,7 +12,7 @@ from noloco_p2p.core.messages import Advert, Origin, PeerId
 STATES = ("starting", "waiting", "syncing", "training", "paused", "finished", "draining", "left")
 
 TRANSITIONS: dict[tuple[str, str], str] = {
-    ("starting", "settle"): "waiting",
+    ("starting", "made"): "waiting",
     ("waiting", "begin"): "syncing",
     ("syncing", "synced"): "training",
     ("training", "end"): "finished",
@@ -31,7 +31,10 @@ LONGEST_ASIDE_S = 60.0
 READS_TO_VANISH = 2
 """A peer that is missing in this many successive readings is gone; one reading of a DHT can miss somebody."""
 
-SERVING = frozenset({"training"})
+TRAINING = frozenset({"training"})
+READY = frozenset({"waiting", "syncing", "training"})
+"""They have their weights: a membership counts them, and who is not serving yet answers Busy."""
+IN_ROUNDS = frozenset({"training", "finished"})
 PRESENT = frozenset({"starting", "waiting", "syncing", "training", "paused", "finished"})
 STAGE_0_AT_WORK = frozenset({"training", "syncing", "paused", "draining"})
 
@@ -112,12 +115,12 @@ class Members:
             member.failures, member.aside_until = 0, 0.0
 
     def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> list[Advert]:
-        """Serving replicas of a stage that are not set aside; when all are, the one whose time ends first."""
-        serving = [a for a in self.of_stage(stage, SERVING) if a.peer_id not in without]
-        ready = [a for a in serving if self._members[a.peer_id].aside_until <= now]
-        if ready or not serving:
-            return ready
-        return [min(serving, key=lambda a: (self._members[a.peer_id].aside_until, a.peer_id))]
+        """Ready replicas of a stage that are not set aside; when all are, the one whose time ends first."""
+        ready = [a for a in self.of_stage(stage, READY) if a.peer_id not in without]
+        free = [a for a in ready if self._members[a.peer_id].aside_until <= now]
+        if free or not ready:
+            return free
+        return [min(ready, key=lambda a: (self._members[a.peer_id].aside_until, a.peer_id))]
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class Members:
     def clocks(self, *, now: float) -> list[tuple[float, float, float]]:
         """(step, age in seconds, steps per second) of the stage-0 replicas in training, each at its newest sign."""
         found = []
-        for advert in self.of_stage(0, SERVING):
+        for advert in self.of_stage(0, TRAINING):
             member = self._members[advert.peer_id]
             step, at = advert.step, member.announced_at
             if member.heard is not None and member.heard[1] > at:
@@ -178,10 +181,10 @@ def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
 
 def lacking(
     me: Advert, others: Sequence[Advert], stages: int, start_replicas: int, states: Collection[str]
-) -> Mapping[int, int]:
-    """How many replicas each stage still lacks before the run may start; empty when it may."""
+) -> dict[int, int]:
+    """How many replicas in one of `states` each stage still lacks before the run may start; empty when it may."""
     counts = [0] * stages
     for advert in (*others, me):
-        if advert.state in states and advert.settled and 0 <= advert.stage < stages:
+        if advert.state in states and 0 <= advert.stage < stages:
             counts[advert.stage] += 1
     return {s: start_replicas - n for s, n in enumerate(counts) if n < start_replicas}

@@ -120,9 +120,11 @@ class Gradient:
     loss_sum: float
     """Nats, summed over the tokens that count."""
     tokens: int
-    """How many targets counted. 0: the loss or a gradient was not finite and the microbatch gives nothing."""
+    """How many targets counted."""
     served: tuple[PeerId, ...]
     """The peers that served it, from the next stage to the last."""
+    finite: bool = True
+    """False: a loss or gradient further on was not finite; `grad`, `loss_sum` and `tokens` are zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,229 @@
+"""Serving microbatches of the stage before: admission, the nested call, exactly once per id (design.md §4).
+
+A call in flight is one task per (id, digest). Its callers wait for it; when the last one is gone it is cancelled, and
+leaves no trace unless its backward pass has been handed to the device: from there on it runs to its end.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import TypeVar
+
+from noloco_p2p.core import members as membership
+from noloco_p2p.core.intake import Answer, Intake, Key
+from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, MicrobatchId, PeerId, TensorSpec
+from noloco_p2p.core.streak import NonFiniteStreak
+from noloco_p2p.duties.routes import Parcel, Sender
+from noloco_p2p.duties.seat import Seat
+from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
+from noloco_p2p.ports import Body, Contribution
+
+R = TypeVar("R")
+
+
+async def to_the_end(awaitable: Awaitable[R]) -> R:
+    """Await something that must not be abandoned half-way: a cancellation of the waiter is dropped."""
+    task = asyncio.ensure_future(awaitable)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise
+    return task.result()
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    header: Header
+    body: Body
+    task: asyncio.Task[Gradient] | None = None
+    callers: int = 0
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    flushed: bool = False
+
+
+class Door:
+    """Serves `propagate` and `evaluate` for one node of a later stage."""
+
+    def __init__(self, seat: Seat, sender: Sender) -> None:
+        limits = seat.config.limits
+        self._seat = seat
+        self._sender = sender
+        self.intake: Intake[Gradient] = Intake(limits.max_in_flight, limits.waiting_places)
+        self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
+        self._calls: dict[Key, _Call] = {}
+        self._evaluating = 0
+        self._streak = NonFiniteStreak()
+
+    # --- the node's side --------------------------------------------------------------------------------------------
+
+    def admit(self, keys: list[Key]) -> None:
+        """Tell those who waited that they may run."""
+        for key in keys:
+            self._calls[key].admitted.set()
+
+    def close(self) -> None:
+        """Answer Busy from now on, and flush the waiting line with Busy."""
+        for key in self.intake.close():
+            call = self._calls[key]
+            call.flushed = True
+            if call.task is not None:
+                call.task.cancel()
+        self._gauge()
+
+    def strike(self) -> None:
+        """Forget the due slots of origins that have left this step or are gone (`balanced`)."""
+        if self.intake.missing_origins:
+            self.admit(self.intake.strike(self._has_left))
+            self._seat.pulse()
+
+    def _has_left(self, origin: PeerId) -> bool:
+        advert = self._seat.members.get(origin)
+        reached = self._seat.members.step_of(origin)
+        at_work = advert is not None and advert.state in membership.STAGE_0_AT_WORK | membership.READY
+        return not at_work or (reached is not None and int(reached) > self._seat.step)
+
+    # --- propagate --------------------------------------------------------------------------------------------------
+
+    async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
+        """See ports.Handler."""
+        self._check(header)
+        seat = self._seat
+        seat.members.heard(header.origin, now=seat.now())
+        if header.origin.step > seat.step:
+            self.strike()
+        key = Key(header.microbatch, header.digest)
+        verdict = self.intake.offer(key, header.origin)
+        match verdict.answer:
+            case Answer.REPEAT:
+                assert verdict.reply is not None
+                seat.event("microbatch", result="repeat")
+                return verdict.reply
+            case Answer.BUSY:
+                seat.event("busy", direction="in")
+                raise Busy(f"stage {seat.index} replica {seat.me} is busy: {verdict.reason}")
+            case Answer.JOIN:
+                call = self._calls[key]
+            case Answer.ADMIT | Answer.WAIT:
+                self._calls[key] = call = _Call(header, body)
+                if verdict.answer is Answer.ADMIT:
+                    call.admitted.set()
+                call.task = asyncio.create_task(self._serve(key, call, caller))
+                call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._gauge()
+        return await self._wait(call)
+
+    async def _wait(self, call: _Call) -> Gradient:
+        """One caller's wait. The call ends when its last caller is gone."""
+        assert call.task is not None
+        call.callers += 1
+        try:
+            return await asyncio.shield(call.task)
+        finally:
+            call.callers -= 1
+            if not call.callers and not call.task.done():
+                call.task.cancel()
+
+    async def _serve(self, key: Key, call: _Call, caller: PeerId) -> Gradient:
+        """One attempt from its body to its reply."""
+        seat = self._seat
+        deadline = seat.now() + call.header.time_left_s
+        try:
+            activation = await call.body()
+            await call.admitted.wait()
+            contribution, reply = await self._compute(activation, deadline)
+        except BaseException as error:
+            self.admit(self.intake.leave(key))
+            if call.flushed:
+                raise Busy(f"stage {seat.index} replica {seat.me} is in an outer round or leaving") from error
+            if not isinstance(error, PeerError | asyncio.CancelledError):
+                seat.fail(error)
+                raise Declined("this replica has failed") from error
+            if isinstance(error, Violation):
+                seat.event("microbatch", result="violation", peer=caller, message=str(error))
+            raise
+        else:
+            if contribution.counted:
+                served = reply.served[1] if len(reply.served) > 1 else None
+                self.routes[key.microbatch] = (caller, served)
+                seat.event("microbatch", result="done" if reply.finite else "nonfinite")
+            self.admit(self.intake.done(key, counted=contribution.counted, reply=reply))
+            self._judge(contribution, call.header.origin.peer)
+            return reply
+        finally:
+            del self._calls[key]
+            self._gauge()
+            seat.pulse()
+
+    async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient]:
+        seat, header, stage = self._seat, activation.header, self._seat.stage
+        served: tuple[PeerId, ...]
+        if seat.last:
+            done = await to_the_end(
+                stage.loss_backward(header.microbatch, activation.hidden, activation.targets, activation.mask)
+            )
+            served, finite = (seat.me,), done.finite
+        else:
+            graph, hidden = await stage.forward(activation.hidden, activation.mask)
+            try:
+                parcel = Parcel(header.microbatch, header.origin, hidden, activation.targets, activation.mask)
+                gradient, _ = await self._sender.deliver(parcel, deadline)
+            except BaseException:
+                stage.discard(graph)
+                raise
+            done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
+            served, finite = (seat.me, *gradient.served), done.finite and gradient.finite
+        assert done.grad is not None, "a later stage has an input gradient"
+        return done, Gradient(header.microbatch, done.grad, done.loss_sum, done.tokens, served, finite)
+
+    def _judge(self, contribution: Contribution, origin: PeerId) -> None:
+        """Stop the node when one result after the other is not finite and it cannot be the others' fault."""
+        self._streak.record(contribution.finite, origin)
+        reason = self._streak.reason_to_stop(len(self._seat.view.origins))
+        if reason is not None:
+            self._seat.fail(LocalError(reason))
+
+    def _check(self, header: Header) -> None:
+        """Refuse what is not for this node, on the header alone."""
+        seat = self._seat
+        if header.run_id != seat.run_id:
+            raise Violation(f"this node works on run {seat.run_id[:12]}, not {header.run_id[:12]}")
+        if header.stage != seat.index:
+            raise Declined(f"this node holds stage {seat.index}, not {header.stage}")
+        if seat.advert.state in ("starting", "waiting", "syncing"):
+            raise Busy(f"stage {seat.index} replica {seat.me} is {seat.advert.state}")
+        if seat.draining or seat.advert.state not in ("training", "finished"):
+            raise Declined(f"stage {seat.index} replica {seat.me} is leaving")
+        hidden = seat.stage.state.hidden
+        rows = hidden.shape[:2]
+        expected = (hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))
+        if header.specs not in (expected, expected[:2]):
+            raise Violation(f"an activation of this run is {expected[:2]} with or without a mask, not {header.specs}")
+        if not (isfinite(header.time_left_s) and header.time_left_s > 0):
+            raise Violation("an activation needs a positive time left")
+
+    def _gauge(self) -> None:
+        self._seat.event("gauge", name="in_flight", value=self.intake.in_flight)
+        self._seat.event("gauge", name="waiting", value=self.intake.waiting)
+
+    # --- evaluate ---------------------------------------------------------------------------------------------------
+
+    async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
+        """See ports.Handler. Past the intake, with its own small limit."""
+        self._check(header)
+        seat = self._seat
+        if self._evaluating >= seat.config.limits.evaluations:
+            raise Busy(f"stage {seat.index} replica {seat.me} evaluates as many microbatches as it may")
+        self._evaluating += 1
+        try:
+            deadline = seat.now() + header.time_left_s
+            activation = await body()
+            result = await seat.stage.evaluate(activation.hidden, activation.targets, activation.mask)
+            if isinstance(result, LossSum):
+                return result
+            parcel = Parcel(header.microbatch, header.origin, result, activation.targets, activation.mask)
+            return await self._sender.evaluate(parcel, deadline)
+        finally:
+            self._evaluating -= 1

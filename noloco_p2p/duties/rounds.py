@@ -1,0 +1,142 @@
+"""Outer rounds: freeze a snapshot, pull one peer's, merge, go on (design.md §5). Nobody waits for the swarm."""
+
+from dataclasses import dataclass
+
+from noloco_p2p.core import members as membership
+from noloco_p2p.core import pairing
+from noloco_p2p.core.messages import Advert, PeerId, Snapshot
+from noloco_p2p.duties.seat import Seat
+from noloco_p2p.errors import Declined, PeerError, Violation
+
+KEPT_ROUNDS = 2
+"""Snapshots that stay fetchable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What came of looking for a partner: `partner`, `stale`, `other` or `alone`, why, and the snapshot."""
+
+    result: str
+    reason: str
+    theirs: Snapshot | None = None
+
+
+class Rounds:
+    """The outer rounds of one replica, and the snapshots that it keeps for others."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._kept: dict[int, Snapshot] = {}
+        self._step_busy_s = 0.0
+        self.done = 0
+        """Number of the last outer round done."""
+
+    async def freeze(self, round: int) -> Snapshot:
+        """Take this replica's snapshot of `round` and keep it for others."""
+        mine = await self._seat.stage.snapshot(round, self._seat.step)
+        self._kept[round] = mine
+        for old in sorted(self._kept)[:-KEPT_ROUNDS]:
+            del self._kept[old]
+        self._seat.pulse()
+        return mine
+
+    def inner_step_took(self, busy_s: float) -> None:
+        """Device-busy seconds of an inner step: the unit in which a partner is waited for."""
+        self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
+
+    async def run(self, round: int) -> None:
+        """One outer round. The caller has made sure that nothing is in flight and that the door answers Busy."""
+        seat = self._seat
+        began = seat.now()
+        mine = await self.freeze(round)
+        pull = await self._pull(round)
+        seat.event("idle", cause="partner", seconds=seat.now() - began)
+        try:
+            merged = await seat.stage.merge(mine, pull.theirs)
+        except Violation as error:
+            pull = Pull("alone", f"refused: {error}")
+            merged = await seat.stage.merge(mine, None)
+        self.done = round
+        seat.update(outer_round=round)
+        size = sum(t.spec.nbytes for t in pull.theirs.tensors) if pull.theirs else 0
+        seat.event(
+            "outer_round",
+            round=round,
+            result=pull.result,
+            partner=pull.theirs.peer if pull.theirs else None,
+            reason=pull.reason,
+            seconds=seat.now() - began,
+            bytes=size,
+        )
+        if merged.replica_std is not None:
+            seat.event("replica_std", value=merged.replica_std)
+
+    async def _pull(self, round: int) -> Pull:
+        """The partner's snapshot of this round, else its newest, else another replica's, else none."""
+        seat, outer = self._seat, self._seat.manifest.outer
+        mates = {a.peer_id: a for a in seat.members.of_stage(seat.index, membership.IN_ROUNDS)}
+        if outer.pairing == "none":
+            return Pull("alone", "none")
+        chosen, reason = pairing.partner(outer.pairing, seat.manifest.seed, round, sorted(mates), seat.me, seat.rng)
+        if chosen is None:
+            return Pull("alone", reason)
+        try:
+            theirs = await self._fetch(mates[chosen], round, self._partner_wait_s())
+            return Pull("partner" if theirs.round == round else "stale", reason, theirs)
+        except PeerError as error:
+            failure = self._refused(chosen, error)
+        others = [peer for peer in sorted(mates) if peer != chosen]
+        if not others:
+            return Pull("alone", failure)
+        other = seat.rng.choice(others)
+        try:
+            return Pull("other", failure, await self._fetch(mates[other], round, 0.0))
+        except PeerError as error:
+            return Pull("alone", self._refused(other, error))
+
+    def _refused(self, peer: PeerId, error: PeerError) -> str:
+        """Why a pull failed, as a label; what was said goes to the log."""
+        if not isinstance(error, Declined):
+            self._seat.members.failed(peer, now=self._seat.now())
+        self._seat.event("warning", message=f"no snapshot from {peer}: {error}")
+        return type(error).__name__.lower()
+
+    async def _fetch(self, peer: Advert, round: int, wait_s: float) -> Snapshot:
+        """A peer's snapshot near `round`. Raises Declined when it is too old, else as Transport.fetch_snapshot."""
+        seat, outer = self._seat, self._seat.manifest.outer
+        expected = seat.stage.state.snapshot
+        theirs = await seat.world.transport.fetch_snapshot(peer, round, wait_s, outer.deadline_s, expected)
+        if theirs.peer != peer.peer_id:
+            raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
+        if abs(theirs.round - round) > outer.max_stale_rounds:
+            raise Declined(f"its round {theirs.round} is too far from {round}")
+        return theirs
+
+    def _partner_wait_s(self) -> float:
+        """By default the device-busy seconds of two inner steps; never wall time, which would feed on itself."""
+        wait_s = self._seat.manifest.outer.partner_wait_s
+        return 2 * self._step_busy_s if wait_s is None else wait_s
+
+    # --- the other side ---------------------------------------------------------------------------------------------
+
+    async def serve(self, round: int | None, wait_s: float) -> Snapshot:
+        """See ports.Handler.fetch_snapshot."""
+        if round is not None:
+            longest_s = self._seat.manifest.outer.deadline_s
+            await self._seat.until(lambda: any(kept >= round for kept in self._kept), min(wait_s, longest_s))
+        if not self._kept:
+            raise Declined("this replica has no snapshot yet")
+        return self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
+
+    async def adopt(self, donor: Advert, round: int | None = None) -> Snapshot:
+        """A later joiner's start: the newest snapshot of one replica becomes this replica's weights."""
+        seat = self._seat
+        deadline_s = seat.manifest.outer.deadline_s
+        expected = seat.stage.state.snapshot
+        theirs = await seat.world.transport.fetch_snapshot(donor, round, 0.0, deadline_s, expected)
+        await seat.stage.adopt(theirs)
+        self.done = theirs.round
+        seat.update(outer_round=theirs.round)
+        self._kept.clear()
+        await self.freeze(theirs.round)
+        return theirs

@@ -1,0 +1,125 @@
+"""What the duties of one node share: who it is, how far it has come, whom it knows. The node owns it.
+
+Every wait of a duty for something inside this node goes through `until`, and every change ends in `pulse`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import floor
+from random import Random
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core import members as membership
+from noloco_p2p.core.members import Members
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.ports import Stage, World
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The membership that an inner step started with, each sorted by id, mine included where I belong."""
+
+    origins: tuple[PeerId, ...] = ()
+    mates: tuple[PeerId, ...] = ()
+    following: tuple[PeerId, ...] = ()
+
+
+class Seat:
+    """The shared state of one node. `stage` exists from the moment that the weights are made."""
+
+    stage: Stage
+
+    def __init__(self, advert: Advert, manifest: RunManifest, config: NodeConfig, world: World) -> None:
+        self.advert = advert
+        self.manifest = manifest
+        self.run_id = manifest.run_id
+        self.config = config
+        self.world = world
+        self.members = Members(advert.peer_id, config.directory.ttl_s)
+        self.rng: Random = generator(manifest.seed, "node", advert.peer_id)
+        self.view = StepView()
+        self.inner_steps = 0
+        self.drain_by: float | None = None
+        """Once told to leave: when, on the loop's clock, this node stops to offer what it holds to others."""
+        self.error: BaseException | None = None
+        self._pulse = asyncio.Event()
+
+    # --- who and where ----------------------------------------------------------------------------------------------
+
+    @property
+    def me(self) -> PeerId:
+        """My peer id."""
+        return self.advert.peer_id
+
+    @property
+    def index(self) -> int:
+        """My stage."""
+        return self.advert.stage
+
+    @property
+    def last(self) -> bool:
+        """My stage has the head and the loss."""
+        return self.advert.stage == self.manifest.stages - 1
+
+    @property
+    def draining(self) -> bool:
+        """Told to leave."""
+        return self.drain_by is not None
+
+    @property
+    def step(self) -> int:
+        """Floor of my clock."""
+        return floor(self.advert.step)
+
+    def update(self, **changes: object) -> None:
+        """Change what the advert says; the next announcement carries it."""
+        self.advert = replace(self.advert, **changes)  # type: ignore[arg-type]
+
+    def enter(self, event: str, reason: str = "") -> None:
+        """Move to the next state on `event` (core/members.TRANSITIONS)."""
+        self.update(state=membership.next_state(self.advert.state, event))
+        self.event("state", state=self.advert.state, reason=reason or event)
+        self.pulse()
+
+    def look(self) -> None:
+        """Fix the membership that the coming inner step starts with."""
+
+        def ids(stage: int) -> tuple[PeerId, ...]:
+            found = [a.peer_id for a in self.members.of_stage(stage, membership.READY)]
+            return tuple(sorted([*found, self.me] if stage == self.index else found))
+
+        self.view = StepView(ids(0), ids(self.index), ids(self.index + 1))
+
+    # --- time and change --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def now() -> float:
+        """The loop's clock, seconds."""
+        return asyncio.get_running_loop().time()
+
+    def event(self, kind: str, **fields: object) -> None:
+        """Tell whoever watches this node."""
+        self.world.telemetry.event(kind, **fields)
+
+    def pulse(self) -> None:
+        """Something changed that somebody may wait for."""
+        self._pulse.set()
+        self._pulse = asyncio.Event()
+
+    def fail(self, error: BaseException) -> None:
+        """This node cannot go on; its main task raises `error`."""
+        if self.error is None:
+            self.error = error
+            self.pulse()
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until `condition` holds (checked at every pulse), at most `timeout_s`. False: the time was up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    await self._pulse.wait()
+        except TimeoutError:
+            return condition()
+        return True
