@@ -89,6 +89,8 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
     replica, tensor and round where the run is not the algorithm; KeyError or OSError when files are not as documented.
     """
     report = Report(clip_norm=manifest["inner"]["clip_norm"])
+    told = (manifest["routing"], manifest["outer"]["pairing"], manifest["wire_dtype"], manifest["compute_dtype"])
+    require(told == ("balanced", "matched", "float64", "float64"), f"this run cannot be replayed: {told}")
     record = read_record(audit, manifest, stages)
     with float64_rmsnorm():
         model = whole_model(manifest)
