@@ -8,7 +8,6 @@ over gRPC and, a thousand times, in one process under virtual time.
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -20,7 +19,6 @@ from noloco_p2p.core.messages import (
     Description,
     Gradient,
     Header,
-    HostTensor,
     LossSum,
     MicrobatchId,
     Origin,
@@ -28,16 +26,15 @@ from noloco_p2p.core.messages import (
     Snapshot,
 )
 from noloco_p2p.core.streak import NonFiniteStreak
+from noloco_p2p.duties.arrival import Arrival
 from noloco_p2p.duties.door import Door, to_the_end
+from noloco_p2p.duties.ending import Ending
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat
+from noloco_p2p.duties.watch import Watch
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
-from noloco_p2p.ports import Batches, Body, StepLabel, World
-
-BRISK_REFRESH_S = 0.5
-"""Seconds between two readings of the membership while the node waits for others."""
-EVALUATIONS_AT_ONCE = 2
+from noloco_p2p.ports import Body, StepLabel, World
 
 
 class Node:
@@ -58,10 +55,9 @@ class Node:
         self._rounds = Rounds(self.seat)
         self._incarnation = incarnation
         self._counter = 0
-        self._batches: Batches | None = None
-        self._announced: tuple[object, ...] = ()
-        self._readings = 0
-        self._said = ""
+        self._watch = Watch(self.seat, self._door.strike)
+        self._arrival = Arrival(self.seat, self._watch, self._rounds)
+        self._ending = Ending(self.seat, self._sender)
         self._saw_the_end = False
         self._stepped_at: float | None = None
 
@@ -70,7 +66,7 @@ class Node:
     async def run(self) -> None:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
         seat = self.seat
-        tasks = [asyncio.create_task(self._watch_membership()), asyncio.create_task(self._live())]
+        tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._live())]
         tasks.append(asyncio.create_task(self._watch_failure()))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -83,8 +79,8 @@ class Node:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._batches is not None:
-                self._batches.close()
+            if seat.batches is not None:
+                seat.batches.close()
             if not seat.draining:
                 seat.enter("drain", "the run has ended")
             seat.enter("leave")
@@ -110,156 +106,28 @@ class Node:
         seat.event("warning", message=f"left after {seat.config.limits.drain_s:g} s with work in hand")
 
     async def _live(self) -> None:
-        await self._choose_stage()
-        await self._make_weights()
-        await self._wait_for_others()
+        await self._arrival.choose_stage()
+        if not self.seat.draining:
+            await self._make_weights()
+            await self._arrival.wait_for_others()
+        if self.seat.draining:
+            return
         if self.seat.index == 0:
             await self._train_first_stage()
         else:
             await self._train_later_stage()
         if not self.seat.draining:
             self.seat.enter("end", "the run has reached its last step")
-            await self._finish()
-
-    # === membership =================================================================================================
-
-    async def _watch_membership(self) -> None:
-        """The one task that speaks to the directory; everything else routes from what it read."""
-        seat = self.seat
-        while True:
-            self._announced = self._shown()
-            if seat.index >= 0:
-                await self._announce()
-            await self._read()
-            training = seat.advert.state == "training"
-            refresh_s = seat.config.directory.refresh_s
-            await seat.until(
-                lambda: self._shown() != self._announced, refresh_s if training else min(refresh_s, BRISK_REFRESH_S)
-            )
-
-    def _shown(self) -> tuple[object, ...]:
-        """The part of the advert whose change is announced at once."""
-        advert = self.seat.advert
-        return advert.stage, advert.state, advert.settled, advert.evaluated
-
-    async def _announce(self) -> None:
-        seat = self.seat
-        try:
-            await seat.world.directory.announce(seat.advert, seat.config.directory.ttl_s)
-        except PeerError as error:
-            seat.event("warning", message=f"this node could not be announced: {error}")
-
-    async def _read(self) -> None:
-        seat = self.seat
-        try:
-            adverts = await seat.world.directory.peers()
-        except PeerError as error:
-            seat.event("warning", message=f"the membership could not be read: {error}")
-            return
-        seat.members.update([a for a in adverts if a.run_id == seat.run_id], now=seat.now())
-        counts: dict[tuple[int, str], int] = {}
-        for advert in (*seat.members.all(), seat.advert):
-            counts[advert.stage, advert.state] = counts.get((advert.stage, advert.state), 0) + 1
-        seat.event("membership", counts=counts)
-        self._readings += 1
-        self._door.strike()
-        seat.pulse()
-
-    async def _next_reading(self) -> None:
-        """Wait until the membership has been read anew, from now on."""
-        seen = self._readings
-        await self.seat.until(lambda: self._readings > seen)
+            await self._ending.finish()
 
     # === the stage and its weights ==================================================================================
-
-    async def _choose_stage(self) -> None:
-        """Settle on a stage: the emptiest one, until two readings in a row show that nobody need move."""
-        seat, manifest, quiet = self.seat, self.seat.manifest, 0
-        await self._next_reading()
-        while not seat.advert.settled:
-            others = seat.members.all()
-            stage = membership.stage_to_take(seat.advert, others, manifest.stages)
-            missing = membership.lacking(
-                seat.advert, others, manifest.stages, manifest.start_replicas, membership.PRESENT
-            )
-            if stage != seat.index:
-                seat.update(stage=stage)
-                seat.pulse()
-                quiet = 0
-            elif self._run_has_begun() or not missing:
-                quiet += 1
-                if quiet == 2:
-                    seat.update(settled=True)
-            else:
-                quiet = 0
-                self._say_missing(missing)
-            await self._next_reading()
-        seat.event("info", message=f"holds stage {seat.index} of {manifest.stages}")
 
     async def _make_weights(self) -> None:
         seat = self.seat
         seat.stage = await seat.world.make_stage(seat.index)
         if seat.index == 0:
-            self._batches = await seat.world.make_batches()
+            seat.batches = await seat.world.make_batches()
         await self._rounds.freeze(0)
-
-    async def _wait_for_others(self) -> None:
-        """Until every stage has `start_replicas`; a run that has begun is joined at the newest snapshot of a mate."""
-        seat, manifest = self.seat, self.seat.manifest
-        # Who was there before the others began starts with them, whatever is announced meanwhile.
-        late = self._run_has_begun()
-        seat.enter("made", "the weights are made")
-
-        def may_begin() -> bool:
-            missing = membership.lacking(
-                seat.advert,
-                seat.members.all(),
-                manifest.stages,
-                manifest.start_replicas,
-                membership.READY | membership.IN_ROUNDS,
-            )
-            if missing and not self._run_has_begun():
-                self._say_missing(missing)
-                return seat.draining
-            return True
-
-        await seat.until(may_begin)
-        if seat.draining:
-            return
-        seat.enter("begin")
-        if late:
-            await self._catch_up()
-        seat.enter("synced", "joined the run under way" if late else "everybody is here")
-
-    def _run_has_begun(self) -> bool:
-        return any(a.state in ("training", "finished") for a in self.seat.members.all())
-
-    def _say_missing(self, missing: dict[int, int]) -> None:
-        what = "waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items()))
-        if what != self._said:
-            self._said = what
-            self.seat.event("info", message=what)
-
-    async def _catch_up(self) -> None:
-        """A later joiner adopts step, round and the newest snapshot of one replica of its stage."""
-        seat = self.seat
-        donors = seat.members.of_stage(seat.index, membership.IN_ROUNDS)
-        for donor in donors:
-            try:
-                described = await seat.world.transport.describe(donor)
-                theirs = await self._rounds.adopt(donor)
-            except PeerError as error:
-                seat.event("warning", message=f"could not start from {donor.peer_id}: {error}")
-                continue
-            seat.update(step=min(float(seat.manifest.steps), max(0.0, described.step)))
-            seat.event("info", message=f"starts from round {theirs.round} of {donor.peer_id}, step {seat.step}")
-            return
-        clocks = [a.step for a in seat.members.all()]
-        seat.update(
-            step=max(clocks, default=0.0), outer_round=max((a.outer_round for a in seat.members.all()), default=0)
-        )
-        self._rounds.done = seat.advert.outer_round
-        seat.event("warning", message=f"stage {seat.index} has no replica to start from: it begins with fresh weights")
 
     # === training, stage 0 ==========================================================================================
 
@@ -278,7 +146,8 @@ class Node:
 
     async def _read_and_send(self, streak: NonFiniteStreak) -> dict[MicrobatchId, Batch]:
         """The microbatches of one inner step, at most `max_in_flight` at once, until the last one has ended."""
-        assert self._batches is not None, "stage 0 has data"
+        data = self.seat.batches
+        assert data is not None, "stage 0 has data"
         batches: dict[MicrobatchId, Batch] = {}
         gate = asyncio.Semaphore(self.seat.config.limits.max_in_flight)
         async with asyncio.TaskGroup() as flights:
@@ -288,7 +157,7 @@ class Node:
                     break
                 microbatch = MicrobatchId(self.seat.me, self._incarnation, self._counter)
                 self._counter += 1
-                batches[microbatch] = await self._batches.next()
+                batches[microbatch] = await data.next()
                 flight = flights.create_task(self._microbatch(microbatch, index, batches[microbatch], streak))
                 flight.add_done_callback(lambda _: gate.release())
         return batches
@@ -451,65 +320,7 @@ class Node:
         every = self.seat.manifest.evaluation.every_steps
         at_end = self.seat.step >= self.seat.manifest.steps
         if every is not None and not at_end and self.seat.inner_steps % every == 0:
-            await self._evaluate()
-
-    async def _evaluate(self) -> None:
-        """The same held-out microbatches as everybody, on fixed routes, no weight averaging (method.md §5)."""
-        seat = self.seat
-        assert self._batches is not None, "stage 0 has data"
-        rank = sorted([seat.me, *(a.peer_id for a in seat.members.of_stage(0))]).index(seat.me)
-        gate = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
-        began = seat.now()
-
-        async def one(number: int, batch: Batch) -> LossSum | None:
-            async with gate:
-                try:
-                    return await self._loss(number, rank, batch)
-                except PeerError as error:
-                    seat.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
-                    return None
-
-        flights = [one(number, batch) for number, batch in enumerate(self._batches.validation())]
-        sums = [loss for loss in await asyncio.gather(*flights) if loss is not None]
-        tokens = sum(s.tokens for s in sums)
-        seat.event("idle", cause="evaluation", seconds=seat.now() - began)
-        if tokens:
-            seat.event("evaluation", step=seat.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
-
-    async def _loss(self, number: int, rank: int, batch: Batch) -> LossSum:
-        seat = self.seat
-        result = await seat.stage.evaluate(batch.inputs, batch.targets, batch.mask)
-        if isinstance(result, LossSum):
-            return result
-        assert isinstance(result, HostTensor)
-        # Evaluations have ids of their own kind: no incarnation has number 0 (cli draws from 1).
-        parcel = Parcel(
-            MicrobatchId(seat.me, 0, number), Origin(seat.me, seat.step, rank), result, batch.targets, batch.mask
-        )
-        return await self._sender.evaluate(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
-
-    async def _finish(self) -> None:
-        """Stay until the others no longer need this node, at most `linger_s` for each thing waited for."""
-        seat, linger_s = self.seat, self.seat.config.limits.linger_s
-
-        def others(stages: Callable[[int], bool], states: frozenset[str]) -> list[Advert]:
-            return [a for a in seat.members.all() if stages(a.stage) and a.state in states and a.peer_id != seat.me]
-
-        at_work = membership.STAGE_0_AT_WORK | membership.READY
-        if seat.index == 0:
-            if not await seat.until(lambda: seat.draining or not others(lambda s: s > 0, at_work), linger_s):
-                seat.event("warning", message="evaluates although a later stage has not finished")
-            await self._evaluate()
-            seat.update(evaluated=True)
-            seat.pulse()
-            await seat.until(lambda: seat.draining or not others(lambda s: s == 0, at_work), linger_s)
-            return
-
-        def all_evaluated() -> bool:
-            first = others(lambda s: s == 0, membership.PRESENT)
-            return all(a.evaluated for a in first if a.state == "finished") and not others(lambda s: s == 0, at_work)
-
-        await seat.until(lambda: seat.draining or all_evaluated(), linger_s)
+            await self._ending.evaluate()
 
     # === ports.Handler ==============================================================================================
 

@@ -14,7 +14,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.seeds import generator
-from noloco_p2p.ports import Stage, World
+from noloco_p2p.ports import Batches, Stage, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,10 @@ class StepView:
 
 
 class Seat:
-    """The shared state of one node. `stage` exists from the moment that the weights are made."""
+    """The shared state of one node. `stage` exists once the weights are made, `batches` then at stage 0 only."""
 
     stage: Stage
+    batches: Batches | None = None
 
     def __init__(self, advert: Advert, manifest: RunManifest, config: NodeConfig, world: World) -> None:
         self.advert = advert

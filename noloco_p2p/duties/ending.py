@@ -1,0 +1,77 @@
+"""Evaluation on held-out data, and how a run ends (design.md §4)."""
+
+import asyncio
+from collections.abc import Callable
+
+from noloco_p2p.core import members as membership
+from noloco_p2p.core.messages import Advert, Batch, LossSum, MicrobatchId, Origin
+from noloco_p2p.duties.routes import Parcel, Sender
+from noloco_p2p.duties.seat import Seat
+from noloco_p2p.errors import PeerError
+
+EVALUATIONS_AT_ONCE = 2
+
+
+class Ending:
+    """Evaluations of one node, and its stay after its last step."""
+
+    def __init__(self, seat: Seat, sender: Sender) -> None:
+        self._seat = seat
+        self._sender = sender
+
+    async def evaluate(self) -> None:
+        """The same held-out microbatches as everybody, on fixed routes, no weight averaging (method.md §5)."""
+        seat = self._seat
+        rank = sorted([seat.me, *(a.peer_id for a in seat.members.of_stage(0))]).index(seat.me)
+        gate = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
+        began = seat.now()
+
+        async def one(number: int, batch: Batch) -> LossSum | None:
+            async with gate:
+                try:
+                    return await self._loss(number, rank, batch)
+                except PeerError as error:
+                    seat.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
+                    return None
+
+        assert seat.batches is not None, "stage 0 has data"
+        flights = [one(number, batch) for number, batch in enumerate(seat.batches.validation())]
+        sums = [loss for loss in await asyncio.gather(*flights) if loss is not None]
+        tokens = sum(s.tokens for s in sums)
+        seat.event("idle", cause="evaluation", seconds=seat.now() - began)
+        if tokens:
+            seat.event("evaluation", step=seat.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
+
+    async def _loss(self, number: int, rank: int, batch: Batch) -> LossSum:
+        seat = self._seat
+        result = await seat.stage.evaluate(batch.inputs, batch.targets, batch.mask)
+        if isinstance(result, LossSum):
+            return result
+        # Evaluations have ids of their own kind: no incarnation has number 0 (the wiring draws from 1).
+        parcel = Parcel(
+            MicrobatchId(seat.me, 0, number), Origin(seat.me, seat.step, rank), result, batch.targets, batch.mask
+        )
+        return await self._sender.evaluate(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
+
+    async def finish(self) -> None:
+        """Stay until the others no longer need this node, at most `linger_s` for each thing waited for."""
+        seat, linger_s = self._seat, self._seat.config.limits.linger_s
+
+        def others(stages: Callable[[int], bool], states: frozenset[str]) -> list[Advert]:
+            return [a for a in seat.members.all() if stages(a.stage) and a.state in states]
+
+        at_work = membership.STAGE_0_AT_WORK | membership.READY
+        if seat.index == 0:
+            if not await seat.until(lambda: seat.draining or not others(lambda s: s > 0, at_work), linger_s):
+                seat.event("warning", message="evaluates although a later stage has not finished")
+            await self.evaluate()
+            seat.update(evaluated=True)
+            seat.pulse()
+            await seat.until(lambda: seat.draining or not others(lambda s: s == 0, at_work), linger_s)
+            return
+
+        def all_evaluated() -> bool:
+            first = others(lambda s: s == 0, membership.PRESENT)
+            return all(a.evaluated for a in first if a.state == "finished") and not others(lambda s: s == 0, at_work)
+
+        await seat.until(lambda: seat.draining or all_evaluated(), linger_s)
