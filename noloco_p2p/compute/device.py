@@ -1,0 +1,232 @@
+"""The device's thread: calls of the loop run here one at a time, the most urgent first, each to its end.
+
+`DeviceStage` is the Stage port over a synchronous stage. Backward goes before forward, because it ends what others wait
+for and frees a graph; evaluation goes last. Nothing here knows torch.
+"""
+
+import asyncio
+import dataclasses
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, Snapshot
+from noloco_p2p.errors import LocalError
+from noloco_p2p.ports import Contribution, MergeResult, StepLabel, StepResult
+
+if TYPE_CHECKING:
+    from noloco_p2p.compute.stage import TorchStage
+
+URGENT, NORMAL, IDLE = 0, 1, 2
+"""Backward and what closes steps and rounds; forward; evaluation."""
+CLOSED = "the device has been closed"
+MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory")
+
+R = TypeVar("R")
+
+
+@dataclass(order=True, slots=True)
+class Job:
+    """A call in the queue. `future` is None when nobody waits for it."""
+
+    priority: int
+    number: int
+    work: Callable[[], Any] = field(compare=False)
+    future: asyncio.Future[Any] | None = field(compare=False, default=None)
+    loop: asyncio.AbstractEventLoop | None = field(compare=False, default=None)
+    lost: Callable[[Any], None] | None = field(compare=False, default=None)
+
+
+class Device:
+    """One thread and its priority queue. `call` from an event loop, `post` from anywhere."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: list[Job] = []
+        self._numbers = itertools.count()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._busy_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    async def call(self, priority: int, work: Callable[[], R], *, lost: Callable[[R], None] | None = None) -> R:
+        """Run `work` on the thread, give its result, or raise what it raised (no memory: LocalError).
+
+        Cancelled before the work began, it is not run. Cancelled later, it runs to its end and `lost` gets the result,
+        on the loop. Raises LocalError when the device is closed.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
+        if not self._push(priority, work, future, loop, lost):
+            raise LocalError(CLOSED)
+        return await future
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Run `work`, urgently, with nobody waiting; after `close` it is dropped."""
+        self._push(URGENT, work)
+
+    def take_busy_s(self) -> float:
+        """Seconds that the thread has worked since this was last asked. Called on the thread, inside a job."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def close(self) -> None:
+        """End the thread after the job in hand; what still waits gets LocalError. Returns at once; may be repeated."""
+        with self._wake:
+            self._closed = True
+            waiting, self._queue = self._queue, []
+            self._wake.notify()
+        for job in waiting:
+            if job.loop is not None:
+                _call_on(job.loop, _deliver, job, None, LocalError(CLOSED))
+
+    def join(self) -> None:
+        """Wait until the thread has ended (after `close`)."""
+        self._thread.join()
+
+    def _push(self, priority: int, work: Callable[[], Any], *rest: Any) -> bool:
+        with self._wake:
+            if self._closed:
+                return False
+            heapq.heappush(self._queue, Job(priority, next(self._numbers), work, *rest))
+            self._wake.notify()
+        return True
+
+    def _next(self) -> Job | None:
+        """The most urgent job, waited for; None when closed."""
+        with self._wake:
+            while not self._queue and not self._closed:
+                self._wake.wait()
+            return None if self._closed else heapq.heappop(self._queue)
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            if job.future is not None and job.future.cancelled():
+                continue
+            result, error = None, None
+            began_at = time.perf_counter()
+            try:
+                result = job.work()
+            except BaseException as raised:  # noqa: BLE001 - it is raised again, in whoever waits for the call
+                error = _local(raised)
+            self._busy_s += time.perf_counter() - began_at
+            if job.loop is not None:
+                _call_on(job.loop, _deliver, job, result, error)
+            del job, result, error
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    """Call a function on a loop; a loop that has ended meanwhile has nobody left who waits."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+def _deliver(job: Job, result: Any, error: BaseException | None) -> None:
+    """On the loop: hand the outcome to the waiter, or, when it is gone, the result to `lost`."""
+    if job.future is None:
+        return
+    if not job.future.cancelled():
+        if error is None:
+            job.future.set_result(result)
+        else:
+            job.future.set_exception(error)
+    elif error is None and job.lost is not None:
+        job.lost(result)
+
+
+def _local(error: BaseException) -> BaseException:
+    """LocalError for a lack of memory, of the host or of the device; everything else as it is."""
+    no_memory = isinstance(error, MemoryError)
+    if isinstance(error, RuntimeError):
+        no_memory = any(sign in str(error).lower() for sign in MEMORY_SIGNS)
+    if not no_memory:
+        return error
+    local = LocalError("not enough memory on the device: use more stages, a smaller microbatch or fewer in flight")
+    local.__cause__ = error
+    return local
+
+
+class DeviceStage:
+    """The Stage port over a synchronous stage on its device thread."""
+
+    def __init__(self, stage: "TorchStage", device: Device) -> None:
+        self._stage = stage
+        self._device = device
+        self.state = stage.state
+
+    async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        """As in the port; a graph whose waiter is gone is freed."""
+        return await self._device.call(
+            NORMAL, lambda: self._stage.forward(inputs, mask), lost=lambda result: self.discard(result[0])
+        )
+
+    async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        """As in the port."""
+        return await self._device.call(URGENT, lambda: self._stage.backward(graph, microbatch, gradient))
+
+    async def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        """As in the port."""
+        return await self._device.call(URGENT, lambda: self._stage.loss_backward(microbatch, inputs, targets, mask))
+
+    def discard(self, graph: int) -> None:
+        """As in the port; freed on the device thread."""
+        self._device.post(lambda: self._stage.discard(graph))
+
+    async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
+        """As in the port."""
+        return await self._device.call(IDLE, lambda: self._stage.evaluate(inputs, targets, mask))
+
+    async def inner_step(self, label: StepLabel) -> StepResult:
+        """As in the port, with the seconds that the device worked from the begin of the previous inner step to now."""
+
+        def work() -> StepResult:
+            result = self._stage.inner_step(label)
+            return dataclasses.replace(result, busy_s=self._device.take_busy_s())
+
+        return await self._device.call(URGENT, work)
+
+    async def snapshot(self, round: int, step: int) -> Snapshot:
+        """As in the port."""
+        return await self._device.call(URGENT, lambda: self._stage.snapshot(round, step))
+
+    async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+        """As in the port."""
+        return await self._device.call(URGENT, lambda: self._stage.merge(mine, theirs))
+
+    async def adopt(self, theirs: Snapshot) -> None:
+        """As in the port."""
+        await self._device.call(URGENT, lambda: self._stage.adopt(theirs))
+
+    def close(self) -> None:
+        """End the device thread after the job in hand."""
+        self._device.close()
+
+
+async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_id: PeerId) -> DeviceStage:
+    """Make stage `index` with its initial weights on a device thread of its own; the loop stays alive meanwhile.
+
+    Raises ConfigError (the model cannot be split so) and LocalError (no such device, no memory, no audit directory).
+    """
+    device = Device(f"device-{index}")
+
+    def make() -> "TorchStage":
+        from noloco_p2p.compute.factory import make_torch_stage, set_threads
+
+        set_threads(node.threads)
+        return make_torch_stage(manifest, index, peer_id, device=node.device, audit_dir=node.audit.dir)
+
+    try:
+        return DeviceStage(await device.call(URGENT, make), device)
+    except BaseException:
+        device.close()
+        raise

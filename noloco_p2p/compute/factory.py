@@ -1,0 +1,70 @@
+"""From the settings to a stage: checks first, then memory."""
+
+from pathlib import Path
+
+import torch
+
+from noloco_p2p.compute import family
+from noloco_p2p.compute.audit import Audit
+from noloco_p2p.compute.host import DTYPES
+from noloco_p2p.compute.model import make_slice
+from noloco_p2p.compute.selftest import check_architecture
+from noloco_p2p.compute.size import check_fits
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, LocalError
+
+
+def make_torch_stage(
+    manifest: RunManifest,
+    index: int,
+    peer_id: PeerId,
+    *,
+    device: str = "cpu",
+    audit_dir: str | None = None,
+    self_test: bool = True,
+) -> TorchStage:
+    """The synchronous stage `index` with its initial weights.
+
+    Raises ConfigError (no such stage, model or split) and LocalError (no such device, no memory, no audit directory).
+    `self_test` False leaves out the comparison of the split with the whole, for a second stage of the same process.
+    """
+    if not 0 <= index < manifest.stages:
+        raise ConfigError(f"stage is {index}, but the run has stages 0 to {manifest.stages - 1}")
+    config = family.checked_config(manifest)
+    dtype = DTYPES[manifest.compute_dtype]
+    chosen = pick_device(device)
+    check_fits(manifest, index, chosen)
+    if self_test:
+        check_architecture(config, manifest.stages, dtype)
+    audit = None if audit_dir is None else _make_audit(Path(audit_dir), peer_id)
+    part = make_slice(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
+    return TorchStage(part, manifest, peer_id, chosen, audit)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is any. Raises LocalError for a device that this machine does not have."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise LocalError(f"device: {name} is not here (torch sees {count} CUDA devices); set device to cpu or auto")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+def set_threads(threads: int | None) -> None:
+    """CPU threads of the calling thread's torch operations; None leaves torch's choice."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _make_audit(directory: Path, peer_id: PeerId) -> Audit:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocalError(f"audit.dir: cannot make {directory}: {error.strerror}") from error
+    return Audit(directory, peer_id)
