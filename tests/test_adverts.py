@@ -1,0 +1,293 @@
+"""Signed records, join addresses, known peers, clocks and dial allowances: all that needs no network."""
+
+import dataclasses
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.io.addresses import JoinAddress, announced_host, local_host_towards, reserve_port
+from noloco_p2p.io.adverts import (
+    LONGEST_TTL_S,
+    PAYLOAD_LIMIT_BYTES,
+    PLAIN_FIELDS,
+    AdvertValidator,
+    Record,
+    decode,
+    encode,
+    packed_bytes,
+    packed_text,
+)
+from noloco_p2p.io.identity import Identity, peer_id_of
+from noloco_p2p.io.join import DialAllowance, check_clock
+from noloco_p2p.io.known_peers import PEERS_LIMIT, KnownPeers
+
+RUN = "ab" * 32
+NOW = 1.0e9
+KEYS = {b"key of stage 0": 0, b"key of stage 1": 1}
+PEER = peer_id_of(bytes(range(32)))
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Stands for hivemind's DHTRecord."""
+
+    key: bytes
+    subkey: bytes
+    value: bytes
+    expiration_time: float
+
+
+def advert(**changes: object) -> Advert:
+    fields: dict[str, object] = {
+        "peer_id": PEER,
+        "run_id": RUN,
+        "stage": 0,
+        "addresses": ("10.0.0.1:5000", "host.example:5000"),
+        "metrics": "http://10.0.0.1:9100/metrics",
+        "state": "training",
+        "step": 12.75,
+        "outer_round": 3,
+        "microbatches_per_s": 1.5,
+        "steps_per_s": 0.25,
+        "evaluated": True,
+        "settled": True,
+        "version": "1.2.3",
+    }
+    return Advert(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def record(made: Advert) -> Record:
+    return Record(made, NOW - 2.0, (f"/ip4/10.0.0.1/tcp/4001/p2p/{made.peer_id}",))
+
+
+def test_every_field_of_an_advert_travels() -> None:
+    assert decode(encode(record(advert())), run_id=RUN, stage=0, peer_id=PEER) == record(advert())
+    elsewhere = {"peer_id", "run_id", "stage", "addresses", "age_s"}
+    assert {field.name for field in dataclasses.fields(Advert)} == set(PLAIN_FIELDS) | elsewhere
+
+
+def test_an_advert_that_nobody_would_accept_is_not_made() -> None:
+    with pytest.raises(ConfigError, match=f"at most {PAYLOAD_LIMIT_BYTES}"):
+        encode(record(advert(addresses=("x" * 250, "y" * 250, "z" * 250, "w" * 250))))
+
+
+def spoilt(**changes: object) -> bytes:
+    return json.dumps({**json.loads(encode(record(advert()))), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"[1]",
+        b"{",
+        b"[" * 1000,
+        b"\xff\xfe",
+        encode(record(advert())) + b" " * PAYLOAD_LIMIT_BYTES,
+        spoilt(step=float("nan")),
+        spoilt(step=float("inf")),
+        spoilt(step=-1.0),
+        spoilt(step="1"),
+        spoilt(step=True),
+        spoilt(step=10**400),
+        spoilt(outer_round=1.5),
+        spoilt(outer_round=-1),
+        spoilt(outer_round=2**70),
+        spoilt(state="sleeping"),
+        spoilt(evaluated=1),
+        spoilt(version=None),
+        spoilt(version="1\n2"),
+        spoilt(metrics="h" * 300),
+        spoilt(addresses="10.0.0.1:1"),
+        spoilt(addresses=["a:1"] * 5),
+        spoilt(addresses=[["a:1"]]),
+        spoilt(announced_at=None),
+    ],
+)
+def test_a_malformed_payload_is_a_violation(payload: bytes) -> None:
+    with pytest.raises(Violation, match=r"^advert "):
+        decode(payload, run_id=RUN, stage=0, peer_id=PEER)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_an_advert_or_a_violation(payload: bytes) -> None:
+    with pytest.raises(Violation):
+        decode(payload, run_id=RUN, stage=0, peer_id=PEER)
+
+
+def test_the_packing_is_hivemind_s() -> None:
+    from hivemind.utils import MSGPackSerializer
+
+    for length in (0, 31, 255, 256, 1024):
+        assert packed_bytes(bytes(length)) == MSGPackSerializer.dumps(bytes(length))
+    assert packed_text(PEER) == MSGPackSerializer.dumps(PEER)
+
+
+def signed(identity: Identity, **changes: object) -> tuple[AdvertValidator, Raw]:
+    validator = AdvertValidator(identity, RUN, KEYS, lambda: NOW)
+    value = packed_bytes(encode(record(advert(peer_id=identity.peer_id))))
+    plain = Raw(b"key of stage 0", packed_text(identity.peer_id), value, NOW + 30.0)
+    return validator, dataclasses.replace(plain, value=validator.sign_value(plain))
+
+
+def test_a_signed_record_is_valid_for_everybody(tmp_path: Path) -> None:
+    mine, other = Identity.open(tmp_path / "mine"), Identity.open(tmp_path / "other")
+    validator, good = signed(mine)
+    elsewhere = AdvertValidator(other, RUN, KEYS, lambda: NOW)
+    assert validator.validate(good)
+    assert elsewhere.validate(good)
+    assert packed_bytes(encode(record(advert(peer_id=mine.peer_id)))) == elsewhere.strip_value(good)
+    mine.close()
+    other.close()
+
+
+FORGERIES: dict[str, Callable[[Raw, str], Raw]] = {
+    "another peer's subkey": lambda r, other: dataclasses.replace(r, subkey=packed_text(other)),
+    "moved to another stage": lambda r, _: dataclasses.replace(r, key=b"key of stage 1"),
+    "moved to another run": lambda r, _: dataclasses.replace(r, key=b"key of another run"),
+    "kept alive": lambda r, _: dataclasses.replace(r, expiration_time=r.expiration_time + 1e-3),
+    "changed": lambda r, _: dataclasses.replace(r, value=r.value.replace(b"12.75", b"99.75")),
+    "bit of the signature": lambda r, _: dataclasses.replace(r, value=bytes([r.value[0] ^ 1]) + r.value[1:]),
+    "no signature": lambda r, _: dataclasses.replace(r, value=r.value[64:]),
+    "no value": lambda r, _: dataclasses.replace(r, value=b""),
+    "trailing bytes": lambda r, _: dataclasses.replace(r, value=r.value + b"x"),
+    "no subkey": lambda r, _: dataclasses.replace(r, subkey=b"\xc0"),
+    "subkey as bytes": lambda r, _: dataclasses.replace(r, subkey=packed_bytes(r.subkey[2:])),
+    "never ends": lambda r, _: dataclasses.replace(r, expiration_time=float("inf")),
+    "ends at nan": lambda r, _: dataclasses.replace(r, expiration_time=float("nan")),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(FORGERIES))
+def test_a_forged_record_is_refused(tmp_path: Path, kind: str) -> None:
+    mine = Identity.open(tmp_path / "mine")
+    validator, good = signed(mine)
+    assert validator.validate(good)
+    assert not validator.validate(FORGERIES[kind](good, PEER))
+    mine.close()
+
+
+def test_what_is_signed_but_not_an_advert_or_lives_too_long_is_refused(tmp_path: Path) -> None:
+    mine = Identity.open(tmp_path / "mine")
+    validator, good = signed(mine)
+    for value, expires in (
+        (packed_bytes(b"{}"), NOW + 30.0),
+        (packed_bytes(spoilt(announced_at=NOW + 31.0)), NOW + 30.0),
+        (good.value[64:], NOW + LONGEST_TTL_S + 1.0),
+    ):
+        plain = Raw(good.key, good.subkey, value, expires)
+        assert not validator.validate(dataclasses.replace(plain, value=validator.sign_value(plain)))
+    mine.close()
+
+
+@pytest.mark.parametrize("where", ["/ip4/10.0.0.1", "/ip6/fe80::1", "/dns4/node-1.example.org"])
+def test_a_join_address_is_read_and_written_back(where: str) -> None:
+    text = f"{where}/tcp/4001/p2p/{PEER}"
+    assert str(JoinAddress.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not of the form"),
+        ("10.0.0.1:4001", "not of the form"),
+        (f"/ip4/10.0.0.1/udp/4001/p2p/{PEER}", "not of the form"),
+        (f"/ip4/10.0.0.1/tcp/4001/p2p/{PEER}\n", "not of the form"),
+        ("/ip4/10.0.0.1/tcp/4001", "not of the form"),
+        (f"/ip4/10.0.0.1/tcp/0/p2p/{PEER}", "no port 0"),
+        (f"/ip4/10.0.0.1/tcp/70000/p2p/{PEER}", "no port 70000"),
+        (f"/ip4/10.0.0.1/tcp/4001/p2p/{PEER[:-1]}", "mistyped or cut off"),
+        (f"/ip4/10.0.0.300/tcp/4001/p2p/{PEER}", "no ip4 host"),
+        (f"/ip4/name/tcp/4001/p2p/{PEER}", "no ip4 host"),
+        (f"/ip6/10.0.0.1/tcp/4001/p2p/{PEER}", "no ip6 host"),
+    ],
+)
+def test_a_malformed_join_address_is_one_line(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        JoinAddress.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_announced_host_is_one_that_others_can_use() -> None:
+    join = JoinAddress.parse(f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}")
+    assert announced_host("0.0.0.0", "node.example", join) == "node.example"
+    assert announced_host("0.0.0.0", None, join) == "127.0.0.1"
+    assert announced_host("0.0.0.0", None, None) not in ("", "0.0.0.0")
+    assert announced_host("127.0.0.3", None, join) == "127.0.0.3"
+    assert local_host_towards("no such host") == "127.0.0.1"
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(LocalError, match=f"port {port} on 127.0.0.1 is in use"):
+            reserve_port("127.0.0.1", port)
+    reserve_port("127.0.0.1", port).close()
+    with pytest.raises(LocalError, match=r"cannot listen on 192\.0\.2\.1"):
+        reserve_port("192.0.2.1", 0)
+
+
+def address(number: int) -> JoinAddress:
+    return JoinAddress("10.0.0.1", 1 + number, peer_id_of(number.to_bytes(32)))
+
+
+def test_known_peers_are_found_again_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "node" / "known_peers.json"
+    known = KnownPeers(path)
+    known.load()
+    known.remember(address(number) for number in range(PEERS_LIMIT + 6))
+    again = KnownPeers(path)
+    again.load()
+    found = again.unlinked(set(), 1000)
+    assert found == [address(number) for number in range(6, PEERS_LIMIT + 6)]
+    assert again.unlinked({one.peer_id for one in found[1:]}, 1000) == [found[0]]
+    assert [path.name for path in path.parent.iterdir()] == ["known_peers.json"]
+
+
+def test_known_peers_take_turns(tmp_path: Path) -> None:
+    known = KnownPeers(tmp_path / "known_peers.json")
+    known.remember(address(number) for number in range(5))
+    dialled = known.unlinked(set(), 2) + known.unlinked(set(), 2) + known.unlinked(set(), 1)
+    assert sorted(map(str, dialled)) == sorted(str(address(number)) for number in range(5))
+
+
+@pytest.mark.parametrize("text", ["", "{", "17", '["nonsense", 5, null]', "\0\0"])
+def test_a_spoilt_file_of_known_peers_is_no_obstacle(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "known_peers.json"
+    path.write_text(text)
+    known = KnownPeers(path)
+    known.load()
+    assert known.unlinked(set(), 10) == []
+
+
+def test_clocks_may_differ_by_half_a_lifetime() -> None:
+    check_clock(114.0, mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+    check_clock(86.0, mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+    with pytest.raises(ConfigError, match=r"clock is 16\.5 s behind"):
+        check_clock(117.0, mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+    with pytest.raises(ConfigError, match=r"clock is 20\.5 s ahead"):
+        check_clock(80.0, mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+    with pytest.raises(ConfigError, match="clock is"):
+        check_clock(float("nan"), mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+
+
+def test_strangers_cannot_have_much_dialled() -> None:
+    allowance = DialAllowance(at_once=2, per_minute=3)
+    assert [allowance.begin(now=0.0) for _ in range(3)] == [True, True, False]
+    allowance.end()
+    allowance.end()
+    assert [allowance.begin(now=1.0) for _ in range(2)] == [True, False]
+    allowance.end()
+    assert not allowance.begin(now=59.0)
+    assert allowance.begin(now=60.0)
