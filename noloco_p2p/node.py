@@ -233,7 +233,8 @@ class Node:
         self._door.close()
         await seat.until(lambda: intake.in_flight == 0)
         if not seat.draining:
-            await self._inner_step(began, {})
+            if self._door.routes:
+                await self._inner_step(began, {})
             seat.update(step=float(seat.manifest.steps))
             await self._outer_round_if_due()
 

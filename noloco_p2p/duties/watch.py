@@ -66,4 +66,4 @@ class Watch:
     async def next_reading(self) -> None:
         """Wait until the membership has been read anew, from now on."""
         seen = self._readings
-        await self._seat.until(lambda: self._readings > seen)
+        await self._seat.until(lambda: self._readings > seen or self._seat.draining)

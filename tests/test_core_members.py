@@ -1,0 +1,150 @@
+"""Membership: states, who is set aside, who vanishes, the swarm's clock, the choice of a stage."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from noloco_p2p.core.members import STATES, TRANSITIONS, Members, lacking, next_state, stage_to_take
+from noloco_p2p.core.messages import Advert, Origin
+from noloco_p2p.core.streak import LONGEST_STREAK, NonFiniteStreak
+
+EVENTS = sorted({event for _, event in TRANSITIONS})
+
+
+def advert(peer: str, stage: int = 1, state: str = "training", **more: object) -> Advert:
+    return replace(Advert(peer, "run", stage, ("127.0.0.1:1",), state=state), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(STATES, EVENTS)))
+def test_every_state_and_event(state: str, event: str) -> None:
+    legal = {
+        "starting": {"made": "waiting", "drain": "draining"},
+        "waiting": {"begin": "syncing", "drain": "draining"},
+        "syncing": {"synced": "training", "drain": "draining"},
+        "training": {"end": "finished", "pause": "paused", "drain": "draining"},
+        "paused": {"resume": "training", "drain": "draining"},
+        "finished": {"drain": "draining"},
+        "draining": {"leave": "left", "move": "syncing"},
+        "left": {},
+    }
+    if event in legal[state]:
+        assert next_state(state, event) == legal[state][event]
+    else:
+        with pytest.raises(ValueError, match=f"{state}.*{event}"):
+            next_state(state, event)
+
+
+def test_an_empty_reading_wipes_nothing_and_a_missing_peer_goes_after_two() -> None:
+    members = Members("me", ttl_s=30)
+    members.update([advert("a"), advert("b"), advert("me")], now=0)
+    members.update([], now=1)
+    members.update([advert("me")], now=2)
+    assert [a.peer_id for a in members.all()] == ["a", "b"]
+    members.update([advert("b")], now=3)
+    assert [a.peer_id for a in members.all()] == ["a", "b"]
+    members.update([advert("b")], now=4)
+    assert [a.peer_id for a in members.all()] == ["b"]
+
+
+def test_an_older_advert_does_not_replace_a_newer_one() -> None:
+    members = Members("me", 30)
+    members.update([advert("a", step=7.0)], now=10)
+    members.update([advert("a", step=3.0, age_s=5.0)], now=11)
+    assert members.all()[0].step == 7.0
+
+
+def test_a_failing_peer_is_set_aside_for_a_growing_bounded_time() -> None:
+    members = Members("me", 30)
+    members.update([advert("a"), advert("b")], now=0)
+    now, waits = 0.0, []
+    for _ in range(9):
+        members.failed("a", now=now)
+        assert [x.peer_id for x in members.usable(1, now=now)] == ["b"]
+        members.failed("a", now=now)  # the same outage, heard of twice
+        start = now
+        while [x.peer_id for x in members.usable(1, now=now)] == ["b"]:
+            now += 0.5
+        waits.append(now - start)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    members.answered("a")
+    members.failed("a", now=now)
+    assert len(members.usable(1, now=now + 1)) == 2, "an answer forgives"
+
+
+def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
+    members = Members("me", 30)
+    members.update([advert("a"), advert("b")], now=0)
+    members.failed("b", now=0)
+    members.failed("a", now=0.5)
+    assert [x.peer_id for x in members.usable(1, now=0.6)] == ["b"]
+    assert [x.peer_id for x in members.usable(1, now=0.6, without={"b"})] == ["a"]
+
+
+def test_clocks_take_the_newest_sign() -> None:
+    members = Members("me", 30)
+    members.update([advert("a", stage=0, step=4.5, steps_per_s=2.0, age_s=1.0)], now=10)
+    assert members.clocks(now=10) == [(4.5, 1.0, 2.0)]
+    members.heard(Origin("a", 8, 0), now=12)
+    assert members.clocks(now=13) == [(8.0, 1.0, 2.0)]
+    assert members.step_of("a") == 8
+    members.heard(Origin("a", 6, 0), now=14)
+    assert members.step_of("a") == 8, "a late label does not turn the clock back"
+    assert members.step_of("nobody") is None
+
+
+def settle(adverts: list[Advert], stages: int, views: random.Random | None = None) -> list[int]:
+    """Everybody chooses by the same rule, in turns or on views that lag behind, until nobody moves."""
+    seen = {a.peer_id: a for a in adverts}
+    for _ in range(50):
+        base = dict(seen) if views is None or views.random() < 0.5 else None
+        moved = False
+        for me in list(seen.values()):
+            others = [a for a in (base or seen).values() if a.peer_id != me.peer_id]
+            stage = stage_to_take(me, others, stages)
+            if stage != me.stage and not me.settled:
+                seen[me.peer_id] = replace(me, stage=stage)
+                moved = True
+        if not moved:
+            break
+    counts = [0] * stages
+    for a in seen.values():
+        counts[a.stage] += 1
+    return counts
+
+
+@pytest.mark.parametrize(("nodes", "stages"), [(4, 2), (7, 3), (2, 2), (9, 4), (1, 3)])
+def test_simultaneous_joiners_end_even(nodes: int, stages: int) -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        start = [advert(f"p{rng.random()}", rng.randrange(stages), "starting") for _ in range(nodes)]
+        counts = settle(start, stages, rng)
+        assert max(counts) - min(counts) <= 1, (seed, counts)
+
+
+def test_settled_nodes_stay_and_the_others_make_room() -> None:
+    start = [advert(p, 0, "starting", settled=p < "c") for p in "abcd"]
+    assert settle(start, 2) == [2, 2]
+    assert stage_to_take(advert("x", -1, "starting"), start, 2) == 1
+    assert stage_to_take(start[0], start[1:], 2) == 0
+
+
+def test_lacking_names_what_is_missing() -> None:
+    others = [advert("a", 0, "waiting"), advert("b", 1, "starting")]
+    me = advert("me", 1, "waiting")
+    assert lacking(me, others, 2, 2, {"waiting"}) == {0: 1, 1: 1}
+    assert lacking(me, others, 2, 1, {"waiting"}) == {}
+
+
+def test_ten_non_finite_in_a_row_stop_the_node_when_it_cannot_be_one_sender() -> None:
+    streak = NonFiniteStreak()
+    for _ in range(LONGEST_STREAK):
+        assert streak.reason_to_stop(1) is None
+        streak.record(False, "a")
+    assert streak.reason_to_stop(2) is None, "one sender of several may be the one that is broken"
+    assert "10 microbatches in a row" in (streak.reason_to_stop(1) or "")
+    streak.record(False, "b")
+    assert streak.reason_to_stop(2) is not None
+    streak.record(True, "a")
+    assert streak.reason_to_stop(1) is None
