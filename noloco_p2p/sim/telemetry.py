@@ -64,13 +64,21 @@ class SimTelemetry:
     """The Telemetry port of one node."""
 
     def __init__(self, trace: Trace, me: PeerId) -> None:
+        self.dead = False
+        """The process of this node has crashed: it tells nothing any more."""
+        self.own = Trace()
+        """What this node told, apart from the others."""
         self._trace = trace
         self._me = me
 
-    def event(self, kind: str, **fields: object) -> None:
+    def event(self, kind: str, /, **fields: object) -> None:
         """See `ports.Telemetry`."""
+        if self.dead:
+            return
         now = asyncio.get_running_loop().time()
-        self._trace.happenings.append(Happening(now, self._me, kind, tuple(sorted(fields.items()))))
+        happening = Happening(now, self._me, kind, tuple(sorted(fields.items())))
+        self._trace.happenings.append(happening)
+        self.own.happenings.append(happening)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

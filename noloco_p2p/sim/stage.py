@@ -1,0 +1,211 @@
+"""The Stage port over a synchronous stage: one device under virtual time, a cost for each operation, no thread."""
+
+import asyncio
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, Snapshot
+from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
+
+BACKWARD, FORWARD, EVALUATE = 0, 1, 2
+"""What the device does first when several wait."""
+
+T = TypeVar("T")
+
+
+class SyncStage(Protocol):
+    """The methods of `ports.Stage`, not awaited; implemented by `sim.model` and `compute.stage`."""
+
+    @property
+    def state(self) -> StageState:
+        """See `ports.Stage`."""
+        ...
+
+    def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        """See `ports.Stage`."""
+        ...
+
+    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        """See `ports.Stage`."""
+        ...
+
+    def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        """See `ports.Stage`."""
+        ...
+
+    def discard(self, graph: int) -> None:
+        """See `ports.Stage`."""
+        ...
+
+    def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
+        """See `ports.Stage`."""
+        ...
+
+    def inner_step(self, label: StepLabel) -> StepResult:
+        """See `ports.Stage`; `busy_s` is left to the device."""
+        ...
+
+    def snapshot(self, round: int, step: int) -> Snapshot:
+        """See `ports.Stage`."""
+        ...
+
+    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+        """See `ports.Stage`."""
+        ...
+
+    def adopt(self, theirs: Snapshot) -> None:
+        """See `ports.Stage`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Virtual seconds of device time; `loss_backward` costs a forward and a backward, `evaluate` a forward."""
+
+    forward_s: float = 0.010
+    backward_s: float = 0.020
+    inner_step_s: float = 0.005
+    outer_s: float = 0.005
+    """A snapshot, a merge, or an adoption."""
+    spread: float = 0.0
+    """Sigma of the log-normal factor of each operation; 0: constant."""
+
+
+class TimedStage:
+    """The Stage port. `slowness` multiplies every cost from the next operation on; 1.0 is the plain cost.
+
+    An operation takes effect at its end. One whose waiter is cancelled before it began is not run; one that began runs
+    to its end, and a graph that nobody waits for any more is freed.
+    """
+
+    def __init__(self, stage: SyncStage, costs: Costs, rng: random.Random) -> None:
+        self.state = stage.state
+        self.stage = stage
+        self.slowness = 1.0
+        self._costs = costs
+        self._rng = rng
+        self._line: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._in_use = False
+        self._halted = False
+        self._work: asyncio.Task[object] | None = None
+        self._busy_s = 0.0
+
+    async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        """See `ports.Stage`."""
+        return await self._run(
+            FORWARD,
+            self._costs.forward_s,
+            lambda: self.stage.forward(inputs, mask),
+            lambda abandoned: self.stage.discard(abandoned[0]),
+        )
+
+    async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        """See `ports.Stage`."""
+        cost_s = self._costs.backward_s
+        return await self._run(BACKWARD, cost_s, lambda: self.stage.backward(graph, microbatch, gradient))
+
+    async def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        """See `ports.Stage`."""
+        cost_s = self._costs.forward_s + self._costs.backward_s
+        return await self._run(BACKWARD, cost_s, lambda: self.stage.loss_backward(microbatch, inputs, targets, mask))
+
+    def discard(self, graph: int) -> None:
+        """See `ports.Stage`."""
+        self.stage.discard(graph)
+
+    async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
+        """See `ports.Stage`."""
+        cost_s = self._costs.forward_s
+        return await self._run(EVALUATE, cost_s, lambda: self.stage.evaluate(inputs, targets, mask))
+
+    async def inner_step(self, label: StepLabel) -> StepResult:
+        """See `ports.Stage`."""
+        result = await self._run(BACKWARD, self._costs.inner_step_s, lambda: self.stage.inner_step(label))
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return replace(result, busy_s=busy_s)
+
+    async def snapshot(self, round: int, step: int) -> Snapshot:
+        """See `ports.Stage`."""
+        return await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.snapshot(round, step))
+
+    async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+        """See `ports.Stage`."""
+        return await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.merge(mine, theirs))
+
+    async def adopt(self, theirs: Snapshot) -> None:
+        """See `ports.Stage`."""
+        await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.adopt(theirs))
+
+    def halt(self) -> None:
+        """The process is gone: nothing that waits or runs has any effect, and its waiters are cancelled."""
+        self._halted = True
+        for _, _, turn in self._line:
+            turn.cancel()
+        if self._work is not None:
+            self._work.cancel()
+
+    # --- the device -----------------------------------------------------------------------------------------------
+
+    async def _run(
+        self, priority: int, cost_s: float, operation: Callable[[], T], undo: Callable[[T], None] | None = None
+    ) -> T:
+        """Wait for the device, then let it work; `undo` gets a result that nobody waits for any more."""
+        loop = asyncio.get_running_loop()
+        if self._halted:
+            raise asyncio.CancelledError
+        turn: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._line, (priority, next(self._numbers), turn))
+        self._next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._release()
+            raise
+        if self._halted:
+            raise asyncio.CancelledError
+        work = loop.create_task(self._perform(cost_s, operation))
+        self._work = work
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if undo is not None and not work.done():
+                work.add_done_callback(lambda done: _undo(done, undo))
+            raise
+
+    async def _perform(self, cost_s: float, operation: Callable[[], T]) -> T:
+        factor = math.exp(self._rng.gauss(0.0, self._costs.spread)) if self._costs.spread else 1.0
+        took_s = cost_s * factor * self.slowness
+        try:
+            await asyncio.sleep(took_s)
+            self._busy_s += took_s
+            return operation()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._in_use = False
+        self._next()
+
+    def _next(self) -> None:
+        """Give the free device to the first of the line who still waits."""
+        while self._line and not self._in_use and not self._halted:
+            _, _, turn = heapq.heappop(self._line)
+            if not turn.done():
+                self._in_use = True
+                turn.set_result(None)
+
+
+def _undo(done: "asyncio.Task[T]", undo: Callable[[T], None]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        undo(done.result())
