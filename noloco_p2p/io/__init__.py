@@ -2,5 +2,7 @@
 
 import os
 
-# gRPC's fork handlers slow every call down, and nothing here forks. It is read when grpc is first imported.
+# Both are read when grpc is first imported. Its fork handlers slow every call down, and nothing here forks; it reports
+# every connection that a peer closes, which here is everyday.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

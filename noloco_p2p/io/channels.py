@@ -97,8 +97,9 @@ class Channels:
         try:
             yield link
         except Unreachable:
-            if not link.ready:
-                self._forget(key, link)
+            # Also after a deadline: a link whose other end is gone without a word still looks well.
+            if self._links.get(key) is link:
+                del self._links[key]
             raise
         finally:
             link.calls -= 1
@@ -166,10 +167,6 @@ class Channels:
         unused = [key for key, link in self._links.items() if link.calls == 0]
         for key in unused[: max(0, len(self._links) + 1 - MAX_LINKS)]:
             self._retire(self._links.pop(key))
-
-    def _forget(self, key: Key, link: Link) -> None:
-        if self._links.get(key) is link:
-            del self._links[key]
 
     def _retire(self, link: Link) -> None:
         """Close a link that is no longer kept, now or when its last call ends."""

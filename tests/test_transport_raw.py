@@ -1,0 +1,257 @@
+"""What the server does with callers that do not keep the protocol: bare stubs, streams that end early, wrong bytes."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import numpy
+import pytest
+from transport_fixture import LARGE, RUN, Node, activation, echo, hang, pair
+
+from noloco_p2p.core.messages import Activation, Gradient, Header
+from noloco_p2p.errors import Violation
+from noloco_p2p.io import noloco_pb2 as pb
+from noloco_p2p.io import protobuf, serving
+from noloco_p2p.io.noloco_pb2_grpc import NodeStub
+from noloco_p2p.ports import Body
+
+SOON_S = 3.0
+MIDDLE = (3, 333, 777)
+"""3 MiB: some chunks."""
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """In a fresh loop, with a bound on the whole."""
+    asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Any]"]:
+    """Weak references to every buffer that is allocated for received tensors."""
+    made: list[weakref.ref[Any]] = []
+
+    def allocate(length: int) -> memoryview:
+        block = numpy.empty(length, numpy.uint8)
+        made.append(weakref.ref(block))
+        return block.data
+
+    monkeypatch.setattr(protobuf, "allocate", allocate)
+    return made
+
+
+def alive(made: list["weakref.ref[Any]"]) -> int:
+    gc.collect()
+    return sum(ref() is not None for ref in made)
+
+
+@dataclass
+class Bodies:
+    """A handler that reads, and remembers how the reading ended."""
+
+    error: str = ""
+
+    async def serve(self, header: Header, body: Body) -> Gradient:
+        try:
+            return await echo(header, body)
+        except BaseException as error:
+            self.error = f"{type(error).__name__}: {error}"
+            raise
+
+
+@asynccontextmanager
+async def raw_call(node: Node, run_id: str = RUN, seconds: float | None = 10.0) -> AsyncIterator[Any]:
+    """A bare Propagate call to a server with `node`."""
+    async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
+        call = NodeStub(channel).Propagate(timeout=seconds, metadata=serving.metadata("raw", run_id))
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+
+def messages(sent: Activation) -> list[pb.ActivationMessage]:
+    return list(protobuf.to_activation(sent, 10.0))
+
+
+async def refused(call: Any, sent: list[pb.ActivationMessage]) -> str:
+    """Sends these messages and the end of the stream; the text of the Violation that is told."""
+    for message in sent:
+        await call.write(message)
+    await call.done_writing()
+    reply = await asyncio.wait_for(call.read(), SOON_S)
+    assert reply.refusal.kind == pb.Refusal.KIND_VIOLATION
+    return str(reply.refusal.message)
+
+
+def flip_a_byte(sent: list[pb.ActivationMessage]) -> None:
+    chunk = sent[1].frames[0].chunk
+    chunk.data = chunk.data[:100] + bytes([chunk.data[100] ^ 1]) + chunk.data[101:]
+
+
+def swap_chunks(sent: list[pb.ActivationMessage]) -> None:
+    sent[2], sent[3] = sent[3], sent[2]
+
+
+def truncate(sent: list[pb.ActivationMessage]) -> None:
+    del sent[2:]
+
+
+def drop_the_ends(sent: list[pb.ActivationMessage]) -> None:
+    for message in sent:
+        kept = [frame for frame in message.frames if frame.HasField("chunk")]
+        del message.frames[:]
+        message.frames.extend(kept)
+
+
+def overrun(sent: list[pb.ActivationMessage]) -> None:
+    sent[3].frames[0].chunk.data += b"x"
+
+
+def wrong_total(sent: list[pb.ActivationMessage]) -> None:
+    sent[0].header.digest ^= 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (flip_a_byte, "do not have the digest that was sent"),
+        (swap_chunks, "starts at byte 2097152, 1048576 is due"),
+        (truncate, "truncated: 1048576 of 3104892 bytes"),
+        (drop_the_ends, "of tensor 1 came, 0 is due"),
+        (overrun, "goes to byte 3104893 of 3104892"),
+        (wrong_total, "declared for all of them"),
+    ],
+)
+def test_a_broken_body_is_a_violation_for_both_sides_and_frees_its_buffers(
+    fault: Callable[[list[pb.ActivationMessage]], None], text: str, buffers: list["weakref.ref[Any]"]
+) -> None:
+    async def scenario() -> None:
+        bodies = Bodies()
+        sent = messages(activation(MIDDLE))
+        fault(sent)
+        async with raw_call(Node(bodies.serve)) as call:
+            assert text in await refused(call, sent)
+            assert bodies.error.startswith("Violation: ")
+            assert text in bodies.error
+            assert buffers
+            assert alive(buffers) == 0
+
+    run(scenario())
+
+
+def test_a_caller_gone_in_the_middle_of_the_body_is_a_cancellation_and_no_violation(
+    buffers: list["weakref.ref[Any]"],
+) -> None:
+    async def scenario() -> None:
+        bodies = Bodies()
+        node = Node(bodies.serve)
+        async with raw_call(node) as call:
+            for message in messages(activation(LARGE))[:3]:
+                await call.write(message)
+            await asyncio.wait_for(node.entered.wait(), SOON_S)
+            call.cancel()
+            await asyncio.wait_for(node.ended.wait(), SOON_S)
+            assert node.ends == ["CancelledError"]
+            assert bodies.error.startswith("CancelledError")
+            assert alive(buffers) == 0
+
+    run(scenario())
+
+
+def specs(*kinds: tuple[str, str, tuple[int, ...]]) -> list[pb.TensorSpec]:
+    return [pb.TensorSpec(name=name, dtype=dtype, shape=shape) for name, dtype, shape in kinds]
+
+
+HIDDEN, TARGETS = ("hidden", "float32", (2, 8, 16)), ("targets", "int32", (2, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"run_id": "run-2"}, "run 'run-2', this node works on 'run-1'"),
+        ({"time_left_s": 0.0}, "makes no sense"),
+        ({"time_left_s": float("nan")}, "makes no sense"),
+        ({"stage": 0}, "makes no sense"),
+        ({"specs": specs()}, "an activation is hidden"),
+        ({"specs": specs(HIDDEN)}, "an activation is hidden"),
+        ({"specs": specs(TARGETS, HIDDEN)}, "an activation is hidden"),
+        ({"specs": specs(("hidden", "int32", (2, 8, 16)), TARGETS)}, "an activation is hidden"),
+        ({"specs": specs(("hidden", "float32", (2, 8)), TARGETS)}, "an activation is hidden"),
+        ({"specs": specs(HIDDEN, ("targets", "int32", (2, 9)))}, "an activation is hidden"),
+        ({"specs": specs(HIDDEN, TARGETS, ("mask", "int32", (2, 8)))}, "an activation is hidden"),
+        ({"specs": specs(HIDDEN, TARGETS, ("mask", "uint8", (2, 8)), TARGETS)}, "an activation is hidden"),
+        ({"specs": specs(("hidden", "quint4", (2, 8, 16)), TARGETS)}, "unknown element type 'quint4'"),
+        ({"specs": specs(("hidden", "float32", (1 << 62, 8, 16)), TARGETS)}, "at most 134217728 are taken"),
+    ],
+)
+def test_a_header_that_makes_no_sense_never_reaches_the_handler(changes: dict[str, Any], text: str) -> None:
+    async def scenario() -> None:
+        node = Node(hang)
+        (sent,) = messages(activation())
+        del sent.frames[:]
+        if "specs" in changes:
+            del sent.header.specs[:]
+        sent.header.MergeFrom(pb.ActivationHeader(**changes))
+        for name, value in changes.items():
+            if name != "specs":
+                setattr(sent.header, name, value)
+        async with raw_call(node) as call:
+            assert text in await refused(call, [sent])
+        assert node.calls == []
+
+    run(scenario())
+
+
+def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> None:
+    async def scenario() -> None:
+        node = Node(hang)
+        (sent,) = messages(activation())
+        async with raw_call(node) as call:
+            assert "carries no header" in await refused(call, [])
+        async with raw_call(node) as call:
+            assert "carries no header" in await refused(call, [pb.ActivationMessage(frames=sent.frames)])
+        async with raw_call(node, seconds=None) as call:
+            assert "needs a deadline" in await refused(call, [sent])
+        async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
+            odd = (("noloco-peer", "raw"), ("noloco-run", RUN), ("noloco-protocol", "99"))
+            reply = await NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5, metadata=odd)
+            assert "protocol '99', this node speaks '1'" in reply.refusal.message
+            assert (reply.peer_id, reply.run_id) == ("B", RUN)
+        assert node.calls == []
+
+    run(scenario())
+
+
+def test_an_activation_of_one_message_is_the_same_stream_to_the_contract() -> None:
+    async def scenario() -> None:
+        sent = activation(mask=True)
+        async with raw_call(Node(echo)) as call:
+            await call.write(messages(sent)[0])
+            reply = await call.read()
+            assert await call.read() is grpc.aio.EOF
+        gradient = protobuf.GradientReader(sent).feed(reply)
+        assert gradient is not None
+        assert gradient.grad.data == sent.hidden.data
+
+    run(scenario())
+
+
+def test_the_body_is_not_read_twice() -> None:
+    async def twice(header: Header, body: Body) -> Gradient:
+        await body()
+        with pytest.raises(Violation):
+            await body()
+        return await hang(header, body)
+
+    async def scenario() -> None:
+        node = Node(twice)
+        async with raw_call(node) as call:
+            await call.write(messages(activation())[0])
+            await asyncio.wait_for(node.entered.wait(), SOON_S)
+
+    run(scenario())
