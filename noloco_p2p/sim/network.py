@@ -126,7 +126,7 @@ class Network:
             raise Unreachable(f"{callee} gave no answer to {what} within {deadline_s:.3g} s") from None
         finally:
             if not courier.done():
-                loop.call_later(self.latency_s(caller, callee), courier.cancel)
+                loop.call_later(self.latency_s(caller, callee), self._hang_up, caller, callee, courier)
 
     def latency_s(self, sender: PeerId, receiver: PeerId) -> float:
         """Time on the way for one message; draws from the link's own generator."""
@@ -160,6 +160,11 @@ class Network:
                 self._lose_next.remove(wanted)
                 return True
         return self._swallowed(callee, caller, self._link_of(callee, caller).reply_loss)
+
+    def _hang_up(self, caller: PeerId, callee: PeerId, courier: asyncio.Task[None]) -> None:
+        """The callee learns that its caller is gone, unless nothing gets through: then its deadline ends the work."""
+        if not self._swallowed(caller, callee, 0.0):
+            courier.cancel()
 
     async def _carry(
         self,
