@@ -219,7 +219,9 @@ class Node:
         began = seat.now()
         while not over():
             began = seat.now()
-            seat.look()
+            if not self._may_open():
+                await seat.until(lambda: over() or self._may_open())
+                continue
             target, due = self._target()
             self._door.admit(intake.open(seat.step, target, due))
             self._door.strike()
@@ -237,6 +239,14 @@ class Node:
                 await self._inner_step(began, {})
             seat.update(step=float(seat.manifest.steps))
             await self._outer_round_if_due()
+
+    def _may_open(self) -> bool:
+        """Under `balanced` a step has slots only while stage 0 is there, and the last step is the last one."""
+        seat = self.seat
+        seat.look()
+        if seat.manifest.routing != "balanced":
+            return True
+        return bool(seat.view.origins) and seat.step < seat.manifest.steps
 
     def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
         """How many microbatches this step takes, and under `balanced` which."""

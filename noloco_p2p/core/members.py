@@ -138,10 +138,15 @@ class Members:
         return max(member.advert.step, member.heard[0] if member.heard else 0)
 
     def clocks(self, *, now: float) -> list[tuple[float, float, float]]:
-        """(step, age in seconds, steps per second) of the stage-0 replicas in training, each at its newest sign."""
+        """(step, age in seconds, steps per second) of the stage-0 replicas in training, each at its newest sign.
+
+        One that has not measured its speed yet cannot be projected to now, and would hold everybody back.
+        """
         found = []
         for advert in self.of_stage(0, TRAINING):
             member = self._members[advert.peer_id]
+            if not advert.steps_per_s > 0:
+                continue
             step, at = advert.step, member.announced_at
             if member.heard is not None and member.heard[1] > at:
                 step, at = max(step, float(member.heard[0])), member.heard[1]
