@@ -1,0 +1,100 @@
+"""The Prometheus metrics of one node (design.md §9), in a registry of their own. What sets them is in telemetry.py."""
+
+import time
+from types import TracebackType
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+MOST_LABELS = 24
+"""Values of a label that a metric tells apart; further ones are counted as `other`."""
+
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Counters:
+    """A counter with labels, its children kept by their values, at most MOST_LABELS of them."""
+
+    def __init__(self, metric: Counter, labels: int = 1) -> None:
+        self._metric = metric
+        self._other = ("other",) * labels
+        self._children: dict[tuple[str, ...], Counter] = {}
+
+    def add(self, amount: float, *values: str) -> None:
+        """Increase the child of these label values, or the one called `other`."""
+        child = self._children.get(values)
+        if child is None:
+            values = values if len(self._children) < MOST_LABELS else self._other
+            child = self._children.setdefault(values, self._metric.labels(*values))
+        child.inc(amount)
+
+
+class Phases:
+    """Seconds by phase; a phase that is not in the table counts as `other`."""
+
+    NAMES = ("forward", "backward", "send", "wait", "step", "outer", "other")
+
+    def __init__(self, metric: Histogram) -> None:
+        self._children = {name: metric.labels(name) for name in self.NAMES}
+
+    def span(self, name: str) -> "Span":
+        """Measures the seconds inside a `with`."""
+        return Span(self._children.get(name) or self._children["other"])
+
+
+class Span:
+    """Puts the seconds inside a `with` into a histogram."""
+
+    __slots__ = ("_began", "_child")
+
+    def __init__(self, child: Histogram) -> None:
+        self._child = child
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._child.observe(time.perf_counter() - self._began)
+
+
+class Metrics:
+    """All metrics of a node."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, namespace="noloco", registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, namespace="noloco", registry=registry)
+
+        self.node = Info("node", "Who this node is.", namespace="noloco", registry=registry)
+        self.inner_steps = counter("inner_steps", "Optimizer steps taken.")
+        self.tokens = counter("tokens", "Targets whose loss this node's gradients came from.")
+        self.device_seconds = counter("device_seconds", "Seconds that the device worked for inner steps.")
+        self.outer_rounds = Counters(counter("outer_rounds", "Outer rounds by what was merged.", "result"))
+        self.microbatches = Counters(counter("microbatches", "Microbatches by how they ended here.", "result"))
+        self.rerouted = Counters(counter("rerouted", "Microbatches sent to another replica.", "reason"))
+        self.busy_replies = Counters(counter("busy_replies", "Busy said (in) and heard (out).", "direction"))
+        self.idle_seconds = Counters(counter("idle_seconds", "Seconds that the device waited.", "cause"))
+        self.bytes = Counters(counter("bytes", "Bytes that travelled, in and out.", "direction", "kind"), labels=2)
+        self.loss = gauge("loss", "Nats per token of the last inner step.")
+        self.validation_loss = gauge("validation_loss", "Nats per token of the last evaluation.")
+        self.learning_rate = gauge("learning_rate", "Learning rate of the last inner step.")
+        self.grad_norm = gauge("grad_norm", "L2 norm of this stage's gradient before clipping.")
+        self.step = gauge("step", "The node's clock, in steps.")
+        self.in_flight = gauge("in_flight", "Autograd graphs held.")
+        self.waiting = gauge("waiting", "Microbatches that wait at the door.")
+        self.replica_std = gauge("replica_std", "Standard deviation of the weights between replicas of this stage.")
+        self.lag = gauge("event_loop_lag_seconds", "How late the event loop last came to a timer.")
+        self.peers = gauge("peers", "Nodes of the swarm, this one included.", "stage", "state")
+        phases = Histogram(
+            "phase_seconds",
+            "Seconds of one phase of the work.",
+            ("phase",),
+            namespace="noloco",
+            registry=registry,
+            buckets=SECONDS_BUCKETS,
+        )
+        self.phases = Phases(phases)
