@@ -118,7 +118,7 @@ def test_a_malformed_payload_is_a_violation(payload: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_an_advert_or_a_violation(payload: bytes) -> None:
+def test_random_bytes_are_a_violation(payload: bytes) -> None:
     with pytest.raises(Violation):
         decode(payload, run_id=RUN, stage=0, peer_id=PEER)
 
