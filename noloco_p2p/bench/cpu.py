@@ -1,0 +1,52 @@
+"""Where the CPU time of node processes goes, thread by thread, from Linux's /proc."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSeconds:
+    """CPU seconds of a process since its start."""
+
+    threads: dict[int, float]
+    """By thread id; the one whose id is the process id runs the event loop."""
+    children: float
+    """Of the live processes that it started (the libp2p daemon)."""
+
+
+def read(pid: int) -> CpuSeconds | None:
+    """CPU seconds of a process; None where there is no /proc or no such process."""
+    try:
+        threads = {int(task.name): _fields(task / "stat")[1] for task in (PROC / str(pid) / "task").iterdir()}
+    except OSError:
+        return None
+    children = 0.0
+    for stat in PROC.glob("[0-9]*/stat"):
+        try:
+            parent, seconds = _fields(stat)
+        except OSError:
+            continue  # it has just ended
+        children += seconds if parent == pid else 0.0
+    return CpuSeconds(threads, children)
+
+
+def _fields(stat: Path) -> tuple[int, float]:
+    """Parent process, and user and system time: fields 4, 14 and 15 of proc(5); the name in field 2 may hold spaces."""
+    fields = stat.read_text().rpartition(")")[2].split()
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def split(pid: int, before: CpuSeconds, after: CpuSeconds) -> dict[str, float]:
+    """CPU seconds between two readings: `compute`, `loop` and `wire`.
+
+    `loop` is the main thread (event loop: messages, digests, routing); `compute` the busiest other thread, which is the
+    device's; `wire` all the rest: gRPC's own threads, the libp2p daemon, and the little that data and metrics take.
+    """
+    spent = {task: seconds - before.threads.get(task, 0.0) for task, seconds in after.threads.items()}
+    loop = spent.pop(pid, 0.0)
+    compute = max(spent.values(), default=0.0)
+    wire = sum(spent.values()) - compute + after.children - before.children
+    return {"compute": compute, "loop": loop, "wire": wire}

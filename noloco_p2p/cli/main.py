@@ -1,0 +1,133 @@
+"""`noloco`: a swarm on this machine, and measurements. What is heavy is imported inside the commands."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from noloco_p2p.errors import NolocoError
+
+app = typer.Typer(
+    help="Train a language model on a swarm of peers (NoLoCo).",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
+DEBUG = "--debug"
+USER_ERROR, UNEXPECTED = 2, 1
+
+
+@app.callback()
+def noloco(debug: Annotated[bool, typer.Option(DEBUG, help="Show a traceback with an error.")] = False) -> None:
+    """Train a language model on a swarm of peers (NoLoCo)."""
+
+
+@app.command()
+def swarm(
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings of the run and of its nodes.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Nodes of each stage.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Length of the run in steps.")] = None,
+    dir: Annotated[Path | None, typer.Option(help="Directory of the run; default: a fresh noloco-runs/NAME-N.")] = None,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
+) -> None:
+    """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory."""
+    from noloco_p2p.cli.swarm import make_plan, run_swarm
+
+    raise typer.Exit(run_swarm(make_plan(config, stages, replicas, steps, set or []), dir, plain))
+
+
+@bench.command("pipeline")
+def bench_pipeline(
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per stage-0 replica and inner step.")] = 4,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of the measurement.")] = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens/s of a 2 x 2 swarm over twice those of one process with one thread."""
+    from noloco_p2p.bench import pipeline
+
+    _report(pipeline.run(microbatches, seconds), as_json)
+
+
+@bench.command("transport")
+def bench_transport(as_json: AsJson = False) -> None:
+    """MiB/s of the transport over raw TCP and gloo, and the latency of a small call."""
+    from noloco_p2p.bench import transport
+
+    _report(transport.run(), as_json)
+
+
+@bench.command("stage")
+def bench_stage(
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Seconds per microbatch of one stage, deviation from the CPU, peak memory."""
+    from noloco_p2p.bench import stage
+
+    _report(stage.run(device), as_json)
+
+
+@bench.command("outer")
+def bench_outer(as_json: AsJson = False) -> None:
+    """Seconds and bytes of an outer round of a 1M- and a 50M-parameter stage."""
+    from noloco_p2p.bench import outer
+
+    _report(outer.run(), as_json)
+
+
+def _report(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures, allow_nan=False))
+        return
+    for line in _lines(figures, ""):
+        print(line)
+
+
+def _lines(figures: dict[str, Any], indent: str) -> list[str]:
+    """The same figures for a person, nested ones indented."""
+    told: list[str] = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            told += [f"{indent}{name}:", *_lines(value, f"{indent}  ")]
+        else:
+            told.append(f"{indent}{name}: {f'{value:,.4g}' if isinstance(value, float) else value}")
+    return told
+
+
+def main() -> None:
+    """The command `noloco`. One line and exit code 2 for what the user can put right; a traceback with --debug."""
+    # Typer's own copy of click has no public name; UsageError is what BadParameter is made from.
+    usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
+    debug = DEBUG in sys.argv[1:]
+    try:
+        code = app(prog_name="noloco", args=[a for a in sys.argv[1:] if a != DEBUG], standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except NolocoError as error:
+        if debug:
+            raise
+        _fail(str(error), USER_ERROR)
+    except usage_error as error:
+        text = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
+        _fail(f"{text}; see noloco --help", USER_ERROR)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:  # the last place: a bug is told in one line, and whole with --debug
+        if debug:
+            raise
+        _fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""`noloco swarm`: a whole swarm as node processes on this machine (design.md §8).
+
+    plan → start the first node → start the others, which join it → look on → end → summary.json
+
+The launcher trains nothing and shares no memory with the nodes: it reads their files and their metrics.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import FrameType
+
+from noloco_p2p.cli import settings, summary
+from noloco_p2p.cli.children import Child, end_all, wait_all
+from noloco_p2p.cli.table import History, Screen, make_screen
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io import scrape
+
+TICK_S = 0.2
+LOG_LINES = 15
+"""Lines of a failed node's log that are shown."""
+LEAVE_MARGIN_S = 10.0
+"""Beyond `limits.drain_s` a node may take so long to close what it has open."""
+LOOPBACK = ("listen.host=127.0.0.1", "listen.dht_port=0", "listen.grpc_port=0", "listen.metrics_port=0")
+"""All nodes have the same settings, so none may name a port."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be started."""
+
+    name: str
+    stages: int
+    replicas: int
+    steps: int
+    drain_s: float
+    arguments: tuple[str, ...]
+    """For every node: the configuration file and all settings, so that all have an equal manifest."""
+
+
+def make_plan(
+    config: Path | None, stages: int | None, replicas: int | None, steps: int | None, given: Sequence[str]
+) -> Plan:
+    """The swarm that the command line asks for; nothing is made yet. Raises ConfigError."""
+    asked = {"stages": stages, "start_replicas": replicas, "steps": steps}
+    overrides = [*given, *(f"{key}={value}" for key, value in asked.items() if value is not None)]
+    manifest, local = settings.load(config, os.environ, overrides)
+    arguments = [] if config is None else ["--config", str(config)]
+    for override in (*overrides, *LOOPBACK):
+        arguments += ["--set", override]
+    return Plan(
+        manifest.name,
+        manifest.stages,
+        manifest.start_replicas,
+        manifest.steps,
+        local.limits.drain_s,
+        tuple(arguments),
+    )
+
+
+def make_run_dir(name: str, asked: Path | None) -> Path:
+    """The directory of this run: the one asked for, or a fresh `noloco-runs/<name>-<n>`.
+
+    Raises ConfigError for one that holds a finished run, LocalError when it cannot be made.
+    """
+    try:
+        if asked is not None:
+            asked.mkdir(parents=True, exist_ok=True)
+            old = scrape.read_json(asked / scrape.SUMMARY)
+            if old is not None and old.get("completed"):
+                raise ConfigError(f"{asked} holds a finished run; name another --dir")
+            return asked
+        runs, n = Path("noloco-runs"), 1
+        runs.mkdir(exist_ok=True)
+        while True:
+            try:
+                (runs / f"{name}-{n}").mkdir()
+                return runs / f"{name}-{n}"
+            except FileExistsError:
+                n += 1
+    except OSError as error:
+        raise LocalError(f"the run's directory cannot be made: {error}") from error
+
+
+class Signals:
+    """Remembers that somebody asked to stop, and how often, between `with` and its end."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        """Number of the first signal."""
+        self.count = 0
+
+    def __enter__(self) -> "Signals":
+        self._before = {number: signal.signal(number, self._heard) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, number: int, _: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1
+
+
+class Swarm:
+    """The processes of one run, from start to end. `run` is its life; no process outlives it."""
+
+    def __init__(self, plan: Plan, run_dir: Path, screen: Screen, signals: Signals) -> None:
+        self._plan = plan
+        self._screen = screen
+        self._signals = signals
+        self._children = [Child(run_dir, s, r) for s, r in product(range(plan.stages), range(plan.replicas))]
+        self._histories = [History(child.name, child.stage) for child in self._children]
+        self._failed: Child | None = None
+        self._shown_at = 0.0
+        self._path = run_dir / scrape.SUMMARY
+
+    def run(self) -> int:
+        """Start, look on, end, write the summary; returns the exit code."""
+        began = time.monotonic()
+        self._path.unlink(missing_ok=True)
+        try:
+            self._start()
+            self._look_on()
+            self._leave()
+        finally:
+            end_all(self._children)
+            self._screen.close()
+        plan = self._plan
+        wall_s = time.monotonic() - began
+        told = summary.summarise(self._children, plan.stages, plan.replicas, plan.steps, wall_s)
+        told["completed"] = told["completed"] and self._signals.first is None
+        summary.write(told, self._path)
+        for line in summary.lines(told, self._path):
+            self._screen.say(line)
+        return self._exit_code(bool(told["completed"]))
+
+    def _start(self) -> None:
+        """The first node, and when it can be reached the others, all at once."""
+        plan, (first, *others) = self._plan, self._children
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads_each(len(self._children)))}
+        first.start(plan.arguments, environment)
+        while not first.reachable():
+            if self._over():
+                return
+            time.sleep(TICK_S)
+        assert first.endpoints is not None, "it is reachable"
+        for child in others:
+            child.start([*plan.arguments, "--join", first.endpoints.join[0]], environment)
+
+    def _look_on(self) -> None:
+        """Show how the nodes are until all have ended, one has failed, or somebody asked to stop."""
+        with ThreadPoolExecutor(len(self._children)) as pool:
+            while any(child.running for child in self._children) and not self._over():
+                now = time.monotonic()
+                if now - self._shown_at >= self._screen.interval_s:
+                    self._shown_at = now
+                    readings = pool.map(Child.read_metrics, self._children)
+                    for history, reading in zip(self._histories, readings, strict=True):
+                        history.add(reading)
+                    self._screen.show([history.row() for history in self._histories])
+                time.sleep(TICK_S)
+        self._over()
+
+    def _over(self) -> bool:
+        """Somebody asked to stop, or a node has failed."""
+        self._failed = self._failed or next((c for c in self._children if c.exit_code not in (None, 0)), None)
+        return self._failed is not None or self._signals.count > 0
+
+    def _leave(self) -> None:
+        """When it ends early: the nodes finish what they hold; a second signal stops them at once."""
+        if not any(child.running for child in self._children):
+            return
+        heard = self._signals.count
+        self._screen.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
+        for child in self._children:
+            child.terminate()
+        give_up_at = time.monotonic() + self._plan.drain_s + LEAVE_MARGIN_S
+        while time.monotonic() < give_up_at and self._signals.count == heard:
+            if wait_all(self._children, TICK_S):
+                return
+
+    def _exit_code(self, completed: bool) -> int:
+        if self._signals.first is not None:
+            return 128 + self._signals.first
+        if self._failed is not None:
+            code = self._failed.exit_code or 1
+            how = f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
+            print(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", file=sys.stderr)
+            for line in self._failed.last_lines(LOG_LINES):
+                print(f"  {line}", file=sys.stderr)
+            return 2 if code == 2 else 1
+        if not completed:
+            print("error: a node left before the run's end; see the logs", file=sys.stderr)
+        return 0 if completed else 1
+
+
+def threads_each(nodes: int) -> int:
+    """CPU threads for each of so many nodes on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // nodes)
+
+
+def run_swarm(plan: Plan, asked_dir: Path | None, plain: bool) -> int:
+    """Run a swarm to its end; returns the exit code. Raises ConfigError or LocalError before anything is started."""
+    run_dir = make_run_dir(plan.name, asked_dir)
+    screen = make_screen(f"{plan.name}: {plan.stages} × {plan.replicas} nodes, {plan.steps} steps", plain)
+    screen.say(f"{plan.stages} stages × {plan.replicas} replicas, {plan.steps} steps, in {run_dir}")
+    with Signals() as signals:
+        return Swarm(plan, run_dir, screen, signals).run()

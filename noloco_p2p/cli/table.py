@@ -1,0 +1,159 @@
+"""What `noloco swarm` shows while it runs: a live table at a terminal, plain lines elsewhere."""
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from noloco_p2p.io.scrape import Reading
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RATE_READINGS = 8
+"""Tokens per second are taken over so many readings."""
+LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
+GONE = frozenset({"left"})
+COLUMNS = ("node", "stage", "inner step", "outer round", "loss", "tokens/s", "peers")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One node's line. None: not known yet."""
+
+    name: str
+    stage: int
+    inner_step: int | None = None
+    outer_round: int | None = None
+    loss: float | None = None
+    """Nats per token of the last inner step."""
+    tokens_per_s: float | None = None
+    """Tokens that this node trained on or served."""
+    peers: int | None = None
+    """Other nodes of the swarm that it sees."""
+
+    def cells(self) -> tuple[str, ...]:
+        """As text, in the order of COLUMNS."""
+        loss = "–" if self.loss is None else f"{self.loss:.3f}"
+        rate = "–" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
+        counts = ["–" if n is None else str(n) for n in (self.inner_step, self.outer_round, self.peers)]
+        return self.name, str(self.stage), counts[0], counts[1], loss, rate, counts[2]
+
+
+class History:
+    """A node's last few readings, and the row they make."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        self._name = name
+        self._stage = stage
+        self._readings: deque[Reading] = deque(maxlen=RATE_READINGS)
+
+    def add(self, reading: Reading | None) -> None:
+        """Take a reading; None (a node that gave none) leaves the last one standing."""
+        if reading is not None:
+            self._readings.append(reading)
+
+    def row(self) -> Row:
+        """The node's line."""
+        if not self._readings:
+            return Row(self._name, self._stage)
+        old, new = self._readings[0], self._readings[-1]
+        inner_steps = int(new.total("inner_steps_total"))
+        rate = None
+        if new.at > old.at and inner_steps:
+            rate = (new.total("tokens_total") - old.total("tokens_total")) / (new.at - old.at)
+        seen = sum(count for state, count in new.by("state", "peers").items() if state not in GONE)
+        return Row(
+            self._name,
+            self._stage,
+            inner_steps,
+            int(new.total("outer_rounds_total")),
+            new.total("loss") if inner_steps else None,
+            rate,
+            max(0, int(seen) - 1),
+        )
+
+
+class Screen(Protocol):
+    """Where the launcher shows how the swarm is."""
+
+    interval_s: float
+    """Seconds between two readings of the nodes."""
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """The nodes as they are now."""
+        ...
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+class PlainScreen:
+    """Lines on standard output: all nodes, every ten seconds."""
+
+    interval_s = PLAIN_INTERVAL_S
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """One line for each node."""
+        for row in rows:
+            node, _, *cells = row.cells()
+            told = "  ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[2:], cells, strict=True))
+            print(f"{node}  {told}", flush=True)
+
+    def say(self, line: str) -> None:
+        """Printed as it is."""
+        print(line, flush=True)
+
+    def close(self) -> None:
+        """Nothing to put right."""
+
+
+class LiveScreen:
+    """A table that is drawn anew in place."""
+
+    interval_s = LIVE_INTERVAL_S
+
+    def __init__(self, title: str) -> None:
+        from rich.live import Live
+
+        self._title = title
+        self._live = Live(auto_refresh=False, redirect_stderr=False)
+        self._shown = False
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Draw the table."""
+        if not self._shown:
+            self._live.start()
+            self._shown = True
+        self._live.update(self._table(rows), refresh=True)
+
+    def say(self, line: str) -> None:
+        """Printed above the table."""
+        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """The last table stays on the screen."""
+        if self._shown:
+            self._live.stop()
+            self._shown = False
+
+    def _table(self, rows: Sequence[Row]) -> "Table":
+        from rich.table import Table
+
+        table = Table(title=self._title, title_justify="left")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column == "node" else "right")
+        for row in rows:
+            table.add_row(*row.cells())
+        return table
+
+
+def make_screen(title: str, plain: bool) -> Screen:
+    """A live table when standard output is a terminal and `plain` is not asked for."""
+    return PlainScreen() if plain or not sys.stdout.isatty() else LiveScreen(title)
