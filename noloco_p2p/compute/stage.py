@@ -72,7 +72,7 @@ class TorchStage:
             audit.initial(part.parameters)
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
         """θ by global name, the live tensors (for tests, benches and export)."""
         return dict(self._part.parameters)
 
