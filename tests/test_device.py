@@ -1,0 +1,277 @@
+"""The device thread: order, cancellation, failures, and the Stage port over the real stage."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import pytest
+from stages import SIZES, as_gradient, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
+
+from noloco_p2p.compute.device import IDLE, NORMAL, URGENT, Device, DeviceStage, make_stage
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
+from noloco_p2p.core.messages import HostTensor, LossSum
+from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.ports import Stage
+
+
+class Gate:
+    """A job that holds the device until it is opened."""
+
+    def __init__(self, device: Device) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+        self._device = device
+        self.task: asyncio.Task[str] | None = None
+
+    async def hold(self, lost: Callable[[str], None] | None = None) -> asyncio.Task[str]:
+        """Begin the job; returns when it runs."""
+
+        def work() -> str:
+            self.entered.set()
+            assert self.opened.wait(10)
+            return "held"
+
+        self.task = asyncio.create_task(self._device.call(NORMAL, work, lost=lost))
+        await asyncio.to_thread(self.entered.wait, 10)
+        return self.task
+
+
+def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
+    async def run() -> list[str]:
+        device, order = Device("test"), list[str]()
+        gate = Gate(device)
+        held = await gate.hold()
+        wanted = [(IDLE, "e1"), (NORMAL, "f1"), (URGENT, "b1"), (NORMAL, "f2"), (URGENT, "b2"), (IDLE, "e2")]
+        tasks = [asyncio.create_task(device.call(p, partial(order.append, name))) for p, name in wanted]
+        await asyncio.sleep(0)
+        gate.opened.set()
+        await asyncio.gather(held, *tasks)
+        device.close()
+        device.join()
+        return order
+
+    assert asyncio.run(run()) == ["b1", "b2", "f1", "f2", "e1", "e2"]
+
+
+def test_cancelled_before_it_began_it_is_not_run() -> None:
+    async def run() -> list[str]:
+        device, ran = Device("test"), list[str]()
+        gate = Gate(device)
+        held = await gate.hold()
+        task = asyncio.create_task(device.call(URGENT, lambda: ran.append("cancelled")))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.opened.set()
+        await held
+        await device.call(NORMAL, lambda: ran.append("after"))
+        device.close()
+        device.join()
+        return ran
+
+    assert asyncio.run(run()) == ["after"]
+
+
+def test_cancelled_after_it_began_it_runs_to_its_end_and_the_result_is_handed_back() -> None:
+    async def run() -> str:
+        device = Device("test")
+        gate = Gate(device)
+        handed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        held = await gate.hold(lost=handed.set_result)
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        gate.opened.set()
+        device_result = await asyncio.wait_for(handed, 10)
+        device.close()
+        device.join()
+        return device_result
+
+    assert asyncio.run(run()) == "held"
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def test_failures_reach_the_waiter_and_the_thread_lives_on() -> None:
+    async def run() -> None:
+        device = Device("test")
+        with pytest.raises(Violation, match="bad"):
+            await device.call(NORMAL, raising(Violation("bad")))
+        with pytest.raises(RuntimeError, match="shape"):
+            await device.call(NORMAL, raising(RuntimeError("shape")))
+        for lack in (
+            MemoryError(),
+            RuntimeError("CUDA out of memory. Tried"),
+            RuntimeError("can't allocate memory"),
+        ):
+            with pytest.raises(LocalError, match="not enough memory on the device") as caught:
+                await device.call(NORMAL, raising(lack))
+            assert caught.value.__cause__ is lack
+        assert await device.call(NORMAL, lambda: 5) == 5
+        device.close()
+        device.join()
+
+    asyncio.run(run())
+
+
+def test_close_ends_what_waits_and_refuses_what_comes() -> None:
+    async def run() -> None:
+        device = Device("test")
+        gate = Gate(device)
+        held = await gate.hold()
+        waiting = asyncio.create_task(device.call(URGENT, lambda: 1))
+        await asyncio.sleep(0)
+        device.close()
+        device.close()
+        gate.opened.set()
+        assert await held == "held"
+        with pytest.raises(LocalError, match="closed"):
+            await waiting
+        with pytest.raises(LocalError, match="closed"):
+            await device.call(URGENT, lambda: 1)
+        device.post(lambda: 1)
+        device.join()
+
+    asyncio.run(run())
+
+
+def test_a_waiter_whose_loop_has_ended_does_not_end_the_thread() -> None:
+    device = Device("test")
+    gate = Gate(device)
+
+    async def leave() -> None:
+        await gate.hold()
+
+    asyncio.run(leave())
+    gate.opened.set()
+
+    async def call() -> int:
+        return await device.call(NORMAL, lambda: 7)
+
+    assert asyncio.run(call()) == 7
+    device.close()
+    device.join()
+
+
+def on_devices(stages: list[TorchStage]) -> list[DeviceStage]:
+    return [DeviceStage(stage, Device(f"test-{index}")) for index, stage in enumerate(stages)]
+
+
+def test_the_port_over_real_stages_gives_what_the_stages_give() -> None:
+    manifest, batch = make_manifest(), make_batch(1)
+    plain = make_stages(manifest)
+    expected = run_microbatch(plain, batch, microbatch(1))
+    steps = [stage.inner_step(make_label()) for stage in plain]
+
+    async def run() -> None:
+        wrapped = on_devices(make_stages(manifest))
+        first, last = cast(list[Stage], wrapped)
+        graph, flow = await first.forward(batch.inputs, None)
+        below = await last.loss_backward(microbatch(1), flow, batch.targets, None)
+        above = await first.backward(graph, microbatch(1), as_gradient(below, microbatch(1)))
+        assert (above.loss_sum, above.tokens) == (expected[0].loss_sum, expected[0].tokens)
+        for stage, step in zip((first, last), steps, strict=True):
+            result = await stage.inner_step(make_label())
+            assert (result.tokens, result.grad_norm) == (step.tokens, step.grad_norm)
+            assert 0 < result.busy_s < 60
+            mine = await stage.snapshot(1, 10)
+            assert (await stage.merge(mine, mine)).replica_std == 0.0
+            await stage.adopt(mine)
+        sent = await first.evaluate(batch.inputs, batch.targets, None)
+        assert isinstance(sent, HostTensor)
+        assert isinstance(await last.evaluate(sent, batch.targets, None), LossSum)
+        for one in wrapped:
+            one.close()
+
+    asyncio.run(run())
+
+
+def test_busy_seconds_count_work_and_start_again() -> None:
+    async def run() -> list[float]:
+        device = Device("test")
+        stage = DeviceStage(make_stages(make_manifest())[0], device)
+        await device.call(NORMAL, lambda: time.sleep(0.2))
+        busy = [(await stage.inner_step(make_label(step))).busy_s for step in (1, 2)]
+        stage.close()
+        device.join()
+        return busy
+
+    first, second = asyncio.run(run())
+    assert first >= 0.2
+    assert second < 0.2
+
+
+def test_a_graph_whose_waiter_is_gone_is_freed() -> None:
+    stage = make_stages(make_manifest())[0]
+    entered, opened = threading.Event(), threading.Event()
+    forward = stage.forward
+
+    def slow(inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        entered.set()
+        assert opened.wait(10)
+        return forward(inputs, mask)
+
+    stage.forward = slow  # type: ignore[method-assign]
+
+    async def run() -> None:
+        device = Device("test")
+        wrapped = DeviceStage(stage, device)
+        task = asyncio.create_task(wrapped.forward(make_batch(1).inputs, None))
+        await asyncio.to_thread(entered.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        opened.set()
+        await device.call(IDLE, entered.is_set)
+        assert await device.call(IDLE, lambda: dict(stage._graphs)) == {}
+        wrapped.close()
+        device.join()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_make_stage_keeps_the_loop_alive_and_gives_the_initial_weights() -> None:
+    manifest = make_manifest(dtype="float32")
+
+    async def run() -> int:
+        turns, done = 0, asyncio.Event()
+
+        async def turn() -> None:
+            nonlocal turns
+            while not done.is_set():
+                turns += 1
+                await asyncio.sleep(0.001)
+
+        ticking = asyncio.create_task(turn())
+        stage = await make_stage(manifest, NodeConfig(device="cpu", threads=1), 1, "me")
+        done.set()
+        await ticking
+        expected = make_stages(manifest)[1].snapshot(0, 0)
+        mine = await stage.snapshot(0, 0)
+        assert [bytes(t.data) for t in mine.tensors] == [bytes(t.data) for t in expected.tensors]
+        stage.close()
+        return turns
+
+    assert asyncio.run(run()) > 5
+
+
+def test_make_stage_that_fails_leaves_no_thread() -> None:
+    manifest = RunManifest(model=ModelSettings(config={**SIZES["llama"], "num_hidden_layers": 1}), sequence_length=8)
+
+    async def run() -> None:
+        with pytest.raises(ConfigError, match="stages is 2, but the model has only 1 layers"):
+            await make_stage(manifest, NodeConfig(device="cpu"), 0, "me")
+
+    asyncio.run(run())
+    for thread in [thread for thread in threading.enumerate() if thread.name == "device-0"]:
+        thread.join(10)
+        assert not thread.is_alive()
