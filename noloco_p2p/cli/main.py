@@ -97,7 +97,7 @@ def _lines(figures: dict[str, Any], indent: str) -> list[str]:
         if isinstance(value, dict):
             told += [f"{indent}{name}:", *_lines(value, f"{indent}  ")]
         else:
-            told.append(f"{indent}{name}: {f'{value:,.4g}' if isinstance(value, float) else value}")
+            told.append(f"{indent}{name}: {f'{value:,.5g}' if isinstance(value, float) else value}")
     return told
 
 
