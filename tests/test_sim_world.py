@@ -100,7 +100,7 @@ def test_one_seed_tells_one_story_whatever_the_hash_seed() -> None:
 
 @pytest.mark.parametrize("at_s", [1.1, 1.2, 1.31, 1.42])
 def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
-    swarm = Swarm(_plan((2, 3)))
+    swarm = Swarm(_plan((2, 3), steps=24))
     at_crash: list[tuple[int, int]] = []
 
     def crash() -> None:
@@ -117,7 +117,7 @@ def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
     assert crashed.ended_at_s == pytest.approx(at_s)
     assert crashed.trace.of("state")[-1].get("state") == "training"
     assert [(crashed.model_stage.inner_steps, len(crashed.model_stage.counted))] == at_crash
-    assert [node.step for node in outcome.lives if not node.crashed] == [STEPS] * 4
+    assert [node.step for node in outcome.lives if not node.crashed] == [24] * 4
     assert set(_counted(outcome, 0).values()) == {1}
     assert set(_counted(outcome, 0)) <= set(_counted(outcome, 1))
     told = {str(h.get("message")) for h in outcome.trace.of("reroute")}
