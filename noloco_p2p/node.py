@@ -58,6 +58,8 @@ class Node:
         self._watch = Watch(self.seat, self._door.strike)
         self._arrival = Arrival(self.seat, self._watch, self._rounds)
         self._ending = Ending(self.seat, self._sender)
+        self.finished = False
+        """The run has ended, and this node was there until its end."""
         self._saw_the_end = False
         self._stepped_at: float | None = None
 
@@ -89,6 +91,11 @@ class Node:
             except PeerError as error:
                 seat.event("warning", message=f"could not tell the others that this node leaves: {error}")
 
+    @property
+    def evaluated_s(self) -> float:
+        """Seconds spent in evaluations before the last step."""
+        return self._ending.evaluated_s
+
     def drain(self) -> None:
         """Leave: finish what is held, begin nothing new, at most `limits.drain_s`."""
         if not self.seat.draining:
@@ -119,6 +126,7 @@ class Node:
         if not self.seat.draining:
             self.seat.enter("end", "the run has reached its last step")
             await self._ending.finish()
+            self.finished = not self.seat.draining
 
     # === the stage and its weights ==================================================================================
 

@@ -18,6 +18,8 @@ class Ending:
     def __init__(self, seat: Seat, sender: Sender) -> None:
         self._seat = seat
         self._sender = sender
+        self.evaluated_s = 0.0
+        """Seconds spent in evaluations while training."""
 
     async def evaluate(self) -> None:
         """The same held-out microbatches as everybody, on fixed routes, no weight averaging (method.md §5)."""
@@ -38,7 +40,8 @@ class Ending:
         flights = [one(number, batch) for number, batch in enumerate(seat.batches.validation())]
         sums = [loss for loss in await asyncio.gather(*flights) if loss is not None]
         tokens = sum(s.tokens for s in sums)
-        seat.event("idle", cause="evaluation", seconds=seat.now() - began)
+        if seat.advert.state == "training":
+            self.evaluated_s += seat.now() - began
         if tokens:
             seat.event("evaluation", step=seat.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
 

@@ -1,0 +1,41 @@
+"""How a command ends: one line and exit code 2 for what the user can put right, a traceback only with --debug."""
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from noloco_p2p.errors import NolocoError
+
+DEBUG = "--debug"
+USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
+
+
+def run_app(app: typer.Typer, name: str) -> NoReturn:
+    """Run a command line to the end of the process. `--debug` may stand anywhere on it."""
+    # Typer's own copy of click has no public name; UsageError is what BadParameter is made from.
+    usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
+    arguments = sys.argv[1:]
+    debug = DEBUG in arguments
+    try:
+        code = app(prog_name=name, args=[a for a in arguments if a != DEBUG], standalone_mode=False)
+    except NolocoError as error:
+        if debug:
+            raise
+        fail(str(error), USER_ERROR)
+    except usage_error as error:
+        text = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
+        fail(f"{text}; see {name} --help", USER_ERROR)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(INTERRUPTED)
+    except Exception as error:  # the last place: a bug is told in one line, and whole with --debug
+        if debug:
+            raise
+        fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """End the process with one line on stderr."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,132 @@
+"""`noloco-node`: one node of a swarm (design.md §8). Heavy imports happen once the options are right."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from noloco_p2p import __version__
+from noloco_p2p.cli.exits import DEBUG, run_app
+
+if TYPE_CHECKING:
+    from noloco_p2p.cli.settings import Given
+    from noloco_p2p.cli.wiring import Order
+
+HOME = Path("noloco-runs")
+"""Where a node without --dir keeps its identity: the first `node-<n>` there that no other process uses."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def node(
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
+    ] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDR", help="Address of a node of the swarm, /ip4/…/tcp/…/p2p/…; repeatable."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="ID", help="Insist on this run id (sha256 of the manifest).")
+    ] = None,
+    stage: Annotated[int | None, typer.Option(min=0, help="Pipeline stage to hold; default: the emptiest one.")] = None,
+    dir: Annotated[
+        Path | None, typer.Option(help="Directory of this node: identity, known peers, summary.json.")
+    ] = None,
+    set: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as device=cpu; repeatable.")
+    ] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Print the sizes of the model and its stages, and stop.")
+    ] = False,
+    debug: Annotated[bool, typer.Option(DEBUG, help="Show a traceback with an error.")] = False,
+    watch_stdin: Annotated[bool, typer.Option("--watch-stdin", hidden=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version, and stop.")] = False,
+) -> None:
+    """Run one node: train a language model together with others.
+
+    Without --join it begins a swarm, and prints the command with which others join it.
+    """
+    if version:
+        print(__version__)
+        return
+    from noloco_p2p.cli import settings
+
+    given = settings.read(config, os.environ, [*(set or []), *([] if stage is None else [f"stage={stage}"])])
+    if describe:
+        _describe(given)
+        return
+    from noloco_p2p.cli.wiring import Order
+
+    given.node()
+    if not join:
+        given.manifest()
+    home = dir if dir is not None else _free_home()
+    _live(Order(tuple(join or ()), run, home, watch_stdin, given), log_json)
+
+
+def _free_home() -> Path:
+    """The first `node-<n>` that no running node holds."""
+    from noloco_p2p.errors import LocalError
+    from noloco_p2p.io.identity import Identity
+
+    number = 1
+    while True:
+        home = HOME / f"node-{number}"
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            Identity.open(home / "identity.key").close()
+        except OSError as error:
+            raise LocalError(f"{home} cannot be made: {error.strerror or error}; choose another with --dir") from error
+        except LocalError:
+            number += 1
+            if number > 1000:
+                raise
+        else:
+            return home
+
+
+def _live(order: "Order", log_json: bool) -> None:
+    """Run the node on uvloop until it has left. gRPC and hivemind are quiet; our own lines go to stderr."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import uvloop
+
+    from noloco_p2p.cli import wiring
+    from noloco_p2p.io import log
+
+    stop_log = log.start(sys.stderr, json_lines=log_json)
+    for noisy in ("hivemind", "transformers", "datasets", "grpc"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        uvloop.run(wiring.run(order))
+    finally:
+        stop_log()
+
+
+def _describe(given: "Given") -> None:
+    """Sizes of the model and its stages, without allocating the weights."""
+    from noloco_p2p.compute.size import describe
+
+    size = describe(given.manifest())
+    print(f"{size.family}: {size.parameters:,} parameters in {len(size.stages)} stages")
+    for stage in size.stages:
+        device, host = stage.device_bytes / 2**30, stage.host_bytes / 2**30
+        print(
+            f"stage {stage.index}: {stage.layers} layers, {stage.parameters:,} parameters, "
+            f"{device:.2f} GiB on the device, {host:.2f} GiB on the host"
+        )
+
+
+def main() -> None:
+    """The command `noloco-node`."""
+    run_app(app, "noloco-node")
+
+
+if __name__ == "__main__":
+    main()

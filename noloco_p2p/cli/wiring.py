@@ -1,0 +1,270 @@
+"""The real world of one node, put together: identity, libp2p, manifest, metrics, gRPC, directory, node.
+
+Everything that is opened is closed again in the opposite order, whatever happens in between.
+"""
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from noloco_p2p import __version__
+from noloco_p2p.cli import settings
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable
+from noloco_p2p.io import join as joining
+from noloco_p2p.io.addresses import announced_host
+from noloco_p2p.io.adverts import dht_time
+from noloco_p2p.io.batches import make_batches
+from noloco_p2p.io.directory import HivemindDirectory
+from noloco_p2p.io.identity import Identity
+from noloco_p2p.io.libp2p import Libp2p
+from noloco_p2p.io.telemetry import PrometheusTelemetry
+from noloco_p2p.io.transport import GrpcTransport, probe, tune_allocator
+from noloco_p2p.node import Node
+from noloco_p2p.ports import Batches, Stage, World
+
+LARGEST_ACTIVATION_BYTES = 1 << 30
+"""An activation that claims to be larger is refused before its stage is asked."""
+DIAL_BACK_TRIES = 3
+LAG_PERIOD_S = 0.5
+SWITCH_INTERVAL_S = 0.0005
+"""Python's thread switch interval: with the default the loop waits up to 13 ms for the device thread (measured)."""
+
+log = logging.getLogger("noloco_p2p")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the command line asks for."""
+
+    join: tuple[str, ...]
+    run_id: str | None
+    dir: Path
+    watch_stdin: bool
+    given: settings.Given
+    """Settings as given: file, environment, `--set`."""
+
+
+async def run(order: Order) -> None:
+    """Run one node until the run ends or a signal comes. Raises what made it fail, always a NolocoError or a bug."""
+    tune_allocator()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    local = order.given.node()
+    async with AsyncExitStack() as closing:
+        order.dir.mkdir(parents=True, exist_ok=True)
+        identity = Identity.open(order.dir / "identity.key")
+        closing.callback(identity.close)
+        listen = local.listen
+        libp2p = await Libp2p.open(
+            identity, host=listen.host, port=listen.dht_port, announce_host=listen.announce_host, join=order.join
+        )
+        closing.push_async_callback(libp2p.close)
+        manifest = await _manifest(order, libp2p, local)
+        telemetry = PrometheusTelemetry(manifest.stages)
+        metrics_port = telemetry.serve(listen.host, listen.metrics_port)
+        closing.callback(telemetry.close)
+        transport = GrpcTransport(identity.peer_id, manifest.run_id, listen, telemetry, LARGEST_ACTIVATION_BYTES)
+        await transport.listen()
+        closing.push_async_callback(transport.close)
+        directory = await HivemindDirectory.open(
+            libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=order.dir / "known-peers.json"
+        )
+        closing.push_async_callback(directory.close)
+        # After the directory: whoever gets a manifest finds a DHT as well.
+        await joining.offer_manifest(libp2p, manifest.canonical_json())
+
+        host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
+        advert = Advert(
+            identity.peer_id,
+            manifest.run_id,
+            -1,
+            (f"{host}:{transport.port}",),
+            metrics=f"http://{host}:{metrics_port}/metrics",
+            version=__version__,
+        )
+        node = _node(advert, manifest, local, (transport, directory, telemetry))
+        await transport.serve(node)
+        await _check_reachable(libp2p, advert)
+        await joining.serve_dial_back(
+            libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
+        )
+        _introduce(order.dir, advert, libp2p)
+        closing.callback(lambda: _write_json(order.dir / "summary.json", _summary(node, telemetry)))
+        await _until_the_end(node, libp2p, telemetry, order.watch_stdin)
+
+
+async def _manifest(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
+    """The run's manifest: my own at a first node, else that of the peer that the join address authenticates."""
+    if not order.join:
+        manifest = order.given.manifest()
+    else:
+        peer = libp2p.joined[0].peer_id
+        before = dht_time()
+        received, theirs = await joining.fetch_manifest(libp2p, peer)
+        joining.check_clock(theirs, mine_before=before, mine_after=dht_time(), ttl_s=local.directory.ttl_s)
+        manifest = settings.manifest_from_json(received)
+        order.given.check_agrees(manifest)
+    if order.run_id is not None and manifest.run_id != order.run_id:
+        raise ConfigError(
+            f"--run {order.run_id}: the manifest hashes to {manifest.run_id}; join a node of the run that you mean"
+        )
+    if local.stage is not None and local.stage >= manifest.stages:
+        raise ConfigError(f"stage {local.stage}: the run has stages 0 to {manifest.stages - 1}")
+    return manifest
+
+
+def _node(
+    advert: Advert,
+    manifest: RunManifest,
+    local: NodeConfig,
+    ports: tuple[GrpcTransport, HivemindDirectory, PrometheusTelemetry],
+) -> Node:
+    transport, directory, telemetry = ports
+
+    async def stage(index: int) -> Stage:
+        # torch and transformers take seconds to import: not on the loop, and not before a stage is chosen.
+        device = await asyncio.to_thread(importlib.import_module, "noloco_p2p.compute.device")
+        telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
+        made: Stage = await device.make_stage(manifest, local, index, advert.peer_id)
+        return made
+
+    async def batches() -> Batches:
+        return await asyncio.to_thread(make_batches, manifest, local, advert.peer_id)
+
+    world = World(transport, directory, telemetry, stage, batches)
+    return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
+
+
+async def _check_reachable(libp2p: Libp2p, advert: Advert) -> None:
+    """Let the joined peer dial this node's gRPC address back; refuse to go on with one that nobody can reach."""
+    if not libp2p.joined:
+        return
+    address, peer = advert.addresses[0], libp2p.joined[0].peer_id
+    for attempt in range(DIAL_BACK_TRIES):
+        try:
+            reason = await joining.ask_dial_back(libp2p, peer, address)
+        except (Busy, Unreachable) as error:
+            reason = str(error)
+            await asyncio.sleep(attempt)
+        else:
+            break
+    if reason is not None:
+        port = address.rpartition(":")[2]
+        raise LocalError(
+            f"others cannot reach this node at {address} ({reason}): open TCP port {port}, "
+            "or set listen.announce_host and listen.grpc_port to what leads here"
+        )
+
+
+def _introduce(directory: Path, advert: Advert, libp2p: Libp2p) -> None:
+    """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`."""
+    print(f"peer id  {advert.peer_id}")
+    print(f"run      {advert.run_id}")
+    print(f"metrics  {advert.metrics}")
+    print("join     " + " ".join(["noloco-node", *(f"--join {a}" for a in libp2p.join_addresses)]), flush=True)
+    _write_json(
+        directory / "endpoints.json",
+        {
+            "peer_id": advert.peer_id,
+            "run_id": advert.run_id,
+            "pid": os.getpid(),
+            "join": libp2p.join_addresses,
+            "metrics": advert.metrics,
+            "grpc": advert.addresses[0],
+        },
+    )
+
+
+async def _until_the_end(node: Node, libp2p: Libp2p, telemetry: PrometheusTelemetry, watch_stdin: bool) -> None:
+    """The node's life beside what may end it early: signals, a dead libp2p daemon, a launcher that is gone."""
+    loop = asyncio.get_running_loop()
+    life = asyncio.create_task(node.run())
+    lag = asyncio.create_task(_watch_lag(telemetry))
+    gone: asyncio.Future[None] = loop.create_future()
+
+    def told_to_leave() -> None:
+        if node.seat.draining:
+            life.cancel()
+        else:
+            node.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_leave)
+    if watch_stdin:
+        loop.add_reader(sys.stdin.fileno(), _at_end_of_input(loop, gone))
+    try:
+        await asyncio.wait([life, libp2p.failed, gone], return_when=asyncio.FIRST_COMPLETED)
+        if libp2p.failed.done():
+            libp2p.failed.result()
+        if life.done() and not life.cancelled():
+            life.result()
+    finally:
+        for task in (life, lag):
+            task.cancel()
+        await asyncio.gather(life, lag, return_exceptions=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _at_end_of_input(loop: asyncio.AbstractEventLoop, gone: "asyncio.Future[None]") -> Callable[[], None]:
+    def read() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            log.warning("the launcher is gone: this node stops")
+            gone.set_result(None)
+
+    return read
+
+
+async def _watch_lag(telemetry: PrometheusTelemetry) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        before = loop.time()
+        await asyncio.sleep(LAG_PERIOD_S)
+        telemetry.event("lag", seconds=max(0.0, loop.time() - before - LAG_PERIOD_S))
+
+
+def _summary(node: Node, telemetry: PrometheusTelemetry) -> dict[str, object]:
+    """What the launcher and the user learn of this node at its end. Losses are those of stage 0, nats per token."""
+    advert, totals = node.seat.advert, telemetry.totals()
+    rounds, done, idle = totals["outer_rounds"], totals["microbatches"], totals["idle_s"]
+    assert isinstance(rounds, dict)
+    assert isinstance(done, dict)
+    assert isinstance(idle, dict)
+    first = advert.stage == 0
+    return totals | {
+        "peer_id": advert.peer_id,
+        "run_id": advert.run_id,
+        "stage": advert.stage,
+        "state": "finished" if node.finished else advert.state,
+        "step": advert.step,
+        "outer_rounds": sum(rounds.values()),
+        "results": rounds,
+        "microbatches": done.get("done", 0),
+        "microbatch_results": done,
+        "first_loss": totals["first_loss"] if first else None,
+        "final_loss": totals["final_loss"] if first else None,
+        "first_step_at": totals["training_at"],
+        "evaluation_s": node.evaluated_s,
+    }
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Atomically: a reader sees the old file or the whole new one. Raises LocalError (a full disk)."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(content, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error
