@@ -29,7 +29,9 @@ HubName = Annotated[str, Field(pattern=f"^{HUB_NAME.pattern}$")]
 class Settings(BaseModel):
     """Frozen data; unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class ModelSettings(Settings):
@@ -219,7 +221,7 @@ class AuditSettings(Settings):
     """Files from which anybody can recompute the run (design.md §5)."""
 
     dir: str | None = None
-    """Directory for them; none: no audit."""
+    """Directory for the audit files; none: no audit."""
 
 
 class NodeConfig(Settings):
