@@ -100,7 +100,10 @@ class Directory(Protocol):
         ...
 
     async def peers(self) -> list[Advert]:
-        """All live adverts of this run, own one included, with `age_s`, sorted by peer id. Raises Unreachable."""
+        """All live adverts of this run, own one included, with `age_s`, sorted by peer id. Raises Unreachable.
+
+        Who has withdrawn is listed for a while in state `left`.
+        """
         ...
 
     async def withdraw(self) -> None:

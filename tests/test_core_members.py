@@ -48,6 +48,13 @@ def test_an_empty_reading_wipes_nothing_and_a_missing_peer_goes_after_two() -> N
     assert [a.peer_id for a in members.all()] == ["b"]
 
 
+def test_who_says_that_it_left_is_gone_at_once() -> None:
+    members = Members("me", ttl_s=30)
+    members.update([advert("a")], now=0)
+    members.update([advert("a", state="left")], now=1)
+    assert members.all() == []
+
+
 def test_an_older_advert_does_not_replace_a_newer_one() -> None:
     members = Members("me", 30)
     members.update([advert("a", step=7.0)], now=10)

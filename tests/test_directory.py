@@ -41,7 +41,8 @@ def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> Non
             old = (await a.directory._node.get(stage_key(RUN, 1), latest=True)).value[b.libp2p.peer_id].value
             assert decode(old, run_id=RUN, stage=1, peer_id=b.libp2p.peer_id).advert.state == "left"
             await b.directory.withdraw()
-            assert [peer.peer_id for peer in await a.directory.peers()] == [a.libp2p.peer_id]
+            states = {peer.peer_id: peer.state for peer in await a.directory.peers()}
+            assert states == {a.libp2p.peer_id: "training", b.libp2p.peer_id: "left"}
             await b.directory.withdraw()
             await b.directory.announce(
                 b.advert(), 1.0

@@ -226,7 +226,9 @@ async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_i
         return make_torch_stage(manifest, index, peer_id, device=node.device, audit_dir=node.audit.dir)
 
     try:
-        return DeviceStage(await device.call(URGENT, make), device)
+        stage = await device.call(URGENT, make)
+        await device.call(URGENT, device.take_busy_s)  # making it belongs to no inner step
+        return DeviceStage(stage, device)
     except BaseException:
         device.close()
         raise

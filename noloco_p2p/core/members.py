@@ -72,7 +72,9 @@ class Members:
         listed = {a.peer_id: a for a in adverts if a.peer_id != self._me}
         for peer, advert in listed.items():
             member = self._members.get(peer)
-            if member is None or member.advert.stage != advert.stage:
+            if advert.state == "left":
+                self._members.pop(peer, None)
+            elif member is None or member.advert.stage != advert.stage:
                 self._members[peer] = _Member(advert, now - advert.age_s)
             elif now - advert.age_s >= member.announced_at:
                 member.advert, member.announced_at, member.missed_reads = advert, now - advert.age_s, 0

@@ -28,7 +28,7 @@ REJOIN_PERIOD_S = 10.0
 DIALS_PER_REJOIN = 8
 ADVERTS_PER_STAGE_LIMIT = 2048
 """More adverts of one stage are passed over when reading: those with the largest peer ids."""
-LEFT_TTL_S = 5.0
+LEFT_TTL_S = 15.0
 """Shortest life of the word that a node has left."""
 _LEAST_GROWTH_S = 0.001
 
@@ -108,7 +108,7 @@ class HivemindDirectory:
             self._newest = None
 
     async def peers(self) -> list[Advert]:
-        """See `ports.Directory`. Of a peer with several records only the newest counts; who has left is not in it.
+        """See `ports.Directory`. Of a peer with several records only the newest counts.
 
         Raises LocalError without daemon.
         """
@@ -126,11 +126,7 @@ class HivemindDirectory:
         )
         self._met = {address.peer_id: address for record in records for address in libp2p_addresses(record)[:1]}
         now = dht_time()
-        return [
-            replace(record.advert, age_s=max(0.0, now - record.announced_at))
-            for record in records
-            if record.advert.state != "left"
-        ]
+        return [replace(record.advert, age_s=max(0.0, now - record.announced_at)) for record in records]
 
     async def rejoin(self) -> None:
         """Dial some known peers that are not linked, make all linked ones known to the DHT, note who is there.
