@@ -1,0 +1,161 @@
+"""`noloco bench stage`: what the stages of a run cost on a device, and how far they are from the CPU in float32.
+
+Both figures are taken on the stages as nodes use them: host buffers in, host buffers out. `ratio` is the time of the
+unsplit model in plain torch over the time of all stages together, a microbatch's forward and backward each.
+"""
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.compute import family, host
+from noloco_p2p.compute.factory import make_torch_stage, pick_device
+from noloco_p2p.compute.model import make_slice
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
+from noloco_p2p.ports import Contribution, StepLabel
+
+TARGET = 0.95
+WARM_UP = 3
+
+
+def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: int = 20) -> dict[str, Any]:
+    """Measure the stages of `manifest` (default: the default run) in turn on one device.
+
+    Seconds are medians per microbatch (`forward_s`, `backward_s`: all stages but the last; `loss_backward_s`: the last)
+    and per inner step of all stages (`step_s`). Deviations are max|a − b| / max|b| against the CPU in float32.
+    Raises ConfigError and LocalError as `make_torch_stage`.
+    """
+    manifest = manifest or RunManifest()
+    chosen = pick_device(device)
+    batch = _make_batch(manifest)
+    stages = _make_stages(manifest, str(chosen))
+    loss, grads = _gradients(stages, batch)
+    wide = manifest.model_copy(update={"wire_dtype": "float32", "compute_dtype": "float32"})
+    expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch)
+    seconds = _measure(stages, batch, _plain(manifest, chosen, batch), repeats, chosen)
+    parts = seconds["forward_s"] + seconds["loss_backward_s"] + seconds["backward_s"]
+    return {
+        "device": torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "stages": manifest.stages,
+        "parameters": sum(stage.state.parameters for stage in stages),
+        "tokens": manifest.microbatch_size * manifest.sequence_length,
+        **seconds,
+        "loss_deviation": abs(loss - expected_loss) / abs(expected_loss),
+        "gradient_deviation": max(_deviation(grads[name], grad) for name, grad in expected.items()),
+        "peak_bytes": _peak_bytes(chosen),
+        "ratio": seconds["plain_s"] / parts,
+        "target": TARGET,
+    }
+
+
+def _make_stages(manifest: RunManifest, device: str) -> list[TorchStage]:
+    indices = range(manifest.stages)
+    return [make_torch_stage(manifest, i, "bench", device=device, self_test=i == 0) for i in indices]
+
+
+def _make_batch(manifest: RunManifest) -> Batch:
+    """Random tokens of the vocabulary, the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (manifest.microbatch_size, manifest.sequence_length + 1)
+    vocabulary = family.make_config(manifest.model).vocab_size
+    tokens = torch.randint(0, vocabulary, shape, generator=generator, dtype=torch.int32)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(host.from_torch("inputs", inputs), host.from_torch("targets", targets))
+
+
+def _microbatch(stages: list[TorchStage], batch: Batch, counter: int) -> tuple[Contribution, dict[str, float]]:
+    """One microbatch through all stages: what the last one gave, and the seconds of each phase."""
+    identity = MicrobatchId("bench", 0, counter)
+    began_at = time.perf_counter()
+    graphs, flow = [], batch.inputs
+    for stage in stages[:-1]:
+        graph, flow = stage.forward(flow, None)
+        graphs.append(graph)
+    sent_at = time.perf_counter()
+    last = given = stages[-1].loss_backward(identity, flow, batch.targets, None)
+    answered_at = time.perf_counter()
+    for stage, graph in zip(reversed(stages[:-1]), reversed(graphs), strict=True):
+        assert given.grad is not None
+        given = stage.backward(graph, identity, Gradient(identity, given.grad, last.loss_sum, last.tokens, ()))
+    ended_at = time.perf_counter()
+    return last, {
+        "forward_s": sent_at - began_at,
+        "loss_backward_s": answered_at - sent_at,
+        "backward_s": ended_at - answered_at,
+    }
+
+
+def _gradients(stages: list[TorchStage], batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the first microbatch, on the host."""
+    given, _ = _microbatch(stages, batch, 0)
+    named = (pair for stage in stages for pair in stage.parameters.items())
+    grads = {name: parameter.grad.cpu().clone() for name, parameter in named if parameter.grad is not None}
+    return given.loss_sum, grads
+
+
+def _plain(manifest: RunManifest, device: torch.device, batch: Batch) -> Callable[[], float]:
+    """Forward and backward of the unsplit model in plain torch; gives its seconds."""
+    dtype = host.DTYPES[manifest.compute_dtype]
+    whole = make_slice(family.make_config(manifest.model), 0, 1, seed=manifest.seed, dtype=dtype)
+    whole.causal.to(device)
+    inputs_BT, targets_BT = (host.to_torch(t).long().to(device) for t in (batch.inputs, batch.targets))
+    mixed = device.type == "cuda" and dtype == torch.float32
+
+    def once() -> float:
+        began_at = time.perf_counter()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
+            logits_BTV = whole(inputs_BT, None)
+        wide = logits_BTV if dtype == torch.float64 else logits_BTV.float()
+        loss = torch.nn.functional.cross_entropy(wide.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+        torch.autograd.backward(loss)
+        _synchronise(device)
+        return time.perf_counter() - began_at
+
+    return once
+
+
+def _measure(
+    stages: list[TorchStage], batch: Batch, plain: Callable[[], float], repeats: int, device: torch.device
+) -> dict[str, float]:
+    """Medians of seconds, by phase; stages and plain model in turn, so that both see the same machine."""
+    found: dict[str, list[float]] = {}
+    for number in range(1, WARM_UP + repeats + 1):
+        seconds = _microbatch(stages, batch, number)[1]
+        seconds["plain_s"] = plain()
+        began_at = time.perf_counter()
+        for stage in stages:
+            stage.inner_step(StepLabel(number, number - 1, 1e-4, {}))
+        _synchronise(device)
+        seconds["step_s"] = time.perf_counter() - began_at
+        if number > WARM_UP:
+            for name, value in seconds.items():
+                found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _deviation(found: Tensor, expected: Tensor) -> float:
+    scale = float(expected.abs().max())
+    gap = float((found.double() - expected.double()).abs().max())
+    return gap / scale if scale else gap
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Most memory held at once: of the device, or of this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
