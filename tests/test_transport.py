@@ -264,6 +264,16 @@ def test_a_peer_that_comes_back_is_reached_at_once() -> None:
     run(scenario())
 
 
+def test_a_peer_that_moved_is_reached_at_its_new_address_at_once() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both, pair(Node(echo)) as moved:
+            await both.a.propagate(both.peer, activation())
+            await both.b.close()
+            await asyncio.wait_for(both.a.propagate(moved.peer, activation()), SOON_S)
+
+    run(scenario())
+
+
 def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
@@ -369,7 +379,6 @@ def test_close_ends_calls_in_both_directions_and_leaves_no_task() -> None:
                     await asyncio.wait_for(call, SOON_S)
             with pytest.raises(Unreachable, match="is closed"):
                 await both.a.describe(both.peer)
-        await asyncio.sleep(0.05)
         assert asyncio.all_tasks() == before
         assert set(node.ends) == {"CancelledError"}
 

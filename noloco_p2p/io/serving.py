@@ -5,7 +5,7 @@ a handler does not read the body, HTTP/2 flow control holds the caller back, so 
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from math import isfinite
 from typing import Any
 
@@ -18,7 +18,7 @@ from noloco_p2p.io import noloco_pb2 as pb
 from noloco_p2p.io import protobuf
 from noloco_p2p.io.channels import KEEPALIVE_MS
 from noloco_p2p.io.noloco_pb2_grpc import NodeServicer
-from noloco_p2p.ports import Body, Handler, Telemetry
+from noloco_p2p.ports import Handler, Telemetry
 
 PROTOCOL = "1"
 """Version of proto/noloco.proto that this node speaks."""
@@ -45,29 +45,46 @@ def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
 class Incoming:
     """The body of one activation, on its way in."""
 
-    def __init__(self, context: Any, header: Header, first: pb.ActivationMessage, max_bytes: int) -> None:
+    def __init__(
+        self, context: Any, header: Header, first: pb.ActivationMessage, count: Callable[[str, str, int], None]
+    ) -> None:
+        self.complete = False
+        """All of it has been received."""
         self._context = context
         self._header = header
         self._first: Any = first
-        self._max_bytes = max_bytes
+        self._count = count
 
     async def body(self) -> Activation:
         """Receives the tensors. Raises Violation when they are not exactly the declared ones."""
-        assembler = protobuf.assembler(self._header.specs, self._max_bytes)
-        message, self._first = self._first, None
+        size = sum(spec.nbytes for spec in self._header.specs)
+        assembler = protobuf.assembler(self._header.specs, size)
+        message, self._first = self._first, grpc.aio.EOF
         try:
             while message is not grpc.aio.EOF:
                 protobuf.feed(assembler, message.frames)
                 if assembler.complete:
                     break
                 message = await self._context.read()
-            return protobuf.to_activation_value(self._header, assembler.finish(self._header.digest))
+            activation = protobuf.to_activation_value(self._header, assembler.finish(self._header.digest))
         except Violation:
             if message is grpc.aio.EOF:
                 await asyncio.sleep(CANCEL_GRACE_S)
             raise
         finally:
             assembler.discard()
+        self.complete = True
+        self._count("in", "activation", size)
+        return activation
+
+
+async def _drain(context: Any) -> None:
+    """Takes in what the caller sends until it has seen that it has its reply.
+
+    If the call ended before, gRPC would fail the caller's pending write, and with it drop a reply not yet read.
+    """
+    while await context.read() is not grpc.aio.EOF:
+        pass
 
 
 class Servicer(NodeServicer):
@@ -87,27 +104,33 @@ class Servicer(NodeServicer):
         """Serve one microbatch."""
         try:
             caller, handler = self._admit(context)
-            header, body = await self._incoming(context)
-            gradient = await handler.propagate(caller, header, body)
+            header, incoming = await self._incoming(context)
+            gradient = await handler.propagate(caller, header, incoming.body)
         except NolocoError as error:
             yield pb.Reply(refusal=protobuf.to_refusal(error))
+            await _drain(context)
             return
         for message in protobuf.to_gradient(gradient):
             yield message
         self._count("out", "gradient", gradient.grad.data.nbytes)
+        if not incoming.complete:
+            await _drain(context)
 
     async def Evaluate(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Reply]:  # noqa: N802
         """Serve one held-out microbatch."""
         try:
             caller, handler = self._admit(context)
-            header, body = await self._incoming(context)
-            loss = await handler.evaluate(caller, header, body)
+            header, incoming = await self._incoming(context)
+            loss = await handler.evaluate(caller, header, incoming.body)
         except NolocoError as error:
             yield pb.Reply(refusal=protobuf.to_refusal(error))
+            await _drain(context)
             return
         reply = pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens))
         yield reply
         self._count("out", "control", reply.ByteSize())
+        if not incoming.complete:
+            await _drain(context)
 
     async def FetchSnapshot(  # noqa: N802
         self, request: pb.SnapshotRequest, context: Any
@@ -158,21 +181,14 @@ class Servicer(NodeServicer):
             raise Declined("the node is starting")
         return str(sent.get("noloco-peer", "")), self.handler
 
-    async def _incoming(self, context: Any) -> tuple[Header, Body]:
+    async def _incoming(self, context: Any) -> tuple[Header, Incoming]:
         first = await context.read()
         if first is grpc.aio.EOF:
             await asyncio.sleep(CANCEL_GRACE_S)
             raise Violation("the call carries no header")
         header = protobuf.from_header(first, self._run_id, self._max_body_bytes)
         header = protobuf.with_time_left(header, context.time_remaining())
-        incoming = Incoming(context, header, first, self._max_body_bytes)
-
-        async def body() -> Activation:
-            activation = await incoming.body()
-            self._count("in", "activation", sum(tensor.data.nbytes for tensor in activation.tensors))
-            return activation
-
-        return header, body
+        return header, Incoming(context, header, first, self._count)
 
     def _count(self, direction: str, kind: str, size: int) -> None:
         self._telemetry.event("bytes", direction=direction, kind=kind, bytes=size)
