@@ -270,7 +270,9 @@ def save_tokenizer(folder: Path, words: dict[str, int], eos: str | None = "<eos>
     core = Tokenizer(models.BPE(vocab=words, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos).save_pretrained(folder)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos)
+    made.add_special_tokens({"additional_special_tokens": ["<spare>"]})
+    made.save_pretrained(folder)
     return str(folder)
 
 
@@ -287,6 +289,9 @@ def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
     text = AutoTokenizer.from_pretrained(directory).decode(array(read(batches, 1)[0].inputs)[0].tolist())
     assert text.replace("<eos>", "").strip("<>0123456789z") == ""
     batches.close()
+    spare = tokens.load_tokenizer("some/name", directory, 257).encode(b"a<spare>b<eos>\xff")
+    assert spare.max() < 256, "special tokens in a text are text"
+    assert AutoTokenizer.from_pretrained(directory).decode(spare.tolist()) == "a<spare>b<eos>"
     with pytest.raises(ConfigError, match="has 257 ids, the model's vocab_size is 256"):
         tokens.load_tokenizer("some/name", directory, 256)
     empty = save_tokenizer(tmp_path / "empty", {"<eos>": 0})

@@ -84,6 +84,12 @@ def test_all_faults_are_told_at_once_each_with_its_place(tmp_path: Path) -> None
     ]
 
 
+def test_the_place_of_a_fault_is_the_one_that_counts(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 5\n")
+    assert faults(path, sets=["steps=0"]) == ["--set steps: steps must be at least 1, not 0"]
+
+
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("outer:\n  alpha: 0.1\n  alpha: 0.2\nmodel:\n  config: {a: 1, a: 2}\nsteps: 1\nsteps: 2\n")

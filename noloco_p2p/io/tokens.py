@@ -46,17 +46,25 @@ class ByteTokenizer:
 class HubTokenizer:
     """A tokenizer of transformers. Made by `load_tokenizer`."""
 
-    def __init__(self, tokenizer: Any, eos: int) -> None:
+    def __init__(self, tokenizer: Any, eos: int, vocabulary: int) -> None:
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self.eos = eos
 
     def encode(self, text: bytes) -> Ids:
-        """Ids without special tokens."""
+        """Ids of the text as it stands: what looks like a special token is text. ValueError for an id too large."""
         decoded = text.decode("utf-8", errors="ignore")
-        ids = self._tokenizer(decoded, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
-        return np.asarray(ids, np.int32)
+        encoded = self._tokenizer(
+            decoded,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        ids = np.asarray(encoded["input_ids"], np.int32)
+        if ids.size and ids.max() >= self._vocabulary:
+            raise ValueError(f"the tokenizer gave id {ids.max()}, the model's vocab_size is {self._vocabulary}")
+        return ids
 
 
 def load_tokenizer(name: str, directory: str | None, vocabulary: int) -> Tokenizer:
@@ -83,11 +91,13 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"tokenizer {source} cannot be loaded: {_first_line(error)}") from error
-    if len(tokenizer) > vocabulary:
-        raise ConfigError(f"tokenizer {source} has {len(tokenizer)} ids, the model's vocab_size is {vocabulary}")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"tokenizer {source} has no end-of-text token to put between documents")
-    made = HubTokenizer(tokenizer, int(tokenizer.eos_token_id))
+    # Special tokens other than EOS never come out of text, so they need no place (Llama 3 has 254 of them to spare).
+    needed = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
+    if needed > vocabulary:
+        raise ConfigError(f"tokenizer {source} has {needed} ids, the model's vocab_size is {vocabulary}")
+    made = HubTokenizer(tokenizer, int(tokenizer.eos_token_id), vocabulary)
     returned = tokenizer.decode(made.encode(PROBE.encode()).tolist())
     if "".join(returned.lower().split()) != "".join(PROBE.lower().split()):
         raise ConfigError(f"tokenizer {source} turns {PROBE!r} into {returned!r}: its files are empty or do not fit")

@@ -1,0 +1,91 @@
+"""The files under configs/: each loads, and is what its comments and the paper say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from noloco_p2p.cli import entries, settings
+from noloco_p2p.compute.size import describe
+from noloco_p2p.config import NodeConfig, RunManifest
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+PAPER = sorted(path.name for path in CONFIGS.glob("*-*.yaml"))
+
+SIZES = {
+    # arXiv 2506.10911, table 1 (small: 12 heads as in its code), and the rates and batches of table 2
+    "small": (768, 12, 3072, 12, 6e-4, 524_288),
+    "medium": (2048, 24, 8192, 32, 2e-4, 1_048_576),
+    "large": (4096, 32, 16384, 32, 1.2e-4, 2_097_152),
+}
+
+
+def loaded(name: str) -> tuple[RunManifest, NodeConfig]:
+    return settings.load(CONFIGS / name, {}, [])
+
+
+def test_the_list_of_files() -> None:
+    assert sorted(path.name for path in CONFIGS.iterdir()) == sorted([*PAPER, "tiny.yaml"])
+    assert sorted(f"{size}-{data}.yaml" for size in SIZES for data in ("c4", "reddit")) == PAPER
+
+
+def test_tiny_is_the_defaults_written_out() -> None:
+    manifest, node = loaded("tiny.yaml")
+    assert manifest.run_id == RunManifest().run_id
+    assert node == NodeConfig()
+    given = {entry.key for entry in settings.read(CONFIGS / "tiny.yaml", {}, []).entries}
+    assert {key for key, _ in entries.fields(RunManifest)} <= given, "every key of the manifest stands there"
+    assert describe(manifest).parameters == 1_148_032
+
+
+def test_the_local_settings_in_tinys_comments_are_the_defaults() -> None:
+    text = (CONFIGS / "tiny.yaml").read_text("utf-8").partition("# Local settings, with their defaults:\n")[2]
+    local = yaml.safe_load(re.sub("^# ", "", text, flags=re.MULTILINE))
+    assert NodeConfig.model_validate_json(json.dumps(local)) == NodeConfig()
+    defaults = NodeConfig().model_dump(mode="json")
+    assert all(local[key] == defaults[key] for key in local)
+    assert len(local) == 3
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_settings(name: str) -> None:
+    manifest, _ = loaded(name)
+    size, _, data = name.removesuffix(".yaml").partition("-")
+    hidden, layers, ffn, heads, rate, batch_tokens = SIZES[size]
+    config = manifest.model.config
+    shape = (config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"])
+    assert (*shape, config["num_attention_heads"], config["vocab_size"]) == (hidden, layers, ffn, heads, 128_002)
+    assert manifest.name == f"{size}-{data}"
+    assert manifest.model.family == "llama"
+    assert manifest.data.kind == {"c4": "c4", "reddit": "parquet"}[data]
+    assert manifest.sequence_length == config["max_position_embeddings"] == 1024
+    per_replica = manifest.microbatches_per_step * manifest.microbatch_size * manifest.sequence_length
+    assert manifest.start_replicas * per_replica == batch_tokens
+    inner, outer = manifest.inner, manifest.outer
+    assert (manifest.steps, inner.warmup_steps, inner.peak_learning_rate) == (25_000, 1_000, rate)
+    assert (inner.final_fraction, inner.clip_norm, inner.weight_decay) == (0.1, 1.0, 0.0)
+    assert (inner.beta1, inner.beta2, inner.eps) == (0.9, 0.95, 1e-8)
+    assert (outer.alpha, outer.beta, outer.gamma, outer.inner_steps) == (0.5, 0.7, 0.7, 50)
+    assert (outer.pairing, manifest.routing) == ("matched", "balanced")
+    assert (manifest.wire_dtype, manifest.compute_dtype) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_parameter_counts_in_the_comments(name: str) -> None:
+    """Llama without biases: 4D² + 3DF + 2D a layer, D for the last norm, and two matrices of vocabulary × D."""
+    hidden, layers, ffn, *_ = SIZES[name.partition("-")[0]]
+    body = layers * (4 * hidden**2 + 3 * hidden * ffn + 2 * hidden) + hidden
+    total = body + 2 * 128_002 * hidden
+    size = describe(loaded(name)[0])
+    assert size.parameters == total
+    text = (CONFIGS / name).read_text("utf-8")
+    assert f"# Parameters: {total:,} in all, {body:,} without the two embedding matrices" in text
+    assert f"{layers * (4 * hidden**2 + 2 * hidden * ffn):,}" in text
+
+
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_c4_and_reddit_differ_in_their_data_only(size: str) -> None:
+    c4, reddit = (loaded(f"{size}-{data}.yaml")[0].model_dump() for data in ("c4", "reddit"))
+    assert {key for key in c4 if c4[key] != reddit[key]} == {"name", "data"}
