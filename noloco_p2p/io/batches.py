@@ -1,6 +1,7 @@
 """The Batches port over real data: a thread reads ahead of the node and keeps the place after each microbatch."""
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -88,7 +89,7 @@ class ThreadedBatches:
     def _wake(self) -> None:
         """With the lock held: let every waiter look again."""
         for loop, arrival in self._waiters:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_set, arrival)
         self._waiters.clear()
 
