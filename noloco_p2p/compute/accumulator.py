@@ -68,7 +68,7 @@ class Accumulator:
     def mean(self, tokens: int, clip_norm: float) -> float:
         """Divide by `tokens`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)) (method.md §2).
 
-        Returns the L2 norm before clipping. When that is not finite, nothing is usable.
+        Returns the L2 norm before clipping. It is finite: each microbatch's is, and the mean's is no larger.
         """
         torch._foreach_div_(self._grads, float(tokens))
         norm = total_norm(self._grads)

@@ -129,22 +129,18 @@ class TorchStage:
     def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, AdamW, as in the port. `busy_s` is left 0 for the device to fill in.
 
-        Without tokens, or when the summed gradient overflows, θ and Adam stay untouched and the result has no tokens.
+        Without tokens θ and Adam stay untouched.
         """
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
         if tokens:
             norm = self._sums.mean(tokens, self._manifest.inner.clip_norm)
-            if isfinite(norm):
-                for group in self._optimizer.param_groups:
-                    group["lr"] = label.learning_rate
-                self._optimizer.step()
-            else:
-                tokens, norm = 0, 0.0
+            for group in self._optimizer.param_groups:
+                group["lr"] = label.learning_rate
+            self._optimizer.step()
         self._sums.close_step()
         if self._audit is not None:
             self._audit.inner_step(label, added, first=self._first)
-        loss_sum = sum(one.loss_sum for one in added) if tokens else 0.0
-        return StepResult(tokens, loss_sum, len(added), norm, 0.0)
+        return StepResult(tokens, sum(one.loss_sum for one in added), len(added), norm, 0.0)
 
     def snapshot(self, round: int, step: int) -> Snapshot:
         """Freeze (φ, Δ) of now."""
