@@ -40,6 +40,8 @@ def make_torch_stage(
         check_architecture(config, manifest.stages, dtype)
     audit = None if audit_dir is None else _make_audit(Path(audit_dir), peer_id)
     part = make_slice(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
+    if audit is not None:
+        audit.initial(part.parameters)
     return TorchStage(part, manifest, peer_id, chosen, audit)
 
 

@@ -68,8 +68,6 @@ class TorchStage:
         self._mask = TensorSpec("mask", "uint8", shape_BT)
         count = sum(parameter.numel() for parameter in self._parameters)
         self.state = StageState(part.index, count, hidden, self._slow.specs)
-        if audit is not None:
-            audit.initial(part.parameters)
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
