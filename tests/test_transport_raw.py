@@ -8,13 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import grpc.aio
 import numpy
 import pytest
-from transport_fixture import LARGE, RUN, Node, activation, echo, hang, pair
+from transport_fixture import LARGE, RUN, Node, activation, echo, gradient_of, hang, pair
 
 from noloco_p2p.core.messages import Activation, Gradient, Header
-from noloco_p2p.errors import Violation
+from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.io import noloco_pb2 as pb
 from noloco_p2p.io import protobuf, serving
 from noloco_p2p.io.noloco_pb2_grpc import NodeStub
@@ -237,6 +238,32 @@ def test_an_activation_of_one_message_is_the_same_stream_to_the_contract() -> No
         gradient = protobuf.GradientReader(sent).feed(reply)
         assert gradient is not None
         assert gradient.grad.data == sent.hidden.data
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_an_early_reply_does_not_break_the_writing_of_a_caller_that_has_not_seen_it(refuses: bool) -> None:
+    """A write that fails makes gRPC drop what the caller has not yet read."""
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        if refuses:
+            raise Busy("full")
+        return gradient_of(header, header.specs[0])
+
+    async def scenario() -> None:
+        async with raw_call(Node(serve)) as call:
+            sent = messages(activation(LARGE))
+            await call.write(sent[0])
+            first = await asyncio.wait_for(call.read(), SOON_S)
+            assert first.HasField("refusal") == refuses
+            for _ in range(0 if refuses else 31):
+                assert (await asyncio.wait_for(call.read(), SOON_S)).frames
+            for message in sent[1:]:
+                await asyncio.wait_for(call.write(message), SOON_S)
+            await call.done_writing()
+            assert await asyncio.wait_for(call.read(), SOON_S) is grpc.aio.EOF
+            assert await call.code() is grpc.StatusCode.OK
 
     run(scenario())
 
