@@ -32,7 +32,7 @@ class Child:
         self.replica = replica
         self.dir = run_dir / self.name
         self.log = run_dir / f"{self.name}.log"
-        self.endpoints: scrape.Endpoints | None = None
+        self._endpoints: scrape.Endpoints | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -70,18 +70,20 @@ class Child:
         """What it wrote at its end."""
         return scrape.read_json(self.dir / scrape.SUMMARY)
 
-    def reachable(self) -> bool:
-        """It has told where it can be reached."""
-        if self.endpoints is None:
-            self.endpoints = scrape.read_endpoints(self.dir)
-        return self.endpoints is not None
+    @property
+    def endpoints(self) -> scrape.Endpoints | None:
+        """Who it is and where it can be reached; None until it has told."""
+        if self._endpoints is None and self._process is not None:
+            self._endpoints = scrape.read_endpoints(self.dir)
+        return self._endpoints
 
     def read_metrics(self) -> scrape.Reading | None:
         """Its metrics now, or None when it gives none."""
-        if not self.running or not self.reachable() or self.endpoints is None:
+        endpoints = self.endpoints
+        if not self.running or endpoints is None:
             return None
         try:
-            return scrape.scrape(self.endpoints.metrics, METRICS_TIMEOUT_S)
+            return scrape.scrape(endpoints.metrics, METRICS_TIMEOUT_S)
         except Unreachable:
             return None
 

@@ -1,13 +1,12 @@
 """`noloco`: a swarm on this machine, and measurements. What is heavy is imported inside the commands."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from noloco_p2p.errors import NolocoError
+from noloco_p2p.cli.exits import DEBUG, run_app
 
 app = typer.Typer(
     help="Train a language model on a swarm of peers (NoLoCo).",
@@ -18,8 +17,6 @@ bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
-DEBUG = "--debug"
-USER_ERROR, UNEXPECTED = 2, 1
 
 
 @app.callback()
@@ -102,31 +99,8 @@ def _lines(figures: dict[str, Any], indent: str) -> list[str]:
 
 
 def main() -> None:
-    """The command `noloco`. One line and exit code 2 for what the user can put right; a traceback with --debug."""
-    # Typer's own copy of click has no public name; UsageError is what BadParameter is made from.
-    usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
-    debug = DEBUG in sys.argv[1:]
-    try:
-        code = app(prog_name="noloco", args=[a for a in sys.argv[1:] if a != DEBUG], standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
-    except NolocoError as error:
-        if debug:
-            raise
-        _fail(str(error), USER_ERROR)
-    except usage_error as error:
-        text = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
-        _fail(f"{text}; see noloco --help", USER_ERROR)
-    except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
-    except Exception as error:  # the last place: a bug is told in one line, and whole with --debug
-        if debug:
-            raise
-        _fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
-
-
-def _fail(message: str, code: int) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
+    """The command `noloco`."""
+    run_app(app, "noloco")
 
 
 if __name__ == "__main__":

@@ -131,6 +131,7 @@ class Swarm:
             self._start()
             self._look_on()
             self._leave()
+            self._show_the_end()
         finally:
             end_all(self._children)
             self._screen.close()
@@ -148,13 +149,12 @@ class Swarm:
         plan, (first, *others) = self._plan, self._children
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads_each(len(self._children)))}
         first.start(plan.arguments, environment)
-        while not first.reachable():
-            if self._over():
+        while (reached := first.endpoints) is None:
+            if self._over() or not first.running:
                 return
             time.sleep(TICK_S)
-        assert first.endpoints is not None, "it is reachable"
         for child in others:
-            child.start([*plan.arguments, "--join", first.endpoints.join[0]], environment)
+            child.start([*plan.arguments, "--join", reached.join[0]], environment)
 
     def _look_on(self) -> None:
         """Show how the nodes are until all have ended, one has failed, or somebody asked to stop."""
@@ -169,6 +169,11 @@ class Swarm:
                     self._screen.show([history.row() for history in self._histories])
                 time.sleep(TICK_S)
         self._over()
+
+    def _show_the_end(self) -> None:
+        for history, child in zip(self._histories, self._children, strict=True):
+            history.end(child.summary)
+        self._screen.show([history.row() for history in self._histories])
 
     def _over(self) -> bool:
         """Somebody asked to stop, or a node has failed."""

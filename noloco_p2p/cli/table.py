@@ -2,9 +2,9 @@
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from noloco_p2p.io.scrape import Reading
 
@@ -48,14 +48,22 @@ class History:
         self._name = name
         self._stage = stage
         self._readings: deque[Reading] = deque(maxlen=RATE_READINGS)
+        self._ended: Mapping[str, Any] | None = None
 
     def add(self, reading: Reading | None) -> None:
         """Take a reading; None (a node that gave none) leaves the last one standing."""
         if reading is not None:
             self._readings.append(reading)
 
+    def end(self, summary: Mapping[str, Any] | None) -> None:
+        """Take the summary that the node wrote at its end; None when it wrote none."""
+        self._ended = summary
+
     def row(self) -> Row:
-        """The node's line."""
+        """The node's line: of its summary once it has ended, of the last readings before."""
+        if self._ended is not None:
+            ended = self._ended
+            return Row(self._name, self._stage, ended["inner_steps"], ended["outer_rounds"], ended["final_loss"])
         if not self._readings:
             return Row(self._name, self._stage)
         old, new = self._readings[0], self._readings[-1]
@@ -103,6 +111,9 @@ class PlainScreen:
         """One line for each node."""
         for row in rows:
             node, _, *cells = row.cells()
+            if row.inner_step is None:
+                print(f"{node}  starting", flush=True)
+                continue
             told = "  ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[2:], cells, strict=True))
             print(f"{node}  {told}", flush=True)
 

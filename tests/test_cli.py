@@ -1,0 +1,157 @@
+"""The command `noloco` without a swarm: bad usage, quick help, and how readings and summaries are worked out."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noloco_p2p.bench import cpu
+from noloco_p2p.cli import summary
+from noloco_p2p.cli.children import Child
+from noloco_p2p.cli.swarm import make_plan, make_run_dir
+from noloco_p2p.cli.table import History, Row
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.io.scrape import Reading
+
+HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
+
+
+def noloco(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "noloco_p2p.cli.main", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["swarm", "--bogus"], "--bogus"),
+        (["swarm", "--stages", "0"], "--stages"),
+        (["swarm", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["swarm", "--set", "outer.inner_stepz=3"], "outer.inner_steps"),
+        (["swarm", "--set", "outer.alpha=0.9"], "S1"),
+        (["nope"], "nope"),
+        ([], "command"),
+    ],
+)
+def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], told: str, tmp_path: Path) -> None:
+    done = noloco(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "noloco-runs").exists()
+
+
+def test_debug_shows_where(tmp_path: Path) -> None:
+    done = noloco("swarm", "--set", "steps=none", "--debug", cwd=tmp_path)
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["noloco_p2p.cli.main", "noloco_p2p.cli.node"])
+def test_help_imports_nothing_heavy(module: str) -> None:
+    program = (
+        f"import runpy, sys; sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_module('{module}', run_name='__main__')\n"
+        f"except SystemExit as end: assert not end.code, end.code\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "--help" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_options_come_after_the_file_and_after_set(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("name: mine\nstages: 3\nsteps: 7\nstart_replicas: 5\nlimits:\n  drain_s: 3\n")
+    plan = make_plan(config, None, 1, 9, ["stages=2", "steps=8"])
+    assert (plan.name, plan.stages, plan.replicas, plan.steps, plan.drain_s) == ("mine", 2, 1, 9, 3.0)
+    assert plan.arguments[:2] == ("--config", str(config))
+
+
+def test_fresh_directories_are_numbered_and_finished_ones_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [make_run_dir("tiny", None).name for _ in range(2)] == ["tiny-1", "tiny-2"]
+    own = tmp_path / "own"
+    assert make_run_dir("tiny", own) == own
+    (own / "summary.json").write_text('{"completed": false}')
+    assert make_run_dir("tiny", own) == own
+    (own / "summary.json").write_text('{"completed": true}')
+    with pytest.raises(ConfigError, match="finished run"):
+        make_run_dir("tiny", own)
+
+
+def reading(at: float, steps: float, tokens: float) -> Reading:
+    return Reading(
+        at,
+        (
+            ("noloco_inner_steps_total", {}, steps),
+            ("noloco_tokens_total", {}, tokens),
+            ("noloco_outer_rounds_total", {"result": "partner"}, 2.0),
+            ("noloco_outer_rounds_total", {"result": "alone"}, 1.0),
+            ("noloco_loss", {}, 2.5),
+            ("noloco_peers", {"stage": "0", "state": "training"}, 2.0),
+            ("noloco_peers", {"stage": "1", "state": "training"}, 2.0),
+            ("noloco_peers", {"stage": "1", "state": "left"}, 1.0),
+        ),
+    )
+
+
+def test_a_row_comes_from_readings() -> None:
+    history = History("0-1", 0)
+    assert history.row() == Row("0-1", 0)
+    history.add(reading(10.0, 0.0, 0.0))
+    assert history.row() == Row("0-1", 0, 0, 3, None, None, 3)
+    history.add(None)
+    history.add(reading(12.0, 4.0, 3000.0))
+    assert history.row() == Row("0-1", 0, 4, 3, 2.5, 1500.0, 3)
+    history.end({"inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25})
+    assert history.row() == Row("0-1", 0, 5, 4, 2.25, None, None)
+
+
+def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> Child:
+    """A node that has left its summary behind."""
+    child = Child(run_dir, stage, replica)
+    child.dir.mkdir(parents=True)
+    (child.dir / "summary.json").write_text(json.dumps({"state": "finished", **figures}))
+    return child
+
+
+def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
+    first = {"tokens": 1000, "inner_steps": 10, "outer_rounds": 2, "replica_std": 0.1}
+    children = [
+        written(
+            tmp_path, 0, 0, **first, validation_loss=2.0, first_step_at=100.0, last_step_at=109.0, evaluation_s=2.0
+        ),
+        written(
+            tmp_path, 0, 1, **first, validation_loss=3.0, first_step_at=101.0, last_step_at=111.0, evaluation_s=0.0
+        ),
+        written(tmp_path, 1, 0, tokens=2000, inner_steps=11, outer_rounds=3, replica_std=0.3, validation_loss=None),
+        Child(tmp_path, 1, 1),
+    ]
+    told = summary.summarise(children, stages=2, replicas=2, steps=10, wall_s=30.0)
+    assert told["tokens"] == 2000
+    assert told["tokens_per_s"] == pytest.approx(2000 / (111 - 100 - 1))
+    assert told["validation_loss"] == 2.5
+    assert told["validation_perplexity"] == pytest.approx(exp(2.5))
+    assert (told["inner_steps"], told["outer_rounds"]) == (10, 3)
+    assert told["replica_std"] == [pytest.approx(0.1), 0.3]
+    assert told["completed"] is False, "one node wrote nothing"
+    assert told["nodes"][3]["peer_id"] is None
+
+
+def test_a_perplexity_that_overflows_is_none() -> None:
+    assert summary.perplexity(log(7)) == pytest.approx(7)
+    assert summary.perplexity(1e4) is None
+    assert summary.perplexity(float("nan")) is None
+
+
+def test_cpu_seconds_are_split_by_thread() -> None:
+    before = cpu.CpuSeconds({7: 1.0, 8: 5.0, 9: 0.5}, 2.0)
+    after = cpu.CpuSeconds({7: 2.0, 8: 9.0, 9: 1.0, 10: 0.25}, 2.5)
+    assert cpu.split(7, before, after) == {"compute": 4.0, "loop": 1.0, "wire": 1.25}
