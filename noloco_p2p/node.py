@@ -55,7 +55,7 @@ class Node:
         self._rounds = Rounds(self.seat)
         self._incarnation = incarnation
         self._counter = 0
-        self._watch = Watch(self.seat, self._door.strike)
+        self._watch = Watch(self.seat, self._noticed)
         self._arrival = Arrival(self.seat, self._watch, self._rounds)
         self._ending = Ending(self.seat, self._sender)
         self.finished = False
@@ -194,15 +194,18 @@ class Node:
         """
         seat, stage = self.seat, self.seat.stage
         if seat.last:
-            done = await to_the_end(stage.loss_backward(microbatch, batch.inputs, batch.targets, batch.mask))
+            with seat.span("backward"):
+                done = await to_the_end(stage.loss_backward(microbatch, batch.inputs, batch.targets, batch.mask))
             return None, done.finite
-        graph, hidden = await stage.forward(batch.inputs, batch.mask)
+        with seat.span("forward"):
+            graph, hidden = await stage.forward(batch.inputs, batch.mask)
         try:
             gradient, through = await self._deliver(Parcel(microbatch, origin, hidden, batch.targets, batch.mask))
         except BaseException:
             stage.discard(graph)
             raise
-        done = await to_the_end(stage.backward(graph, microbatch, gradient))
+        with seat.span("backward"):
+            done = await to_the_end(stage.backward(graph, microbatch, gradient))
         return through, done.finite and gradient.finite
 
     async def _deliver(self, parcel: Parcel) -> tuple[Gradient, PeerId]:
@@ -270,8 +273,12 @@ class Node:
     def _first_stage_is_done(self) -> bool:
         """Somebody of stage 0 was seen finished, and nobody of it is at work."""
         first = self.seat.members.of_stage(0, membership.STAGE_0_AT_WORK | {"finished"})
-        self._saw_the_end = self._saw_the_end or any(a.state == "finished" for a in first)
         return self._saw_the_end and all(a.state == "finished" for a in first)
+
+    def _noticed(self) -> None:
+        """After each reading of the membership. Who finished may be gone by the time that somebody asks."""
+        self._saw_the_end = self._saw_the_end or bool(self.seat.members.of_stage(0, {"finished"}))
+        self._door.strike()
 
     # === inner steps, outer rounds ==================================================================================
 
@@ -286,7 +293,8 @@ class Node:
             inner.final_fraction,
         )
         label = StepLabel(seat.inner_steps + 1, seat.step, rate, self._door.routes, batches)
-        result = await to_the_end(seat.stage.inner_step(label))
+        with seat.span("step"):
+            result = await to_the_end(seat.stage.inner_step(label))
         seat.inner_steps += 1
         self._door.routes = {}
         self._rounds.inner_step_took(result.busy_s)
@@ -306,7 +314,10 @@ class Node:
         )
 
     def _move_clock(self, microbatches: int) -> None:
-        """step ← step + 1 + ¼·(median − step − ½), and the speeds that the advert announces."""
+        """step ← step + 1 + ¼·(median − step − ½), and the speeds that the advert announces.
+
+        The speed is that of inner steps: the clock's own would feed on itself, a slow clock be projected as slow.
+        """
         seat, manifest = self.seat, self.seat.manifest
         now, m = seat.now(), manifest.outer.inner_steps
         samples = [schedule.project(*clock, m) for clock in seat.members.clocks(now=now)]
@@ -317,7 +328,7 @@ class Node:
         if self._stepped_at is not None and now > self._stepped_at:
             took_s = now - self._stepped_at
             seat.update(
-                steps_per_s=_smooth(seat.advert.steps_per_s, (step - seat.advert.step) / took_s),
+                steps_per_s=_smooth(seat.advert.steps_per_s, 1 / took_s),
                 microbatches_per_s=_smooth(seat.advert.microbatches_per_s, microbatches / took_s),
             )
         self._stepped_at = now
@@ -331,7 +342,8 @@ class Node:
         if due is not None:
             # No circular wait: from snapshot to merge the door answers Busy and its line is flushed.
             self._door.close()
-            await self._rounds.run(due)
+            with self.seat.span("outer"):
+                await self._rounds.run(due)
 
     # === evaluation and the end =====================================================================================
 

@@ -34,7 +34,10 @@ READS_TO_VANISH = 2
 TRAINING = frozenset({"training"})
 READY = frozenset({"waiting", "syncing", "training"})
 """They have their weights: a membership counts them, and who is not serving yet answers Busy."""
-IN_ROUNDS = frozenset({"training", "finished"})
+HOLDING = frozenset({"training", "finished"})
+"""They have a replica's trained weights: newcomers start from them, evaluations go through them."""
+IN_ROUNDS = READY | HOLDING
+"""Partners of an outer round; with an old view of the membership a mate may still look as if it waited."""
 PRESENT = frozenset({"starting", "waiting", "syncing", "training", "paused", "finished"})
 STAGE_0_AT_WORK = frozenset({"training", "syncing", "paused", "draining"})
 

@@ -53,7 +53,7 @@ class Arrival:
                 seat.members.all(),
                 manifest.stages,
                 manifest.start_replicas,
-                membership.READY | membership.IN_ROUNDS,
+                membership.IN_ROUNDS,
             )
             if missing and not self._run_has_begun():
                 self._say_missing(missing)
@@ -80,7 +80,7 @@ class Arrival:
     async def _catch_up(self) -> None:
         """A later joiner adopts step, round and the newest snapshot of one replica of its stage."""
         seat = self._seat
-        donors = seat.members.of_stage(seat.index, membership.IN_ROUNDS)
+        donors = seat.members.of_stage(seat.index, membership.HOLDING)
         for donor in donors:
             try:
                 described = await seat.world.transport.describe(donor)

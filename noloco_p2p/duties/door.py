@@ -132,8 +132,9 @@ class Door:
         deadline = seat.now() + call.header.time_left_s
         try:
             activation = await call.body()
-            await call.admitted.wait()
-            contribution, reply = await self._compute(activation, deadline)
+            with seat.span("wait"):
+                await call.admitted.wait()
+            contribution, reply, below_finite = await self._compute(activation, deadline)
         except BaseException as error:
             self.admit(self.intake.leave(key))
             if call.flushed:
@@ -150,37 +151,43 @@ class Door:
                 self.routes[key.microbatch] = (caller, served)
                 seat.event("microbatch", result="done" if reply.finite else "nonfinite")
             self.admit(self.intake.done(key, counted=contribution.counted, reply=reply))
-            self._judge(contribution, call.header.origin.peer)
+            self._judge(contribution.finite or not below_finite, call.header.origin.peer)
             return reply
         finally:
             del self._calls[key]
             self._gauge()
             seat.pulse()
 
-    async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient]:
+    async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient, bool]:
+        """What this stage added, its reply, and whether everything further on was finite."""
         seat, header, stage = self._seat, activation.header, self._seat.stage
         served: tuple[PeerId, ...]
         if seat.last:
-            done = await to_the_end(
-                stage.loss_backward(header.microbatch, activation.hidden, activation.targets, activation.mask)
-            )
-            served, finite = (seat.me,), done.finite
+            with seat.span("backward"):
+                done = await to_the_end(
+                    stage.loss_backward(header.microbatch, activation.hidden, activation.targets, activation.mask)
+                )
+            served, below_finite = (seat.me,), True
         else:
-            graph, hidden = await stage.forward(activation.hidden, activation.mask)
+            with seat.span("forward"):
+                graph, hidden = await stage.forward(activation.hidden, activation.mask)
             try:
                 parcel = Parcel(header.microbatch, header.origin, hidden, activation.targets, activation.mask)
                 gradient, _ = await self._sender.deliver(parcel, deadline)
             except BaseException:
                 stage.discard(graph)
                 raise
-            done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
-            served, finite = (seat.me, *gradient.served), done.finite and gradient.finite
+            with seat.span("backward"):
+                done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
+            served, below_finite = (seat.me, *gradient.served), gradient.finite
         assert done.grad is not None, "a later stage has an input gradient"
-        return done, Gradient(header.microbatch, done.grad, done.loss_sum, done.tokens, served, finite)
+        finite = done.finite and below_finite
+        reply = Gradient(header.microbatch, done.grad, done.loss_sum, done.tokens, served, finite)
+        return done, reply, below_finite
 
-    def _judge(self, contribution: Contribution, origin: PeerId) -> None:
+    def _judge(self, finite: bool, origin: PeerId) -> None:
         """Stop the node when one result after the other is not finite and it cannot be the others' fault."""
-        self._streak.record(contribution.finite, origin)
+        self._streak.record(finite, origin)
         reason = self._streak.reason_to_stop(len(self._seat.view.origins))
         if reason is not None:
             self._seat.fail(LocalError(reason))

@@ -84,7 +84,8 @@ class Sender:
                 await self._pause(heard)
                 continue
             try:
-                gradient = await seat.world.transport.propagate(peer, self._activation(parcel, left_s))
+                with seat.span("send"):
+                    gradient = await seat.world.transport.propagate(peer, self._activation(parcel, left_s))
             except Busy:
                 seat.members.answered(peer.peer_id)
                 seat.event("busy", direction="out")
@@ -167,7 +168,7 @@ class Sender:
         seat = self._seat
         pause_s, failure, skip = FIRST_PAUSE_S, "none is in the membership", 0
         while (left_s := self._share(deadline - seat.now())) >= SHORTEST_CALL_S:
-            replicas: Sequence[Advert] = seat.members.of_stage(seat.index + 1, membership.IN_ROUNDS)
+            replicas: Sequence[Advert] = seat.members.of_stage(seat.index + 1, membership.HOLDING)
             if replicas:
                 peer = replicas[(parcel.origin.index + skip) % len(replicas)]
                 try:

@@ -5,6 +5,7 @@ Every wait of a duty for something inside this node goes through `until`, and ev
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import floor
 from random import Random
@@ -103,6 +104,10 @@ class Seat:
     def event(self, kind: str, **fields: object) -> None:
         """Tell whoever watches this node."""
         self.world.telemetry.event(kind, **fields)
+
+    def span(self, phase: str) -> AbstractContextManager[None]:
+        """Measure a phase (design.md §9)."""
+        return self.world.telemetry.span(phase)
 
     def pulse(self) -> None:
         """Something changed that somebody may wait for."""

@@ -29,11 +29,20 @@ class Watch:
             if seat.index >= 0:
                 await self._announce()
             await self._read()
-            training = seat.advert.state == "training"
-            refresh_s = seat.config.directory.refresh_s
-            await seat.until(
-                lambda: self._shown() != self._announced, refresh_s if training else min(refresh_s, BRISK_REFRESH_S)
-            )
+            await seat.until(lambda: self._shown() != self._announced, self._period_s())
+
+    def _period_s(self) -> float:
+        """Seconds to the next reading: while training also at least two in an outer interval, for the clock's sake.
+
+        Clocks are projected two outer intervals at most; what is older holds everybody back.
+        """
+        seat, refresh_s = self._seat, self._seat.config.directory.refresh_s
+        if seat.advert.state != "training":
+            return min(refresh_s, BRISK_REFRESH_S)
+        if not seat.advert.steps_per_s:
+            return refresh_s
+        half_interval_s = seat.manifest.outer.inner_steps / (2 * seat.advert.steps_per_s)
+        return min(refresh_s, max(half_interval_s, BRISK_REFRESH_S))
 
     def _shown(self) -> tuple[object, ...]:
         """The part of the advert whose change is announced at once."""
