@@ -201,11 +201,11 @@ class Node:
             graph, hidden = await stage.forward(batch.inputs, batch.mask)
         try:
             gradient, through = await self._deliver(Parcel(microbatch, origin, hidden, batch.targets, batch.mask))
+            with seat.span("backward"):
+                done = await to_the_end(stage.backward(graph, microbatch, gradient))
         except BaseException:
             stage.discard(graph)
             raise
-        with seat.span("backward"):
-            done = await to_the_end(stage.backward(graph, microbatch, gradient))
         return through, done.finite and gradient.finite
 
     async def _deliver(self, parcel: Parcel) -> tuple[Gradient, PeerId]:

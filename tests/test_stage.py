@@ -19,7 +19,8 @@ from stages import (
 from torch import Tensor, nn
 
 from noloco_p2p.compute import host
-from noloco_p2p.compute.accumulator import SPENT_LEAST, SPENT_STEPS, Accumulator, Added
+from noloco_p2p.compute.accumulator import Accumulator, Added
+from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum
 from noloco_p2p.errors import Violation
 
@@ -111,7 +112,7 @@ def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
         sums.close_step()
     assert [sums.is_spent(microbatch(step * 1000)) for step in range(20)] == [False] * 13 + [True] * 7
     sums = Accumulator([nn.Parameter(torch.zeros(1))])
-    for number in range(SPENT_LEAST + 1):
+    for number in range(SPENT_IDS + 1):
         sums.add(Added(microbatch(number), 1, 1.0), (torch.ones(1),))
         for _ in range(SPENT_STEPS):
             sums.close_step()
@@ -120,7 +121,7 @@ def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
 
 def zero_gradient(stage: Any, tokens: int, value: float) -> Gradient:
     grad = host.from_torch("grad", torch.full(stage.state.hidden.shape, value, dtype=torch.float64))
-    return Gradient(microbatch(2), grad, 1.0, tokens, ("next",))
+    return Gradient(microbatch(2), grad, 1.0 if tokens else 0.0, tokens, ("next",), finite=tokens > 0)
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(5, math.nan), (5, math.inf), (0, 0.0), (5, 1e308)])

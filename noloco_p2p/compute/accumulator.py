@@ -3,18 +3,14 @@
 Whether a microbatch counts is decided here, in the same operation that adds it (design.md §4, exactly once).
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from noloco_p2p.core.intake import SpentIds
 from noloco_p2p.core.messages import MicrobatchId
-
-SPENT_STEPS = 8
-SPENT_LEAST = 4096
-"""A spent id is kept for 8 inner steps, and the newest 4,096 are kept in any case (design.md §4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +29,7 @@ class Accumulator:
         self._parameters = parameters
         self._grads = [torch.zeros_like(parameter) for parameter in parameters]
         self._holds = False
-        self._spent: OrderedDict[MicrobatchId, int] = OrderedDict()
-        self._closed_steps = 0
+        self._spent = SpentIds()
         self.added: list[Added] = []
         """In the order in which the gradients were added."""
         for parameter, grad in zip(parameters, self._grads, strict=True):
@@ -46,7 +41,7 @@ class Accumulator:
 
     def add(self, added: Added, grads: Sequence[Tensor | None]) -> None:
         """Spend the id and add its gradients, one per parameter (None: it does not reach that one), or none at all."""
-        self._spent[added.microbatch] = self._closed_steps
+        self._spent.spend(added.microbatch)
         self.added.append(added)
         if not grads:
             return
@@ -81,12 +76,7 @@ class Accumulator:
         """Forget the gradients and the microbatches; their ids stay spent."""
         self._holds = False
         self.added = []
-        self._closed_steps += 1
-        while len(self._spent) > SPENT_LEAST:
-            oldest = next(iter(self._spent))
-            if self._closed_steps - self._spent[oldest] < SPENT_STEPS:
-                break
-            del self._spent[oldest]
+        self._spent.end_step()
 
 
 def total_norm(tensors: list[Tensor]) -> float:

@@ -86,14 +86,15 @@ class TorchStage:
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward through a kept graph, as in the port.
 
-        A gradient of zero tokens, or one that is not finite, gives `finite` False. Raises Violation, with the graph
-        still kept, when it has another shape than the hidden state or claims more tokens than a microbatch has.
+        A gradient that is not finite, or comes from where something was not, gives `finite` False. Raises Violation,
+        with the graph still kept, when it has another shape than the hidden state or claims more tokens than a
+        microbatch has.
         """
         wire_BTD = host.check(gradient.grad, self.state.hidden)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
         kept = self._graphs.pop(graph)
-        if gradient.tokens == 0 or not isfinite(gradient.loss_sum) or not host.is_finite(wire_BTD):
+        if not (gradient.finite and isfinite(gradient.loss_sum) and host.is_finite(wire_BTD)):
             return self._nothing(microbatch)
         grad_BTD = self._to_device(wire_BTD).to(kept.hidden.dtype)
         return self._contribute(Added(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD)

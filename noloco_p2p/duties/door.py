@@ -174,11 +174,11 @@ class Door:
             try:
                 parcel = Parcel(header.microbatch, header.origin, hidden, activation.targets, activation.mask)
                 gradient, _ = await self._sender.deliver(parcel, deadline)
+                with seat.span("backward"):
+                    done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
             except BaseException:
                 stage.discard(graph)
                 raise
-            with seat.span("backward"):
-                done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
             served, below_finite = (seat.me, *gradient.served), gradient.finite
         assert done.grad is not None, "a later stage has an input gradient"
         finite = done.finite and below_finite
