@@ -39,6 +39,23 @@ def _fields(stat: Path) -> tuple[int, float]:
     return int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def machine() -> float | None:
+    """CPU seconds of everything on this machine since its start; None when /proc does not tell them of our cores."""
+    try:
+        lines = [line.split() for line in (PROC / "stat").read_text().splitlines() if line.startswith("cpu")]
+    except OSError:
+        return None
+    if len(lines) - 1 != cores():
+        return None
+    user, nice, system, _, _, irq, softirq, steal = (int(field) for field in lines[0][1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def split(pid: int, before: CpuSeconds, after: CpuSeconds) -> dict[str, float]:
     """CPU seconds between two readings: `compute`, `loop` and `wire`.
 

@@ -37,6 +37,8 @@ class Moment:
     endpoints: scrape.Endpoints
     metrics: scrape.Reading
     cpu: cpu.CpuSeconds | None
+    machine: float | None
+    """CPU seconds of everything on the machine."""
 
 
 def run(microbatches: int, seconds: float) -> dict[str, Any]:
@@ -60,7 +62,8 @@ def run(microbatches: int, seconds: float) -> dict[str, Any]:
 DEFINITIONS = {
     "ratio": "tokens/s of the swarm over 2 × tokens/s of one process with one thread",
     "core_shares": "of all core-seconds of the measurement: compute = CPU of the device threads, loop = CPU of the "
-    "event loops, wire = CPU of gRPC's and all other threads and of the libp2p daemons, idle = the rest",
+    "event loops, wire = CPU of gRPC's and all other threads and of the libp2p daemons, others = all other processes "
+    "(more than 0.05: the measurement was disturbed), idle = the rest",
     "device_busy": "wall seconds in which a device worked, waits for a core included, over the measurement; mean",
     "idle_by_cause": "wall seconds in which a node's device waited, by cause, over the measurement; mean",
 }
@@ -123,7 +126,7 @@ def _look(run_dir: Path) -> dict[str, Moment]:
             metrics = scrape.scrape(endpoints.metrics, METRICS_TIMEOUT_S)
         except Unreachable as error:
             raise LocalError(f"node {name}: {error}") from error
-        moments[name] = Moment(endpoints, metrics, cpu.read(endpoints.pid))
+        moments[name] = Moment(endpoints, metrics, cpu.read(endpoints.pid), cpu.machine())
     return moments
 
 
@@ -153,12 +156,15 @@ def _figures(begin: Mapping[str, Moment], end: Mapping[str, Moment]) -> dict[str
 
 def _core_shares(begin: Mapping[str, Moment], end: Mapping[str, Moment], seconds: float) -> dict[str, float] | None:
     """The nodes' CPU seconds as shares of all core-seconds; None where the system does not tell them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    whole = cpu.cores() * seconds
     shares = {"compute": 0.0, "wire": 0.0, "loop": 0.0}
     for name, old in begin.items():
         new = end[name]
         if old.cpu is None or new.cpu is None:
             return None
         for kind, spent in cpu.split(new.endpoints.pid, old.cpu, new.cpu).items():
-            shares[kind] += spent / (cores * seconds)
+            shares[kind] += spent / whole
+    began, ended = (next(iter(moments.values())).machine for moments in (begin, end))
+    if began is not None and ended is not None:
+        shares["others"] = max(0.0, (ended - began) / whole - sum(shares.values()))
     return {**shares, "idle": 1.0 - sum(shares.values())}

@@ -1,5 +1,6 @@
 """One `noloco-node` process of a swarm on this machine: start it, look at it, end it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from typing import Any
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.io import scrape
 
+ASK_AGAIN_S = 0.5
+"""Between the two; a node that has been told before stops at the first."""
 KILL_AFTER_S = 5.0
 """A node that was told twice to stop gets so long before it is killed."""
 POLL_S = 0.05
@@ -104,7 +107,8 @@ class Child:
     def kill(self) -> None:
         """End it and what it started. It is not reaped before, so its process group is still its own."""
         if self._process is not None and self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def release(self) -> None:
@@ -124,11 +128,13 @@ def wait_all(children: Sequence[Child], seconds: float) -> bool:
 
 
 def end_all(children: Sequence[Child]) -> None:
-    """No process of these is left afterwards: SIGTERM (at once, if they were asked before), then the hard way."""
-    for child in children:
-        child.terminate()
-    if not wait_all(children, KILL_AFTER_S):
+    """No process of these is left afterwards: they are told twice, which stops them at once, then killed."""
+    for seconds in (ASK_AGAIN_S, KILL_AFTER_S):
         for child in children:
-            child.kill()
+            child.terminate()
+        if wait_all(children, seconds):
+            break
+    for child in children:
+        child.kill()
     for child in children:
         child.release()

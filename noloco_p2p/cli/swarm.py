@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from types import FrameType
 
+from noloco_p2p.bench import cpu
 from noloco_p2p.cli import settings, summary
 from noloco_p2p.cli.children import Child, end_all, wait_all
 from noloco_p2p.cli.table import History, Screen, make_screen
@@ -181,17 +182,22 @@ class Swarm:
         return self._failed is not None or self._signals.count > 0
 
     def _leave(self) -> None:
-        """When it ends early: the nodes finish what they hold; a second signal stops them at once."""
+        """When it ends early: the nodes finish what they hold; a second signal stops them at once.
+
+        Stage after stage, so that what an earlier stage holds still finds a later one.
+        """
         if not any(child.running for child in self._children):
             return
         heard = self._signals.count
         self._screen.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
-        for child in self._children:
-            child.terminate()
         give_up_at = time.monotonic() + self._plan.drain_s + LEAVE_MARGIN_S
-        while time.monotonic() < give_up_at and self._signals.count == heard:
-            if wait_all(self._children, TICK_S):
-                return
+        for stage in range(self._plan.stages):
+            leaving = [child for child in self._children if child.stage == stage]
+            for child in leaving:
+                child.terminate()
+            while not wait_all(leaving, TICK_S):
+                if time.monotonic() >= give_up_at or self._signals.count > heard:
+                    return
 
     def _exit_code(self, completed: bool) -> int:
         if self._signals.first is not None:
@@ -210,8 +216,7 @@ class Swarm:
 
 def threads_each(nodes: int) -> int:
     """CPU threads for each of so many nodes on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // nodes)
+    return max(1, cpu.cores() // nodes)
 
 
 def run_swarm(plan: Plan, asked_dir: Path | None, plain: bool) -> int:

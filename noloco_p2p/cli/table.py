@@ -61,9 +61,11 @@ class History:
 
     def row(self) -> Row:
         """The node's line: of its summary once it has ended, of the last readings before."""
-        if self._ended is not None:
-            ended = self._ended
-            return Row(self._name, self._stage, ended["inner_steps"], ended["outer_rounds"], ended["final_loss"])
+        ended = self._ended
+        if ended is not None:
+            loss = self._readings[-1].total("loss") if self._readings else None
+            loss = loss if ended["final_loss"] is None else ended["final_loss"]
+            return Row(self._name, self._stage, ended["inner_steps"], ended["outer_rounds"], loss)
         if not self._readings:
             return Row(self._name, self._stage)
         old, new = self._readings[0], self._readings[-1]
