@@ -76,7 +76,7 @@ async def raw_call(node: Node, run_id: str = RUN, seconds: float | None = 10.0) 
 
 
 def messages(sent: Activation) -> list[pb.ActivationMessage]:
-    return list(protobuf.to_activation(sent, 10.0))
+    return [pb.ActivationMessage.FromString(raw) for raw in protobuf.to_activation(sent, 10.0)]
 
 
 async def refused(call: Any, sent: list[pb.ActivationMessage]) -> str:
@@ -235,7 +235,7 @@ def test_an_activation_of_one_message_is_the_same_stream_to_the_contract() -> No
             await call.write(messages(sent)[0])
             reply = await call.read()
             assert await call.read() is grpc.aio.EOF
-        gradient = protobuf.GradientReader(sent).feed(reply)
+        gradient = protobuf.GradientReader(sent).feed(reply.SerializeToString())
         assert gradient is not None
         assert gradient.grad.data == sent.hidden.data
 

@@ -34,6 +34,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
 )
 
+SERVICE = "/noloco.v1.Node"
 Exchange = Callable[..., Any]
 """A gRPC method of a channel, to be called with a request and `timeout`, `metadata`."""
 
@@ -45,20 +46,21 @@ class Link:
     address: str
     channel: Any
     calls: int = 0
-    stub: Any = field(init=False)
+    streamed: dict[str, Exchange] = field(init=False)
+    """Propagate and Evaluate. Here and below, messages with tensor bytes are given and taken as they travel."""
     whole: dict[str, Exchange] = field(init=False)
-    """Propagate and Evaluate for an activation and a reply of one message each: the same methods, half the work."""
+    """The same for an activation and a reply of one message each: half the work."""
+    fetch_snapshot: Exchange = field(init=False)
+    describe: Exchange = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stub = NodeStub(self.channel)
-        self.whole = {
-            name: self.channel.unary_unary(
-                f"/noloco.v1.Node/{name}",
-                request_serializer=pb.ActivationMessage.SerializeToString,
-                response_deserializer=pb.Reply.FromString,
-            )
-            for name in ("Propagate", "Evaluate")
-        }
+        names = ("Propagate", "Evaluate")
+        self.streamed = {name: self.channel.stream_stream(f"{SERVICE}/{name}") for name in names}
+        self.whole = {name: self.channel.unary_unary(f"{SERVICE}/{name}") for name in names}
+        self.fetch_snapshot = self.channel.unary_stream(
+            f"{SERVICE}/FetchSnapshot", request_serializer=pb.SnapshotRequest.SerializeToString
+        )
+        self.describe = NodeStub(self.channel).Describe
 
     @property
     def ready(self) -> bool:

@@ -26,6 +26,7 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.errors import Busy, Declined, NolocoError, PeerError, Violation
 from noloco_p2p.io import noloco_pb2 as pb
+from noloco_p2p.io.frames import packed, unpacked
 
 MESSAGE_CHARACTERS = 500
 """Longest text of a refusal that is sent, or believed."""
@@ -56,6 +57,11 @@ def to_refusal(error: NolocoError) -> pb.Refusal:
     return pb.Refusal(kind=KINDS.get(type(error), pb.Refusal.KIND_DECLINED), message=str(error)[:MESSAGE_CHARACTERS])
 
 
+def to_refused(error: NolocoError) -> bytes:
+    """A reply that is a refusal."""
+    return pb.Reply(refusal=to_refusal(error)).SerializeToString()
+
+
 def to_error(refusal: pb.Refusal) -> PeerError:
     """What the peer's refusal means here."""
     message = refusal.message[:MESSAGE_CHARACTERS]
@@ -74,26 +80,10 @@ def from_spec(spec: pb.TensorSpec) -> TensorSpec:
     return TensorSpec(spec.name, spec.dtype, tuple(spec.shape))
 
 
-def add_frames(message: pb.ActivationMessage | pb.Reply | pb.SnapshotMessage, pack: Iterable[wire.Frame]) -> None:
-    """Appends frames to a message; the bytes are copied into it."""
-    for frame in pack:
-        if isinstance(frame, wire.Chunk):
-            chunk = message.frames.add().chunk
-            chunk.tensor = frame.tensor
-            chunk.offset = frame.offset
-            chunk.data = bytes(frame.data)
-        else:
-            end = message.frames.add().end
-            end.tensor, end.length, end.digest = frame
-
-
-def feed(into: wire.Assembler, frames: Iterable[pb.Frame]) -> None:
+def feed(into: wire.Assembler, frames: Iterable[wire.Frame]) -> None:
     """Hands received frames to an assembler. Raises Violation."""
     for frame in frames:
-        if frame.HasField("chunk"):
-            into.feed(wire.Chunk(frame.chunk.tensor, frame.chunk.offset, frame.chunk.data))
-        else:
-            into.feed(wire.End(frame.end.tensor, frame.end.length, frame.end.digest))
+        into.feed(frame)
 
 
 def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
@@ -101,7 +91,7 @@ def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
     return MicrobatchId(message.peer, message.incarnation, message.counter)
 
 
-def to_activation(activation: Activation, time_left_s: float) -> Iterator[pb.ActivationMessage]:
+def to_activation(activation: Activation, time_left_s: float) -> Iterator[bytes]:
     """The messages of an activation: one when it fits, else the header alone and then the tensors."""
     header, tensors = activation.header, activation.tensors
     specs = tuple(tensor.spec for tensor in tensors)
@@ -118,11 +108,10 @@ def to_activation(activation: Activation, time_left_s: float) -> Iterator[pb.Act
         )
     )
     if not fits_one_message(activation):
-        yield message
+        yield packed(message, ())
         message = pb.ActivationMessage()
     for pack in wire.packs(wire.frames(tensors, digests)):
-        add_frames(message, pack)
-        yield message
+        yield packed(message, pack)
         message = pb.ActivationMessage()
 
 
@@ -173,7 +162,7 @@ def to_activation_value(header: Header, tensors: tuple[HostTensor, ...]) -> Acti
     return Activation(header, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
 
 
-def to_gradient(gradient: Gradient) -> Iterator[pb.Reply]:
+def to_gradient(gradient: Gradient) -> Iterator[bytes]:
     """The messages of a gradient: one when it fits, else the header comes with the first chunk."""
     message = pb.Reply(
         gradient=pb.GradientHeader(
@@ -185,20 +174,17 @@ def to_gradient(gradient: Gradient) -> Iterator[pb.Reply]:
         )
     )
     for pack in wire.packs(wire.frames([gradient.grad], [digest(gradient.grad.data)])):
-        add_frames(message, pack)
-        yield message
+        yield packed(message, pack)
         message = pb.Reply()
 
 
-def to_snapshot(snapshot: Snapshot) -> Iterator[pb.SnapshotMessage]:
+def to_snapshot(snapshot: Snapshot) -> Iterator[bytes]:
     """The messages of a snapshot: the header alone, so that it tells when the transfer begins, then the tensors."""
     specs = [to_spec(tensor.spec) for tensor in snapshot.tensors]
     header = pb.SnapshotHeader(peer=snapshot.peer, round=snapshot.round, step=snapshot.step, specs=specs)
-    yield pb.SnapshotMessage(header=header)
+    yield packed(pb.SnapshotMessage(header=header), ())
     for pack in wire.packs(wire.frames(snapshot.tensors, (digest(tensor.data) for tensor in snapshot.tensors))):
-        message = pb.SnapshotMessage()
-        add_frames(message, pack)
-        yield message
+        yield packed(pb.SnapshotMessage(), pack)
 
 
 def from_description(reply: pb.DescribeReply) -> Description:
@@ -220,8 +206,9 @@ class GradientReader:
         self._head: pb.GradientHeader | None = None
         self._assembler: wire.Assembler | None = None
 
-    def feed(self, reply: pb.Reply) -> Gradient | None:
+    def feed(self, raw: bytes) -> Gradient | None:
         """The gradient, once all of it has come. Raises what a refusal means, Violation for anything else."""
+        reply, frames = unpacked(raw, pb.Reply)
         if self._assembler is None:
             if reply.HasField("refusal"):
                 raise to_error(reply.refusal)
@@ -233,7 +220,7 @@ class GradientReader:
                     f"the gradient is {from_spec(reply.gradient.spec)}, not {self._spec}"[:MESSAGE_CHARACTERS]
                 )
             self._assembler = assembler((self._spec,), self._spec.nbytes)
-        feed(self._assembler, reply.frames)
+        feed(self._assembler, frames)
         if not self._assembler.complete or self._head is None:
             return None
         (grad,) = self._assembler.finish()
@@ -243,8 +230,9 @@ class GradientReader:
 class LossReader:
     """Takes the reply to an evaluation."""
 
-    def feed(self, reply: pb.Reply) -> LossSum:
+    def feed(self, raw: bytes) -> LossSum:
         """The loss. Raises what a refusal means, Violation for anything else."""
+        reply, _ = unpacked(raw, pb.Reply)
         if reply.HasField("refusal"):
             raise to_error(reply.refusal)
         if not reply.HasField("loss"):
@@ -261,15 +249,16 @@ class SnapshotReader:
         self._head: pb.SnapshotHeader | None = None
         self._assembler: wire.Assembler | None = None
 
-    def feed(self, message: pb.SnapshotMessage) -> Snapshot | None:
+    def feed(self, raw: bytes) -> Snapshot | None:
         """The snapshot, once all of it has come. Raises what a refusal means, Violation unless it is as expected."""
+        message, frames = unpacked(raw, pb.SnapshotMessage)
         if self._assembler is None:
             if message.HasField("refusal"):
                 raise to_error(message.refusal)
             self._head = message.header
             self._check(message.header)
             self._assembler = assembler(self._expected, sum(spec.nbytes for spec in self._expected))
-        feed(self._assembler, message.frames)
+        feed(self._assembler, frames)
         if not self._assembler.complete or self._head is None:
             return None
         return Snapshot(self._peer, self._head.round, self._head.step, self._assembler.finish())

@@ -12,12 +12,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Activation, Header, PeerId
 from noloco_p2p.errors import Declined, NolocoError, Violation
 from noloco_p2p.io import noloco_pb2 as pb
 from noloco_p2p.io import protobuf
 from noloco_p2p.io.channels import KEEPALIVE_MS
-from noloco_p2p.io.noloco_pb2_grpc import NodeServicer
+from noloco_p2p.io.frames import unpacked
 from noloco_p2p.ports import Handler, Telemetry
 
 PROTOCOL = "1"
@@ -46,26 +47,30 @@ class Incoming:
     """The body of one activation, on its way in."""
 
     def __init__(
-        self, context: Any, header: Header, first: pb.ActivationMessage, count: Callable[[str, str, int], None]
+        self, context: Any, header: Header, first: list[wire.Frame], count: Callable[[str, str, int], None]
     ) -> None:
         self.complete = False
         """All of it has been received."""
         self._context = context
         self._header = header
-        self._first: Any = first
+        self._first: list[wire.Frame] | None = first
         self._count = count
 
     async def body(self) -> Activation:
         """Receives the tensors. Raises Violation when they are not exactly the declared ones."""
         size = sum(spec.nbytes for spec in self._header.specs)
         assembler = protobuf.assembler(self._header.specs, size)
-        message, self._first = self._first, grpc.aio.EOF
+        frames, self._first = self._first, None
+        message: Any = grpc.aio.EOF if frames is None else None
         try:
             while message is not grpc.aio.EOF:
-                protobuf.feed(assembler, message.frames)
+                protobuf.feed(assembler, frames or ())
                 if assembler.complete:
                     break
+                frames = None
                 message = await self._context.read()
+                if message is not grpc.aio.EOF:
+                    _, frames = unpacked(message, pb.ActivationMessage)
             activation = protobuf.to_activation_value(self._header, assembler.finish(self._header.digest))
         except Violation:
             if message is grpc.aio.EOF:
@@ -87,7 +92,7 @@ async def _drain(context: Any) -> None:
         pass
 
 
-class Servicer(NodeServicer):
+class Servicer:
     """Implements the service of proto/noloco.proto by a handler; before there is one, calls are declined.
 
     Errors of this package are told to the caller; any other is a bug, which gRPC logs and reports by a status.
@@ -100,14 +105,14 @@ class Servicer(NodeServicer):
         self._max_body_bytes = max_body_bytes
         self.handler: Handler | None = None
 
-    async def Propagate(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Reply]:  # noqa: N802 (contract)
+    async def propagate(self, request_iterator: Any, context: Any) -> AsyncIterator[bytes]:
         """Serve one microbatch."""
         try:
             caller, handler = self._admit(context)
             header, incoming = await self._incoming(context)
             gradient = await handler.propagate(caller, header, incoming.body)
         except NolocoError as error:
-            yield pb.Reply(refusal=protobuf.to_refusal(error))
+            yield protobuf.to_refused(error)
             await _drain(context)
             return
         for message in protobuf.to_gradient(gradient):
@@ -116,25 +121,23 @@ class Servicer(NodeServicer):
         if not incoming.complete:
             await _drain(context)
 
-    async def Evaluate(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Reply]:  # noqa: N802
+    async def evaluate(self, request_iterator: Any, context: Any) -> AsyncIterator[bytes]:
         """Serve one held-out microbatch."""
         try:
             caller, handler = self._admit(context)
             header, incoming = await self._incoming(context)
             loss = await handler.evaluate(caller, header, incoming.body)
         except NolocoError as error:
-            yield pb.Reply(refusal=protobuf.to_refusal(error))
+            yield protobuf.to_refused(error)
             await _drain(context)
             return
-        reply = pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens))
+        reply = pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens)).SerializeToString()
         yield reply
-        self._count("out", "control", reply.ByteSize())
+        self._count("out", "control", len(reply))
         if not incoming.complete:
             await _drain(context)
 
-    async def FetchSnapshot(  # noqa: N802
-        self, request: pb.SnapshotRequest, context: Any
-    ) -> AsyncIterator[pb.SnapshotMessage]:
+    async def fetch_snapshot(self, request: pb.SnapshotRequest, context: Any) -> AsyncIterator[bytes]:
         """Send a snapshot."""
         try:
             caller, handler = self._admit(context)
@@ -143,13 +146,13 @@ class Servicer(NodeServicer):
             wanted = request.round if request.HasField("round") else None
             snapshot = await handler.fetch_snapshot(caller, wanted, request.wait_s)
         except NolocoError as error:
-            yield pb.SnapshotMessage(refusal=protobuf.to_refusal(error))
+            yield pb.SnapshotMessage(refusal=protobuf.to_refusal(error)).SerializeToString()
             return
         for message in protobuf.to_snapshot(snapshot):
             yield message
         self._count("out", "snapshot", sum(tensor.data.nbytes for tensor in snapshot.tensors))
 
-    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:  # noqa: N802
+    async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Say who this is."""
         reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
         try:
@@ -186,9 +189,28 @@ class Servicer(NodeServicer):
         if first is grpc.aio.EOF:
             await asyncio.sleep(CANCEL_GRACE_S)
             raise Violation("the call carries no header")
-        header = protobuf.from_header(first, self._run_id, self._max_body_bytes)
+        head, frames = unpacked(first, pb.ActivationMessage)
+        header = protobuf.from_header(head, self._run_id, self._max_body_bytes)
         header = protobuf.with_time_left(header, context.time_remaining())
-        return header, Incoming(context, header, first, self._count)
+        return header, Incoming(context, header, frames, self._count)
+
+    def methods(self) -> Any:
+        """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
+        return grpc.method_handlers_generic_handler(
+            "noloco.v1.Node",
+            {
+                "Propagate": grpc.stream_stream_rpc_method_handler(self.propagate),
+                "Evaluate": grpc.stream_stream_rpc_method_handler(self.evaluate),
+                "FetchSnapshot": grpc.unary_stream_rpc_method_handler(
+                    self.fetch_snapshot, request_deserializer=pb.SnapshotRequest.FromString
+                ),
+                "Describe": grpc.unary_unary_rpc_method_handler(
+                    self.describe,
+                    request_deserializer=pb.DescribeRequest.FromString,
+                    response_serializer=pb.DescribeReply.SerializeToString,
+                ),
+            },
+        )
 
     def _count(self, direction: str, kind: str, size: int) -> None:
         self._telemetry.event("bytes", direction=direction, kind=kind, bytes=size)

@@ -20,7 +20,7 @@ from noloco_p2p.io import noloco_pb2 as pb
 from noloco_p2p.io import protobuf, serving
 from noloco_p2p.io.channels import OPTIONS as CHANNEL_OPTIONS
 from noloco_p2p.io.channels import Channels, Link, connect
-from noloco_p2p.io.noloco_pb2_grpc import NodeStub, add_NodeServicer_to_server
+from noloco_p2p.io.noloco_pb2_grpc import NodeStub
 from noloco_p2p.ports import Handler, Telemetry
 
 DESCRIBE_S = 5.0
@@ -64,7 +64,7 @@ class GrpcTransport:
         if self._server is not None:
             return
         server = grpc.aio.server(options=serving.OPTIONS, maximum_concurrent_rpcs=serving.MAX_CALLS)
-        add_NodeServicer_to_server(self._servicer, server)
+        server.add_generic_rpc_handlers((self._servicer.methods(),))
         host, port = self._listen.host, self._listen.grpc_port
         try:
             self.port = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -107,7 +107,7 @@ class GrpcTransport:
         reader = protobuf.SnapshotReader(peer.peer_id, expected)
         what = "snapshot"
         async with self._calling(peer, what, wait_s + deadline_s) as (link, seconds):
-            call = link.stub.FetchSnapshot(request, timeout=seconds, metadata=self._metadata)
+            call = link.fetch_snapshot(request, timeout=seconds, metadata=self._metadata)
             try:
                 snapshot = reader.feed(_some(await call.read()))
                 async with asyncio.timeout(deadline_s):
@@ -123,12 +123,12 @@ class GrpcTransport:
     async def describe(self, peer: Advert) -> Description:
         """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""
         async with self._calling(peer, "description", DESCRIBE_S) as (link, seconds):
-            reply = await link.stub.Describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
+            reply = await link.describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
         self._count("in", "control", reply.ByteSize())
         return protobuf.from_description(reply)
 
     async def _exchange(
-        self, peer: Advert, method: str, what: str, activation: Activation, feed: Callable[[pb.Reply], T | None]
+        self, peer: Advert, method: str, what: str, activation: Activation, feed: Callable[[bytes], T | None]
     ) -> T:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
         size = sum(tensor.data.nbytes for tensor in activation.tensors)
@@ -141,7 +141,7 @@ class GrpcTransport:
                 if result is None:
                     raise Violation(f"the {what} from {peer.peer_id} is not whole")
                 return result
-            call = getattr(link.stub, method)(timeout=seconds, metadata=self._metadata)
+            call = link.streamed[method](timeout=seconds, metadata=self._metadata)
             self._count("out", "activation", size)
             return await _stream(call, messages, feed)
 
@@ -162,7 +162,7 @@ class GrpcTransport:
         self._telemetry.event("bytes", direction=direction, kind=kind, bytes=size)
 
 
-async def _stream(call: Any, messages: Iterator[pb.ActivationMessage], feed: Callable[[pb.Reply], T | None]) -> T:
+async def _stream(call: Any, messages: Iterator[bytes], feed: Callable[[bytes], T | None]) -> T:
     """Writes until all is sent or a reply comes, and reads until the reply is whole; the call ends with that."""
     replied = False
 
