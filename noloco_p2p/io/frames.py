@@ -14,7 +14,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.errors import Violation
 from noloco_p2p.io import noloco_pb2 as pb
 
-M = TypeVar("M", bound=pb.ActivationMessage | pb.Reply | pb.SnapshotMessage)
+M = TypeVar("M", bound=Message)
 
 LENGTH_DELIMITED = 2
 CHUNK, END = b"\x0a", b"\x12"
@@ -38,7 +38,7 @@ def varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def packed(head: pb.ActivationMessage | pb.Reply | pb.SnapshotMessage, frames: Iterable[wire.Frame]) -> bytes:
+def packed(head: Message, frames: Iterable[wire.Frame]) -> bytes:
     """The message `head` with these frames in it, as it travels."""
     tag = varint(frames_field(type(head)) << 3 | LENGTH_DELIMITED)
     pieces: list[bytes | memoryview] = [head.SerializeToString()]
