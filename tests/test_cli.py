@@ -1,8 +1,11 @@
 """The command `noloco` without a swarm: bad usage, quick help, and how readings and summaries are worked out."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from math import exp, log
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from noloco_p2p.bench import cpu
-from noloco_p2p.cli import summary
+from noloco_p2p.cli import children, summary
 from noloco_p2p.cli.children import Child
 from noloco_p2p.cli.swarm import make_plan, make_run_dir
 from noloco_p2p.cli.table import History, Row
@@ -124,7 +127,7 @@ def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> Child:
 
 def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
     first = {"tokens": 1000, "inner_steps": 10, "outer_rounds": 2, "replica_std": 0.1}
-    children = [
+    nodes = [
         written(
             tmp_path, 0, 0, **first, validation_loss=2.0, first_step_at=100.0, last_step_at=109.0, evaluation_s=2.0
         ),
@@ -134,7 +137,7 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
         written(tmp_path, 1, 0, tokens=2000, inner_steps=11, outer_rounds=3, replica_std=0.3, validation_loss=None),
         Child(tmp_path, 1, 1),
     ]
-    told = summary.summarise(children, stages=2, replicas=2, steps=10, wall_s=30.0)
+    told = summary.summarise(nodes, stages=2, replicas=2, steps=10, wall_s=30.0)
     assert told["tokens"] == 2000
     assert told["tokens_per_s"] == pytest.approx(2000 / (111 - 100 - 1))
     assert told["validation_loss"] == 2.5
@@ -143,6 +146,49 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
     assert told["replica_std"] == [pytest.approx(0.1), 0.3]
     assert told["completed"] is False, "one node wrote nothing"
     assert told["nodes"][3]["peer_id"] is None
+
+
+STUBBORN = """#!/bin/sh
+trap '' TERM
+sleep 1000 &
+echo $! > "$STUBBORN_DIR/child"
+while :; do sleep 0.1; done
+"""
+
+
+def test_a_node_that_will_not_end_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "stubborn"
+    program.write_text(STUBBORN)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(children, "KILL_AFTER_S", 0.2)
+    node = Child(tmp_path / "run", 0, 0)
+    node.start([], {**os.environ, "STUBBORN_DIR": str(tmp_path)})
+    give_up_at = time.monotonic() + 10
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().endswith("\n"):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    grandchild = int((tmp_path / "child").read_text())
+    try:
+        children.end_all([node])
+        assert node.exit_code == -signal.SIGKILL
+        while alive(grandchild):
+            assert time.monotonic() < give_up_at, "what it started is still there"
+            time.sleep(0.01)
+    finally:
+        node.kill()
+        if alive(grandchild):
+            os.kill(grandchild, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    """It is there and has not ended (one that nobody has reaped has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_a_perplexity_that_overflows_is_none() -> None:
