@@ -123,7 +123,20 @@ def test_bytes_that_are_no_message_are_a_violation_or_another_message(
     assert type(head).FromString(bytes(raw)) == generated(read, found), "read, but not as the contract has it"
 
 
-@pytest.mark.parametrize("raw", [b"\x00", b"\x12\x05\x0a", b"\xff" * 12, b"\x12\x80", b"\x12\x02\x1a\x00"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00",
+        b"\x12\x05\x0a",
+        b"\xff" * 12,
+        b"\x12\x80",
+        b"\x12\x02\x1a\x00",
+        b"\x12\x04\x0a\x02\x1a\x05",
+        b"\x12\x04\x0a\x03\x1a\x01",
+        b"\x12\x05\x0a\x01\x1a\x01x",
+        b"\x0a\x7f",
+    ],
+)
 def test_broken_bytes_are_a_violation(raw: bytes) -> None:
     with pytest.raises(Violation):
         unpacked(raw, pb.ActivationMessage)

@@ -146,15 +146,23 @@ def test_a_broken_body_is_a_violation_for_both_sides_and_frees_its_buffers(
 
 
 def test_a_caller_gone_in_the_middle_of_the_body_is_a_cancellation_and_no_violation(
-    buffers: list["weakref.ref[Any]"],
+    buffers: list["weakref.ref[Any]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         bodies = Bodies()
         node = Node(bodies.serve)
+        allocated, allocate = asyncio.Event(), protobuf.allocate
+
+        def noted(length: int) -> memoryview:
+            allocated.set()
+            return allocate(length)
+
+        monkeypatch.setattr(protobuf, "allocate", noted)
         async with raw_call(node) as call:
             for message in messages(activation(LARGE))[:3]:
                 await call.write(message)
-            await asyncio.wait_for(node.entered.wait(), SOON_S)
+            await asyncio.wait_for(allocated.wait(), SOON_S)
+            assert alive(buffers) == 1
             call.cancel()
             await asyncio.wait_for(node.ended.wait(), SOON_S)
             assert node.ends == ["CancelledError"]

@@ -1,7 +1,7 @@
 """The Transport port over gRPC: what a node calls at its peers, and the server that answers theirs (`io/serving`).
 
 An activation goes out as one streamed call whose reply is its gradient. Nothing waits for a yes: the tensors follow
-the header at once, and the sending ends when a reply comes, early or not.
+the header at once, and the sending ends with the reply, early or not.
 """
 
 import asyncio
@@ -163,22 +163,20 @@ class GrpcTransport:
 
 
 async def _stream(call: Any, messages: Iterator[bytes], feed: Callable[[bytes], T | None]) -> T:
-    """Writes until all is sent or a reply comes, and reads until the reply is whole; the call ends with that."""
-    replied = False
+    """Writes while it reads; when the reply is whole, or a refusal, the call ends and with it what was still to send.
+
+    A peer that replies early does not read on before its reply is out, so flow control bounds what is sent in vain.
+    """
 
     async def write() -> None:
         for message in messages:
-            if replied:
-                return
             await call.write(message)
 
     writing = asyncio.create_task(write())
     try:
         result = None
         while result is None:
-            message = _some(await call.read())
-            replied = True
-            result = feed(message)
+            result = feed(_some(await call.read()))
         return result
     finally:
         call.cancel()
