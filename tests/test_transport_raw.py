@@ -1,18 +1,29 @@
 """What the server does with callers that do not keep the protocol: bare stubs, streams that end early, wrong bytes."""
 
 import asyncio
-import gc
-import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
-import numpy
 import pytest
-from transport_fixture import LARGE, RUN, Node, activation, echo, gradient_of, hang, pair
+from transport_fixture import (
+    LARGE,
+    RUN,
+    SOON_S,
+    Buffers,
+    Node,
+    activation,
+    alive,
+    echo,
+    gradient_of,
+    hang,
+    pair,
+    run,
+    watched_buffers,
+)
 
 from noloco_p2p.core.messages import Activation, Gradient, Header
 from noloco_p2p.errors import Busy, Violation
@@ -21,33 +32,13 @@ from noloco_p2p.io import protobuf, serving
 from noloco_p2p.io.noloco_pb2_grpc import NodeStub
 from noloco_p2p.ports import Body
 
-SOON_S = 3.0
 MIDDLE = (3, 333, 777)
 """3 MiB: some chunks."""
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """In a fresh loop, with a bound on the whole."""
-    asyncio.run(asyncio.wait_for(coroutine, 30))
-
-
 @pytest.fixture
-def buffers(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Any]"]:
-    """Weak references to every buffer that is allocated for received tensors."""
-    made: list[weakref.ref[Any]] = []
-
-    def allocate(length: int) -> memoryview:
-        block = numpy.empty(length, numpy.uint8)
-        made.append(weakref.ref(block))
-        return block.data
-
-    monkeypatch.setattr(protobuf, "allocate", allocate)
-    return made
-
-
-def alive(made: list["weakref.ref[Any]"]) -> int:
-    gc.collect()
-    return sum(ref() is not None for ref in made)
+def buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
+    return watched_buffers(monkeypatch)
 
 
 @dataclass
@@ -129,7 +120,7 @@ def wrong_total(sent: list[pb.ActivationMessage]) -> None:
     ],
 )
 def test_a_broken_body_is_a_violation_for_both_sides_and_frees_its_buffers(
-    fault: Callable[[list[pb.ActivationMessage]], None], text: str, buffers: list["weakref.ref[Any]"]
+    fault: Callable[[list[pb.ActivationMessage]], None], text: str, buffers: Buffers
 ) -> None:
     async def scenario() -> None:
         bodies = Bodies()
@@ -146,7 +137,7 @@ def test_a_broken_body_is_a_violation_for_both_sides_and_frees_its_buffers(
 
 
 def test_a_caller_gone_in_the_middle_of_the_body_is_a_cancellation_and_no_violation(
-    buffers: list["weakref.ref[Any]"], monkeypatch: pytest.MonkeyPatch
+    buffers: Buffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         bodies = Bodies()

@@ -1,12 +1,11 @@
 """Snapshots over gRPC: the tensors that were expected, bit for bit, or an error and nothing."""
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from transport_fixture import Node, advert, hang, pair, tensor
+from transport_fixture import Node, advert, hang, pair, run, tensor
 
 from noloco_p2p.core.messages import HostTensor, Snapshot, TensorSpec
 from noloco_p2p.errors import Declined, Unreachable, Violation
@@ -20,11 +19,6 @@ TENSORS = (
 )
 SPECS = tuple(t.spec for t in TENSORS)
 SNAPSHOT = Snapshot("B", 4, 40, TENSORS)
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """In a fresh loop, with a bound on the whole."""
-    asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
 class Shelf:

@@ -1,10 +1,16 @@
 """Two transports on loopback, and a handler that does what a test tells it; used by the transport tests."""
 
 import asyncio
+import gc
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import pytest
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import (
@@ -22,6 +28,7 @@ from noloco_p2p.core.messages import (
     TensorSpec,
 )
 from noloco_p2p.errors import Declined
+from noloco_p2p.io import protobuf
 from noloco_p2p.io.transport import GrpcTransport
 from noloco_p2p.ports import Body
 
@@ -30,6 +37,37 @@ MAX_BODY_BYTES = 1 << 27
 SMALL = (2, 8, 16)
 LARGE = (4, 256, 8192)
 """32 MiB in float32: more than flow control lets a sender have under way."""
+
+SOON_S = 3.0
+"""Far more than anything here takes on a loaded machine, far less than any deadline."""
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """In a fresh loop, with a bound on the whole."""
+    asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+Buffers = list["weakref.ref[Any]"]
+"""Weak references to every buffer that was allocated for received tensors."""
+
+
+def watched_buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
+    """From now on, every buffer allocated for received tensors is noted here."""
+    made: Buffers = []
+
+    def allocate(length: int) -> memoryview:
+        block = numpy.empty(length, numpy.uint8)
+        made.append(weakref.ref(block))
+        return block.data
+
+    monkeypatch.setattr(protobuf, "allocate", allocate)
+    return made
+
+
+def alive(made: Buffers) -> int:
+    """How many of them still hold memory."""
+    gc.collect()
+    return sum(ref() is not None for ref in made)
 
 
 @dataclass

@@ -155,7 +155,7 @@ class GrpcTransport:
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + seconds
         async with self._channels.link(peer, seconds) as link:
-            with _mapped(peer.peer_id, what, seconds):
+            with _mapped(peer.peer_id, what, seconds, give_up_at):
                 yield link, max(0.001, give_up_at - clock())
 
     def _count(self, direction: str, kind: str, size: int) -> None:
@@ -192,10 +192,13 @@ def _some(message: T) -> T:
 
 
 @contextmanager
-def _mapped(peer: PeerId, what: str, seconds: float) -> Iterator[None]:
+def _mapped(peer: PeerId, what: str, seconds: float, give_up_at: float) -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INTERNAL and asyncio.get_running_loop().time() >= give_up_at - 0.01:
+            # The deadline made a pending write fail, and gRPC tells of that instead.
+            raise Unreachable(f"no {what} from {peer} within {seconds:g} s") from None
         raise _translated(error, peer, what, seconds) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -234,7 +237,8 @@ async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) ->
             call = NodeStub(channel).Describe(
                 pb.DescribeRequest(), timeout=timeout_s, metadata=serving.metadata("", run_id)
             )
-            with _mapped(peer_id, "description", timeout_s):
+            give_up_at = asyncio.get_running_loop().time() + timeout_s
+            with _mapped(peer_id, "description", timeout_s, give_up_at):
                 reply = await call
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
