@@ -145,7 +145,7 @@ class RunManifest(Settings):
     outer: OuterSettings = OuterSettings()
     """The outer round."""
     routing: Literal["random", "balanced", "fixed"] = "random"
-    """How the next replica of a microbatch is chosen (method.md §4)."""
+    """How the next replica of a microbatch is chosen: at random, in even turns by the seed, or always the same."""
     wire_dtype: Dtype = "float32"
     """Element type of hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
