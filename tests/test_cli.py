@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from noloco_p2p.bench import cpu
+from noloco_p2p.bench import cpu, pipeline
 from noloco_p2p.cli import children, summary
 from noloco_p2p.cli.children import Child
 from noloco_p2p.cli.swarm import make_plan, make_run_dir
 from noloco_p2p.cli.table import History, Row
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.io.scrape import Reading
+from noloco_p2p.io.scrape import Endpoints, Reading
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
 
@@ -201,3 +201,32 @@ def test_cpu_seconds_are_split_by_thread() -> None:
     before = cpu.CpuSeconds({7: 1.0, 8: 5.0, 9: 0.5}, 2.0)
     after = cpu.CpuSeconds({7: 2.0, 8: 9.0, 9: 1.0, 10: 0.25}, 2.5)
     assert cpu.split(7, before, after) == {"compute": 4.0, "loop": 1.0, "wire": 1.25}
+
+
+def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, float]) -> pipeline.Moment:
+    """A node of the bench: its counters and its threads' CPU seconds; the machine was busy for 3 s per second."""
+    samples = (
+        ("noloco_tokens_total", {}, tokens),
+        ("noloco_device_seconds_total", {}, busy),
+        ("noloco_idle_seconds_total", {"cause": "partner"}, at / 10),
+    )
+    endpoints = Endpoints(f"peer-{pid}", "run", pid, (), "")
+    return pipeline.Moment(endpoints, Reading(at, samples), cpu.CpuSeconds(cpu_s, 0.0), 3 * at)
+
+
+def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "cores", lambda: 4)
+    begin = {
+        "0-0": moment(1, 100.0, 5000.0, 50.0, {1: 10.0, 2: 90.0}),
+        "1-0": moment(5, 100.0, 9000.0, 50.0, {5: 10.0, 6: 80.0}),
+    }
+    end = {
+        "0-0": moment(1, 110.0, 25000.0, 58.0, {1: 11.0, 2: 98.0, 3: 2.0}),
+        "1-0": moment(5, 110.0, 29000.0, 56.0, {5: 12.0, 6: 87.0}),
+    }
+    told = pipeline.figures(begin, end)
+    assert told["tokens_per_s"] == pytest.approx(2000.0), "of stage 0 only"
+    assert told["device_busy"] == pytest.approx((0.8 + 0.6) / 2)
+    assert told["idle_by_cause"] == {"partner": pytest.approx(0.1)}
+    shares = {"compute": 15 / 40, "loop": 3 / 40, "wire": 2 / 40, "others": 10 / 40, "idle": 10 / 40}
+    assert told["core_shares"] == pytest.approx(shares)

@@ -93,7 +93,7 @@ def measure_swarm(run_dir: Path, microbatches: int, seconds: float) -> dict[str,
             # Its nodes end by themselves: their standard input ends with it.
             process.kill()
             process.communicate()
-    return _figures(begin, end)
+    return figures(begin, end)
 
 
 def _names() -> list[str]:
@@ -130,7 +130,8 @@ def _look(run_dir: Path) -> dict[str, Moment]:
     return moments
 
 
-def _figures(begin: Mapping[str, Moment], end: Mapping[str, Moment]) -> dict[str, Any]:
+def figures(begin: Mapping[str, Moment], end: Mapping[str, Moment]) -> dict[str, Any]:
+    """What the swarm did between two moments; see DEFINITIONS. Tokens and steps are those of stage 0."""
     windows = {name: end[name].metrics.at - begin[name].metrics.at for name in begin}
 
     def grown(name: str, metric: str) -> float:

@@ -28,8 +28,14 @@ LOG_LINES = 15
 """Lines of a failed node's log that are shown."""
 LEAVE_MARGIN_S = 10.0
 """Beyond `limits.drain_s` a node may take so long to close what it has open."""
-LOOPBACK = ("listen.host=127.0.0.1", "listen.dht_port=0", "listen.grpc_port=0", "listen.metrics_port=0")
-"""All nodes have the same settings, so none may name a port."""
+LOOPBACK = (
+    "listen.host=127.0.0.1",
+    "listen.announce_host=null",
+    "listen.dht_port=0",
+    "listen.grpc_port=0",
+    "listen.metrics_port=0",
+)
+"""All nodes are on this machine and have the same settings, so none may name a port."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
