@@ -205,7 +205,7 @@ def test_cpu_seconds_are_split_by_thread() -> None:
 
 def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, float]) -> pipeline.Moment:
     """A node of the bench: its counters and its threads' CPU seconds; the machine was busy for 3 s per second."""
-    samples = (
+    samples: tuple[tuple[str, dict[str, str], float], ...] = (
         ("noloco_tokens_total", {}, tokens),
         ("noloco_device_seconds_total", {}, busy),
         ("noloco_idle_seconds_total", {"cause": "partner"}, at / 10),

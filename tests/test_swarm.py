@@ -60,8 +60,8 @@ NODE_KEYS = [
     "exit_code",
 ]
 ENDLESS = 100_000
-LONGEST_S = 90.0
-ENDING_S = 10.0
+LONGEST_S = 180.0
+ENDING_S = 30.0
 """What a process and the libp2p daemon of a killed one need to go."""
 
 
