@@ -75,6 +75,17 @@ def test_another_way_takes_no_second_place() -> None:
     assert intake.ready
 
 
+def test_another_way_is_let_in_although_the_target_is_reached() -> None:
+    intake: Intake[str] = Intake(4, 1)
+    intake.open(0, target=1)
+    assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Answer.ADMIT
+    assert intake.offer(key("a", 0, 2), Origin("a", 0, 0)).answer is Answer.ADMIT
+    intake.done(key("a", 0, 1), counted=True, reply="r")
+    assert not intake.ready, "what was let in holds the step open"
+    intake.done(key("a", 0, 2), counted=False, reply="r")
+    assert intake.ready
+
+
 def test_balanced_labels() -> None:
     """A due slot is admitted, one that is not ours goes beyond the target, one ahead of the step waits apart."""
     intake: Intake[str] = Intake(8, 1)

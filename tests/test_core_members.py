@@ -101,6 +101,12 @@ def test_clocks_take_the_newest_sign() -> None:
     assert members.step_of("nobody") is None
 
 
+def test_a_clock_without_a_measured_speed_holds_nobody_back() -> None:
+    members = Members("me", 30)
+    members.update([advert("a", stage=0, step=4.0), advert("b", stage=0, step=5.0, steps_per_s=1.0)], now=0)
+    assert members.clocks(now=3) == [(5.0, 3.0, 1.0)]
+
+
 def settle(adverts: list[Advert], stages: int, views: random.Random | None = None) -> list[int]:
     """Everybody chooses by the same rule, in turns or on views that lag behind, until nobody moves."""
     seen = {a.peer_id: a for a in adverts}

@@ -101,7 +101,7 @@ class Seat:
         """The loop's clock, seconds."""
         return asyncio.get_running_loop().time()
 
-    def event(self, kind: str, **fields: object) -> None:
+    def event(self, kind: str, /, **fields: object) -> None:
         """Tell whoever watches this node."""
         self.world.telemetry.event(kind, **fields)
 

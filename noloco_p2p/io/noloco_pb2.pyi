@@ -354,10 +354,13 @@ class GradientHeader(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SERVED_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    FINITE_FIELD_NUMBER: _builtins.int
     loss_sum: _builtins.float
     """Loss in nats, summed over the tokens that count."""
     tokens: _builtins.int
-    """How many targets counted; 0 when the microbatch gives nothing."""
+    """How many targets counted."""
+    finite: _builtins.bool
+    """False: a loss or gradient further on was not finite, and the microbatch gives nothing."""
     @_builtins.property
     def microbatch(self) -> Global___MicrobatchId:
         """The microbatch that it is the gradient of."""
@@ -378,10 +381,11 @@ class GradientHeader(_message.Message):
         tokens: _builtins.int = ...,
         served: _abc.Iterable[_builtins.str] | None = ...,
         spec: Global___TensorSpec | None = ...,
+        finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_sum", b"loss_sum", "microbatch", b"microbatch", "served", b"served", "spec", b"spec", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finite", b"finite", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "served", b"served", "spec", b"spec", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -171,6 +171,7 @@ def to_gradient(gradient: Gradient) -> Iterator[bytes]:
             tokens=gradient.tokens,
             served=gradient.served,
             spec=to_spec(gradient.grad.spec),
+            finite=gradient.finite,
         )
     )
     for pack in wire.packs(wire.frames([gradient.grad], [digest(gradient.grad.data)])):
@@ -224,7 +225,8 @@ class GradientReader:
         if not self._assembler.complete or self._head is None:
             return None
         (grad,) = self._assembler.finish()
-        return Gradient(self._microbatch, grad, self._head.loss_sum, self._head.tokens, tuple(self._head.served))
+        head = self._head
+        return Gradient(self._microbatch, grad, head.loss_sum, head.tokens, tuple(head.served), head.finite)
 
 
 class LossReader:
