@@ -14,9 +14,10 @@ from noloco_p2p.cli.exits import DEBUG, run_app
 if TYPE_CHECKING:
     from noloco_p2p.cli.settings import Given
     from noloco_p2p.cli.wiring import Order
+    from noloco_p2p.io.identity import Identity
 
 HOME = Path("noloco-runs")
-"""Where a node without --dir keeps its identity: the first `node-<n>` there that no other process uses."""
+"""Where a node without --dir has its directory: the first `node-<n>` there that no other process uses."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -61,40 +62,35 @@ def node(
     if describe:
         _describe(given)
         return
+    # gRPC reads these when it is imported; what it would log, we say ourselves.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from noloco_p2p.cli.wiring import Order
 
     given.node()
     if not join:
         given.manifest()
-    home = dir if dir is not None else _free_home()
-    _live(Order(tuple(join or ()), run, home, watch_stdin, given), log_json)
+    identity = _own_identity(dir)
+    try:
+        _live(Order(tuple(join or ()), run, identity, watch_stdin, given), log_json)
+    finally:
+        identity.close()
 
 
-def _free_home() -> Path:
-    """The first `node-<n>` that no running node holds."""
-    from noloco_p2p.errors import LocalError
-    from noloco_p2p.io.identity import Identity
+def _own_identity(home: Path | None) -> "Identity":
+    """That of a node's directory; without one, the first `node-<n>` is taken that no running node holds."""
+    from noloco_p2p.io.identity import KEY, Identity
 
+    if home is not None:
+        return Identity.open(home / KEY)
     number = 1
-    while True:
-        home = HOME / f"node-{number}"
-        try:
-            home.mkdir(parents=True, exist_ok=True)
-            Identity.open(home / "identity.key").close()
-        except OSError as error:
-            raise LocalError(f"{home} cannot be made: {error.strerror or error}; choose another with --dir") from error
-        except LocalError:
-            number += 1
-            if number > 1000:
-                raise
-        else:
-            return home
+    while (identity := Identity.open_if_free(HOME / f"node-{number}" / KEY)) is None:
+        number += 1
+    return identity
 
 
 def _live(order: "Order", log_json: bool) -> None:
     """Run the node on uvloop until it has left. gRPC and hivemind are quiet; our own lines go to stderr."""
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import uvloop
 
     from noloco_p2p.cli import wiring

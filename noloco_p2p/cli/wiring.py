@@ -4,6 +4,7 @@ Everything that is opened is closed again in the opposite order, whatever happen
 """
 
 import asyncio
+import contextlib
 import importlib
 import json
 import logging
@@ -11,7 +12,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -50,27 +50,31 @@ class Order:
 
     join: tuple[str, ...]
     run_id: str | None
-    dir: Path
+    identity: Identity
+    """Held by this process; its directory is the node's."""
     watch_stdin: bool
     given: settings.Given
     """Settings as given: file, environment, `--set`."""
+
+    @property
+    def dir(self) -> Path:
+        """The node's directory: identity, known peers, endpoints.json, summary.json."""
+        return self.identity.path.parent
 
 
 async def run(order: Order) -> None:
     """Run one node until the run ends or a signal comes. Raises what made it fail, always a NolocoError or a bug."""
     tune_allocator()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    local = order.given.node()
+    local, identity = order.given.node(), order.identity
+    listen = local.listen
+    own = None if order.join else await _own_run(order, local)
     async with AsyncExitStack() as closing:
-        order.dir.mkdir(parents=True, exist_ok=True)
-        identity = Identity.open(order.dir / "identity.key")
-        closing.callback(identity.close)
-        listen = local.listen
         libp2p = await Libp2p.open(
             identity, host=listen.host, port=listen.dht_port, announce_host=listen.announce_host, join=order.join
         )
         closing.push_async_callback(libp2p.close)
-        manifest = await _manifest(order, libp2p, local)
+        manifest, data = own if own is not None else (await _joined_run(order, libp2p, local), None)
         telemetry = PrometheusTelemetry(manifest.stages)
         metrics_port = telemetry.serve(listen.host, listen.metrics_port)
         closing.callback(telemetry.close)
@@ -93,7 +97,7 @@ async def run(order: Order) -> None:
             metrics=f"http://{host}:{metrics_port}/metrics",
             version=__version__,
         )
-        node = _node(advert, manifest, local, (transport, directory, telemetry))
+        node = _node(advert, manifest, local, (transport, directory, telemetry), data)
         await transport.serve(node)
         await _check_reachable(libp2p, advert)
         await joining.serve_dial_back(
@@ -104,24 +108,40 @@ async def run(order: Order) -> None:
         await _until_the_end(node, libp2p, telemetry, order.watch_stdin)
 
 
-async def _manifest(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
-    """The run's manifest: my own at a first node, else that of the peer that the join address authenticates."""
-    if not order.join:
-        manifest = order.given.manifest()
-    else:
-        peer = libp2p.joined[0].peer_id
-        before = dht_time()
-        received, theirs = await joining.fetch_manifest(libp2p, peer)
-        joining.check_clock(theirs, mine_before=before, mine_after=dht_time(), ttl_s=local.directory.ttl_s)
-        manifest = settings.manifest_from_json(received)
-        order.given.check_agrees(manifest)
+async def _own_run(order: Order, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
+    """A first node's manifest, and its data unless it is told a later stage.
+
+    Everything is tried before anybody can join: a model that cannot be split, or data that are not there, would
+    otherwise be found when all the others have come.
+    """
+    manifest = order.given.manifest()
+    _check_asked(order, local, manifest)
+    factory = await asyncio.to_thread(importlib.import_module, "noloco_p2p.compute.factory")
+    await asyncio.to_thread(factory.check_model, manifest)
+    if local.stage:
+        return manifest, None
+    return manifest, await asyncio.to_thread(make_batches, manifest, local, order.identity.peer_id)
+
+
+async def _joined_run(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
+    """The manifest of the peer that the join address authenticates."""
+    before = dht_time()
+    received, theirs = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)
+    joining.check_clock(theirs, mine_before=before, mine_after=dht_time(), ttl_s=local.directory.ttl_s)
+    manifest = settings.manifest_from_json(received)
+    order.given.check_agrees(manifest)
+    _check_asked(order, local, manifest)
+    return manifest
+
+
+def _check_asked(order: Order, local: NodeConfig, manifest: RunManifest) -> None:
+    """Raises ConfigError when the run is not the one, or has not the stage, that the command line asks for."""
     if order.run_id is not None and manifest.run_id != order.run_id:
         raise ConfigError(
             f"--run {order.run_id}: the manifest hashes to {manifest.run_id}; join a node of the run that you mean"
         )
     if local.stage is not None and local.stage >= manifest.stages:
         raise ConfigError(f"stage {local.stage}: the run has stages 0 to {manifest.stages - 1}")
-    return manifest
 
 
 def _node(
@@ -129,7 +149,9 @@ def _node(
     manifest: RunManifest,
     local: NodeConfig,
     ports: tuple[GrpcTransport, HivemindDirectory, PrometheusTelemetry],
+    data: Batches | None,
 ) -> Node:
+    """The node; `data` is what stage 0 reads, or None to open it once this node holds stage 0."""
     transport, directory, telemetry = ports
 
     async def stage(index: int) -> Stage:
@@ -140,6 +162,8 @@ def _node(
         return made
 
     async def batches() -> Batches:
+        if data is not None:
+            return data
         return await asyncio.to_thread(make_batches, manifest, local, advert.peer_id)
 
     world = World(transport, directory, telemetry, stage, batches)
@@ -262,9 +286,11 @@ def _summary(node: Node, telemetry: PrometheusTelemetry) -> dict[str, object]:
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
     """Atomically: a reader sees the old file or the whole new one. Raises LocalError (a full disk)."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(content, file, indent=1)
-        os.replace(file.name, path)
+        fresh.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        fresh.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
         raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error

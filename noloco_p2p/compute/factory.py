@@ -1,6 +1,7 @@
 """From the settings to a stage: checks first, then memory."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,17 +33,25 @@ def make_torch_stage(
     """
     if not 0 <= index < manifest.stages:
         raise ConfigError(f"stage is {index}, but the run has stages 0 to {manifest.stages - 1}")
-    config = family.checked_config(manifest)
+    config = check_model(manifest) if self_test else family.checked_config(manifest)
     dtype = DTYPES[manifest.compute_dtype]
     chosen = pick_device(device)
     check_fits(manifest, index, chosen)
-    if self_test:
-        check_architecture(config, manifest.stages, dtype)
     audit = None if audit_dir is None else _make_audit(Path(audit_dir), peer_id)
     part = make_slice(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
     if audit is not None:
         audit.initial(part.parameters)
     return TorchStage(part, manifest, peer_id, chosen, audit)
+
+
+def check_model(manifest: RunManifest) -> Any:
+    """The configuration of a model that exists, fits its stages and splits exactly. Raises ConfigError.
+
+    It takes as long as importing the family's code, and a fraction of a second.
+    """
+    config = family.checked_config(manifest)
+    check_architecture(config, manifest.stages, DTYPES[manifest.compute_dtype])
+    return config
 
 
 def pick_device(name: str) -> torch.device:

@@ -14,6 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError
 
+KEY = "identity.key"
+"""Name of the key file in a node's directory."""
 SIGNATURE_BYTES = 64
 _KEY_PREFIX = bytes.fromhex("08011240")
 """libp2p's PrivateKey message: type 1 (Ed25519), then 64 bytes of data: seed and public key, 32 bytes each."""
@@ -75,11 +77,21 @@ class Identity:
 
         Raises LocalError when another process uses it, it is damaged, others may read it, or the disk refuses.
         """
+        found = cls.open_if_free(path)
+        if found is None:
+            raise LocalError(f"identity {path} is in use by another process: stop it, or give this node another --dir")
+        return found
+
+    @classmethod
+    def open_if_free(cls, path: Path) -> "Identity | None":
+        """As `open`, but None when another process uses it."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = _locked(path)
         except OSError as error:
-            raise LocalError(f"identity {path}: {error.strerror}; choose another directory") from error
+            raise LocalError(f"identity {path}: {error.strerror}; choose another directory with --dir") from error
+        if lock is None:
+            return None
         try:
             if not path.exists():
                 _write(path, Ed25519PrivateKey.generate())
@@ -102,16 +114,17 @@ class Identity:
             self._lock = -1
 
 
-def _locked(path: Path) -> int:
-    """Descriptor of the locked lock file. It ends with the process, however that goes, and is not inherited."""
+def _locked(path: Path) -> int | None:
+    """Descriptor of the locked lock file, None when another process holds the lock.
+
+    It ends with the process, however that goes, and is not inherited.
+    """
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except BlockingIOError:
         os.close(lock)
-        raise LocalError(
-            f"identity {path} is in use by another process: stop it, or give this node another --dir"
-        ) from error
+        return None
     return lock
 
 

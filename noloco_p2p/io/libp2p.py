@@ -123,7 +123,9 @@ class Libp2p:
         where = Multiaddr(host_multiaddress(target.host, target.port))
         connect = self.p2p._client.connect(PeerID.from_base58(target.peer_id), [where])
         try:
-            await self.guard(connect, DIAL_TIMEOUT_S, f"join address {target}: an answer")
+            await self.guard(connect, DIAL_TIMEOUT_S, "an answer")
+        except Unreachable as error:
+            raise Unreachable(_nobody(target, str(error))) from error
         except P2PDaemonError as error:
             reason = str(error)
             if "peer id mismatch" in reason:
@@ -132,9 +134,7 @@ class Libp2p:
                     f"join address {target}: another peer answers there ({other}); copy the address that it prints"
                 ) from error
             last = reason.strip().splitlines()[-1].rpartition(": ")[2].rpartition("] ")[2]
-            raise Unreachable(
-                f"join address {target}: nobody answers ({last}); check that the node runs and its port is open"
-            ) from error
+            raise Unreachable(_nobody(target, last)) from error
 
     async def links(self) -> set[PeerId]:
         """The peers to which there is a link now. Raises LocalError."""
@@ -226,6 +226,10 @@ class Libp2p:
         for error in errors:
             log.warning("%s", error)
         return tuple(target for target, result in zip(targets, results, strict=True) if result is None)
+
+
+def _nobody(target: JoinAddress, reason: str) -> str:
+    return f"join address {target}: nobody answers ({reason}); check that the node runs and its port is open"
 
 
 _DEAD = "the libp2p daemon (p2pd) has died: this node is cut off from the directory and has to be started again"

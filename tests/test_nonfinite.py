@@ -1,0 +1,135 @@
+"""Losses and gradients that are not finite, in simulated swarms: skipped and counted, and who stops because of them."""
+
+from collections.abc import Callable
+from functools import partial
+from math import inf, isfinite, nan
+
+import pytest
+
+from noloco_p2p.config import EvaluationSettings, LimitSettings, NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.streak import LONGEST_STREAK
+from noloco_p2p.errors import LocalError
+from noloco_p2p.ports import Contribution
+from noloco_p2p.sim.model import ModelStage
+from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+
+STEPS = 30
+
+
+class BadStage(ModelStage):
+    """Microbatches whose turn is in `bad` have a loss and gradients that are not finite; `loud` outputs overflow."""
+
+    def __init__(self, manifest: RunManifest, index: int, me: PeerId, bad: Callable[[int], bool], loud: bool) -> None:
+        super().__init__(manifest, index, me)
+        self._bad, self._loud, self._turn = bad, loud, 0
+
+    def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        graph, hidden = super().forward(inputs, mask)
+        return graph, self._hidden("hidden", [1e200] * (hidden.data.nbytes // 8)) if self._loud else hidden
+
+    def _contribute(
+        self, microbatch: MicrobatchId, inputs: list[float], grads: list[float], tokens: int, loss_sum: float
+    ) -> Contribution:
+        self._turn += 1
+        if self._bad(self._turn):
+            grads, loss_sum = [nan, *grads[1:]], inf
+        return super()._contribute(microbatch, inputs, grads, tokens, loss_sum)
+
+
+def make(
+    bad: dict[PeerId, Callable[[int], bool]], loud: PeerId | None, manifest: RunManifest, index: int, me: PeerId
+) -> ModelStage:
+    return BadStage(manifest, index, me, bad.get(me, lambda _: False), me == loud)
+
+
+def run(
+    replicas: tuple[int, ...],
+    bad: dict[PeerId, Callable[[int], bool]] | None = None,
+    *,
+    loud: PeerId | None = None,
+    routing: str = "random",
+) -> Outcome:
+    """The outcome of a swarm in which some device is broken."""
+    manifest = RunManifest(
+        stages=len(replicas),
+        start_replicas=min(replicas),
+        steps=STEPS,
+        sequence_length=4,
+        microbatch_size=1,
+        microbatches_per_step=4,
+        routing=routing,  # type: ignore[arg-type]  # a test's own literal
+        outer=OuterSettings(inner_steps=5, deadline_s=2.0),
+        evaluation=EvaluationSettings(every_steps=None, microbatches=1),
+    )
+    limits = LimitSettings(microbatch_deadline_s=4.0, hop_margin_s=0.6, linger_s=5.0, drain_s=5.0)
+    plan = SwarmPlan(
+        manifest, replicas, seed=4, config=NodeConfig(limits=limits), stage_factory=partial(make, bad or {}, loud)
+    )
+    return Swarm(plan).run(limit_s=600, tolerate=True)
+
+
+def always(_: int) -> bool:
+    return True
+
+
+def stopped(outcome: Outcome) -> dict[PeerId, str]:
+    """Who ended with an error, and with which; it is always a LocalError."""
+    assert not outcome.bugs
+    errors = {peer: node.error for peer, node in outcome.nodes.items() if node.error is not None}
+    assert all(isinstance(error, LocalError) for error in errors.values()), errors
+    return {peer: str(error) for peer, error in errors.items()}
+
+
+def check_the_others_finished(outcome: Outcome, *broken: PeerId) -> None:
+    for peer, node in outcome.nodes.items():
+        if peer not in broken:
+            assert (node.state, node.step) == ("left", STEPS), peer
+            assert all(map(isfinite, node.model_stage.theta)), peer
+
+
+@pytest.mark.parametrize("peer", ["s0r0", "s1r0", "s2r1"])
+def test_one_is_skipped_and_counted_and_the_step_goes_on(peer: PeerId) -> None:
+    outcome = run((2, 2, 2), {peer: lambda turn: turn == 7})
+    assert stopped(outcome) == {}
+    check_the_others_finished(outcome)
+    assert outcome.nodes[peer].microbatches["nonfinite"] == 1
+    (skipped,) = [one for one in outcome.nodes[peer].model_stage.counted if one.tokens == 0]
+    assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(0)) == 1, "its origin hears of it"
+    for stage in range(3):
+        by_stage = [one for node in outcome.of_stage(stage) for one in node.model_stage.counted]
+        without = [one for one in by_stage if one.microbatch == skipped.microbatch]
+        assert [one.tokens > 0 for one in without] == [stage > int(peer[1])], "stages before it add nothing either"
+        assert min(one.tokens for one in by_stage if one.microbatch != skipped.microbatch) > 0
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1", "s2r1"])
+def test_a_broken_device_stops_its_own_node_and_no_other(peer: PeerId, routing: str) -> None:
+    outcome = run((2, 2, 2), {peer: always}, routing=routing)
+    told = stopped(outcome)
+    assert list(told) == [peer]
+    assert told[peer].startswith(f"{LONGEST_STREAK} microbatches in a row had a loss or gradient that is not finite")
+    assert "inner.peak_learning_rate" in told[peer]
+    assert LONGEST_STREAK <= outcome.nodes[peer].microbatches["nonfinite"] < LONGEST_STREAK + 4, "those in flight end"
+    check_the_others_finished(outcome, peer)
+
+
+def test_one_origin_that_sends_what_overflows_stops_itself_and_no_later_stage() -> None:
+    outcome = run((2, 2), loud="s0r1")
+    assert list(stopped(outcome)) == ["s0r1"]
+    check_the_others_finished(outcome, "s0r1")
+    assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(1)) >= LONGEST_STREAK
+
+
+def test_a_node_alone_stops_with_the_reason() -> None:
+    outcome = run((1,), {"s0r0": always})
+    assert list(stopped(outcome)) == ["s0r0"]
+    assert outcome.nodes["s0r0"].inner_steps == LONGEST_STREAK // 4
+    assert outcome.nodes["s0r0"].model_stage.version == LONGEST_STREAK // 4
+
+
+def test_nine_in_a_row_stop_nobody() -> None:
+    outcome = run((1,), {"s0r0": lambda turn: turn % LONGEST_STREAK != 0})
+    assert stopped(outcome) == {}
+    assert outcome.nodes["s0r0"].step == STEPS
