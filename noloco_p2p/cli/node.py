@@ -1,5 +1,6 @@
 """`noloco-node`: one node of a swarm (design.md §8). Heavy imports happen once the options are right."""
 
+import asyncio
 import logging
 import os
 import sys
@@ -101,6 +102,8 @@ def _live(order: "Order", log_json: bool) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         uvloop.run(wiring.run(order))
+    except asyncio.CancelledError:
+        logging.getLogger("noloco_p2p").info("stopped at once")
     finally:
         stop_log()
 
@@ -121,7 +124,15 @@ def _describe(given: "Given") -> None:
 
 def main() -> None:
     """The command `noloco-node`."""
-    run_app(app, "noloco-node")
+    try:
+        run_app(app, "noloco-node")
+    except SystemExit as end:
+        if "torch" not in sys.modules:
+            raise
+        # All is closed and written. Taking the interpreter and its libraries apart would cost seconds more.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Everything that is opened is closed again in the opposite order, whatever happen
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -12,7 +13,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,11 @@ class Order:
 
 
 async def run(order: Order) -> None:
-    """Run one node until the run ends or a signal comes. Raises what made it fail, always a NolocoError or a bug."""
+    """Run one node until the run ends or a signal comes; it is cancelled by itself when it has to stop at once.
+
+    Raises what made it fail, always a NolocoError or a bug.
+    """
+    early = _EarlyEnd(order.watch_stdin)
     tune_allocator()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     local, identity = order.given.node(), order.identity
@@ -75,6 +80,12 @@ async def run(order: Order) -> None:
         )
         closing.push_async_callback(libp2p.close)
         manifest, data = own if own is not None else (await _joined_run(order, libp2p, local), None)
+        if own is None:
+            # What takes seconds to import is imported while this node meets the others and chooses its stage; if the
+            # model is refused, making the stage says so.
+            warming = asyncio.create_task(asyncio.to_thread(_try_model, manifest))
+            closing.push_async_callback(asyncio.wait, [warming])
+            warming.add_done_callback(lambda task: task.cancelled() or task.exception())
         telemetry = PrometheusTelemetry(manifest.stages)
         metrics_port = telemetry.serve(listen.host, listen.metrics_port)
         closing.callback(telemetry.close)
@@ -105,7 +116,8 @@ async def run(order: Order) -> None:
         )
         _introduce(order.dir, advert, libp2p)
         closing.callback(lambda: _write_json(order.dir / "summary.json", _summary(node, telemetry)))
-        await _until_the_end(node, libp2p, telemetry, order.watch_stdin)
+        early.node = node
+        await _until_the_end(node, libp2p, telemetry)
 
 
 async def _own_run(order: Order, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
@@ -116,11 +128,18 @@ async def _own_run(order: Order, local: NodeConfig) -> tuple[RunManifest, Batche
     """
     manifest = order.given.manifest()
     _check_asked(order, local, manifest)
-    factory = await asyncio.to_thread(importlib.import_module, "noloco_p2p.compute.factory")
-    await asyncio.to_thread(factory.check_model, manifest)
+    await asyncio.to_thread(_try_model, manifest)
     if local.stage:
         return manifest, None
     return manifest, await asyncio.to_thread(make_batches, manifest, local, order.identity.peer_id)
+
+
+def _try_model(manifest: RunManifest) -> None:
+    """Import all that the model needs, and split a small one like it. Raises ConfigError."""
+    importlib.import_module("noloco_p2p.compute.factory").check_model(manifest)
+    # What is imported lives for ever: without this the collector walks over it again and again while training.
+    gc.collect()
+    gc.freeze()
 
 
 async def _joined_run(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
@@ -210,45 +229,47 @@ def _introduce(directory: Path, advert: Advert, libp2p: Libp2p) -> None:
     )
 
 
-async def _until_the_end(node: Node, libp2p: Libp2p, telemetry: PrometheusTelemetry, watch_stdin: bool) -> None:
-    """The node's life beside what may end it early: signals, a dead libp2p daemon, a launcher that is gone."""
-    loop = asyncio.get_running_loop()
+class _EarlyEnd:
+    """What may end this process before the run does: signals, and a launcher that is gone. It listens at once.
+
+    A signal makes the node leave in good order once there is a node; before that, and at the second one, and when the
+    launcher is gone, everything is cancelled.
+    """
+
+    def __init__(self, watch_stdin: bool) -> None:
+        self.node: Node | None = None
+        self._all = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told_to_leave)
+        if watch_stdin:
+            loop.add_reader(sys.stdin.fileno(), self._read_stdin)
+
+    def _told_to_leave(self) -> None:
+        if self.node is not None and not self.node.seat.draining:
+            self.node.drain()
+        elif self._all is not None:
+            self._all.cancel()
+
+    def _read_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            log.warning("the launcher is gone: this node stops")
+            if self._all is not None:
+                self._all.cancel()
+
+
+async def _until_the_end(node: Node, libp2p: Libp2p, telemetry: PrometheusTelemetry) -> None:
+    """The node's life, unless the libp2p daemon dies before."""
     life = asyncio.create_task(node.run())
     lag = asyncio.create_task(_watch_lag(telemetry))
-    gone: asyncio.Future[None] = loop.create_future()
-
-    def told_to_leave() -> None:
-        if node.seat.draining:
-            life.cancel()
-        else:
-            node.drain()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_leave)
-    if watch_stdin:
-        loop.add_reader(sys.stdin.fileno(), _at_end_of_input(loop, gone))
     try:
-        await asyncio.wait([life, libp2p.failed, gone], return_when=asyncio.FIRST_COMPLETED)
-        if libp2p.failed.done():
-            libp2p.failed.result()
-        if life.done() and not life.cancelled():
-            life.result()
+        await asyncio.wait([life, libp2p.failed], return_when=asyncio.FIRST_COMPLETED)
+        (life if life.done() else libp2p.failed).result()
     finally:
         for task in (life, lag):
             task.cancel()
         await asyncio.gather(life, lag, return_exceptions=True)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-def _at_end_of_input(loop: asyncio.AbstractEventLoop, gone: "asyncio.Future[None]") -> Callable[[], None]:
-    def read() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            loop.remove_reader(sys.stdin.fileno())
-            log.warning("the launcher is gone: this node stops")
-            gone.set_result(None)
-
-    return read
 
 
 async def _watch_lag(telemetry: PrometheusTelemetry) -> None:
