@@ -80,12 +80,10 @@ async def run(order: Order) -> None:
         )
         closing.push_async_callback(libp2p.close)
         manifest, data = own if own is not None else (await _joined_run(order, libp2p, local), None)
-        if own is None:
-            # What takes seconds to import is imported while this node meets the others and chooses its stage; if the
-            # model is refused, making the stage says so.
-            warming = asyncio.create_task(asyncio.to_thread(_try_model, manifest))
-            closing.push_async_callback(asyncio.wait, [warming])
-            warming.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # What takes seconds to import is imported while a node that joins meets the others and chooses its stage.
+        imports = asyncio.create_task(asyncio.to_thread(_try_model, manifest))
+        imports.add_done_callback(lambda task: task.cancelled() or task.exception())
+        closing.push_async_callback(asyncio.wait, [imports])
         telemetry = PrometheusTelemetry(manifest.stages)
         metrics_port = telemetry.serve(listen.host, listen.metrics_port)
         closing.callback(telemetry.close)
@@ -108,7 +106,7 @@ async def run(order: Order) -> None:
             metrics=f"http://{host}:{metrics_port}/metrics",
             version=__version__,
         )
-        node = _node(advert, manifest, local, (transport, directory, telemetry), data)
+        node = _node(advert, manifest, local, (transport, directory, telemetry), data, imports)
         await transport.serve(node)
         await _check_reachable(libp2p, advert)
         await joining.serve_dial_back(
@@ -169,13 +167,17 @@ def _node(
     local: NodeConfig,
     ports: tuple[GrpcTransport, HivemindDirectory, PrometheusTelemetry],
     data: Batches | None,
+    imports: asyncio.Task[None],
 ) -> Node:
-    """The node; `data` is what stage 0 reads, or None to open it once this node holds stage 0."""
+    """The node; `data` is what stage 0 reads, or None to open it once this node holds stage 0.
+
+    No stage is made before `imports` is done: those libraries may not be imported by two threads at once.
+    """
     transport, directory, telemetry = ports
 
     async def stage(index: int) -> Stage:
-        # torch and transformers take seconds to import: not on the loop, and not before a stage is chosen.
-        device = await asyncio.to_thread(importlib.import_module, "noloco_p2p.compute.device")
+        await imports
+        device = importlib.import_module("noloco_p2p.compute.device")
         telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
         made: Stage = await device.make_stage(manifest, local, index, advert.peer_id)
         return made
