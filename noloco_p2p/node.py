@@ -376,6 +376,8 @@ class Node:
     def describe(self, caller: PeerId) -> Description:
         """See ports.Handler."""
         advert = self.seat.advert
+        if advert.stage < 0:
+            raise Declined("this node has not chosen its stage yet")
         return Description(
             advert.peer_id, advert.run_id, advert.stage, advert.state, advert.step, advert.outer_round, advert.version
         )
