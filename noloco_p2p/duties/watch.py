@@ -7,6 +7,7 @@ from noloco_p2p.errors import PeerError
 
 BRISK_REFRESH_S = 0.5
 """Seconds between two readings of the membership while the node does not train."""
+RENEWALS_PER_TTL = 3
 
 
 class Watch:
@@ -19,17 +20,17 @@ class Watch:
         self._seat = seat
         self._changed = changed
         self._announced: tuple[object, ...] = ()
+        self._announced_at = float("-inf")
         self._readings = 0
 
     async def run(self) -> None:
         """The one task that speaks to the directory; everything else routes from what it read."""
         seat = self._seat
         while True:
-            self._announced = self._shown()
-            if seat.index >= 0:
+            if self._has_news() or (seat.index >= 0 and self._renewal_is_due()):
                 await self._announce()
             await self._read()
-            await seat.until(lambda: self._shown() != self._announced, self._period_s())
+            await seat.until(self._has_news, self._period_s())
 
     def _period_s(self) -> float:
         """Seconds to the next reading: while training also at least two in an outer interval, for the clock's sake.
@@ -44,16 +45,27 @@ class Watch:
         half_interval_s = seat.manifest.outer.inner_steps / (2 * seat.advert.steps_per_s)
         return min(refresh_s, max(half_interval_s, BRISK_REFRESH_S))
 
+    def _renewal_is_due(self) -> bool:
+        """The clocks of stage 0 are read from its adverts; those of other stages only have to stay alive."""
+        age_s = self._seat.now() - self._announced_at
+        tells_the_clock = self._seat.index == 0 and self._seat.advert.state == "training"
+        return tells_the_clock or age_s >= self._seat.config.directory.ttl_s / RENEWALS_PER_TTL
+
+    def _has_news(self) -> bool:
+        """What others should know at once has changed since the last announcement."""
+        return self._seat.index >= 0 and self._shown() != self._announced
+
     def _shown(self) -> tuple[object, ...]:
-        """The part of the advert whose change is announced at once."""
         advert = self._seat.advert
         return advert.stage, advert.state, advert.settled, advert.evaluated
 
     async def _announce(self) -> None:
         seat = self._seat
+        self._announced, self._announced_at = self._shown(), seat.now()
         try:
             await seat.world.directory.announce(seat.advert, seat.config.directory.ttl_s)
         except PeerError as error:
+            self._announced_at = float("-inf")
             seat.event("warning", message=f"this node could not be announced: {error}")
 
     async def _read(self) -> None:
