@@ -143,6 +143,16 @@ class Nodes:
         self.started.append(NodeProcess(process, self.home / (own_dir or ""), out, err))
         return self.started[-1]
 
+    def all_end_well(self) -> None:
+        """Wait until all have ended with exit code 0; fails the test at the first that does not."""
+
+        def all_ended() -> bool:
+            for node in self.started:
+                assert node.process.poll() in (None, 0), node.logged()
+            return all(node.process.poll() == 0 for node in self.started)
+
+        wait_until(all_ended, "the end of all nodes")
+
     def nothing_left(self) -> None:
         """Fails the test unless all processes are gone, libp2p daemons included."""
         wait_until(lambda: not working_below(self.home), "the end of all that was started", ENDING_S)
