@@ -1,11 +1,7 @@
 """Proof 3 between processes: six nodes over the real DHT and gRPC compute the algorithm of the reference, to 1e-9."""
 
-import json
-import os
 import random
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow
@@ -15,6 +11,7 @@ import yaml
 from audit_writer import MODELS
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from processes import node_processes
 from reference import TOLERANCE, replay, require_variety
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -22,7 +19,6 @@ from noloco_p2p.io.identity import peer_id_of
 
 STAGES, REPLICAS, T, VOCABULARY = 2, 3, 8, 32
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-WAIT_S = 120.0
 PATCHED_NODE = Path(__file__).with_name("patched_node.py")
 
 
@@ -70,29 +66,6 @@ def write_identity(directory: Path, number: int) -> str:
     return peer_id_of(public)
 
 
-def start(home: Path, number: int, stage: int, *extra: str) -> subprocess.Popen[bytes]:
-    arguments = ["--config", str(home / "run.yaml"), "--stage", str(stage), "--dir", str(home / str(number)), *extra]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with (home / f"{number}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, str(PATCHED_NODE), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=home,
-        )
-
-
-def join_address(home: Path, first: subprocess.Popen[bytes]) -> str:
-    path, give_up_at = home / "0" / "endpoints.json", time.monotonic() + WAIT_S
-    while not path.exists():
-        assert first.poll() is None, (home / "0.log").read_text()
-        assert time.monotonic() < give_up_at, f"no {path} within {WAIT_S} s"
-        time.sleep(0.05)
-    return str(json.loads(path.read_text())["join"][0])
-
-
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_a_run_between_processes_computes_the_algorithm(tmp_path: Path, family: str) -> None:
     write_data(tmp_path)
@@ -100,16 +73,14 @@ def test_a_run_between_processes_computes_the_algorithm(tmp_path: Path, family: 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     manifest = RunManifest.model_validate({k: v for k, v in run.items() if k not in NodeConfig.model_fields})
     stages = {write_identity(tmp_path / str(n), n): n % STAGES for n in range(STAGES * REPLICAS)}
-    nodes = [start(tmp_path, 0, 0)]
-    try:
-        address = join_address(tmp_path, nodes[0])
-        nodes += [start(tmp_path, n, n % STAGES, "--join", address) for n in range(1, STAGES * REPLICAS)]
-        for number, node in enumerate(nodes):
-            assert node.wait(WAIT_S) == 0, (tmp_path / f"{number}.log").read_text()
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
+    command = (sys.executable, str(PATCHED_NODE), "--config", str(tmp_path / "run.yaml"))
+    with node_processes(tmp_path) as nodes:
+        first = nodes.start("--stage", "0", command=command, own_dir="0")
+        join = ("--join", first.endpoints().join[0])
+        for n in range(1, STAGES * REPLICAS):
+            nodes.start("--stage", str(n % STAGES), *join, command=command, own_dir=str(n))
+        nodes.all_end_well()
+        nodes.nothing_left()
     report = replay(tmp_path / "audit", manifest.model_dump(), stages)
     require_variety(report)
     assert report.deviations.keys() >= {"slow", "fast", "momentum", "adam_mean", "adam_square", "loss"}
