@@ -63,9 +63,6 @@ def node(
     if describe:
         _describe(given)
         return
-    # gRPC reads these when it is imported; what it would log, we say ourselves.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from noloco_p2p.cli.wiring import Order
 
     given.node()

@@ -2,7 +2,7 @@
 
 import os
 
-# Both are read when grpc is first imported. Its fork handlers slow every call down, and nothing here forks; it reports
-# every connection that a peer closes, which here is everyday.
+# Both are read when grpc is first imported. Its fork handlers slow every call down, and nothing here forks; what
+# it would report (a connection that a peer closes, a port in use) is everyday or told by us.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
