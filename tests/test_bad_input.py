@@ -15,6 +15,7 @@ from noloco_p2p.cli.node import app
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.identity import KEY, Identity, peer_id_of
+from noloco_p2p.io.libp2p import Libp2p
 
 SOMEBODY = peer_id_of(bytes(range(32)))
 HASH = "0123456789abcdef" * 4
@@ -83,16 +84,29 @@ BAD_RUNS = {
     "no data": (settings(data__kind="text"), "needs data_files"),
     "vocabulary": (settings(model__config__vocab_size="300"), "384 ids, the model's vocab_size is 300"),
     "no tokenizer": (settings(data__tokenizer="mine", tokenizer_dir="none"), "there is no directory none"),
-    "malformed": (["--join", "127.0.0.1:4000"], "malformed join address '127.0.0.1:4000'"),
-    "cut off": (["--join", f"/ip4/127.0.0.1/tcp/4000/p2p/{SOMEBODY[:-3]}"], "its peer id is mistyped or cut off"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_RUNS)
-def test_a_run_that_cannot_be_is_refused_before_anybody_can_join(case: str, refused: Refused) -> None:
+def test_a_run_that_cannot_be_is_refused_before_anybody_can_join(
+    case: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Libp2p, "open", None)
     arguments, told = BAD_RUNS[case]
     assert told in refused.one_line(*arguments)
-    assert not list(refused.home.rglob("endpoints.json"))
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:4000", "it is not of the form /ip4/HOST/tcp/PORT/p2p/PEER_ID"),
+        (f"/ip4/127.0.0.1/tcp/4000/p2p/{SOMEBODY[:-3]}", "its peer id is mistyped or cut off"),
+        (f"/ip4/127.0.0.1/tcp/70000/p2p/{SOMEBODY}", "there is no port 70000"),
+    ],
+)
+def test_a_malformed_address_is_told_what_is_wrong_with_it(address: str, told: str, refused: Refused) -> None:
+    line = refused.one_line("--join", address)
+    assert f"malformed join address '{address}': {told}; copy the address that a running node prints" in line
 
 
 def test_a_dead_address_and_a_silent_one_each_get_their_line_within_ten_seconds(refused: Refused) -> None:

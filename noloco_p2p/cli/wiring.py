@@ -214,10 +214,13 @@ async def _check_reachable(libp2p: Libp2p, advert: Advert) -> None:
 
 def _introduce(directory: Path, advert: Advert, libp2p: Libp2p) -> None:
     """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`."""
-    print(f"peer id  {advert.peer_id}")
-    print(f"run      {advert.run_id}")
-    print(f"metrics  {advert.metrics}")
-    print("join     " + " ".join(["noloco-node", *(f"--join {a}" for a in libp2p.join_addresses)]), flush=True)
+    try:
+        print(f"peer id  {advert.peer_id}")
+        print(f"run      {advert.run_id}")
+        print(f"metrics  {advert.metrics}")
+        print("join     " + " ".join(["noloco-node", *(f"--join {a}" for a in libp2p.join_addresses)]), flush=True)
+    except OSError as error:
+        raise LocalError(f"standard output cannot be written: {error.strerror or error}") from error
     _write_json(
         directory / "endpoints.json",
         {
