@@ -21,19 +21,19 @@ from noloco_p2p.core.messages import (
     Header,
     LossSum,
     MicrobatchId,
-    Origin,
     PeerId,
     Snapshot,
 )
-from noloco_p2p.core.streak import NonFiniteStreak
 from noloco_p2p.duties.arrival import Arrival
+from noloco_p2p.duties.clock import Clock
 from noloco_p2p.duties.door import Door, to_the_end
 from noloco_p2p.duties.ending import Ending
+from noloco_p2p.duties.origin import Beginnings
 from noloco_p2p.duties.rounds import Rounds
-from noloco_p2p.duties.routes import Parcel, Sender
+from noloco_p2p.duties.routes import Sender
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.duties.watch import Watch
-from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
+from noloco_p2p.errors import Declined, PeerError, Violation
 from noloco_p2p.ports import Body, StepLabel, World
 
 
@@ -53,15 +53,14 @@ class Node:
         self._sender = Sender(self.seat)
         self._door = Door(self.seat, self._sender)
         self._rounds = Rounds(self.seat)
-        self._incarnation = incarnation
-        self._counter = 0
+        self._beginnings = Beginnings(self.seat, self._sender, incarnation)
+        self._clock = Clock(self.seat)
         self._watch = Watch(self.seat, self._noticed)
         self._arrival = Arrival(self.seat, self._watch, self._rounds)
         self._ending = Ending(self.seat, self._sender)
         self.finished = False
         """The run has ended, and this node was there until its end."""
         self._saw_the_end = False
-        self._stepped_at: float | None = None
 
     # === life =======================================================================================================
 
@@ -141,82 +140,16 @@ class Node:
 
     async def _train_first_stage(self) -> None:
         """Read microbatches, send each through the stages, step when all of them are back."""
-        seat, streak = self.seat, NonFiniteStreak()
+        seat = self.seat
         while seat.step < seat.manifest.steps and not seat.draining:
             began = seat.now()
             seat.look()
-            batches = await self._read_and_send(streak)
+            batches = await self._beginnings.read_and_send()
             await self._inner_step(began, batches)
             # Once in a while: pull a partner's slow weights and outer delta.
             await self._outer_round_if_due()
             # Once in a while: evaluate on held-out data.
             await self._evaluate_if_due()
-
-    async def _read_and_send(self, streak: NonFiniteStreak) -> dict[MicrobatchId, Batch]:
-        """The microbatches of one inner step, at most `max_in_flight` at once, until the last one has ended."""
-        data = self.seat.batches
-        assert data is not None, "stage 0 has data"
-        batches: dict[MicrobatchId, Batch] = {}
-        gate = asyncio.Semaphore(self.seat.config.limits.max_in_flight)
-        async with asyncio.TaskGroup() as flights:
-            for index in range(self.seat.manifest.microbatches_per_step):
-                await gate.acquire()
-                if self.seat.draining:
-                    break
-                microbatch = MicrobatchId(self.seat.me, self._incarnation, self._counter)
-                self._counter += 1
-                batches[microbatch] = await data.next()
-                flight = flights.create_task(self._microbatch(microbatch, index, batches[microbatch], streak))
-                flight.add_done_callback(lambda _: gate.release())
-        return batches
-
-    async def _microbatch(self, microbatch: MicrobatchId, index: int, batch: Batch, streak: NonFiniteStreak) -> None:
-        """One microbatch of this origin: it contributes to the inner step, or is dropped with a count and a reason."""
-        seat = self.seat
-        try:
-            through, finite = await self._route(microbatch, Origin(seat.me, seat.step, index), batch)
-        except (PeerError, asyncio.CancelledError) as error:
-            seat.event("microbatch", result="dropped", message=str(error))
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            return
-        self._door.routes[microbatch] = (None, through)
-        seat.event("microbatch", result="done" if finite else "nonfinite")
-        streak.record(finite, through or seat.me)
-        reason = streak.reason_to_stop(1 if seat.last else len(seat.view.following))
-        if reason is not None:
-            seat.fail(LocalError(reason))
-
-    async def _route(self, microbatch: MicrobatchId, origin: Origin, batch: Batch) -> tuple[PeerId | None, bool]:
-        """Forward, the call to the next stage, backward: (who served it next, was everything finite).
-
-        Raises PeerError when nobody could serve it.
-        """
-        seat, stage = self.seat, self.seat.stage
-        if seat.last:
-            with seat.span("backward"):
-                done = await to_the_end(stage.loss_backward(microbatch, batch.inputs, batch.targets, batch.mask))
-            return None, done.finite
-        with seat.span("forward"):
-            graph, hidden = await stage.forward(batch.inputs, batch.mask)
-        try:
-            gradient, through = await self._deliver(Parcel(microbatch, origin, hidden, batch.targets, batch.mask))
-            with seat.span("backward"):
-                done = await to_the_end(stage.backward(graph, microbatch, gradient))
-        except BaseException:
-            stage.discard(graph)
-            raise
-        return through, done.finite and gradient.finite
-
-    async def _deliver(self, parcel: Parcel) -> tuple[Gradient, PeerId]:
-        """Busy is no failure: try again as long as this node trains."""
-        seat = self.seat
-        while True:
-            try:
-                return await self._sender.deliver(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
-            except Busy:
-                if seat.draining:
-                    raise
 
     # === training, later stages =====================================================================================
 
@@ -246,7 +179,7 @@ class Node:
         self._door.close()
         await seat.until(lambda: intake.in_flight == 0)
         if not seat.draining:
-            if self._door.routes:
+            if seat.routes:
                 await self._inner_step(began, {})
             seat.update(step=float(seat.manifest.steps))
             await self._outer_round_if_due()
@@ -292,13 +225,13 @@ class Node:
             inner.warmup_steps,
             inner.final_fraction,
         )
-        label = StepLabel(seat.inner_steps + 1, seat.step, rate, self._door.routes, batches)
+        label = StepLabel(seat.inner_steps + 1, seat.step, rate, seat.routes, batches)
         with seat.span("step"):
             result = await to_the_end(seat.stage.inner_step(label))
         seat.inner_steps += 1
-        self._door.routes = {}
+        seat.routes = {}
         self._rounds.inner_step_took(result.busy_s)
-        self._move_clock(result.microbatches)
+        self._clock.move(result.microbatches)
         cause = "gradients" if seat.index == 0 else "microbatches"
         seat.event("idle", cause=cause, seconds=max(0.0, seat.now() - began - result.busy_s))
         seat.event(
@@ -312,27 +245,6 @@ class Node:
             grad_norm=result.grad_norm,
             busy_s=result.busy_s,
         )
-
-    def _move_clock(self, microbatches: int) -> None:
-        """step ← step + 1 + ¼·(median − step − ½), and the speeds that the advert announces.
-
-        The speed is that of inner steps: the clock's own would feed on itself, a slow clock be projected as slow.
-        """
-        seat, manifest = self.seat, self.seat.manifest
-        now, m = seat.now(), manifest.outer.inner_steps
-        samples = [schedule.project(*clock, m) for clock in seat.members.clocks(now=now)]
-        if seat.index == 0:
-            samples.append(seat.advert.step + 0.5)
-        median = schedule.clock_median(samples)
-        step = schedule.advance(seat.advert.step, median, manifest.steps, manifest.routing != "balanced")
-        if self._stepped_at is not None and now > self._stepped_at:
-            took_s = now - self._stepped_at
-            seat.update(
-                steps_per_s=_smooth(seat.advert.steps_per_s, 1 / took_s),
-                microbatches_per_s=_smooth(seat.advert.microbatches_per_s, microbatches / took_s),
-            )
-        self._stepped_at = now
-        seat.update(step=step)
 
     async def _outer_round_if_due(self) -> None:
         seat, manifest = self.seat, self.seat.manifest
@@ -381,8 +293,3 @@ class Node:
         return Description(
             advert.peer_id, advert.run_id, advert.stage, advert.state, advert.step, advert.outer_round, advert.version
         )
-
-
-def _smooth(old: float, new: float) -> float:
-    """A moving average over about ten inner steps, which begins with the first value."""
-    return 0.9 * old + 0.1 * new if old else new

@@ -1,1 +1,12 @@
-"""What a node does beside its main loop, one duty per file: routes (send on), door (serve), rounds (outer rounds)."""
+"""What a node does beside its main loop, one duty a file.
+
+seat      what the duties share: who the node is, how far it has come, whom it knows
+watch     announces the node and reads the membership
+arrival   chooses a stage, waits for the others, joins a run under way
+origin    at stage 0: begins microbatches
+routes    sends on: one output to replicas of the next stage until one answers
+door      at later stages: admits and serves microbatches
+clock     moves the step
+rounds    outer rounds
+ending    evaluation, and the end of the run
+"""

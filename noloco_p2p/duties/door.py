@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.intake import Answer, Intake, Key
-from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, MicrobatchId, PeerId, TensorSpec
+from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, PeerId, TensorSpec
 from noloco_p2p.core.streak import NonFiniteStreak
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat
@@ -52,7 +52,6 @@ class Door:
         self._seat = seat
         self._sender = sender
         self.intake: Intake[Gradient] = Intake(limits.max_in_flight, limits.waiting_places)
-        self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
         self._calls: dict[Key, _Call] = {}
         self._evaluating = 0
         self._streak = NonFiniteStreak()
@@ -148,7 +147,7 @@ class Door:
         else:
             if contribution.counted:
                 served = reply.served[1] if len(reply.served) > 1 else None
-                self.routes[key.microbatch] = (caller, served)
+                seat.routes[key.microbatch] = (caller, served)
                 seat.event("microbatch", result="done" if reply.finite else "nonfinite")
             self.admit(self.intake.done(key, counted=contribution.counted, reply=reply))
             self._judge(contribution.finite or not below_finite, call.header.origin.peer)

@@ -13,7 +13,7 @@ from random import Random
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.members import Members
-from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.ports import Batches, Stage, World
 
@@ -43,6 +43,8 @@ class Seat:
         self.rng: Random = generator(manifest.seed, "node", advert.peer_id)
         self.view = StepView()
         self.inner_steps = 0
+        self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
+        """Of each microbatch counted in this step: who sent it, and who served it next."""
         self.drain_by: float | None = None
         """Once told to leave: when, on the loop's clock, this node stops to offer what it holds to others."""
         self.error: BaseException | None = None
