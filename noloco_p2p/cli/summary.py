@@ -1,7 +1,5 @@
 """`summary.json` of a swarm, from the nodes' own summaries (design.md §8), and its few lines on the screen."""
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from math import exp
 from pathlib import Path
@@ -9,7 +7,6 @@ from statistics import fmean
 from typing import Any
 
 from noloco_p2p.cli.children import Child
-from noloco_p2p.errors import LocalError
 
 OF_A_NODE = (
     "inner_steps",
@@ -63,16 +60,6 @@ def summarise(children: Sequence[Child], stages: int, replicas: int, steps: int,
 def perplexity(loss: float | None) -> float | None:
     """exp of a loss in nats per token; None without one, or where it would not be a number of JSON."""
     return None if loss is None or not loss < OVERFLOW_NATS else exp(loss)
-
-
-def write(summary: dict[str, Any], path: Path) -> None:
-    """Write it at one stroke. Raises LocalError (a full disk, say)."""
-    draft = path.with_suffix(".part")
-    try:
-        draft.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        raise LocalError(f"the summary cannot be written to {path}: {error.strerror or error}") from error
 
 
 def lines(summary: dict[str, Any], path: Path) -> list[str]:

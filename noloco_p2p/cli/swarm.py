@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from noloco_p2p.bench import cpu
-from noloco_p2p.cli import settings, summary
+from noloco_p2p.cli import records, settings, summary
 from noloco_p2p.cli.children import Child, end_all, wait_all
 from noloco_p2p.cli.table import History, Screen, make_screen
 from noloco_p2p.errors import ConfigError, LocalError
@@ -146,7 +146,7 @@ class Swarm:
         wall_s = time.monotonic() - began
         told = summary.summarise(self._children, plan.stages, plan.replicas, plan.steps, wall_s)
         told["completed"] = told["completed"] and self._signals.first is None
-        summary.write(told, self._path)
+        records.write_json(self._path, told)
         for line in summary.lines(told, self._path):
             self._screen.say(line)
         return self._exit_code(bool(told["completed"]))

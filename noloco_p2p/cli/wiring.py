@@ -4,22 +4,19 @@ Everything that is opened is closed again in the opposite order, whatever happen
 """
 
 import asyncio
-import contextlib
 import gc
 import importlib
-import json
 import logging
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_p2p import __version__
-from noloco_p2p.cli import settings
+from noloco_p2p.cli import records, settings
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable
@@ -112,8 +109,8 @@ async def run(order: Order) -> None:
         await joining.serve_dial_back(
             libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
         )
-        _introduce(order.dir, advert, libp2p)
-        closing.callback(lambda: _write_json(order.dir / "summary.json", _summary(node, telemetry)))
+        records.introduce(order.dir, advert, libp2p)
+        closing.callback(lambda: records.write_json(order.dir / "summary.json", records.summary(node, telemetry)))
         early.node = node
         await _until_the_end(node, libp2p, telemetry)
 
@@ -212,28 +209,6 @@ async def _check_reachable(libp2p: Libp2p, advert: Advert) -> None:
         )
 
 
-def _introduce(directory: Path, advert: Advert, libp2p: Libp2p) -> None:
-    """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`."""
-    try:
-        print(f"peer id  {advert.peer_id}")
-        print(f"run      {advert.run_id}")
-        print(f"metrics  {advert.metrics}")
-        print("join     " + " ".join(["noloco-node", *(f"--join {a}" for a in libp2p.join_addresses)]), flush=True)
-    except OSError as error:
-        raise LocalError(f"standard output cannot be written: {error.strerror or error}") from error
-    _write_json(
-        directory / "endpoints.json",
-        {
-            "peer_id": advert.peer_id,
-            "run_id": advert.run_id,
-            "pid": os.getpid(),
-            "join": libp2p.join_addresses,
-            "metrics": advert.metrics,
-            "grpc": advert.addresses[0],
-        },
-    )
-
-
 class _EarlyEnd:
     """What may end this process before the run does: signals, and a launcher that is gone. It listens at once.
 
@@ -283,40 +258,3 @@ async def _watch_lag(telemetry: PrometheusTelemetry) -> None:
         before = loop.time()
         await asyncio.sleep(LAG_PERIOD_S)
         telemetry.event("lag", seconds=max(0.0, loop.time() - before - LAG_PERIOD_S))
-
-
-def _summary(node: Node, telemetry: PrometheusTelemetry) -> dict[str, object]:
-    """What the launcher and the user learn of this node at its end. Losses are those of stage 0, nats per token."""
-    advert, totals = node.seat.advert, telemetry.totals()
-    rounds, done, idle = totals["outer_rounds"], totals["microbatches"], totals["idle_s"]
-    assert isinstance(rounds, dict)
-    assert isinstance(done, dict)
-    assert isinstance(idle, dict)
-    first = advert.stage == 0
-    return totals | {
-        "peer_id": advert.peer_id,
-        "run_id": advert.run_id,
-        "stage": advert.stage,
-        "state": "finished" if node.finished else advert.state,
-        "step": advert.step,
-        "outer_rounds": sum(rounds.values()),
-        "results": rounds,
-        "microbatches": done.get("done", 0),
-        "microbatch_results": done,
-        "first_loss": totals["first_loss"] if first else None,
-        "final_loss": totals["final_loss"] if first else None,
-        "first_step_at": totals["training_at"],
-        "evaluation_s": node.evaluated_s,
-    }
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Atomically: a reader sees the old file or the whole new one. Raises LocalError (a full disk)."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        fresh.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error
