@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from math import inf, isfinite, nan
 
 import pytest
@@ -15,18 +16,24 @@ from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
 
 STEPS = 30
+Turns = Callable[[int], bool]
 
 
 class BadStage(ModelStage):
-    """Microbatches whose turn is in `bad` have a loss and gradients that are not finite; `loud` outputs overflow."""
+    """Microbatches whose turn is in `bad` have a loss and gradients that are not finite; `loud` outputs overflow.
 
-    def __init__(self, manifest: RunManifest, index: int, me: PeerId, bad: Callable[[int], bool], loud: bool) -> None:
+    Both ask with the number of the microbatch here, from 1.
+    """
+
+    def __init__(self, manifest: RunManifest, index: int, me: PeerId, bad: Turns, loud: Turns) -> None:
         super().__init__(manifest, index, me)
         self._bad, self._loud, self._turn = bad, loud, 0
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         graph, hidden = super().forward(inputs, mask)
-        return graph, self._hidden("hidden", [1e200] * (hidden.data.nbytes // 8)) if self._loud else hidden
+        if self._loud(graph):
+            hidden = self._hidden("hidden", [1e200] * (hidden.data.nbytes // 8))
+        return graph, hidden
 
     def _contribute(
         self, microbatch: MicrobatchId, inputs: list[float], grads: list[float], tokens: int, loss_sum: float
@@ -37,18 +44,27 @@ class BadStage(ModelStage):
         return super()._contribute(microbatch, inputs, grads, tokens, loss_sum)
 
 
+def never(_: int) -> bool:
+    return False
+
+
+def always(_: int) -> bool:
+    return True
+
+
 def make(
-    bad: dict[PeerId, Callable[[int], bool]], loud: PeerId | None, manifest: RunManifest, index: int, me: PeerId
+    bad: dict[PeerId, Turns], loud: dict[PeerId, Turns], manifest: RunManifest, index: int, me: PeerId
 ) -> ModelStage:
-    return BadStage(manifest, index, me, bad.get(me, lambda _: False), me == loud)
+    return BadStage(manifest, index, me, bad.get(me, never), loud.get(me, never))
 
 
 def run(
     replicas: tuple[int, ...],
-    bad: dict[PeerId, Callable[[int], bool]] | None = None,
+    bad: dict[PeerId, Turns] | None = None,
     *,
-    loud: PeerId | None = None,
+    loud: dict[PeerId, Turns] | None = None,
     routing: str = "random",
+    slowness: dict[PeerId, float] | None = None,
 ) -> Outcome:
     """The outcome of a swarm in which some device is broken."""
     manifest = RunManifest(
@@ -64,13 +80,14 @@ def run(
     )
     limits = LimitSettings(microbatch_deadline_s=4.0, hop_margin_s=0.6, linger_s=5.0, drain_s=5.0)
     plan = SwarmPlan(
-        manifest, replicas, seed=4, config=NodeConfig(limits=limits), stage_factory=partial(make, bad or {}, loud)
+        manifest,
+        replicas,
+        seed=4,
+        config=NodeConfig(limits=limits),
+        slowness=slowness or {},
+        stage_factory=partial(make, bad or {}, loud or {}),
     )
-    return Swarm(plan).run(limit_s=600, tolerate=True)
-
-
-def always(_: int) -> bool:
-    return True
+    return Swarm(plan).run(limit_s=3600, tolerate=True)
 
 
 def stopped(outcome: Outcome) -> dict[PeerId, str]:
@@ -116,10 +133,27 @@ def test_a_broken_device_stops_its_own_node_and_no_other(peer: PeerId, routing: 
 
 
 def test_one_origin_that_sends_what_overflows_stops_itself_and_no_later_stage() -> None:
-    outcome = run((2, 2), loud="s0r1")
+    outcome = run((2, 2), loud={"s0r1": always})
     assert list(stopped(outcome)) == ["s0r1"]
     check_the_others_finished(outcome, "s0r1")
     assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(1)) >= LONGEST_STREAK
+
+
+def test_ten_in_a_row_of_one_origin_do_not_stop_a_later_stage_that_knows_another() -> None:
+    outcome = run((2, 1), loud={"s0r1": lambda turn: turn > 60}, slowness={"s0r0": 200.0})
+    results = [one.get("result") for one in outcome.nodes["s1r0"].trace.of("microbatch")]
+    in_a_row = [len(list(group)) for result, group in groupby(results) if result == "nonfinite"]
+    assert max(in_a_row) >= LONGEST_STREAK, "the other origin was too slow to come in between"
+    assert list(stopped(outcome)) == ["s0r1"]
+    check_the_others_finished(outcome, "s0r1")
+
+
+def test_a_middle_stage_does_not_answer_for_what_broke_below_it() -> None:
+    outcome = run((2, 1, 2), {"s2r0": always, "s2r1": always})
+    assert outcome.nodes["s1r0"].microbatches["nonfinite"] > LONGEST_STREAK
+    assert outcome.nodes["s1r0"].microbatches["done"] == 0
+    assert stopped(outcome).keys() >= {"s2r0", "s2r1"}
+    assert "s1r0" not in stopped(outcome)
 
 
 def test_a_node_alone_stops_with_the_reason() -> None:
