@@ -194,8 +194,8 @@ class DirectorySettings(Settings):
 
     ttl_s: Seconds = 30.0
     """How long an advert lives that is not renewed, seconds; it is renewed every third of this."""
-    refresh_s: Seconds = 2.0
-    """Longest time between two readings of the membership, seconds; half an outer interval when that is less."""
+    refresh_s: Seconds = 5.0
+    """Longest time between two readings of the membership, seconds; an outer interval when that is less."""
 
 
 class LimitSettings(Settings):

@@ -153,11 +153,12 @@ def test_lacking_names_what_is_missing() -> None:
 def test_ten_non_finite_in_a_row_stop_the_node_when_it_cannot_be_one_sender() -> None:
     streak = NonFiniteStreak()
     for _ in range(LONGEST_STREAK):
-        assert streak.reason_to_stop(1) is None
+        assert streak.reason_to_stop(["a"]) is None
         streak.record(False, "a")
-    assert streak.reason_to_stop(2) is None, "one sender of several may be the one that is broken"
-    assert "10 microbatches in a row" in (streak.reason_to_stop(1) or "")
+    assert streak.reason_to_stop(["a", "b"]) is None, "one sender of several may be the one that is broken"
+    assert streak.reason_to_stop(["b"]) is None, "the broken one has left, and the other is not it"
+    assert "10 microbatches in a row" in (streak.reason_to_stop(["a"]) or "")
     streak.record(False, "b")
-    assert streak.reason_to_stop(2) is not None
+    assert streak.reason_to_stop(["a", "b", "c"]) is not None
     streak.record(True, "a")
-    assert streak.reason_to_stop(1) is None
+    assert streak.reason_to_stop(["a"]) is None

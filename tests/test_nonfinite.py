@@ -7,7 +7,14 @@ from math import inf, isfinite, nan
 
 import pytest
 
-from noloco_p2p.config import EvaluationSettings, LimitSettings, NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.config import (
+    DirectorySettings,
+    EvaluationSettings,
+    LimitSettings,
+    NodeConfig,
+    OuterSettings,
+    RunManifest,
+)
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.streak import LONGEST_STREAK
 from noloco_p2p.errors import LocalError
@@ -83,7 +90,7 @@ def run(
         manifest,
         replicas,
         seed=4,
-        config=NodeConfig(limits=limits),
+        config=NodeConfig(directory=DirectorySettings(refresh_s=0.5), limits=limits),
         slowness=slowness or {},
         stage_factory=partial(make, bad or {}, loud or {}),
     )

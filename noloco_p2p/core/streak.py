@@ -1,5 +1,7 @@
 """When results that are not finite are this node's own fault (design.md §4)."""
 
+from collections.abc import Collection
+
 from noloco_p2p.core.messages import PeerId
 
 LONGEST_STREAK = 10
@@ -21,9 +23,9 @@ class NonFiniteStreak:
             self._length += 1
             self._peers.add(peer)
 
-    def reason_to_stop(self, known_peers: int) -> str | None:
-        """Why the node must stop: ten in a row by two peers or more, or by the only one there is; else None."""
-        if self._length < LONGEST_STREAK or (len(self._peers) < 2 and known_peers > 1):
+    def reason_to_stop(self, known: Collection[PeerId]) -> str | None:
+        """Why the node must stop: ten in a row by two peers or more, or by the only one of `known`; else None."""
+        if self._length < LONGEST_STREAK or (len(self._peers) < 2 and not self._peers.issuperset(known)):
             return None
         return (
             f"{self._length} microbatches in a row had a loss or gradient that is not finite: "

@@ -90,7 +90,8 @@ class Door:
         """See ports.Handler."""
         self._check(header)
         seat = self._seat
-        seat.members.heard(header.origin, now=seat.now())
+        seat.heard_at = seat.now()
+        seat.members.heard(header.origin, now=seat.heard_at)
         if header.origin.step > seat.step:
             self.strike()
         key = Key(header.microbatch, header.digest)
@@ -187,7 +188,7 @@ class Door:
     def _judge(self, finite: bool, origin: PeerId) -> None:
         """Stop the node when one result after the other is not finite and it cannot be the others' fault."""
         self._streak.record(finite, origin)
-        reason = self._streak.reason_to_stop(len(self._seat.view.origins))
+        reason = self._streak.reason_to_stop(self._seat.view.origins)
         if reason is not None:
             self._seat.fail(LocalError(reason))
 

@@ -48,10 +48,11 @@ class Beginnings:
             if isinstance(error, asyncio.CancelledError):
                 raise
             return
+        seat.heard_at = seat.now()
         seat.routes[microbatch] = (None, through)
         seat.event("microbatch", result="done" if finite else "nonfinite")
         self._streak.record(finite, through or seat.me)
-        reason = self._streak.reason_to_stop(1 if seat.last else len(seat.view.following))
+        reason = self._streak.reason_to_stop((seat.me,) if seat.last else seat.view.following)
         if reason is not None:
             seat.fail(LocalError(reason))
 

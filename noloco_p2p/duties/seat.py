@@ -43,6 +43,8 @@ class Seat:
         self.rng: Random = generator(manifest.seed, "node", advert.peer_id)
         self.view = StepView()
         self.inner_steps = 0
+        self.heard_at = float("-inf")
+        """When a microbatch, or at stage 0 a gradient, came last."""
         self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
         """Of each microbatch counted in this step: who sent it, and who served it next."""
         self.drain_by: float | None = None

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import PeerError
 
-BRISK_REFRESH_S = 0.5
+BRISK_S = 0.5
 """Seconds between two readings of the membership while the node does not train."""
+QUIET_S = 1.0
+"""Without a microbatch or a gradient for so long, a node in training looks who is still there."""
 RENEWALS_PER_TTL = 3
 
 
@@ -21,35 +23,41 @@ class Watch:
         self._changed = changed
         self._announced: tuple[object, ...] = ()
         self._announced_at = float("-inf")
+        self._read_at = float("-inf")
+        self._tick_s = min(BRISK_S, seat.config.directory.refresh_s)
         self._readings = 0
 
     async def run(self) -> None:
         """The one task that speaks to the directory; everything else routes from what it read."""
-        seat = self._seat
         while True:
-            if self._has_news() or (seat.index >= 0 and self._renewal_is_due()):
+            reading = self._reading_is_due()
+            if self._has_news() or (self._seat.index >= 0 and self._renewal_is_due(reading)):
                 await self._announce()
-            await self._read()
-            await seat.until(self._has_news, self._period_s())
+            if reading:
+                await self._read()
+            await self._seat.until(self._has_news, self._tick_s)
 
-    def _period_s(self) -> float:
-        """Seconds to the next reading: while training also at least two in an outer interval, for the clock's sake.
+    def _reading_is_due(self) -> bool:
+        """While training once in `refresh_s`, and at stage 0 in an outer interval; at once when nobody calls any more.
 
-        Clocks are projected two outer intervals at most; what is older holds everybody back.
+        Clocks are projected two outer intervals at most, and may be one old when they are announced: what is older
+        holds everybody back. Later stages learn the clocks from the labels of their microbatches.
         """
-        seat, refresh_s = self._seat, self._seat.config.directory.refresh_s
-        if seat.advert.state != "training":
-            return min(refresh_s, BRISK_REFRESH_S)
-        if not seat.advert.steps_per_s:
-            return refresh_s
-        half_interval_s = seat.manifest.outer.inner_steps / (2 * seat.advert.steps_per_s)
-        return min(refresh_s, max(half_interval_s, BRISK_REFRESH_S))
+        seat = self._seat
+        age_s = seat.now() - self._read_at
+        if seat.advert.state != "training" or seat.now() - seat.heard_at > QUIET_S:
+            return age_s >= self._tick_s
+        due_s = seat.config.directory.refresh_s
+        if seat.index == 0:
+            speed = seat.advert.steps_per_s
+            due_s = min(due_s, seat.manifest.outer.inner_steps / speed if speed else self._tick_s)
+        return age_s >= due_s
 
-    def _renewal_is_due(self) -> bool:
+    def _renewal_is_due(self, reading: bool) -> bool:
         """The clocks of stage 0 are read from its adverts; those of other stages only have to stay alive."""
         age_s = self._seat.now() - self._announced_at
         tells_the_clock = self._seat.index == 0 and self._seat.advert.state == "training"
-        return tells_the_clock or age_s >= self._seat.config.directory.ttl_s / RENEWALS_PER_TTL
+        return (tells_the_clock and reading) or age_s >= self._seat.config.directory.ttl_s / RENEWALS_PER_TTL
 
     def _has_news(self) -> bool:
         """What others should know at once has changed since the last announcement."""
@@ -70,6 +78,7 @@ class Watch:
 
     async def _read(self) -> None:
         seat = self._seat
+        self._read_at = seat.now()
         try:
             adverts = await seat.world.directory.peers()
         except PeerError as error:
