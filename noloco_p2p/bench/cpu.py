@@ -1,5 +1,6 @@
 """Where the CPU time of node processes goes, thread by thread, from Linux's /proc."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,11 @@ class CpuSeconds:
 
 def read(pid: int) -> CpuSeconds | None:
     """CPU seconds of a process; None where there is no /proc or no such process."""
+    threads = {}
     try:
-        threads = {int(task.name): _fields(task / "stat")[1] for task in (PROC / str(pid) / "task").iterdir()}
+        for task in (PROC / str(pid) / "task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                threads[int(task.name)] = _fields(task / "stat")[1]
     except OSError:
         return None
     children = 0.0
