@@ -93,7 +93,9 @@ def microbatch(counter: int, peer: str = "origin") -> MicrobatchId:
 def as_gradient(contribution: Contribution, identity: MicrobatchId) -> Gradient:
     """The reply that a stage sends for what its backward gave."""
     assert contribution.grad is not None
-    return Gradient(identity, contribution.grad, contribution.loss_sum, contribution.tokens, ("next",), contribution.finite)
+    return Gradient(
+        identity, contribution.grad, contribution.loss_sum, contribution.tokens, ("next",), contribution.finite
+    )
 
 
 def run_microbatch(stages: list[TorchStage], batch: Batch, identity: MicrobatchId) -> list[Contribution]:

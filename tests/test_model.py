@@ -7,7 +7,7 @@ import torch
 from stages import SIZES, make_manifest, make_stages, weights
 
 from noloco_p2p.compute import family, model, selftest, size
-from noloco_p2p.compute.factory import make_torch_stage, pick_device
+from noloco_p2p.compute.factory import check_model, make_torch_stage, pick_device
 from noloco_p2p.config import ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 
@@ -137,6 +137,15 @@ def test_a_stage_that_does_not_fit_is_refused_before_anything_is_allocated() -> 
     assert size.describe(manifest).parameters > 10**13
     with pytest.raises(LocalError, match=r"stage 1 needs .* GiB for weights, optimizer and snapshots, but this"):
         make_torch_stage(manifest, 1, "me")
+
+
+def test_a_strangers_manifest_cannot_fill_memory_before_a_stage_is_chosen() -> None:
+    wide = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2, "num_attention_heads": 64}
+    with pytest.raises(ConfigError, match="its heads are too wide to be tried"):
+        check_model(RunManifest(model=ModelSettings(config={**wide, "vocab_size": 2**17}), stages=2))
+    deep = RunManifest().model.config | {"num_hidden_layers": 10**8}
+    with pytest.raises(ConfigError, match="100000000 layers are more than the 1024"):
+        check_model(RunManifest(model=ModelSettings(config=deep)))
 
 
 def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,9 @@ def activation(
 
 
 def gradient_of(header: Header, hidden: TensorSpec, seed: int = 99) -> Gradient:
-    return Gradient(header.microbatch, tensor("grad", hidden.dtype, hidden.shape, seed), -1.5, 16, ("B", "C"), finite=False)
+    return Gradient(
+        header.microbatch, tensor("grad", hidden.dtype, hidden.shape, seed), -1.5, 16, ("B", "C"), finite=False
+    )
 
 
 @dataclass

@@ -33,10 +33,12 @@ def make_torch_stage(
     """
     if not 0 <= index < manifest.stages:
         raise ConfigError(f"stage is {index}, but the run has stages 0 to {manifest.stages - 1}")
-    config = check_model(manifest) if self_test else family.checked_config(manifest)
+    config = family.checked_config(manifest)
     dtype = DTYPES[manifest.compute_dtype]
     chosen = pick_device(device)
     check_fits(manifest, index, chosen)
+    if self_test:
+        check_architecture(config, manifest.stages, dtype)
     audit = None if audit_dir is None else _make_audit(Path(audit_dir), peer_id)
     part = make_slice(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
     if audit is not None:

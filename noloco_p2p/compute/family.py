@@ -24,6 +24,8 @@ UNUSED_DROPOUT = frozenset({"summary_first_dropout", "classifier_dropout"})
 LEGACY_FIELDS = frozenset({"rope_theta", "partial_rotary_factor"})
 """Fields that stand inside `rope_parameters` since transformers 5 and are still taken flat."""
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+MOST_LAYERS = 1024
+"""A manifest comes from strangers: even without weights, layers cost memory."""
 SMALL_VOCABULARY = 64
 SMALL_LAYERS = 4
 FOREIGN_ERRORS = (
@@ -110,6 +112,8 @@ def check_split(config: Any, stages: int) -> None:
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use another family")
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"model.config: {layers} layers are more than the {MOST_LAYERS} that a model may have here")
     if stages > layers:
         raise ConfigError(f"stages is {stages}, but the model has only {layers} layers: at least one layer a stage")
     if stages > 1 and getattr(config, "tie_word_embeddings", False):

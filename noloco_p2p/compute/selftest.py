@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import family
-from noloco_p2p.compute.model import Slice, make_slice
+from noloco_p2p.compute.model import Slice, make_slice, outline
 from noloco_p2p.errors import ConfigError
 
 TOLERANCE = 1e-5
 """Largest difference over largest value. A right split agrees bit for bit; this allows for another summation order."""
 SAMPLES, TOKENS = 2, 6
+MOST_PARAMETERS = 1 << 27
+"""Of the small model: it keeps the size of a head, by which a stranger's manifest could fill memory."""
 
 
 def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
@@ -24,7 +26,10 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
     if stages == 1:
         return
     try:
-        reason = _difference(family.small_config(config), dtype)
+        small = family.small_config(config)
+        count = sum(parameter.numel() for parameter in outline(small, 0, 1, dtype=dtype).parameters.values())
+        too_large = f"its heads are too wide to be tried: a small model has {count:,} parameters"
+        reason = too_large if count > MOST_PARAMETERS else _difference(small, dtype)
     except family.FOREIGN_ERRORS as error:
         reason = f"it fails with {type(error).__name__}: {family.one_line(error)}"
     if reason is not None:
