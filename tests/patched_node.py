@@ -3,11 +3,10 @@
 Run it as a script with the arguments of `noloco-node`. It changes the class before the node builds its model.
 """
 
-import sys
+from reference import float64_rmsnorm
 
 from noloco_p2p.cli.node import main
-from reference import float64_rmsnorm
 
 if __name__ == "__main__":
     with float64_rmsnorm():
-        sys.exit(main())
+        main()
