@@ -242,7 +242,10 @@ def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO
     assert text.count("routed again") == 1, "trouble is told once in a while"
 
 
-def test_log_lines_for_machines(telemetry: PrometheusTelemetry, lines: io.StringIO) -> None:
+def test_log_lines_for_machines(
+    telemetry: PrometheusTelemetry, lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(logging._levelToName, logging.WARNING, "WARN")  # as hivemind does when it is imported
     stop = log.start(lines, json_lines=True)
     everything(telemetry)
     telemetry.event("info", message="two\nlines")

@@ -17,12 +17,17 @@ STOP_S = 2.0
 """Longest wait for an output that takes nothing any more, at each step of the end."""
 
 
+LEVELS = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
+"""Their plain names: hivemind renames some of logging's when it is imported."""
+
+
 class _Dropping(logging.handlers.QueueHandler):
     """Puts records into a bounded queue, or drops them."""
 
     dropped = 0
 
     def enqueue(self, record: logging.LogRecord) -> None:
+        record.levelname = LEVELS.get(record.levelno, record.levelname)
         try:
             self.queue.put_nowait(record)
         except queue.Full:
