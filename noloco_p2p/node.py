@@ -26,7 +26,7 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.duties.arrival import Arrival
 from noloco_p2p.duties.clock import Clock
-from noloco_p2p.duties.door import Door, to_the_end
+from noloco_p2p.duties.door import Door
 from noloco_p2p.duties.ending import Ending
 from noloco_p2p.duties.origin import Beginnings
 from noloco_p2p.duties.rounds import Rounds
@@ -227,7 +227,7 @@ class Node:
         )
         label = StepLabel(seat.inner_steps + 1, seat.step, rate, seat.routes, batches)
         with seat.span("step"):
-            result = await to_the_end(seat.stage.inner_step(label))
+            result = await seat.stage.inner_step(label)
         seat.inner_steps += 1
         seat.routes = {}
         self._rounds.inner_step_took(result.busy_s)

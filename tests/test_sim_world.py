@@ -196,3 +196,25 @@ def test_an_endless_run_and_a_wrong_schedule_are_errors() -> None:
     swarm.at(0.5, lambda: swarm.crash("s9r9"))
     with pytest.raises(KeyError, match="s9r9"):
         swarm.run(limit_s=20.0)
+
+
+@pytest.mark.parametrize("peer", ["s0r0", "s1r0"])
+def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId) -> None:
+    """Also in the middle of an inner step: a cancellation that is swallowed leaves a node that nobody can stop."""
+    for turn in range(24):
+        swarm = Swarm(_plan((2, 2), steps=40))
+        at_s, ended = 1.5 + 0.005 * turn, list[bool]()
+
+        def stop(swarm: Swarm = swarm) -> None:
+            task = swarm.life(peer).task
+            assert task is not None
+            task.cancel()
+
+        def look(swarm: Swarm = swarm, ended: list[bool] = ended) -> None:
+            task = swarm.life(peer).task
+            ended.append(task is not None and task.done())
+
+        swarm.at(at_s, stop)
+        swarm.at(at_s + 0.3, look)
+        swarm.run(limit_s=120, tolerate=True)
+        assert ended == [True], f"cancelled at {at_s:.3f} s, it still ran 0.3 s later"
