@@ -111,9 +111,19 @@ class Door:
                 if verdict.answer is Answer.ADMIT:
                     call.admitted.set()
                 call.task = asyncio.create_task(self._serve(key, call, caller))
-                call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+                call.task.add_done_callback(lambda task: self._ended(key, call, task))
         self._gauge()
         return await self._wait(call)
+
+    def _ended(self, key: Key, call: _Call, task: asyncio.Task[Gradient]) -> None:
+        """An attempt's task is over. One that was cancelled before its first line ran still holds its place."""
+        if not task.cancelled():
+            task.exception()
+        if self._calls.get(key) is call:
+            del self._calls[key]
+            self.admit(self.intake.leave(key))
+            self._gauge()
+            self._seat.pulse()
 
     async def _wait(self, call: _Call) -> Gradient:
         """One caller's wait. The call ends when its last caller is gone."""
