@@ -209,12 +209,21 @@ class LimitSettings(Settings):
     """Held-out microbatches served at once."""
     microbatch_deadline_s: Seconds = 60.0
     """Longest life of one microbatch on its way through all stages, seconds."""
-    hop_margin_s: Seconds = 5.0
-    """Part of the remaining time that each hop keeps for one retry below it, seconds."""
+    patience_floor_s: Seconds = 2.0
+    """Shortest deadline of a call to the next stage, however quick the recent ones were, seconds."""
     drain_s: Seconds = 20.0
     """Longest time to finish what is held when the node is told to leave, seconds."""
     linger_s: Seconds = 30.0
     """Longest wait for the others at the end of the run, seconds."""
+
+
+class CheckpointSettings(Settings):
+    """What the node writes for itself below its directory."""
+
+    every_rounds: Positive | None = 5
+    """Outer rounds from one checkpoint to the next; none: no checkpoints."""
+    keep: Annotated[int, Field(ge=2, le=1000)] = 3
+    """Checkpoints that are kept."""
 
 
 class AuditSettings(Settings):
@@ -243,5 +252,9 @@ class NodeConfig(Settings):
     """The DHT."""
     limits: LimitSettings = LimitSettings()
     """Bounds."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """Checkpoints."""
+    rebalance: bool = True
+    """Move to another stage while training when that one holds the swarm back and this one has replicas to spare."""
     audit: AuditSettings = AuditSettings()
     """Audit files."""

@@ -1,11 +1,11 @@
-"""What a node needs of the world: five ports, each with one real implementation and one simulated one.
+"""What a node needs of the world: six ports, each with one real implementation and one simulated one.
 
 `io/` (and `compute/` for the stage) has the real ones, `sim/` the others, in files of the same name. A port leaks
 neither. Times are seconds; a `deadline_s` counts from the call. Shape legend: B microbatch, T sequence, D hidden size.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,13 +13,16 @@ from noloco_p2p.core.messages import (
     Activation,
     Advert,
     Batch,
+    Checkpoint,
     Description,
     Gradient,
     Header,
+    Holding,
     HostTensor,
     LossSum,
     MicrobatchId,
     PeerId,
+    ReplicaState,
     Snapshot,
     TensorSpec,
 )
@@ -45,8 +48,18 @@ class Handler(Protocol):
         """Forward one held-out microbatch to its loss; leaves no trace."""
         ...
 
-    async def fetch_snapshot(self, caller: PeerId, round: int | None, wait_s: float) -> Snapshot:
-        """The snapshot of `round`, or after at most `wait_s` the newest one held; None: the newest one at once."""
+    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
+        """The snapshot of `round`, or after at most `wait_s` the newest one held; None: the newest one at once.
+
+        Of a `stage` that is not this node's own it is the newest one that it guards, at once.
+        """
+        ...
+
+    def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
+        """This replica's state, frozen, for as long as the context lasts; all who ask at about the same time share it.
+
+        `number` asks for the very copy of which the caller has a part already; Declined when it is gone.
+        """
         ...
 
     def describe(self, caller: PeerId) -> Description:
@@ -70,12 +83,29 @@ class Transport(Protocol):
         ...
 
     async def fetch_snapshot(
-        self, peer: Advert, round: int | None, wait_s: float, deadline_s: float, expected: tuple[TensorSpec, ...]
+        self,
+        peer: Advert,
+        stage: int,
+        round: int | None,
+        wait_s: float,
+        deadline_s: float,
+        expected: tuple[TensorSpec, ...] | int,
     ) -> Snapshot:
-        """Fetch a peer's frozen (φ, Δ), tensor by tensor.
+        """Fetch the frozen (φ, Δ) of a replica of `stage`, tensor by tensor, from itself or from who guards it.
 
         The peer may hold the answer back up to `wait_s` until it has reached `round`; after that `deadline_s` bounds
-        the transfer. Raises Violation unless the tensors are exactly `expected`, in that order, and digests agree.
+        the transfer, and a silence in it is taken for the end of the peer much earlier. Raises Violation unless the
+        tensors are exactly `expected`, in that order (or together have so many bytes, for a stage whose tensors this
+        node does not know), and digests agree. `Snapshot.peer` is whose weights they are, as told.
+        """
+        ...
+
+    async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
+        """Fetch a replica's whole state, tensor by tensor, within `deadline_s`.
+
+        A transfer that is cut goes on where it was, with the same copy of the same peer; never with another one.
+        Raises Unreachable when the peer is gone for good, Declined when it has no state to give or the copy is gone,
+        Violation unless the tensors are exactly `expected` and digests agree.
         """
         ...
 
@@ -122,6 +152,10 @@ class StageState:
     """Name, wire dtype and B×T×D shape of the hidden states that enter or leave it."""
     snapshot: tuple[TensorSpec, ...]
     """The tensors of its snapshots, in order."""
+    replica: tuple[TensorSpec, ...]
+    """The tensors of its whole state, in order (ReplicaState)."""
+    snapshot_bytes: tuple[int, ...]
+    """Of every stage of the run: the bytes of one snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +259,22 @@ class Stage(Protocol):
         ...
 
     async def adopt(self, theirs: Snapshot) -> None:
-        """A later joiner's start: φ = θ = φ_r + Δ_r, δ = 0, fresh optimizer. Raises Violation as merge."""
+        """Start from a snapshot alone: φ = θ = φ_r + Δ_r, δ = 0, fresh optimizer. Raises Violation as merge."""
+        ...
+
+    async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """Freeze everything of now but the inner step under way; later changes do not touch it."""
+        ...
+
+    async def restore(self, theirs: ReplicaState) -> None:
+        """Become that replica: weights, momentum, optimizer, spent ids; the inner step under way is forgotten.
+
+        Raises Violation, and changes nothing, when it does not fit or is not finite.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the device and its memory after the operation in hand; the stage is not used again."""
         ...
 
 
@@ -250,6 +299,22 @@ class Batches(Protocol):
         ...
 
 
+class Checkpoints(Protocol):
+    """What this node wrote for itself, and finds again after a restart. One node's, of one run."""
+
+    async def held(self) -> list[Holding]:
+        """The checkpoints that look whole, oldest first; those of another run or node are passed over."""
+        ...
+
+    async def save(self, checkpoint: Checkpoint) -> None:
+        """Write one, all or nothing, and remove those too many. Raises LocalError (a full disk): the old ones stay."""
+        ...
+
+    async def load(self, held: Holding) -> Checkpoint | None:
+        """Read one. None when it turns out torn or corrupt: then the one before is the newest."""
+        ...
+
+
 class Telemetry(Protocol):
     """What a node tells whoever watches it. Can never raise into its caller, never blocks."""
 
@@ -264,10 +329,14 @@ class Telemetry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything that a node needs of the world. The two makers run once the node has chosen its stage."""
+    """Everything that a node needs of the world. The two makers run once the node has chosen its stage.
+
+    `make_batches` goes on at a `cursor`, or begins with None; it runs again for a node that comes to stage 0 anew.
+    """
 
     transport: Transport
     directory: Directory
     telemetry: Telemetry
+    checkpoints: Checkpoints
     make_stage: Callable[[int], Awaitable[Stage]]
-    make_batches: Callable[[], Awaitable[Batches]]
+    make_batches: Callable[[Mapping[str, object] | None], Awaitable[Batches]]

@@ -85,7 +85,7 @@ def run(
         outer=OuterSettings(inner_steps=5, deadline_s=2.0),
         evaluation=EvaluationSettings(every_steps=None, microbatches=1),
     )
-    limits = LimitSettings(microbatch_deadline_s=4.0, hop_margin_s=0.6, linger_s=5.0, drain_s=5.0)
+    limits = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=5.0, drain_s=5.0)
     plan = SwarmPlan(
         manifest,
         replicas,

@@ -38,7 +38,7 @@ def manifest_for(replicas: tuple[int, ...], steps: int, **changes: object) -> Ru
     return RunManifest.model_validate(base.model_dump() | changes)
 
 
-LIMITS = LimitSettings(microbatch_deadline_s=4.0, hop_margin_s=0.6, linger_s=10.0, drain_s=5.0)
+LIMITS = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=10.0, drain_s=5.0)
 
 
 def counted(outcome: Outcome, stage: int) -> Counter[MicrobatchId]:

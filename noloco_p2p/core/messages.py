@@ -3,6 +3,7 @@
 Shape legend: B microbatch size, T sequence length, D hidden size.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -156,6 +157,56 @@ class Snapshot:
     """`slow/<name>` for every parameter in the stage's order, then `delta/<name>`, all in compute_dtype."""
 
 
+REPLICA_KINDS = ("slow", "fast", "momentum", "adam_mean", "adam_square")
+"""What a replica's state has of every parameter: φ, θ, δ, and the two moments of Adam."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """Everything that makes a replica, frozen between two operations of its device.
+
+    A newcomer pulls it from a replica of its stage, a checkpoint holds it. Of the inner step under way it has nothing.
+    """
+
+    peer: PeerId
+    """Whose state it is."""
+    stage: int
+    round: int
+    """The newest outer round that it has done."""
+    step: float
+    """Its clock, in steps."""
+    inner_steps: int
+    """Optimizer steps taken."""
+    adam_steps: int
+    """Those among them that had tokens: what Adam's bias correction counts."""
+    tensors: tuple[HostTensor, ...]
+    """`<kind>/<name>` for each of REPLICA_KINDS, and within it every parameter in the stage's order, in compute_dtype."""
+    number: int = 0
+    """64 bits drawn by the donor when it froze this copy: two parts of a transfer with one number fit together."""
+    spent: tuple[MicrobatchId, ...] = ()
+    """Ids counted of late, oldest first. In checkpoints only; they do not travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a node needs beyond the code and the data to go on as if it had never stopped."""
+
+    state: ReplicaState
+    cursor: Mapping[str, object] | None
+    """`Batches.cursor` at stage 0, None later."""
+    random_state: tuple[object, ...]
+    """`random.Random.getstate()` of the node's own generator."""
+
+
+class Holding(NamedTuple):
+    """Weights that a node can give to whoever takes a stage: its own checkpoints, or what it guards for others."""
+
+    stage: int
+    round: int
+    step: int
+    """Floor of the replica's clock."""
+
+
 @dataclass(frozen=True, slots=True)
 class Advert:
     """What a node says of itself in the DHT. Signed by its identity; everything in it is a claim."""
@@ -174,11 +225,19 @@ class Advert:
     outer_round: int = 0
     """The newest outer round it has done."""
     microbatches_per_s: float = 0.0
+    """What its device can do: microbatches per second of device time."""
     steps_per_s: float = 0.0
+    """Inner steps per second of wall time."""
     evaluated: bool = False
     """A finished stage-0 node that has done its last evaluation."""
     settled: bool = False
     """It will not choose another stage any more (it was told one, or has made its weights)."""
+    partner_from_round: int = 0
+    """The first outer round in which it may be pulled from: that after its first whole outer interval."""
+    moving_to: int | None = None
+    """The stage that it means to move to, if nobody else does."""
+    holds: tuple[Holding, ...] = ()
+    """Weights that it can give: before its first step those of its own checkpoints, later those that it guards."""
     version: str = ""
     age_s: float = 0.0
     """How old the advert was when it was read, seconds; filled in by the directory, never sent."""
