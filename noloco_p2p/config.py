@@ -231,6 +231,8 @@ class AuditSettings(Settings):
 
     dir: str | None = None
     """Directory for the audit files; none: no audit."""
+    weights: bool = True
+    """Write weights, momenta and data too; else only the inner steps with their microbatches."""
 
 
 class NodeConfig(Settings):

@@ -1,6 +1,7 @@
 """The files from which anybody can recompute a run (design.md §5). They only ever take what the stage really used."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,18 +23,22 @@ def microbatch_key(microbatch: MicrobatchId) -> str:
 
 
 class Audit:
-    """Writes into one directory, which exists. Every method raises LocalError when the disk does not take it."""
+    """Writes into one directory, which exists. Every method raises LocalError when the disk does not take it.
 
-    def __init__(self, directory: Path, peer_id: PeerId) -> None:
+    Without `weights` it writes the inner steps only.
+    """
+
+    def __init__(self, directory: Path, peer_id: PeerId, *, weights: bool = True) -> None:
         self._directory = directory
         self._peer_id = peer_id
+        self._weights = weights
 
     def initial(self, parameters: Mapping[str, Tensor]) -> None:
         """`initial-<peer id>.safetensors`: the weights before step 1, by global name."""
         self._save(f"initial-{self._peer_id}.safetensors", parameters, {"peer_id": self._peer_id})
 
     def inner_step(self, label: StepLabel, added: Sequence[Added], *, first: bool) -> None:
-        """A line of `steps-<peer id>.jsonl`, and at stage 0 the batches that were used."""
+        """A line of `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 the batches that were used."""
         entries = []
         for one in added:
             previous, following = label.routes.get(one.microbatch, (None, None))
@@ -51,6 +56,7 @@ class Audit:
             "step": label.step,
             "learning_rate": label.learning_rate,
             "microbatches": entries,
+            "at": time.time(),
         }
         path = self._directory / f"steps-{self._peer_id}.jsonl"
         try:
@@ -99,6 +105,8 @@ class Audit:
         self._save(f"batches-{self._peer_id}-{label.inner_step:06d}.safetensors", tensors, {"peer_id": self._peer_id})
 
     def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        if not self._weights:
+            return
         path = self._directory / name
         own = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         try:

@@ -24,6 +24,7 @@ def make_torch_stage(
     *,
     device: str = "cpu",
     audit_dir: str | None = None,
+    audit_weights: bool = True,
     self_test: bool = True,
 ) -> TorchStage:
     """The synchronous stage `index` with its initial weights.
@@ -39,7 +40,7 @@ def make_torch_stage(
     check_fits(manifest, index, chosen)
     if self_test:
         check_architecture(config, manifest.stages, dtype)
-    audit = None if audit_dir is None else _make_audit(Path(audit_dir), peer_id)
+    audit = None if audit_dir is None else _make_audit(Path(audit_dir), peer_id, audit_weights)
     part = make_slice(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
     if audit is not None:
         audit.initial(part.parameters)
@@ -75,9 +76,9 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _make_audit(directory: Path, peer_id: PeerId) -> Audit:
+def _make_audit(directory: Path, peer_id: PeerId, weights: bool) -> Audit:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LocalError(f"audit.dir: cannot make {directory}: {error.strerror}") from error
-    return Audit(directory, peer_id)
+    return Audit(directory, peer_id, weights=weights)
