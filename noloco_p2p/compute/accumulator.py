@@ -3,7 +3,7 @@
 Whether a microbatch counts is decided here, in the same operation that adds it (design.md §4, exactly once).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,9 +74,21 @@ class Accumulator:
 
     def close_step(self) -> None:
         """Forget the gradients and the microbatches; their ids stay spent."""
+        self._forget()
+        self._spent.end_step()
+
+    def spent(self) -> tuple[MicrobatchId, ...]:
+        """Ids of the steps that have ended, oldest first; those of the step under way are not among them."""
+        return self._spent.ended()
+
+    def restart(self, spent: Iterable[MicrobatchId]) -> None:
+        """Forget the step under way, its ids included; `spent` are the only ones that count as seen."""
+        self._forget()
+        self._spent.refill(spent)
+
+    def _forget(self) -> None:
         self._holds = False
         self.added = []
-        self._spent.end_step()
 
 
 def total_norm(tensors: list[Tensor]) -> float:

@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, Snapshot
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState, Snapshot
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Contribution, MergeResult, StepLabel, StepResult
 
@@ -170,58 +171,78 @@ class DeviceStage:
     """The Stage port over a synchronous stage on its device thread."""
 
     def __init__(self, stage: "TorchStage", device: Device) -> None:
-        self._stage = stage
+        self._stage: TorchStage | None = stage
         self._device = device
         self.state = stage.state
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """As in the port; a graph whose waiter is gone is freed."""
-        return await self._device.call(
-            NORMAL, lambda: self._stage.forward(inputs, mask), lost=lambda result: self.discard(result[0])
-        )
+        work = partial(self._open_stage().forward, inputs, mask)
+        return await self._device.call(NORMAL, work, lost=lambda result: self.discard(result[0]))
 
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """As in the port."""
-        return await self._device.call(URGENT, lambda: self._stage.backward(graph, microbatch, gradient))
+        return await self._device.call(URGENT, partial(self._open_stage().backward, graph, microbatch, gradient))
 
     async def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
     ) -> Contribution:
         """As in the port."""
-        return await self._device.call(URGENT, lambda: self._stage.loss_backward(microbatch, inputs, targets, mask))
+        work = partial(self._open_stage().loss_backward, microbatch, inputs, targets, mask)
+        return await self._device.call(URGENT, work)
 
     def discard(self, graph: int) -> None:
-        """As in the port; freed on the device thread."""
-        self._device.post(lambda: self._stage.discard(graph))
+        """As in the port; freed on the device thread, and with everything else after `close`."""
+        if self._stage is not None:
+            self._device.post(partial(self._stage.discard, graph))
 
     async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """As in the port."""
-        return await self._device.call(IDLE, lambda: self._stage.evaluate(inputs, targets, mask))
+        return await self._device.call(IDLE, partial(self._open_stage().evaluate, inputs, targets, mask))
 
     async def inner_step(self, label: StepLabel) -> StepResult:
         """As in the port, with the seconds that the device worked from the begin of the previous inner step to now."""
+        take = self._open_stage().inner_step
 
         def work() -> StepResult:
-            result = self._stage.inner_step(label)
+            result = take(label)
             return dataclasses.replace(result, busy_s=self._device.take_busy_s())
 
         return await self._device.call(URGENT, work)
 
     async def snapshot(self, round: int, step: int) -> Snapshot:
         """As in the port."""
-        return await self._device.call(URGENT, lambda: self._stage.snapshot(round, step))
+        return await self._device.call(URGENT, partial(self._open_stage().snapshot, round, step))
 
     async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
         """As in the port."""
-        return await self._device.call(URGENT, lambda: self._stage.merge(mine, theirs))
+        return await self._device.call(URGENT, partial(self._open_stage().merge, mine, theirs))
 
     async def adopt(self, theirs: Snapshot) -> None:
         """As in the port."""
-        await self._device.call(URGENT, lambda: self._stage.adopt(theirs))
+        await self._device.call(URGENT, partial(self._open_stage().adopt, theirs))
+
+    async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """As in the port."""
+        return await self._device.call(URGENT, partial(self._open_stage().capture, round, step, inner_steps))
+
+    async def restore(self, theirs: ReplicaState) -> None:
+        """As in the port."""
+        await self._device.call(URGENT, partial(self._open_stage().restore, theirs))
 
     def close(self) -> None:
-        """End the device thread after the job in hand."""
+        """End the device thread after the job in hand and let go of the stage; may be repeated.
+
+        What waits, and what is asked later, gets LocalError. The stage's memory is free once the job in hand has ended.
+        """
         self._device.close()
+        self._stage = None
+
+    def _open_stage(self) -> "TorchStage":
+        """The stage, until `close`: then LocalError."""
+        if self._stage is None:
+            raise LocalError(CLOSED)
+        return self._stage
 
 
 async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_id: PeerId) -> DeviceStage:
@@ -235,7 +256,10 @@ async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_i
         from noloco_p2p.compute.factory import make_torch_stage, set_threads
 
         set_threads(node.threads)
-        return make_torch_stage(manifest, index, peer_id, device=node.device, audit_dir=node.audit.dir)
+        audit = node.audit
+        return make_torch_stage(
+            manifest, index, peer_id, device=node.device, audit_dir=audit.dir, audit_weights=audit.weights
+        )
 
     try:
         stage = await device.call(URGENT, make)

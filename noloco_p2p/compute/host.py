@@ -1,5 +1,6 @@
 """`HostTensor` to torch and back. Element types by torch's names; values flat, C order, little endian."""
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -40,6 +41,11 @@ def from_torch(name: str, tensor: Tensor) -> HostTensor:
     return HostTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
 
+def copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, whole when this returns, that shares nothing with the tensor on whatever device."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:
     """The tensor as torch, if dtype and shape are those of `expected`. Raises Violation. The name is not compared."""
     if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
@@ -47,6 +53,21 @@ def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:
             f"{expected.name}: got {tensor.dtype} {list(tensor.shape)}, not {expected.dtype} {list(expected.shape)}"
         )
     return to_torch(tensor)
+
+
+def unpack(tensors: Sequence[HostTensor], expected: tuple[TensorSpec, ...], whose: str) -> list[Tensor]:
+    """The tensors as torch. Raises Violation unless names, dtypes, shapes and lengths are as expected, in order.
+
+    `whose` begins the message.
+    """
+    found = tuple(tensor.spec for tensor in tensors)
+    if found != expected:
+        wrong = next((a for a, b in zip(found, expected, strict=False) if a != b), None)
+        told = f"{len(found)} tensors"
+        if wrong is not None:
+            told = f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place"
+        raise Violation(f"{whose} does not fit this stage: {told}")
+    return [to_torch(tensor) for tensor in tensors]
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -25,6 +25,10 @@ INPUT_MODULES = frozenset(
 """Modules beside the layers, not embeddings, that work on stage 0's input; all others belong to the output."""
 
 
+Foreign = tuple[nn.Module, str, nn.Module]
+"""A child that another stage holds: its parent, its name there, and what stands in its place."""
+
+
 class PassThrough(nn.Module):
     """Stands for a layer, norm or projection of another stage."""
 
@@ -53,6 +57,8 @@ class Slice:
     vocabulary: int
     parameters: dict[str, nn.Parameter]
     """By global name, in the model's order."""
+    counts: tuple[int, ...]
+    """How many parameters each stage of the run holds."""
 
     def __call__(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
         """Logits B×T×V at the last stage, else hidden states B×T×D. `inputs` is B×T tokens at stage 0, else B×T×D."""
@@ -75,7 +81,7 @@ def make_slice(config: Any, index: int, stages: int, *, seed: int, dtype: torch.
     part = outline(config, index, stages, dtype=dtype)
     part.causal.to_empty(device="cpu")
     _initialise(part.causal, seed)
-    return _with_parameters(part.causal, index, stages)
+    return _with_parameters(part.causal, index, part.counts)
 
 
 def outline(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> Slice:
@@ -90,18 +96,26 @@ def outline(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> Slic
     except family.FOREIGN_ERRORS as error:
         raise ConfigError(f"model: {config.model_type} cannot be built: {family.one_line(error)}") from error
     causal.train()
-    if stages > 1:
-        _cut(causal, config, index, stages)
-    return _with_parameters(causal, index, stages)
+    all_foreign = [_foreign(causal, config, other, stages) if stages > 1 else [] for other in range(stages)]
+    counts = tuple(_count_without(causal, foreign) for foreign in all_foreign)
+    for parent, name, stand_in in all_foreign[index]:
+        setattr(parent, name, stand_in)
+    return _with_parameters(causal, index, counts)
 
 
-def _with_parameters(causal: Any, index: int, stages: int) -> Slice:
-    config = causal.config
-    return Slice(causal, index, stages, config.hidden_size, config.vocab_size, dict(causal.named_parameters()))
+def _with_parameters(causal: Any, index: int, counts: tuple[int, ...]) -> Slice:
+    config, parameters = causal.config, dict(causal.named_parameters())
+    return Slice(causal, index, len(counts), config.hidden_size, config.vocab_size, parameters, counts)
 
 
-def _cut(causal: Any, config: Any, index: int, stages: int) -> None:
-    """Put pass-through modules in place of what stage `index` does not own."""
+def _count_without(causal: Any, foreign: list[Foreign]) -> int:
+    """The model's parameters, each counted once, less those of the children that are replaced."""
+    away = {parameter for parent, name, _ in foreign for parameter in getattr(parent, name).parameters()}
+    return sum(parameter.numel() for parameter in causal.parameters() if parameter not in away)
+
+
+def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Foreign]:
+    """What stage `index` does not own, and what is to stand in its place. Raises ConfigError."""
     names = {module: name for name, module in causal.named_modules()}
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     if embedding not in names or head not in names or head is embedding:
@@ -112,9 +126,8 @@ def _cut(causal: Any, config: Any, index: int, stages: int) -> None:
         raise ConfigError(f"model: the layers of {config.model_type} are not one list beside its embedding")
     first, last = index == 0, index == stages - 1
     mine = family.layer_ranges(config.num_hidden_layers, stages)[index]
-    for number in range(config.num_hidden_layers):
-        if number not in mine:
-            stacks[0][number] = PassThrough()
+    others = [number for number in range(config.num_hidden_layers) if number not in mine]
+    found: list[Foreign] = [(stacks[0], str(number), PassThrough()) for number in others]
     stand_in: nn.Module
     for name, module in list(decoder.named_children()):
         if module is stacks[0] or not ("norm" in name or any(True for _ in module.parameters())):
@@ -126,10 +139,11 @@ def _cut(causal: Any, config: Any, index: int, stages: int) -> None:
         else:
             owned, stand_in = last, PassThrough()
         if not owned:
-            setattr(decoder, name, stand_in)
+            found.append((decoder, name, stand_in))
     if not last:
         path, _, name = names[head].rpartition(".")
-        setattr(causal.get_submodule(path), name, PassThrough())
+        found.append((causal.get_submodule(path), name, PassThrough()))
+    return found
 
 
 def _initialise(causal: Any, seed: int) -> None:

@@ -9,7 +9,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import host
+from noloco_p2p.compute import host, replica
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core import outer
 from noloco_p2p.core.messages import HostTensor, Snapshot, TensorSpec
@@ -20,15 +20,15 @@ Deltas = dict[str, tuple[Tensor, Tensor]]
 
 
 class SlowWeights:
-    """φ and δ. `fast` are the parameters θ on their device; only `merge` and `adopt` write to them."""
+    """φ and δ. `fast` are the parameters θ on their device; only `merge`, `adopt` and `restore` write to them."""
 
     def __init__(self, fast: Mapping[str, Tensor], settings: OuterSettings) -> None:
         self._fast = fast
         self._settings = settings
-        self.slow = {name: _host_copy(theta) for name, theta in fast.items()}
+        self.slow = {name: host.copy(theta) for name, theta in fast.items()}
         """φ, by name. Tensors are replaced, never written to, because snapshots share them."""
         self.momentum = {name: torch.zeros_like(phi) for name, phi in self.slow.items()}
-        """δ, by name."""
+        """δ, by name. Tensors are replaced, never written to, because captured states share them."""
         self.specs = tuple(
             TensorSpec(f"{kind}/{name}", host.from_torch(name, phi).dtype, tuple(phi.shape))
             for kind in ("slow", "delta")
@@ -38,7 +38,7 @@ class SlowWeights:
 
     def snapshot(self) -> tuple[HostTensor, ...]:
         """φ and Δ = θ − φ of now, frozen: `slow/<name>` for each parameter, then `delta/<name>`."""
-        deltas = {name: _host_copy(self._fast[name]).sub_(phi) for name, phi in self.slow.items()}
+        deltas = {name: host.copy(self._fast[name]).sub_(phi) for name, phi in self.slow.items()}
         return tuple(
             host.from_torch(f"{kind}/{name}", tensor)
             for kind, tensors in (("slow", self.slow), ("delta", deltas))
@@ -47,14 +47,7 @@ class SlowWeights:
 
     def read(self, snapshot: Snapshot) -> Deltas:
         """A snapshot's tensors. Raises Violation unless names, dtypes, shapes and lengths are those of this stage."""
-        found = tuple(tensor.spec for tensor in snapshot.tensors)
-        if found != self.specs:
-            wrong = next((a for a, b in zip(found, self.specs, strict=False) if a != b), None)
-            told = f"{len(found)} tensors"
-            if wrong is not None:
-                told = f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place"
-            raise Violation(f"the snapshot of {snapshot.peer} does not fit this stage: {told}")
-        values = [host.to_torch(tensor) for tensor in snapshot.tensors]
+        values = host.unpack(snapshot.tensors, self.specs, f"the snapshot of {snapshot.peer}")
         half = len(values) // 2
         return dict(zip(self.slow, zip(values[:half], values[half:], strict=True), strict=True))
 
@@ -85,18 +78,25 @@ class SlowWeights:
     def adopt(self, theirs: Snapshot) -> None:
         """φ = θ = φ_r + Δ_r of another replica, δ = 0 (design.md §4). Raises Violation as merge."""
         for name, (phi, delta) in self._read_finite(theirs).items():
-            self.momentum[name].zero_()
+            self.momentum[name] = torch.zeros_like(phi)
             self._set(name, phi + delta)
 
-    def _set(self, name: str, phi: Tensor) -> None:
+    def capture(self) -> replica.Kinds:
+        """φ, θ and δ of now, in host memory; nothing writes to them later."""
+        fast = {name: host.copy(theta) for name, theta in self._fast.items()}
+        return {"slow": dict(self.slow), "fast": fast, "momentum": dict(self.momentum)}
+
+    def restore(self, kinds: replica.Kinds) -> None:
+        """Go on with copies of φ and δ, and θ in place; they have been checked."""
+        for name in self.slow:
+            self.momentum[name] = kinds["momentum"][name].clone()
+            self._set(name, kinds["slow"][name].clone(), kinds["fast"][name])
+
+    def _set(self, name: str, phi: Tensor, theta: Tensor | None = None) -> None:
+        """φ, and θ where it is not φ."""
         self.slow[name] = phi
         with torch.no_grad():
-            self._fast[name].copy_(phi)
-
-
-def _host_copy(theta: Tensor) -> Tensor:
-    """A copy in host memory that shares nothing with θ."""
-    return theta.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            self._fast[name].copy_(phi if theta is None else theta)
 
 
 def _pair_std(mine: Deltas, theirs: Deltas) -> float:

@@ -18,13 +18,23 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import host
+from noloco_p2p.compute import host, replica
 from noloco_p2p.compute.accumulator import Accumulator, Added, total_norm
+from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.model import Slice
 from noloco_p2p.compute.slow import SlowWeights
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, Snapshot, TensorSpec
+from noloco_p2p.core.messages import (
+    Gradient,
+    HostTensor,
+    LossSum,
+    MicrobatchId,
+    PeerId,
+    ReplicaState,
+    Snapshot,
+    TensorSpec,
+)
 from noloco_p2p.errors import Violation
 from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
 
@@ -57,7 +67,7 @@ class TorchStage:
         self._compute = host.DTYPES[manifest.compute_dtype]
         self._parameters = list(part.parameters.values())
         self._sums = Accumulator(self._parameters)
-        self._optimizer = self._make_optimizer()
+        self._adam = Adam(part.parameters, manifest.inner)
         self._slow = SlowWeights(part.parameters, manifest.outer)
         self._graphs: dict[int, Graph] = {}
         self._handles = itertools.count(1)
@@ -66,8 +76,14 @@ class TorchStage:
         self._inputs = TensorSpec("inputs", "int32", shape_BT) if self._first else hidden
         self._targets = TensorSpec("targets", "int32", shape_BT)
         self._mask = TensorSpec("mask", "uint8", shape_BT)
-        count = sum(parameter.numel() for parameter in self._parameters)
-        self.state = StageState(part.index, count, hidden, self._slow.specs)
+        self.state = StageState(
+            part.index,
+            part.counts[part.index],
+            hidden,
+            self._slow.specs,
+            replica.specs(self._slow.slow),
+            tuple(2 * count * self._compute.itemsize for count in part.counts),
+        )
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -133,9 +149,7 @@ class TorchStage:
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
         if tokens:
             norm = self._sums.mean(tokens, self._manifest.inner.clip_norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = label.learning_rate
-            self._optimizer.step()
+            self._adam.step(label.learning_rate)
         self._sums.close_step()
         if self._audit is not None:
             self._audit.inner_step(label, added, first=self._first)
@@ -152,14 +166,42 @@ class TorchStage:
         before = (self._slow.slow.copy(), {name: theta.detach().clone() for name, theta in self.parameters.items()})
         replica_std = self._slow.merge(mine, theirs)
         tensors = {"slow": before[0], "fast": before[1], "momentum": self._slow.momentum, "slow_after": self._slow.slow}
-        self._audit.round(mine.round, theirs, {**tensors, **self._adam()}, self._manifest.outer)
+        means, squares = self._adam.moments()
+        tensors |= {"adam_mean": means, "adam_square": squares}
+        self._audit.round(mine.round, theirs, tensors, self._manifest.outer)
         return MergeResult(replica_std)
 
     def adopt(self, theirs: Snapshot) -> None:
         """Take over another replica's φ + Δ, with δ = 0 and a fresh optimizer, as in the port."""
         self._slow.adopt(theirs)
-        self._sums.close_step()
-        self._optimizer = self._make_optimizer()
+        self._adam.reset()
+        self._graphs.clear()
+        self._sums.restart(())
+
+    def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """Freeze φ, θ, δ, Adam and the spent ids of now, as in the port, in host memory. `number` is left 0."""
+        means, squares = self._adam.moments()
+        kinds = self._slow.capture()
+        kinds["adam_mean"] = {name: host.copy(mean) for name, mean in means.items()}
+        kinds["adam_square"] = {name: host.copy(square) for name, square in squares.items()}
+        return ReplicaState(
+            self._peer_id,
+            self.state.index,
+            round,
+            step,
+            inner_steps,
+            self._adam.steps,
+            replica.pack(kinds),
+            spent=self._sums.spent(),
+        )
+
+    def restore(self, theirs: ReplicaState) -> None:
+        """Become that replica, as in the port; graphs that are still kept are freed."""
+        kinds = replica.read(theirs, self.state.index, self.state.replica)
+        self._slow.restore(kinds)
+        self._adam.restore(kinds["adam_mean"], kinds["adam_square"], theirs.adam_steps)
+        self._graphs.clear()
+        self._sums.restart(theirs.spent)
 
     def _contribute(self, added: Added, leaf: Tensor, output: Tensor, grad_output: Tensor | None) -> Contribution:
         """Backward from `output`; gradients that are finite and whose id is not spent are added."""
@@ -238,23 +280,3 @@ class TorchStage:
         if self._device.type == "cpu" or self._compute == torch.float64:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=torch.bfloat16)
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        inner = self._manifest.inner
-        return torch.optim.AdamW(
-            self._parameters,
-            lr=inner.peak_learning_rate,
-            betas=(inner.beta1, inner.beta2),
-            eps=inner.eps,
-            weight_decay=inner.weight_decay,
-            fused=True,
-        )
-
-    def _adam(self) -> dict[str, dict[str, Tensor]]:
-        """Adam's moments by name; zero before the first step."""
-        moments: dict[str, dict[str, Tensor]] = {"adam_mean": {}, "adam_square": {}}
-        for name, parameter in self._part.parameters.items():
-            state = self._optimizer.state.get(parameter, {})
-            moments["adam_mean"][name] = state.get("exp_avg", torch.zeros_like(parameter))
-            moments["adam_square"][name] = state.get("exp_avg_sq", torch.zeros_like(parameter))
-        return moments

@@ -8,7 +8,7 @@ around its inner steps; what each call lets in is in its return value. No clock,
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
@@ -65,21 +65,32 @@ class SpentIds:
     """Ids that were counted, forgotten after `SPENT_STEPS` inner steps but never while fewer than `SPENT_IDS`."""
 
     def __init__(self) -> None:
-        self._step_of: OrderedDict[Hashable, int] = OrderedDict()
+        self._step_of: OrderedDict[MicrobatchId, int] = OrderedDict()
         self._steps = 0
 
-    def __contains__(self, microbatch: Hashable) -> bool:
+    def __contains__(self, microbatch: MicrobatchId) -> bool:
         return microbatch in self._step_of
 
     def __len__(self) -> int:
         return len(self._step_of)
 
-    def spend(self, microbatch: Hashable) -> bool:
+    def spend(self, microbatch: MicrobatchId) -> bool:
         """True the first time that an id is seen, False ever after."""
         if microbatch in self._step_of:
             return False
         self._step_of[microbatch] = self._steps
         return True
+
+    def ended(self) -> tuple[MicrobatchId, ...]:
+        """Ids that were counted before the step under way, oldest first."""
+        return tuple(microbatch for microbatch, step in self._step_of.items() if step < self._steps)
+
+    def refill(self, ended: Iterable[MicrobatchId]) -> None:
+        """Know these ids alone, oldest first, as if the step that has just ended had counted them."""
+        self._step_of.clear()
+        for microbatch in ended:
+            self.spend(microbatch)
+        self.end_step()
 
     def end_step(self) -> None:
         """An inner step has been taken: forget what is old."""

@@ -9,13 +9,23 @@ Shape legend: B microbatch, T sequence, D = 1 hidden size.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import hypot, isfinite, sqrt
 from typing import NamedTuple
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.intake import SpentIds
-from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, Snapshot, TensorSpec
+from noloco_p2p.core.messages import (
+    REPLICA_KINDS,
+    Gradient,
+    HostTensor,
+    LossSum,
+    MicrobatchId,
+    PeerId,
+    ReplicaState,
+    Snapshot,
+    TensorSpec,
+)
 from noloco_p2p.core.outer import outer_step
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import Violation
@@ -67,8 +77,9 @@ class ModelStage:
         self._used: list[Counted] = []
         rows = (manifest.microbatch_size, manifest.sequence_length)
         self._targets = TensorSpec("targets", "int32", rows)
-        snapshot = tuple(TensorSpec(f"{kind}/{name}", "float64", (1,)) for kind in ("slow", "delta") for name in NAMES)
-        self.state = StageState(index, len(NAMES), TensorSpec("hidden", "float64", (*rows, 1)), snapshot)
+        snapshot, hidden = _specs(("slow", "delta")), TensorSpec("hidden", "float64", (*rows, 1))
+        every_bytes = (sum(spec.nbytes for spec in snapshot),) * manifest.stages
+        self.state = StageState(index, len(NAMES), hidden, snapshot, _specs(REPLICA_KINDS), every_bytes)
 
     @property
     def open_graphs(self) -> int:
@@ -132,9 +143,7 @@ class ModelStage:
     def snapshot(self, round: int, step: int) -> Snapshot:
         """See `ports.Stage`."""
         deltas = [value - slow for value, slow in zip(self.theta, self.phi, strict=True)]
-        values = zip(self.state.snapshot, (*self.phi, *deltas), strict=True)
-        tensors = tuple(HostTensor(*spec, memoryview(array("d", [value]).tobytes())) for spec, value in values)
-        return Snapshot(self._me, round, step, tensors)
+        return Snapshot(self._me, round, step, _pack(self.state.snapshot, [*self.phi, *deltas]))
 
     def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
         """See `ports.Stage`."""
@@ -165,7 +174,25 @@ class ModelStage:
         phi, delta = self._read(theirs)
         self.phi = [p + d for p, d in zip(phi, delta, strict=True)]
         self.theta, self.momentum = list(self.phi), [0.0, 0.0]
-        self.version += 1
+        self._restart(())
+
+    def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """See `ports.Stage`. There is no Adam here: its moments are zeros, after no steps."""
+        values = [*self.phi, *self.theta, *self.momentum, *[0.0] * (2 * len(NAMES))]
+        tensors, spent = _pack(self.state.replica, values), self._spent.ended()
+        return ReplicaState(self._me, self.state.index, round, step, inner_steps, 0, tensors, spent=spent)
+
+    def restore(self, theirs: ReplicaState) -> None:
+        """See `ports.Stage`."""
+        if theirs.stage != self.state.index or theirs.adam_steps < 0:
+            raise Violation(f"the state of {theirs.peer} is of stage {theirs.stage}, not {self.state.index}")
+        values = _unpack(theirs.tensors, self.state.replica, f"the state of {theirs.peer}")
+        n = len(NAMES)
+        if min(values[4 * n :]) < 0:
+            raise Violation(f"the state of {theirs.peer} has a mean square below zero")
+        self.phi, self.theta, self.momentum = values[:n], values[n : 2 * n], values[2 * n : 3 * n]
+        self.inner_steps = theirs.inner_steps
+        self._restart(theirs.spent)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -218,9 +245,33 @@ class ModelStage:
 
     def _read(self, snapshot: Snapshot) -> tuple[list[float], list[float]]:
         """(φ, Δ). Raises Violation when they do not fit or are not finite."""
-        if tuple(tensor.spec for tensor in snapshot.tensors) != self.state.snapshot:
-            raise Violation(f"the snapshot of {snapshot.peer} does not have this stage's tensors")
-        values = [tensor.data.cast("d")[0] for tensor in snapshot.tensors]
-        if not all(map(isfinite, values)):
-            raise Violation(f"the snapshot of {snapshot.peer} is not finite")
+        values = _unpack(snapshot.tensors, self.state.snapshot, f"the snapshot of {snapshot.peer}")
         return values[: len(NAMES)], values[len(NAMES) :]
+
+    def _restart(self, spent: Iterable[MicrobatchId]) -> None:
+        """Other weights: kept graphs and the inner step under way are forgotten, `spent` alone count as seen."""
+        del self.counted[len(self.counted) - len(self._used) :]
+        self._used, self._sums = [], [0.0, 0.0]
+        self._graphs.clear()
+        self._spent.refill(spent)
+        self.version += 1
+
+
+def _specs(kinds: Iterable[str]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(f"{kind}/{name}", "float64", (1,)) for kind in kinds for name in NAMES)
+
+
+def _pack(specs: tuple[TensorSpec, ...], values: Iterable[float]) -> tuple[HostTensor, ...]:
+    """One value each."""
+    pairs = zip(specs, values, strict=True)
+    return tuple(HostTensor(*spec, memoryview(array("d", [value]).tobytes())) for spec, value in pairs)
+
+
+def _unpack(tensors: Sequence[HostTensor], specs: tuple[TensorSpec, ...], whose: str) -> list[float]:
+    """One value each. Raises Violation when they do not fit or are not finite; `whose` begins the message."""
+    if tuple(tensor.spec for tensor in tensors) != specs:
+        raise Violation(f"{whose} does not have this stage's tensors")
+    values = [tensor.data.cast("d")[0] for tensor in tensors]
+    if not all(map(isfinite, values)):
+        raise Violation(f"{whose} is not finite")
+    return values

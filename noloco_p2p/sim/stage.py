@@ -7,13 +7,16 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
-from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, Snapshot
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, ReplicaState, Snapshot
+from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
 
 BACKWARD, FORWARD, EVALUATE = 0, 1, 2
 """What the device does first when several wait."""
+CLOSED = "the device has been closed"
 
 T = TypeVar("T")
 
@@ -64,6 +67,14 @@ class SyncStage(Protocol):
         """See `ports.Stage`."""
         ...
 
+    def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """See `ports.Stage`."""
+        ...
+
+    def restore(self, theirs: ReplicaState) -> None:
+        """See `ports.Stage`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -73,7 +84,7 @@ class Costs:
     backward_s: float = 0.020
     inner_step_s: float = 0.005
     outer_s: float = 0.005
-    """A snapshot, a merge, or an adoption."""
+    """A snapshot, a merge, an adoption, a capture, or a restoration."""
     spread: float = 0.0
     """Sigma of the log-normal factor of each operation; 0: constant."""
 
@@ -95,6 +106,7 @@ class TimedStage:
         self._numbers = itertools.count()
         self._in_use = False
         self._halted = False
+        self._closed = False
         self._work: asyncio.Task[object] | None = None
         self._busy_s = 0.0
 
@@ -146,6 +158,23 @@ class TimedStage:
         """See `ports.Stage`."""
         await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.adopt(theirs))
 
+    async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """See `ports.Stage`."""
+        work = partial(self.stage.capture, round, step, inner_steps)
+        return await self._run(BACKWARD, self._costs.outer_s, work)
+
+    async def restore(self, theirs: ReplicaState) -> None:
+        """See `ports.Stage`."""
+        await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.restore(theirs))
+
+    def close(self) -> None:
+        """See `ports.Stage`; what waits, and what is asked later, gets LocalError."""
+        self._closed = True
+        line, self._line = self._line, []
+        for _, _, turn in line:
+            if not turn.done():
+                turn.set_exception(LocalError(CLOSED))
+
     def halt(self) -> None:
         """The process is gone: nothing that waits or runs has any effect, and its waiters are cancelled."""
         self._halted = True
@@ -163,6 +192,8 @@ class TimedStage:
         loop = asyncio.get_running_loop()
         if self._halted:
             raise asyncio.CancelledError
+        if self._closed:
+            raise LocalError(CLOSED)
         turn: asyncio.Future[None] = loop.create_future()
         heapq.heappush(self._line, (priority, next(self._numbers), turn))
         self._next()
