@@ -1,0 +1,149 @@
+"""Which stage a node should hold: the choice of a newcomer, and the move of one that trains (design.md §6). Pure.
+
+Every microbatch passes every stage once, so the swarm is as fast as its slowest stage. The capacity of a stage is the
+sum over its replicas of the microbatches per second that their devices can do.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from noloco_p2p.core.members import PRESENT
+from noloco_p2p.core.messages import Advert
+
+LEAST_GAIN = 1.2
+"""A move must raise the slower of the two stages by a fifth: measured speeds vary by about a tenth from one reading to
+the next, and a move costs the device time of a drain and of a transfer."""
+LEAST_ROUNDS = 4.0
+"""Outer rounds that must be left: a mover is no partner before its first whole outer interval, and should then stay
+for longer than it took to come."""
+OTHERS_LEFT = 2
+"""Others in training that a mover leaves behind: with one alone, its death would lose the stage."""
+
+COUNTED = PRESENT - {"paused"}
+"""Who works at its stage or will soon."""
+ON_THE_WAY = frozenset({"starting", "waiting"})
+UNSETTLED = frozenset({"syncing", "draining"})
+
+ROUNDING = 1e-9
+"""Capacities that differ by less than this fraction are sums of the same numbers in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacities:
+    """What each stage can do, and what one more replica of it is expected to do, in microbatches per second."""
+
+    of_stage: tuple[float, ...]
+    replicas: tuple[int, ...]
+    one_more: tuple[float, ...]
+    """Mean of the measured replicas of the stage, else of all measured ones, else 1.0."""
+
+    def slowest(self) -> int:
+        """The stage of least capacity (of those the one with the fewest replicas, then the first)."""
+        return min(range(len(self.of_stage)), key=lambda s: (self.of_stage[s], self.replicas[s], s))
+
+
+def _measured(advert: Advert) -> bool:
+    return isfinite(advert.microbatches_per_s) and advert.microbatches_per_s > 0
+
+
+def _mean(values: Sequence[float], otherwise: float) -> float:
+    return sum(values) / len(values) if values else otherwise
+
+
+def capacities(adverts: Iterable[Advert], stages: int) -> Capacities:
+    """Of all stages. A replica that has not measured its speed counts as the mean of those that have."""
+    counted = sorted((a for a in adverts if a.state in COUNTED and 0 <= a.stage < stages), key=lambda a: a.peer_id)
+    overall = _mean([a.microbatches_per_s for a in counted if _measured(a)], 1.0)
+    of_stage, replicas, one_more = [], [], []
+    for stage in range(stages):
+        here = [a for a in counted if a.stage == stage]
+        expected = _mean([a.microbatches_per_s for a in here if _measured(a)], overall)
+        of_stage.append(sum(a.microbatches_per_s if _measured(a) else expected for a in here))
+        replicas.append(len(here))
+        one_more.append(expected)
+    return Capacities(tuple(of_stage), tuple(replicas), tuple(one_more))
+
+
+def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
+    """The stage that `me` should hold before it has made its weights: the same answer for the same view everywhere.
+
+    A node that has not chosen yet (`stage` −1) takes the stage of least capacity. Then, starting from where everybody
+    stands, the largest peer id that may still choose moves from the strongest stage to the weakest one, as long as the
+    weaker of the two gains by it. Nodes that are settled never move.
+    """
+    standing = {a.peer_id: a for a in others if a.state in COUNTED and 0 <= a.stage < stages}
+    if me.stage < 0:
+        return capacities(standing.values(), stages).slowest()
+    standing[me.peer_id] = me
+    now = capacities(standing.values(), stages)
+    strength, counts = list(now.of_stage), list(now.replicas)
+    movable = sorted((a for a in standing.values() if not a.settled), key=lambda a: a.peer_id, reverse=True)
+    while movable:
+        low = min(range(stages), key=lambda s: (strength[s], counts[s], s))
+        mover = max(movable, key=lambda a: (strength[a.stage], a.peer_id))
+        high = mover.stage
+        leaves = strength[high] - now.one_more[high]
+        if high == low or leaves <= strength[low] + ROUNDING * strength[high]:
+            break
+        movable.remove(mover)
+        strength[high], strength[low] = leaves, strength[low] + now.one_more[low]
+        counts[high], counts[low] = counts[high] - 1, counts[low] + 1
+        if mover.peer_id == me.peer_id:
+            return low
+    return me.stage
+
+
+def may_go(me: Advert, others: Iterable[Advert]) -> bool:
+    """Of several nodes that announce a move, the one with the lowest id goes, and the others give way."""
+    return all(a.peer_id > me.peer_id for a in others if a.moving_to is not None)
+
+
+def move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float = inf) -> tuple[int | None, str]:
+    """The stage that this node should leave its own for while it trains, None to stay; and why.
+
+    Equal for everybody with the same view: one node of the whole swarm moves at a time, to the slowest stage, from the
+    strongest one that can spare somebody, and of that one's replicas the one with the lowest id that can be spared. It
+    is asked again until the node goes: with `me.moving_to` set it is the reason to keep to the announced move, unless
+    somebody with a lower id announced one too. `rounds_left`: outer rounds until the run ends.
+
+    With fixed speeds, moves come to an end: the slowest stage gains, and no other one falls as low as it was, so
+    the sorted capacities grow with every move.
+    """
+    if stages < 2 or me.state != "training":
+        return None, "not for this node"
+    if rounds_left < LEAST_ROUNDS or any(a.state == "finished" for a in others):
+        return None, "the run is near its end"
+    if not may_go(me, others) if me.moving_to is not None else any(a.moving_to is not None for a in others):
+        return None, "somebody else moves"
+    everybody = [*others, me]
+    if any(a.state in UNSETTLED or (a.state == "starting" and not a.settled) for a in others):
+        return None, "somebody is on the way"
+    now = capacities(everybody, stages)
+    target = now.slowest()
+    if any(a.state in ON_THE_WAY and a.stage == target for a in others):
+        return None, "somebody is on the way"
+    if now.of_stage[target] > 0 and not all(_measured(a) for a in everybody if a.state == "training"):
+        return None, "not everybody has measured its speed"
+    mover = _mover(everybody, now, target)
+    if mover is None:
+        return None, "nobody can be spared"
+    if mover.peer_id != me.peer_id:
+        return None, "somebody else can be spared"
+    return target, f"stage {target} can do {now.of_stage[target]:.3g} microbatches/s, mine {now.of_stage[me.stage]:.3g}"
+
+
+def _mover(everybody: Sequence[Advert], now: Capacities, target: int) -> Advert | None:
+    """Who should move to `target`: nobody, unless the slower of the two stages is well above what `target` is now."""
+    wanted = LEAST_GAIN * now.of_stage[target]
+    if now.of_stage[target] + now.one_more[target] < wanted:
+        return None
+    training = [a for a in everybody if a.state == "training" and 0 <= a.stage < len(now.of_stage)]
+    spared = []
+    for advert in training:
+        left = sum(a.stage == advert.stage for a in training) - 1
+        rate = advert.microbatches_per_s if _measured(advert) else now.one_more[advert.stage]
+        remains = now.of_stage[advert.stage] - rate
+        if advert.stage != target and left >= OTHERS_LEFT and remains > 0 and remains >= wanted:
+            spared.append(advert)
+    return min(spared, key=lambda a: (-now.of_stage[a.stage], a.stage, a.peer_id), default=None)

@@ -1,0 +1,52 @@
+"""Who guards the weights of a stage that has few replicas, and who can give them back (design.md §6). Pure.
+
+A guardian is a node of another stage that pulls the snapshots of its ward, so that a stage whose replicas all die at
+once is not lost. Everybody with the same view of the membership names the same guardians.
+"""
+
+from collections.abc import Iterable
+
+from noloco_p2p.core.members import HOLDING
+from noloco_p2p.core.messages import Advert, Holding, PeerId
+from noloco_p2p.core.seeds import generator
+
+GUARDIANS = 2
+"""One guardian may die with its ward, or shortly before it."""
+GUARDED_REPLICAS = 2
+"""A stage with more replicas than this guards itself: it would take three deaths within one outer interval."""
+
+WITH_WEIGHTS = frozenset({"training", "finished", "paused", "draining"})
+"""States in which a node has a replica's trained weights."""
+
+
+def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:
+    """The nodes that guard `stage`, at most GUARDIANS, best first; none for a stage of no or of many replicas.
+
+    `adverts` is everybody, the caller included, in any order. Of the nodes of other stages that train or have finished,
+    those come first that score highest in this stage's own draw (rendezvous hashing): a node that comes or goes
+    changes no other's place, so a guardian changes only when one of them goes or a better one comes.
+    """
+    everybody = list(adverts)
+    replicas = {a.peer_id for a in everybody if a.stage == stage and a.state in WITH_WEIGHTS}
+    if not 1 <= len(replicas) <= GUARDED_REPLICAS:
+        return ()
+    candidates = {a.peer_id for a in everybody if a.stage not in (stage, -1) and a.state in HOLDING}
+
+    def place(peer: PeerId) -> tuple[int, PeerId]:
+        return generator(seed, "guardian", stage, peer).getrandbits(64), peer
+
+    return tuple(sorted(candidates, key=place, reverse=True)[:GUARDIANS])
+
+
+def holders(stage: int, adverts: Iterable[Advert], up_to_round: int | None = None) -> list[tuple[Advert, Holding]]:
+    """Everything that anybody lists of `stage`, newest first (round, then step, then lowest id).
+
+    `up_to_round` leaves out what is newer.
+    """
+    found = [
+        (advert, held)
+        for advert in adverts
+        for held in advert.holds
+        if held.stage == stage and (up_to_round is None or held.round <= up_to_round)
+    ]
+    return sorted(found, key=lambda entry: (-entry[1].round, -entry[1].step, entry[0].peer_id))
