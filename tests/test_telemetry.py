@@ -62,6 +62,12 @@ def everything(telemetry: Telemetry) -> None:
     telemetry.event("lag", seconds=0.02)
     telemetry.event("warning", message="the directory is slow")
     telemetry.event("info", message="holds stage 0 of 2")
+    telemetry.event("microbatch", result="dropped", reason="drained", message="it leaves")
+    telemetry.event("deserted", stages={1: 42.0})
+    telemetry.event("checkpoint", round=3, step=30.0, seconds=0.5, bytes=2000)
+    telemetry.event("guarded", stage=1, round=4, bytes=3000)
+    telemetry.event("resumed", source="peer", round=3, step=30.5, peer="Q")
+    telemetry.event("moved", stage=1, reason="it holds the swarm back")
     with telemetry.span("forward"):
         pass
     with telemetry.span("unheard of"):
@@ -112,8 +118,48 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
         ("noloco_replica_std", ()): 0.01,
         ("noloco_idle_seconds_total", (("cause", "partner"),)): 0.75,
         ("noloco_event_loop_lag_seconds", ()): 0.02,
+        ("noloco_state", (("state", "training"),)): 1,
+        ("noloco_state", (("state", "paused"),)): 0,
+        ("noloco_dropped_total", (("reason", "drained"),)): 1,
+        ("noloco_stage_deserted_seconds", (("stage", "0"),)): 0,
+        ("noloco_guarded_round", (("stage", "1"),)): 4,
+        ("noloco_checkpoint_round", ()): 3,
+        ("noloco_checkpoint_duration_seconds", ()): 0.5,
+        ("noloco_checkpoint_size_bytes", ()): 2000,
     }
     assert {key: found.get(key) for key in expected} == expected
+    assert 42 <= found["noloco_stage_deserted_seconds", (("stage", "1"),)] < 60
+    assert abs(found["noloco_checkpoint_timestamp_seconds", ()] - time.time()) < 60
+
+
+def test_a_deserted_stage_is_told_when_it_goes_and_when_it_is_back(
+    telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for seconds in (3.0, 4.0, 5.0):
+        telemetry.event("deserted", stages={1: seconds, 7: seconds})
+    assert [r.message for r in caplog.records] == ["stage 1 has no replica since 3 s: the run waits for one"]
+    telemetry.event("deserted", stages={})
+    telemetry.event("deserted", stages={})
+    assert [r.message for r in caplog.records][1:] == ["stage 1 has a replica again, after 5 s"]
+    found = scraped(telemetry)
+    assert [found["noloco_stage_deserted_seconds", (("stage", s),)] for s in "01"] == [0, 0]
+    assert ("noloco_stage_deserted_seconds", (("stage", "7"),)) not in found, "there is no such stage"
+
+
+def test_checkpoints_and_guarding_are_told_once(
+    telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for number in (1, 2, 3):
+        telemetry.event("checkpoint", round=number, step=10.0 * number, seconds=0.25, bytes=2000)
+        telemetry.event("guarded", stage=1, round=number, bytes=3000)
+    telemetry.event("guarded", stage=2, round=1, bytes=3000)
+    assert [r.message for r in caplog.records] == [
+        "checkpoint of outer round 1: 0.25 s, 2,000 bytes",
+        "guards stage 1: holds its outer round 1, 3,000 bytes",
+    ]
+    assert telemetry.totals()["checkpoints"] == 3
 
 
 def test_names_follow_the_rules(telemetry: PrometheusTelemetry) -> None:
@@ -144,7 +190,10 @@ def test_totals_for_the_summary(telemetry: PrometheusTelemetry) -> None:
     assert totals["validation_loss"] == 1.5
     assert totals["outer_rounds"] == {"partner": 1, "alone": 1, "other": 1}
     assert (totals["pulled"], totals["alone"]) == (2, 1)
-    assert totals["microbatches"] == {"done": 1, "violation": 1}
+    assert totals["microbatches"] == {"done": 1, "violation": 1, "dropped": 1}
+    assert totals["dropped"] == {"drained": 1}
+    assert totals["resumed"] == {"source": "peer", "round": 3, "step": 30.5, "peer": "Q"}
+    assert (totals["checkpoints"], totals["moves"]) == (1, 1)
     assert totals["rerouted"] == 1
     assert (totals["bytes_sent"], totals["bytes_received"]) == (1000, 300)
     assert totals["idle_s"] == {"partner": 0.75}
@@ -172,10 +221,15 @@ def test_series_are_bounded(telemetry: PrometheusTelemetry) -> None:
     for i in range(500):
         telemetry.event("membership", counts={(i, f"state{i}"): 1, (i, "training"): 1})
         telemetry.event("reroute", reason=f"reason {i}")
+        telemetry.event("microbatch", result="dropped", reason=f"reason {i}")
+        telemetry.event("guarded", stage=i, round=1, bytes=1)
+        telemetry.event("deserted", stages={i: 1.0})
         telemetry.event("bytes", direction="in", kind=f"kind {i}", bytes=1)
     found = scraped(telemetry)
     assert sum(name == "noloco_peers" for name, _ in found) == 2 * len(STATES)
-    for name in ("noloco_rerouted_total", "noloco_bytes_total"):
+    for name in ("noloco_stage_deserted_seconds", "noloco_guarded_round"):
+        assert sum(sample == name for sample, _ in found) == 2
+    for name in ("noloco_rerouted_total", "noloco_bytes_total", "noloco_dropped_total"):
         values = [value for (sample, _), value in found.items() if sample == name]
         assert len(values) <= 26
         assert sum(values) == 500, "none is lost: the rest is counted as other"
@@ -237,6 +291,11 @@ def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO
         "validation at step 10: 1.5000 nats per token over 64 tokens",
         "WARNING the directory is slow",
         "holds stage 0 of 2",
+        "WARNING microbatch dropped (drained): it leaves",
+        "WARNING stage 1 has no replica since 42 s: the run waits for one",
+        "checkpoint of outer round 3: 0.50 s, 2,000 bytes",
+        "goes on from step 30.5 (outer round 3), weights from: peer of Q",
+        "moves to stage 1: it holds the swarm back",
     ):
         assert part in text
     assert text.count("routed again") == 1, "trouble is told once in a while"
@@ -252,6 +311,7 @@ def test_log_lines_for_machines(
     stop()
     found = [json.loads(line) for line in lines.getvalue().splitlines()]
     kinds = {"state", "microbatch", "reroute", "outer_round", "evaluation", "warning", "info"}
+    kinds |= {"deserted", "checkpoint", "guarded", "resumed", "moved"}
     assert {line["event"] for line in found} == kinds
     by_kind = {line["event"]: line for line in found}
     assert by_kind["info"]["message"] == "two\nlines"

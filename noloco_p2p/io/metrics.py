@@ -1,6 +1,8 @@
 """The Prometheus metrics of one node (design.md §9), in a registry of their own. What sets them is in telemetry.py."""
 
 import time
+from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -59,6 +61,30 @@ class Span:
         self._child.observe(time.perf_counter() - self._began)
 
 
+class Deserted:
+    """Seconds since nobody serves a stage, by stage; they go on by themselves between two updates. 0 when served."""
+
+    def __init__(self, metric: Gauge, stages: int) -> None:
+        self._since: dict[int, float] = {}
+        """Stage → since when, on the monotonic clock."""
+        self._stages = range(stages)
+        for stage in self._stages:
+            metric.labels(stage).set_function(partial(self._seconds, stage))
+
+    def update(self, seconds: Mapping[int, float]) -> tuple[dict[int, float], dict[int, float]]:
+        """Take all deserted stages with their seconds; returns those that have gone, and those that are back."""
+        now = time.monotonic()
+        before = self._since
+        self._since = {stage: now - seconds[stage] for stage in self._stages if stage in seconds}
+        gone = {stage: seconds[stage] for stage in self._since if stage not in before}
+        back = {stage: now - since for stage, since in before.items() if stage not in self._since}
+        return gone, back
+
+    def _seconds(self, stage: int) -> float:
+        since = self._since.get(stage)
+        return 0.0 if since is None else max(0.0, time.monotonic() - since)
+
+
 class Metrics:
     """All metrics of a node."""
 
@@ -76,6 +102,7 @@ class Metrics:
         self.outer_rounds = Counters(counter("outer_rounds", "Outer rounds by what was merged.", "result"))
         self.microbatches = Counters(counter("microbatches", "Microbatches by how they ended here.", "result"))
         self.rerouted = Counters(counter("rerouted", "Microbatches sent to another replica.", "reason"))
+        self.dropped = Counters(counter("dropped", "Microbatches given up, by reason.", "reason"))
         self.busy_replies = Counters(counter("busy_replies", "Busy said (in) and heard (out).", "direction"))
         self.idle_seconds = Counters(counter("idle_seconds", "Seconds that the device waited.", "cause"))
         self.bytes = Counters(counter("bytes", "Bytes that travelled, in and out.", "direction", "kind"), labels=2)
@@ -89,6 +116,13 @@ class Metrics:
         self.replica_std = gauge("replica_std", "Standard deviation of the weights between replicas of this stage.")
         self.lag = gauge("event_loop_lag_seconds", "How late the event loop last came to a timer.")
         self.peers = gauge("peers", "Nodes of the swarm, this one included.", "stage", "state")
+        self.state = gauge("state", "1 for the state that this node is in, else 0.", "state")
+        self.deserted = gauge("stage_deserted_seconds", "Since when nobody serves a stage; 0 when served.", "stage")
+        self.guarded_round = gauge("guarded_round", "Outer round of the snapshot held for another stage.", "stage")
+        self.checkpoint_round = gauge("checkpoint_round", "Outer round of the last checkpoint.")
+        self.checkpoint_duration = gauge("checkpoint_duration_seconds", "How long the last checkpoint took to write.")
+        self.checkpoint_size = gauge("checkpoint_size_bytes", "Size of the last checkpoint.")
+        self.checkpoint_timestamp = gauge("checkpoint_timestamp_seconds", "When the last checkpoint was written.")
         phases = Histogram(
             "phase_seconds",
             "Seconds of one phase of the work.",

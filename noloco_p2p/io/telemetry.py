@@ -4,16 +4,12 @@ What an event does is in the table of handlers; an event of another kind is only
 one series for each stage and state, other label values are bounded in metrics.py.
 """
 
-import json
 import logging
 import math
 import threading
 import time
-from collections import Counter as Tally
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -21,45 +17,15 @@ from prometheus_client import CollectorRegistry, start_http_server
 from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.log import Limiter
-from noloco_p2p.io.metrics import Metrics
+from noloco_p2p.io.metrics import Deserted, Metrics
+from noloco_p2p.io.totals import Totals
 
 QUIET_S = 5.0
 """Seconds between two log lines about the same trouble."""
 
-FINAL_STEPS = 10
-"""Inner steps whose loss is the run's final loss."""
-
 Fields = dict[str, object]
 
 logger = logging.getLogger("noloco_p2p")
-
-
-@dataclass(slots=True)
-class Totals:
-    """A node's whole run in figures. Losses are nats per token; points in time are Unix seconds."""
-
-    state: str = ""
-    step: float = 0.0
-    inner_steps: int = 0
-    tokens: int = 0
-    evaluations: int = 0
-    outer_rounds: Tally[str] = field(default_factory=Tally)
-    microbatches: Tally[str] = field(default_factory=Tally)
-    reroutes: Tally[str] = field(default_factory=Tally)
-    busy_replies: Tally[str] = field(default_factory=Tally)
-    bytes: Tally[str] = field(default_factory=Tally)
-    idle_s: dict[str, float] = field(default_factory=dict)
-    device_s: float = 0.0
-    largest_lag_s: float = 0.0
-    first_loss: float | None = None
-    """Of the first inner step that had tokens."""
-    validation_loss: float | None = None
-    """Of the last evaluation."""
-    replica_std: float | None = None
-    training_at: float | None = None
-    """When the state became `training` for the first time."""
-    last_step_at: float | None = None
-    """When the last inner step ended."""
 
 
 class PrometheusTelemetry:
@@ -73,7 +39,8 @@ class PrometheusTelemetry:
         self._lock = threading.Lock()
         self._limiter = Limiter(QUIET_S)
         self._totals = Totals()
-        self._last_losses: deque[tuple[float, float]] = deque(maxlen=FINAL_STEPS)
+        self._deserted = Deserted(self._metrics.deserted, stages)
+        self._guards: set[int] = set()
         self._handlers: dict[str, Callable[[Fields], None]] = {
             "state": self._state,
             "inner_step": self._inner_step,
@@ -90,6 +57,11 @@ class PrometheusTelemetry:
             "lag": self._lag,
             "warning": self._warning,
             "info": self._info,
+            "deserted": self._deserted_stages,
+            "checkpoint": self._checkpoint,
+            "guarded": self._guarded,
+            "resumed": self._resumed,
+            "moved": self._moved,
         }
 
     def serve(self, host: str, port: int) -> int:
@@ -131,29 +103,17 @@ class PrometheusTelemetry:
         return self._metrics.phases.span(name)
 
     def totals(self) -> dict[str, object]:
-        """The fields of Totals, JSON-ready, and what follows from them under the names of `summary.json`.
-
-        `final_loss` is that of the last ten inner steps, None before the first.
-        """
+        """See `Totals.told`."""
         with self._lock:
-            totals, losses = self._totals, list(self._last_losses)
-            figures = {each.name: getattr(totals, each.name) for each in fields(totals)}
-            found: dict[str, object] = json.loads(json.dumps(figures))
-        tokens = sum(tokens for _, tokens in losses)
-        return found | {
-            "final_loss": sum(loss for loss, _ in losses) / tokens if tokens else None,
-            "pulled": sum(totals.outer_rounds.values()) - totals.outer_rounds["alone"],
-            "alone": totals.outer_rounds["alone"],
-            "rerouted": sum(totals.reroutes.values()),
-            "bytes_sent": totals.bytes["out"],
-            "bytes_received": totals.bytes["in"],
-        }
+            return self._totals.told()
 
     def _state(self, fields: Fields) -> None:
         totals = self._totals
         totals.state = str(fields["state"])
         if totals.state == "training" and totals.training_at is None:
             totals.training_at = time.time()
+        for state in STATES:
+            self._metrics.state.labels(state).set(state == totals.state)
         _log(logging.INFO, f"{totals.state}: {fields['reason']}", "state", fields)
 
     def _inner_step(self, fields: Fields) -> None:
@@ -173,7 +133,7 @@ class PrometheusTelemetry:
         metrics.grad_norm.set(_number(fields["grad_norm"]))
         if loss_tokens and math.isfinite(loss_sum):
             metrics.loss.set(loss_sum / loss_tokens)
-            self._last_losses.append((loss_sum, loss_tokens))
+            self._totals.last_losses.append((loss_sum, loss_tokens))
             if totals.first_loss is None:
                 totals.first_loss = loss_sum / loss_tokens
 
@@ -181,8 +141,14 @@ class PrometheusTelemetry:
         result = str(fields["result"])
         self._totals.microbatches[result] += 1
         self._metrics.microbatches.add(1, result)
+        text = f"microbatch {result}"
+        if result == "dropped":
+            reason = str(fields.get("reason", "other"))
+            self._totals.dropped[reason] += 1
+            self._metrics.dropped.add(1, reason)
+            text += f" ({reason})"
         if result not in ("done", "repeat"):
-            self._trouble(f"microbatch {result}", "microbatch", fields)
+            self._trouble(text, "microbatch", fields)
 
     def _reroute(self, fields: Fields) -> None:
         reason = str(fields["reason"])
@@ -202,8 +168,8 @@ class PrometheusTelemetry:
         partner = f" of {fields['partner']}" if fields.get("partner") else ""
         cost = f"{_number(fields['seconds']):.2f} s, {int(_number(fields['bytes'])):,} bytes"
         text = f"outer round {fields['round']}: {result}{partner} ({fields['reason']}), {cost}"
-        if self._last_losses:
-            loss, tokens = self._last_losses[-1]
+        if self._totals.last_losses:
+            loss, tokens = self._totals.last_losses[-1]
             text += f"; inner step {self._totals.inner_steps}, loss {loss / tokens:.3f}"
         _log(logging.INFO, text, "outer_round", fields)
 
@@ -245,6 +211,52 @@ class PrometheusTelemetry:
         seconds = _number(fields["seconds"])
         self._totals.largest_lag_s = max(seconds, self._totals.largest_lag_s)
         self._metrics.lag.set(seconds)
+
+    def _deserted_stages(self, fields: Fields) -> None:
+        """A line when a stage comes or goes, none while it stays away."""
+        stages = fields["stages"]
+        if not isinstance(stages, Mapping):
+            raise TypeError(f"stages is {stages!r}")
+        gone, back = self._deserted.update({stage: _number(seconds) for stage, seconds in stages.items()})
+        for stage, seconds in gone.items():
+            text = f"stage {stage} has no replica since {seconds:.0f} s: the run waits for one"
+            _log(logging.WARNING, text, "deserted", {"stage": stage, "seconds": seconds})
+        for stage, seconds in back.items():
+            text = f"stage {stage} has a replica again, after {seconds:.0f} s"
+            _log(logging.INFO, text, "deserted", {"stage": stage, "seconds": 0.0})
+
+    def _checkpoint(self, fields: Fields) -> None:
+        """The first one is told at info level: the node does write them."""
+        self._totals.checkpoints += 1
+        seconds, size = _number(fields["seconds"]), _number(fields["bytes"])
+        self._metrics.checkpoint_round.set(_number(fields["round"]))
+        self._metrics.checkpoint_duration.set(seconds)
+        self._metrics.checkpoint_size.set(size)
+        self._metrics.checkpoint_timestamp.set(time.time())
+        text = f"checkpoint of outer round {fields['round']}: {seconds:.2f} s, {int(size):,} bytes"
+        _log(logging.INFO if self._totals.checkpoints == 1 else logging.DEBUG, text, "checkpoint", fields)
+
+    def _guarded(self, fields: Fields) -> None:
+        stage, size = int(_number(fields["stage"])), int(_number(fields["bytes"]))
+        if not 0 <= stage < self._stages:
+            raise ValueError(f"there is no stage {stage}")
+        first = stage not in self._guards
+        self._guards.add(stage)
+        self._metrics.guarded_round.labels(stage).set(_number(fields["round"]))
+        text = f"guards stage {stage}: holds its outer round {fields['round']}, {size:,} bytes"
+        _log(logging.INFO if first else logging.DEBUG, text, "guarded", fields)
+
+    def _resumed(self, fields: Fields) -> None:
+        source, step = str(fields["source"]), _number(fields["step"])
+        found = {"source": source, "round": fields["round"], "step": step, "peer": fields.get("peer")}
+        self._totals.resumed = found
+        of = f" of {fields['peer']}" if fields.get("peer") else ""
+        text = f"goes on from step {step:g} (outer round {fields['round']}), weights from: {source}{of}"
+        _log(logging.INFO, text, "resumed", fields)
+
+    def _moved(self, fields: Fields) -> None:
+        self._totals.moves += 1
+        _log(logging.INFO, f"moves to stage {fields['stage']}: {fields['reason']}", "moved", fields)
 
     def _warning(self, fields: Fields) -> None:
         text = str(fields["message"])
