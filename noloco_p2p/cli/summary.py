@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from noloco_p2p.cli.children import Child
+from noloco_p2p.io.children import Child
 
 OF_A_NODE = (
     "inner_steps",

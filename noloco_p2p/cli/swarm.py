@@ -18,7 +18,7 @@ from types import FrameType
 
 from noloco_p2p.bench import cpu
 from noloco_p2p.cli import records, settings, summary
-from noloco_p2p.cli.children import Child, end_all, wait_all
+from noloco_p2p.io.children import Child, end_all, wait_all
 from noloco_p2p.cli.table import History, Screen, make_screen
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io import scrape
