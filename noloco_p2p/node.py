@@ -1,6 +1,6 @@
 """The main loop of a node, in run order: start reading here.
 
-    choose a stage → make the weights → wait for the others → train → finish
+    choose a stage → make the weights → wait for the others, or take up a run that has begun → train → finish
 
 Training at stage 0 reads microbatches and sends them through the stages; at a later stage it serves what arrives. Both
 take inner steps, and once in a while an outer round. The node sees the world through the ports only; the same code runs
@@ -8,6 +8,7 @@ over gRPC and, a thousand times, in one process under virtual time.
 """
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -22,15 +23,20 @@ from noloco_p2p.core.messages import (
     LossSum,
     MicrobatchId,
     PeerId,
+    ReplicaState,
     Snapshot,
 )
 from noloco_p2p.duties.arrival import Arrival
 from noloco_p2p.duties.clock import Clock
 from noloco_p2p.duties.door import Door
+from noloco_p2p.duties.donor import Donor
 from noloco_p2p.duties.ending import Ending
+from noloco_p2p.duties.guardian import Guardian
+from noloco_p2p.duties.moving import Moving
 from noloco_p2p.duties.origin import Beginnings
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.routes import Sender
+from noloco_p2p.duties.saving import Saving
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.duties.watch import Watch
 from noloco_p2p.errors import Declined, PeerError, Violation
@@ -50,17 +56,26 @@ class Node:
         stage = -1 if config.stage is None else config.stage
         advert = replace(advert, stage=stage, state="starting", settled=config.stage is not None)
         self.seat = Seat(advert, manifest, config, world)
-        self._sender = Sender(self.seat)
-        self._door = Door(self.seat, self._sender)
-        self._rounds = Rounds(self.seat)
-        self._beginnings = Beginnings(self.seat, self._sender, incarnation)
-        self._clock = Clock(self.seat)
+        self._incarnation = incarnation
         self._watch = Watch(self.seat, self._noticed)
-        self._arrival = Arrival(self.seat, self._watch, self._rounds)
-        self._ending = Ending(self.seat, self._sender)
+        self._moving = Moving(self.seat)
+        self._guardian = Guardian(self.seat)
+        self._take_duties()
         self.finished = False
         """The run has ended, and this node was there until its end."""
         self._saw_the_end = False
+
+    def _take_duties(self) -> None:
+        """The duties of one stage; a node that moves begins them anew."""
+        self._sender = Sender(self.seat)
+        self._door = Door(self.seat, self._sender)
+        self._rounds = Rounds(self.seat)
+        self._clock = Clock(self.seat)
+        self._arrival = Arrival(self.seat, self._watch, self._rounds)
+        self._ending = Ending(self.seat, self._sender)
+        self._saving = Saving(self.seat, self._rounds)
+        self._donor = Donor(self.seat, self._incarnation)
+        self._beginnings = Beginnings(self.seat, self._sender, self._incarnation)
 
     # === life =======================================================================================================
 
@@ -68,7 +83,7 @@ class Node:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
         seat = self.seat
         tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._live())]
-        tasks.append(asyncio.create_task(self._watch_failure()))
+        tasks += [asyncio.create_task(self._watch_failure()), asyncio.create_task(self._guard())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -80,6 +95,8 @@ class Node:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._saving.settle()
+            self._donor.close()
             if seat.batches is not None:
                 seat.batches.close()
             if not seat.draining:
@@ -97,44 +114,85 @@ class Node:
 
     def drain(self) -> None:
         """Leave: finish what is held, begin nothing new, at most `limits.drain_s`."""
-        if not self.seat.draining:
-            self.seat.drain_by = self.seat.now() + self.seat.config.limits.drain_s / 2
-            self.seat.enter("drain", "told to leave")
+        if not self.seat.leaving:
+            self.seat.drain("told to leave")
+
+    def pause(self) -> None:
+        """Give the device to its owner at the end of the inner step: leave the routes, keep everything."""
+        self.seat.pausing = True
+        self.seat.pulse()
+
+    def resume(self) -> None:
+        """Come back from a pause."""
+        self.seat.pausing = False
+        self.seat.pulse()
 
     async def _watch_failure(self) -> None:
-        """Ends when the node has failed, or has been draining for as long as it may."""
+        """Ends when the node has failed, or has been leaving for as long as it may."""
         seat = self.seat
-        await seat.until(lambda: seat.draining or seat.error is not None)
+        await seat.until(lambda: seat.leaving or seat.error is not None)
         if seat.error is None:
             await seat.until(lambda: seat.error is not None, seat.config.limits.drain_s)
         if seat.error is not None:
             raise seat.error
         seat.event("warning", message=f"left after {seat.config.limits.drain_s:g} s with work in hand")
 
+    async def _guard(self) -> None:
+        """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
+        await self.seat.until(lambda: self.seat.advert.state == "training")
+        await self._guardian.run()
+        await self.seat.until(lambda: False)
+
     async def _live(self) -> None:
+        seat = self.seat
         await self._arrival.choose_stage()
-        if not self.seat.draining:
+        while not seat.draining:
             await self._make_weights()
             await self._arrival.wait_for_others()
-        if self.seat.draining:
-            return
-        if self.seat.index == 0:
-            await self._train_first_stage()
-        else:
-            await self._train_later_stage()
-        if not self.seat.draining:
-            self.seat.enter("end", "the run has reached its last step")
-            await self._ending.finish()
-            self.finished = not self.seat.draining
+            self._saving.newest = self._rounds.done
+            if not seat.draining:
+                await (self._train_first_stage() if seat.index == 0 else self._train_later_stage())
+            if seat.next_stage is not None:
+                await self._move(seat.next_stage)
+            elif not seat.draining:
+                seat.enter("end", "the run has reached its last step")
+                await self._ending.finish()
+                self.finished = not seat.draining
+                return
+        await self._saving.hand_over()
 
     # === the stage and its weights ==================================================================================
 
     async def _make_weights(self) -> None:
-        seat = self.seat
-        seat.stage = await seat.world.make_stage(seat.index)
-        if seat.index == 0:
-            seat.batches = await seat.world.make_batches()
+        self.seat.stage = await self.seat.world.make_stage(self.seat.index)
         await self._rounds.freeze(0)
+
+    async def _move(self, stage: int) -> None:
+        """What was held has been finished: give this stage up, and come to the other one like a newcomer."""
+        seat = self.seat
+        await self._saving.settle()
+        if seat.batches is not None:
+            seat.batches.close()
+            seat.batches = None
+        self._donor.close()
+        seat.stage.close()
+        seat.drain_by = seat.next_stage = None
+        seat.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, outer_round=0)
+        # Ids of microbatches are never used twice: their counter begins anew.
+        self._incarnation = (self._incarnation + 1) % 2**64 or 1
+        self._take_duties()
+        seat.enter("move", f"comes to stage {stage}")
+
+    async def _pause(self) -> None:
+        """Until the owner gives the device back; then the weights of now, if the others have gone far ahead."""
+        seat = self.seat
+        self._door.close()
+        seat.enter("pause", "the owner needs the device")
+        await seat.until(lambda: not seat.pausing or seat.draining)
+        if not seat.draining:
+            await self._arrival.catch_up()
+        if not seat.draining:
+            seat.enter("resume", "the device is back")
 
     # === training, stage 0 ==========================================================================================
 
@@ -142,12 +200,17 @@ class Node:
         """Read microbatches, send each through the stages, step when all of them are back."""
         seat = self.seat
         while seat.step < seat.manifest.steps and not seat.draining:
+            if seat.pausing:
+                await self._pause()
+                continue
             began = seat.now()
             seat.look()
             batches = await self._beginnings.read_and_send()
             await self._inner_step(began, batches)
             # Once in a while: pull a partner's slow weights and outer delta.
             await self._outer_round_if_due()
+            # Once in a while: write a checkpoint.
+            await self._saving.save_if_due()
             # Once in a while: evaluate on held-out data.
             await self._evaluate_if_due()
 
@@ -163,26 +226,38 @@ class Node:
         began = seat.now()
         while not over():
             began = seat.now()
+            if seat.pausing:
+                await self._pause()
+                continue
             if not self._may_open():
-                await seat.until(lambda: over() or self._may_open())
+                await seat.until(lambda: over() or seat.pausing or self._may_open())
                 continue
             target, due = self._target()
             self._door.admit(intake.open(seat.step, target, due))
             self._door.strike()
-            await seat.until(lambda: intake.ready or over())
+            await seat.until(lambda: intake.ready or over() or seat.pausing)
             if not intake.ready:
-                break
+                if not seat.pausing:
+                    break
+                # What was admitted is finished, and applied before the pause.
+                self._door.close()
+                await seat.until(lambda: intake.in_flight == 0)
+                if not seat.routes:
+                    continue
             intake.seal()
             await self._inner_step(began, {})
             # Once in a while: pull a partner's slow weights and outer delta.
             await self._outer_round_if_due()
+            # Once in a while: write a checkpoint.
+            await self._saving.save_if_due()
         self._door.close()
         await seat.until(lambda: intake.in_flight == 0)
+        if seat.routes:
+            await self._inner_step(began, {})
         if not seat.draining:
-            if seat.routes:
-                await self._inner_step(began, {})
             seat.update(step=float(seat.manifest.steps))
             await self._outer_round_if_due()
+            await self._saving.save_if_due()
 
     def _may_open(self) -> bool:
         """Under `balanced` a step has slots only while stage 0 is there, and the last step is the last one."""
@@ -212,6 +287,8 @@ class Node:
         """After each reading of the membership. Who finished may be gone by the time that somebody asks."""
         self._saw_the_end = self._saw_the_end or bool(self.seat.members.of_stage(0, {"finished"}))
         self._door.strike()
+        self._moving.consider()
+        self._guardian.noticed()
 
     # === inner steps, outer rounds ==================================================================================
 
@@ -231,7 +308,7 @@ class Node:
         seat.inner_steps += 1
         seat.routes = {}
         self._rounds.inner_step_took(result.busy_s)
-        self._clock.move(result.microbatches)
+        self._clock.move(result.microbatches, result.busy_s)
         cause = "gradients" if seat.index == 0 else "microbatches"
         seat.event("idle", cause=cause, seconds=max(0.0, seat.now() - began - result.busy_s))
         seat.event(
@@ -279,11 +356,20 @@ class Node:
             raise Declined("this node holds stage 0, which nobody sends to")
         return await self._door.evaluate(caller, header, body)
 
-    async def fetch_snapshot(self, caller: PeerId, round: int | None, wait_s: float) -> Snapshot:
+    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
         """See ports.Handler."""
         if not (wait_s >= 0):
             raise Violation("a snapshot needs a wait of 0 s or more")
-        return await self._rounds.serve(round, wait_s)
+        if stage == self.seat.index:
+            return await self._rounds.serve(round, wait_s)
+        guarded = self._guardian.snapshot_of(stage)
+        if guarded is None:
+            raise Declined(f"this node guards no weights of stage {stage}")
+        return guarded
+
+    def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
+        """See ports.Handler."""
+        return self._donor.lend_state(caller, number)
 
     def describe(self, caller: PeerId) -> Description:
         """See ports.Handler."""

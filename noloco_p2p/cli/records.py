@@ -7,13 +7,57 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_p2p.errors import LocalError
+from noloco_p2p.cli import settings
+from noloco_p2p.config import ListenSettings, RunManifest
+from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.io import scrape
+from noloco_p2p.io.addresses import reserve_port
 
 if TYPE_CHECKING:
     from noloco_p2p.core.messages import Advert
     from noloco_p2p.io.libp2p import Libp2p
     from noloco_p2p.io.telemetry import PrometheusTelemetry
     from noloco_p2p.node import Node
+
+
+MANIFEST = "manifest.json"
+"""The run that a node's directory belongs to, as JSON; its checkpoints are of that run."""
+
+
+def stored_manifest(directory: Path) -> RunManifest | None:
+    """The run that this directory belongs to; None for a fresh one. Raises ConfigError for a damaged file."""
+    try:
+        return settings.manifest_from_json((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None
+    except Violation as error:
+        raise ConfigError(f"{directory / MANIFEST}: {error}; name another --dir") from error
+    except OSError as error:
+        raise LocalError(f"{directory / MANIFEST} cannot be read: {error.strerror or error}") from error
+
+
+def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
+    """The ports that this node had before, where any would do and they are still free: so its peers find it again."""
+    found = scrape.read_json(directory / scrape.ENDPOINTS) or {}
+    before = {
+        "dht_port": str((found.get("join") or [""])[0]).partition("/tcp/")[2].partition("/")[0],
+        "grpc_port": str(found.get("grpc", "")).rpartition(":")[2],
+        "metrics_port": str(found.get("metrics", "")).rpartition(":")[2].partition("/")[0],
+    }
+    free = {
+        name: int(port)
+        for name, port in before.items()
+        if getattr(listen, name) == 0 and port.isdigit() and 0 < int(port) < 65536 and _is_free(listen.host, int(port))
+    }
+    return listen.model_copy(update=free)
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with reserve_port(host, port):
+            return True
+    except LocalError:
+        return False
 
 
 def introduce(directory: Path, advert: "Advert", libp2p: "Libp2p") -> None:

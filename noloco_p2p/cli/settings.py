@@ -45,6 +45,11 @@ class Given:
         """The manifest of a first node. Raises ConfigError when its values do not go together."""
         return _made(RunManifest, self.entries, RunManifest().model_dump(mode="json"))
 
+    @property
+    def names_the_run(self) -> bool:
+        """A key of the manifest is among them."""
+        return bool(_of(RunManifest, self.entries))
+
     def node(self) -> NodeConfig:
         """The local settings. Raises ConfigError when they do not go together."""
         return _made(NodeConfig, self.entries, NodeConfig().model_dump(mode="json"))

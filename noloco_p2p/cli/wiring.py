@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from noloco_p2p.io import join as joining
 from noloco_p2p.io.addresses import announced_host
 from noloco_p2p.io.adverts import dht_time
 from noloco_p2p.io.batches import make_batches
+from noloco_p2p.io.checkpoints import FileCheckpoints
 from noloco_p2p.io.directory import HivemindDirectory
 from noloco_p2p.io.identity import Identity
 from noloco_p2p.io.libp2p import Libp2p
@@ -69,7 +71,7 @@ async def run(order: Order) -> None:
     tune_allocator()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     local, identity = order.given.node(), order.identity
-    listen = local.listen
+    listen = records.same_ports(order.dir, local.listen)
     own = None if order.join else await _own_run(order, local)
     async with AsyncExitStack() as closing:
         libp2p = await Libp2p.open(
@@ -103,7 +105,8 @@ async def run(order: Order) -> None:
             metrics=f"http://{host}:{metrics_port}/metrics",
             version=__version__,
         )
-        node = _node(advert, manifest, local, (transport, directory, telemetry), data, imports)
+        records.write_json(order.dir / records.MANIFEST, manifest.model_dump(mode="json"))
+        node = _node(advert, manifest, (order, local), (transport, directory, telemetry), data, imports)
         await transport.serve(node)
         await _check_reachable(libp2p, advert)
         await joining.serve_dial_back(
@@ -122,9 +125,13 @@ async def _own_run(order: Order, local: NodeConfig) -> tuple[RunManifest, Batche
     otherwise be found when all the others have come.
     """
     manifest = order.given.manifest()
+    stored = records.stored_manifest(order.dir)
+    if stored is not None and not order.given.names_the_run:
+        manifest = stored
+        log.info("goes on with the run of %s: %s", order.dir, manifest.name)
     _check_asked(order, local, manifest)
     await asyncio.to_thread(_try_model, manifest)
-    if local.stage:
+    if local.stage or stored is not None:
         return manifest, None
     return manifest, await asyncio.to_thread(make_batches, manifest, local, order.identity.peer_id)
 
@@ -161,16 +168,18 @@ def _check_asked(order: Order, local: NodeConfig, manifest: RunManifest) -> None
 def _node(
     advert: Advert,
     manifest: RunManifest,
-    local: NodeConfig,
+    asked: tuple[Order, NodeConfig],
     ports: tuple[GrpcTransport, HivemindDirectory, PrometheusTelemetry],
     data: Batches | None,
     imports: asyncio.Task[None],
 ) -> Node:
-    """The node; `data` is what stage 0 reads, or None to open it once this node holds stage 0.
+    """The node; `data` is what stage 0 reads first, or None to open it once this node holds stage 0.
 
     No stage is made before `imports` is done: those libraries may not be imported by two threads at once.
     """
+    order, local = asked
     transport, directory, telemetry = ports
+    ready = [data] if data is not None else []
 
     async def stage(index: int) -> Stage:
         await imports
@@ -179,12 +188,13 @@ def _node(
         made: Stage = await device.make_stage(manifest, local, index, advert.peer_id)
         return made
 
-    async def batches() -> Batches:
-        if data is not None:
-            return data
-        return await asyncio.to_thread(make_batches, manifest, local, advert.peer_id)
+    async def batches(cursor: Mapping[str, object] | None) -> Batches:
+        if ready and cursor is None:
+            return ready.pop()
+        return await asyncio.to_thread(make_batches, manifest, local, advert.peer_id, cursor)
 
-    world = World(transport, directory, telemetry, stage, batches)
+    checkpoints = FileCheckpoints(order.dir / "checkpoints", manifest.run_id, advert.peer_id, local.checkpoint.keep)
+    world = World(transport, directory, telemetry, checkpoints, stage, batches)
     return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
 
 
@@ -222,6 +232,8 @@ class _EarlyEnd:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_leave)
+        loop.add_signal_handler(signal.SIGUSR1, self._told, "pause")
+        loop.add_signal_handler(signal.SIGUSR2, self._told, "resume")
         if watch_stdin:
             loop.add_reader(sys.stdin.fileno(), self._read_stdin)
 
@@ -230,6 +242,14 @@ class _EarlyEnd:
             self.node.drain()
         elif self._all is not None:
             self._all.cancel()
+
+    def _told(self, what: str) -> None:
+        if self.node is None:
+            log.warning("this node is still starting: it cannot %s yet", what)
+        elif what == "pause":
+            self.node.pause()
+        else:
+            self.node.resume()
 
     def _read_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):

@@ -1,28 +1,48 @@
-"""Arriving: choosing a stage, waiting for the others, joining a run under way (design.md §4, Start, and §6)."""
+"""Arriving: choosing a stage, waiting for the others, taking up a run that has begun (design.md §4, Start, and §6)."""
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from noloco_p2p.core import balance, resume
 from noloco_p2p.core import members as membership
+from noloco_p2p.core.messages import Advert, Checkpoint, Holding
+from noloco_p2p.core.resume import Source
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.duties.watch import Watch
-from noloco_p2p.errors import PeerError
+from noloco_p2p.errors import Declined, PeerError
+
+TRANSFER_DEADLINE_S = 1800.0
+"""Longest transfer of a replica's whole state; a peer that falls silent is given up in seconds."""
+HOLDINGS_SHOWN = 4
+"""Checkpoints that an advert lists: the newest ones."""
 
 
 class Arrival:
-    """The way of one node from its first announcement to its first step."""
+    """The way of one node from its first announcement to its first step on a stage."""
 
     def __init__(self, seat: Seat, watch: Watch, rounds: Rounds) -> None:
         self._seat = seat
         self._watch = watch
         self._rounds = rounds
         self._said = ""
+        self._own: list[Holding] = []
 
     async def choose_stage(self) -> None:
-        """Settle on a stage: the emptiest one, until two readings in a row show that nobody need move."""
+        """Settle on a stage: that of my newest checkpoint, else the one that needs a node most.
+
+        Others choose as well: two readings in a row must show that nobody need move.
+        """
         seat, manifest, quiet = self._seat, self._seat.manifest, 0
+        self._own = await seat.world.checkpoints.held()
+        if seat.index < 0 and self._own:
+            seat.update(stage=self._own[-1].stage, settled=True)
+        self._show_own()
         await self._watch.next_reading()
         while not (seat.advert.settled or seat.draining):
             others = seat.members.all()
-            stage = membership.stage_to_take(seat.advert, others, manifest.stages)
+            stage = balance.stage_to_take(seat.advert, others, manifest.stages)
             missing = membership.lacking(
                 seat.advert, others, manifest.stages, manifest.start_replicas, membership.PRESENT
             )
@@ -41,21 +61,25 @@ class Arrival:
         seat.event("info", message=f"holds stage {seat.index} of {manifest.stages}")
 
     async def wait_for_others(self) -> None:
-        """Until every stage has `start_replicas`; a run that has begun is joined at the newest snapshot of a mate."""
+        """Until every stage has enough replicas; weights of a run that has begun are then taken from where they are.
+
+        A run begins with `start_replicas` a stage; one that has begun needs one.
+        """
         seat, manifest = self._seat, self._seat.manifest
+        self._show_own()
         # Who was there before the others began starts with them, whatever is announced meanwhile.
-        late = self._run_has_begun()
-        seat.enter("made", "the weights are made")
+        late = any(a.state in resume.AT_WORK for a in seat.members.all())
+        if not any(held.stage == seat.index for held in self._own):
+            await self._open_data(None)
+        if seat.advert.state == "starting":
+            seat.enter("made", "the weights are made")
 
         def may_begin() -> bool:
+            needed = 1 if self._run_has_begun() else manifest.start_replicas
             missing = membership.lacking(
-                seat.advert,
-                seat.members.all(),
-                manifest.stages,
-                manifest.start_replicas,
-                membership.IN_ROUNDS,
+                seat.advert, seat.members.all(), manifest.stages, needed, membership.IN_ROUNDS
             )
-            if missing and not self._run_has_begun():
+            if missing and not late:
                 self._say_missing(missing)
                 return seat.draining
             return True
@@ -63,37 +87,168 @@ class Arrival:
         await seat.until(may_begin)
         if seat.draining:
             return
-        seat.enter("begin")
-        if late:
-            await self._catch_up()
-        seat.enter("synced", "joined the run under way" if late else "everybody is here")
+        if seat.advert.state == "waiting":
+            seat.enter("begin")
+        told = "everybody is here"
+        if late or self._run_had_begun():
+            told = await self._take_up()
+        if seat.draining:
+            return
+        await self._open_data(None)
+        seat.update(holds=())
+        seat.enter("synced", told)
+
+    async def catch_up(self) -> None:
+        """After a pause: weights of a living replica when the stage is ahead by more than one outer interval."""
+        seat = self._seat
+        mates = seat.members.of_stage(seat.index, membership.HOLDING)
+        ahead = max((a.outer_round for a in mates), default=0)
+        if ahead - self._rounds.done <= resume.NEAR_ROUNDS:
+            return
+        for source in resume.sources(seat.advert, seat.members.all(), [], seat.manifest.stages):
+            if source.kind == "peer" and await self._tried(source):
+                return
+
+    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _run_has_begun(self) -> bool:
-        return any(a.state in ("training", "finished") for a in self._seat.members.all())
+        return resume.run_has_begun([*self._seat.members.all(), self._seat.advert])
+
+    def _run_had_begun(self) -> bool:
+        """Before everybody was stopped: somebody has weights to go on from."""
+        return any(a.holds for a in (*self._seat.members.all(), self._seat.advert))
+
+    def _show_own(self) -> None:
+        """Tell the others what I have, until I train."""
+        seat = self._seat
+        own = [held for held in self._own if held.stage == seat.index]
+        seat.update(holds=tuple(own[-HOLDINGS_SHOWN:]))
 
     def _say_missing(self, missing: dict[int, int]) -> None:
-        what = "waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items()))
+        self._say("waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items())))
+
+    def _say(self, what: str) -> None:
         if what != self._said:
             self._said = what
             self._seat.event("info", message=what)
 
-    async def _catch_up(self) -> None:
-        """A later joiner adopts step, round and the newest snapshot of one replica of its stage."""
+    async def _take_up(self) -> str:
+        """Get the weights of a run that has begun from the best source that gives them; says which."""
         seat = self._seat
-        donors = seat.members.of_stage(seat.index, membership.HOLDING)
-        for donor in donors:
+        while not seat.draining:
+            own = [held for held in self._own if held.stage == seat.index]
+            others = await self._refreshed(seat.members.all())
+            for source in resume.sources(seat.advert, others, own, seat.manifest.stages):
+                if source.kind == "wait":
+                    self._say(f"waiting: {source.reason}")
+                elif await self._tried(source):
+                    return f"goes on at outer round {self._rounds.done}, step {seat.step}"
+            await self._watch.next_reading()
+        return ""
+
+    async def _refreshed(self, others: Sequence[Advert]) -> list[Advert]:
+        """The adverts with the outer rounds of now of those who train; who does not answer is left out."""
+
+        async def now(advert: Advert) -> Advert | None:
+            if advert.state not in resume.AT_WORK:
+                return advert
             try:
-                described = await seat.world.transport.describe(donor)
-                theirs = await self._rounds.adopt(donor)
-            except PeerError as error:
-                seat.event("warning", message=f"could not start from {donor.peer_id}: {error}")
-                continue
-            seat.update(step=min(float(seat.manifest.steps), max(0.0, described.step)))
-            seat.event("info", message=f"starts from round {theirs.round} of {donor.peer_id}, step {seat.step}")
-            return
-        clocks = [a.step for a in seat.members.all()]
-        seat.update(
-            step=max(clocks, default=0.0), outer_round=max((a.outer_round for a in seat.members.all()), default=0)
+                told = await self._seat.world.transport.describe(advert)
+            except Declined:
+                return advert
+            except PeerError:
+                self._seat.members.failed(advert.peer_id, now=self._seat.now())
+                return None
+            return replace(advert, state=told.state, outer_round=told.outer_round, step=told.step)
+
+        found = await asyncio.gather(*(now(advert) for advert in others))
+        return [advert for advert in found if advert is not None]
+
+    async def _tried(self, source: Source) -> bool:
+        """Whether the source gave its weights; they are this replica's now."""
+        seat = self._seat
+        try:
+            match source.kind:
+                case "peer":
+                    await self._from_peer(source)
+                case "shard":
+                    if not await self._from_shard(source):
+                        return False
+                case "guardian":
+                    await self._from_guardian(source)
+                case _:
+                    await self._fresh()
+        except PeerError as error:
+            seat.event("warning", message=f"could not start from {source.kind}: {error}")
+            return False
+        peer = source.peer.peer_id if source.peer else None
+        seat.event("resumed", source=source.kind, round=self._rounds.done, step=seat.advert.step, peer=peer)
+        return True
+
+    async def _from_peer(self, source: Source) -> None:
+        """Everything of a living replica; partners may pull from here after the first whole outer interval."""
+        seat, donor = self._seat, source.peer
+        assert donor is not None
+        expected = seat.stage.state.replica
+        state = await seat.world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, expected)
+        if state.stage != seat.index:
+            raise Declined(f"{donor.peer_id} holds stage {state.stage}")
+        await seat.stage.restore(state)
+        await self._stand_at(state.round, state.step, state.inner_steps, partner_from_round=state.round + 2)
+        own = [held for held in self._own if held.stage == seat.index]
+        if seat.index == 0 and own and seat.batches is None:
+            mine = await seat.world.checkpoints.load(own[-1])
+            await self._open_data(mine)
+
+    async def _from_shard(self, source: Source) -> bool:
+        """My own checkpoint, unless it turns out damaged."""
+        seat = self._seat
+        assert source.holding is not None
+        mine = await seat.world.checkpoints.load(source.holding)
+        if mine is None:
+            self._own.remove(source.holding)
+            self._show_own()
+            return False
+        await seat.stage.restore(mine.state)
+        seat.rng.setstate(mine.random_state)
+        state = mine.state
+        await self._stand_at(state.round, state.step, state.inner_steps)
+        await self._open_data(mine)
+        return True
+
+    async def _from_guardian(self, source: Source) -> None:
+        """A lost stage's weights from who pulled them in time; the optimizer begins anew."""
+        seat = self._seat
+        assert source.peer is not None
+        deadline_s = seat.manifest.outer.deadline_s
+        theirs = await seat.world.transport.fetch_snapshot(
+            source.peer, seat.index, None, 0.0, deadline_s, seat.stage.state.snapshot
         )
-        self._rounds.done = seat.advert.outer_round
-        seat.event("warning", message=f"stage {seat.index} has no replica to start from: it begins with fresh weights")
+        await seat.stage.adopt(theirs)
+        step = max(float(theirs.step), self._clock_of_others())
+        await self._stand_at(theirs.round, step, seat.inner_steps)
+
+    async def _fresh(self) -> None:
+        """Nobody has the weights: the stage begins with its initial ones, at the clock of the others."""
+        seat = self._seat
+        round = max((a.outer_round for a in seat.members.all()), default=0)
+        await self._stand_at(round, self._clock_of_others(), seat.inner_steps)
+        seat.event(
+            "warning", message=f"nobody has the weights of stage {seat.index}: it begins with its initial weights"
+        )
+
+    def _clock_of_others(self) -> float:
+        return max((a.step for a in self._seat.members.all()), default=0.0)
+
+    async def _stand_at(self, round: int, step: float, inner_steps: int, partner_from_round: int = 0) -> None:
+        seat = self._seat
+        seat.inner_steps = inner_steps
+        seat.update(step=min(float(seat.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
+        await self._rounds.go_on_from(round)
+
+    async def _open_data(self, checkpoint: Checkpoint | None) -> None:
+        """At stage 0: the data from where the checkpoint was, or from the beginning. What is open stays open."""
+        seat = self._seat
+        if seat.index != 0 or seat.batches is not None:
+            return
+        seat.batches = await seat.world.make_batches(checkpoint.cursor if checkpoint is not None else None)

@@ -11,10 +11,12 @@ class Clock:
         self._seat = seat
         self._stepped_at: float | None = None
 
-    def move(self, microbatches: int) -> None:
+    def move(self, microbatches: int, busy_s: float) -> None:
         """step ← step + 1 + ¼·(median − step − ½), and the speeds that the advert announces.
 
         The speed is that of inner steps: the clock's own would feed on itself, a slow clock be projected as slow.
+        Microbatches count by the seconds that the device worked, `busy_s`: all stages pass equally many in a second of
+        wall time, whichever of them holds the others back.
         """
         seat, manifest = self._seat, self._seat.manifest
         now, m = seat.now(), manifest.outer.inner_steps
@@ -25,10 +27,9 @@ class Clock:
         step = schedule.advance(seat.advert.step, median, manifest.steps, manifest.routing != "balanced")
         if self._stepped_at is not None and now > self._stepped_at:
             took_s = now - self._stepped_at
-            seat.update(
-                steps_per_s=_smooth(seat.advert.steps_per_s, 1 / took_s),
-                microbatches_per_s=_smooth(seat.advert.microbatches_per_s, microbatches / took_s),
-            )
+            seat.update(steps_per_s=_smooth(seat.advert.steps_per_s, 1 / took_s))
+        if microbatches and busy_s > 0:
+            seat.update(microbatches_per_s=_smooth(seat.advert.microbatches_per_s, microbatches / busy_s))
         self._stepped_at = now
         seat.update(step=step)
 

@@ -212,7 +212,8 @@ class Door:
         if seat.advert.state in ("starting", "waiting", "syncing"):
             raise Busy(f"stage {seat.index} replica {seat.me} is {seat.advert.state}")
         if seat.draining or seat.advert.state not in ("training", "finished"):
-            raise Declined(f"stage {seat.index} replica {seat.me} is leaving")
+            what = "leaving" if seat.draining else seat.advert.state
+            raise Declined(f"stage {seat.index} replica {seat.me} is {what}")
         hidden = seat.stage.state.hidden
         rows = hidden.shape[:2]
         expected = (hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))

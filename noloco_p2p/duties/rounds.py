@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
+from noloco_p2p.core.patience import Patience
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import Declined, PeerError, Violation
 
@@ -28,6 +29,7 @@ class Rounds:
         self._seat = seat
         self._kept: dict[int, Snapshot] = {}
         self._step_busy_s = 0.0
+        self._patience = Patience()
         self.done = 0
         """Number of the last outer round done."""
 
@@ -72,20 +74,28 @@ class Rounds:
             seat.event("replica_std", value=merged.replica_std)
 
     async def _pull(self, round: int) -> Pull:
-        """The partner's snapshot of this round, else its newest, else another replica's, else none."""
+        """The partner's snapshot of this round, else its newest, else another replica's, else none.
+
+        Who is new to the stage is nobody's partner before its first whole outer interval, and draws its own at random.
+        """
         seat, outer = self._seat, self._seat.manifest.outer
-        mates = {a.peer_id: a for a in seat.members.of_stage(seat.index, membership.IN_ROUNDS)}
+        found = seat.members.of_stage(seat.index, membership.IN_ROUNDS)
+        mates = {a.peer_id: a for a in found if a.partner_from_round <= round}
         if outer.pairing == "none":
             return Pull("alone", "none")
-        chosen, reason = pairing.partner(outer.pairing, seat.manifest.seed, round, sorted(mates), seat.me, seat.rng)
+        kind = outer.pairing if seat.advert.partner_from_round <= round else "random"
+        chosen, reason = pairing.partner(kind, seat.manifest.seed, round, sorted(mates), seat.me, seat.rng)
         if chosen is None:
             return Pull("alone", reason)
-        try:
-            theirs = await self._fetch(mates[chosen], round, self._partner_wait_s())
-            return Pull("partner" if theirs.round == round else "stale", reason, theirs)
-        except PeerError as error:
-            failure = self._refused(chosen, error)
-        others = [peer for peer in sorted(mates) if peer != chosen]
+        if seat.members.is_aside(chosen, now=seat.now()):
+            failure = "aside"
+        else:
+            try:
+                theirs = await self._fetch(mates[chosen], round, self._partner_wait_s())
+                return Pull("partner" if theirs.round == round else "stale", reason, theirs)
+            except PeerError as error:
+                failure = self._refused(chosen, error)
+        others = [p for p in sorted(mates) if p != chosen and not seat.members.is_aside(p, now=seat.now())]
         if not others:
             return Pull("alone", failure)
         other = seat.rng.choice(others)
@@ -104,8 +114,13 @@ class Rounds:
     async def _fetch(self, peer: Advert, round: int, wait_s: float) -> Snapshot:
         """A peer's snapshot near `round`. Raises Declined when it is too old, else as Transport.fetch_snapshot."""
         seat, outer = self._seat, self._seat.manifest.outer
-        expected = seat.stage.state.snapshot
-        theirs = await seat.world.transport.fetch_snapshot(peer, round, wait_s, outer.deadline_s, expected)
+        floor_s = seat.config.limits.patience_floor_s + wait_s
+        deadline_s = min(outer.deadline_s, self._patience.deadline_s(floor_s) or outer.deadline_s)
+        began = seat.now()
+        theirs = await seat.world.transport.fetch_snapshot(
+            peer, seat.index, round, wait_s, deadline_s, seat.stage.state.snapshot
+        )
+        self._patience.observe(seat.now() - began)
         if theirs.peer != peer.peer_id:
             raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
         if abs(theirs.round - round) > outer.max_stale_rounds:
@@ -128,15 +143,9 @@ class Rounds:
             raise Declined("this replica has no snapshot yet")
         return self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
 
-    async def adopt(self, donor: Advert, round: int | None = None) -> Snapshot:
-        """A later joiner's start: the newest snapshot of one replica becomes this replica's weights."""
-        seat = self._seat
-        deadline_s = seat.manifest.outer.deadline_s
-        expected = seat.stage.state.snapshot
-        theirs = await seat.world.transport.fetch_snapshot(donor, round, 0.0, deadline_s, expected)
-        await seat.stage.adopt(theirs)
-        self.done = theirs.round
-        seat.update(outer_round=theirs.round)
+    async def go_on_from(self, round: int) -> None:
+        """This replica's weights have become those of `round`; what was kept is no longer its own."""
+        self.done = round
+        self._seat.update(outer_round=round)
         self._kept.clear()
-        await self.freeze(theirs.round)
-        return theirs
+        await self.freeze(round)

@@ -48,7 +48,13 @@ class Seat:
         self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
         """Of each microbatch counted in this step: who sent it, and who served it next."""
         self.drain_by: float | None = None
-        """Once told to leave: when, on the loop's clock, this node stops to offer what it holds to others."""
+        """Once told to leave, or to move: when, on the loop's clock, this node stops to offer what it holds to others."""
+        self.next_stage: int | None = None
+        """While draining in order to move: the stage to hold next."""
+        self.pausing = False
+        """The owner wants the device: no inner step is begun."""
+        self.deserted: dict[int, float] = {}
+        """Stages that nobody serves, as far as is known here: since when, on the loop's clock."""
         self.error: BaseException | None = None
         self._pulse = asyncio.Event()
 
@@ -71,8 +77,13 @@ class Seat:
 
     @property
     def draining(self) -> bool:
-        """Told to leave."""
+        """Told to leave, or to move to another stage: nothing new is begun."""
         return self.drain_by is not None
+
+    @property
+    def leaving(self) -> bool:
+        """Told to leave for good."""
+        return self.draining and self.next_stage is None
 
     @property
     def step(self) -> int:
@@ -87,6 +98,14 @@ class Seat:
         """Move to the next state on `event` (core/members.TRANSITIONS)."""
         self.update(state=membership.next_state(self.advert.state, event))
         self.event("state", state=self.advert.state, reason=reason or event)
+        self.pulse()
+
+    def drain(self, reason: str, *, next_stage: int | None = None) -> None:
+        """Finish what is held and begin nothing new: to leave, or to go on at `next_stage`."""
+        self.drain_by = self.now() + self.config.limits.drain_s / 2
+        self.next_stage = next_stage
+        if self.advert.state != "draining":
+            self.enter("drain", reason)
         self.pulse()
 
     def look(self) -> None:

@@ -65,7 +65,8 @@ class Watch:
 
     def _shown(self) -> tuple[object, ...]:
         advert = self._seat.advert
-        return advert.stage, advert.state, advert.settled, advert.evaluated
+        told = advert.stage, advert.state, advert.settled, advert.evaluated
+        return *told, advert.partner_from_round, advert.moving_to, advert.holds
 
     async def _announce(self) -> None:
         seat = self._seat

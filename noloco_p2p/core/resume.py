@@ -1,0 +1,100 @@
+"""Where a replica's weights come from when the run has begun before it: pure decisions on adverts (design.md §4, §6).
+
+A living replica of the stage comes first, or the node's own checkpoint when that is hardly older. A stage that nobody
+holds any more is taken up from the newest weights that exist of it: a checkpoint or what a guardian holds.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from noloco_p2p.core.guardians import holders
+from noloco_p2p.core.messages import Advert, Holding
+
+AT_WORK = frozenset({"training", "paused", "finished"})
+"""They have a replica's trained weights."""
+NEAR_ROUNDS = 1
+"""A checkpoint so many outer rounds behind the living replicas still goes on by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where weights can be had: `peer` (a living replica's whole state), `shard` (my checkpoint), `guardian` or `fresh`.
+
+    `wait`: a replica of my stage is about to go on with newer weights than I could find.
+    """
+
+    kind: str
+    reason: str
+    peer: Advert | None = None
+    """Of `peer` and `guardian`: whom to ask."""
+    holding: Holding | None = None
+    """Of `shard` and `guardian`: what it is."""
+
+
+def run_has_begun(adverts: Iterable[Advert]) -> bool:
+    """Somebody trains or has trained, now or before everybody was stopped."""
+    return any(a.state in AT_WORK or a.step > 0 or a.holds for a in adverts)
+
+
+def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
+    """The newest outer round that every stage can go on from: the least over stages of what the stage's nodes have.
+
+    Living replicas have the round that they announce, others what they hold of their own stage, guardians what they
+    hold of another. Stages of which nobody has anything do not count. None: nobody has anything.
+    """
+    newest: dict[int, int] = {}
+    for advert in adverts:
+        found = [(holding.stage, holding.round) for holding in advert.holds]
+        if advert.state in AT_WORK:
+            found.append((advert.stage, advert.outer_round))
+        for stage, round in found:
+            newest[stage] = max(round, newest.get(stage, 0))
+    return min((round for stage, round in newest.items() if 0 <= stage < stages), default=None)
+
+
+def sources(me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages: int) -> list[Source]:
+    """Where to look for the weights of my stage, best first; never empty.
+
+    `own` are my checkpoints of this stage. With a living replica in the stage, fresh weights are no choice.
+    """
+    shards = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
+    mates = [a for a in others if a.stage == me.stage]
+    living = sorted((a for a in mates if a.state in AT_WORK), key=lambda a: (-a.outer_round, a.peer_id))
+    if living:
+        ahead = living[0].outer_round
+        pulls = [Source("peer", "a living replica has it", peer) for peer in living]
+        near = [_shard(h, "hardly behind the others") for h in shards[:1] if ahead - h.round <= NEAR_ROUNDS]
+        return near + pulls if near else pulls
+    limit = common_round([me, *others], stages)
+    return _of_a_lost_stage(me, others, shards, mates, limit)
+
+
+def _of_a_lost_stage(
+    me: Advert, others: Sequence[Advert], shards: Sequence[Holding], mates: Sequence[Advert], limit: int | None
+) -> list[Source]:
+    """Nobody of my stage trains: the newest weights at or below the round from which all stages can go on."""
+
+    def fits(holding: Holding) -> bool:
+        return limit is None or holding.round <= limit
+
+    mine = [_shard(h, "the newest that all stages have") for h in shards if fits(h)]
+    strangers = [a for a in others if a.stage != me.stage]
+    guarded = [Source("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers) if fits(h)]
+    found = sorted([*mine, *guarded], key=_newest_first)
+    best = found[0].holding.round if found and found[0].holding else -1 - NEAR_ROUNDS
+    theirs = [h.round for a in mates for h in a.holds if h.stage == me.stage and fits(h)]
+    if theirs and max(theirs) - best > NEAR_ROUNDS:
+        return [Source("wait", f"another node has round {max(theirs)} of stage {me.stage}")]
+    beyond = [_shard(h, "no older one is left") for h in reversed(shards) if not fits(h)]
+    return [*found, *beyond, Source("fresh", "nobody has its weights")]
+
+
+def _shard(holding: Holding, reason: str) -> Source:
+    return Source("shard", reason, holding=holding)
+
+
+def _newest_first(source: Source) -> tuple[int, int, bool, str]:
+    """A checkpoint before a guarded snapshot of the same round: it has the optimizer's state too."""
+    assert source.holding is not None
+    peer = source.peer.peer_id if source.peer else ""
+    return -source.holding.round, -source.holding.step, source.kind != "shard", peer

@@ -1,0 +1,96 @@
+"""Checkpoints, and what a node does with its weights before it leaves (design.md §5 and §6)."""
+
+import asyncio
+
+from noloco_p2p.core import members as membership
+from noloco_p2p.core import schedule
+from noloco_p2p.core.guardians import guardians_of, holders
+from noloco_p2p.core.messages import Checkpoint
+from noloco_p2p.duties.rounds import Rounds
+from noloco_p2p.duties.seat import Seat
+from noloco_p2p.errors import LocalError
+
+
+LAST_WORDS_S = 1.0
+"""Of the time to leave, so much is kept for telling the others."""
+
+
+class Saving:
+    """Writes this node's checkpoints, one at a time, while it goes on."""
+
+    def __init__(self, seat: Seat, rounds: Rounds) -> None:
+        self._seat = seat
+        self._rounds = rounds
+        self._writing: asyncio.Task[None] | None = None
+        self.newest = 0
+        """Outer round of the newest checkpoint."""
+
+    async def save_if_due(self) -> None:
+        """Every so many outer rounds, and at the end. Called where θ = φ, right after a merge."""
+        seat, every = self._seat, self._seat.config.checkpoint.every_rounds
+        manifest = seat.manifest
+        round = schedule.due_round(seat.step, manifest.outer.inner_steps, self.newest, manifest.steps)
+        if every is None or round is None:
+            return
+        if round // every > self.newest // every or seat.step >= manifest.steps:
+            await self._save(round)
+
+    async def settle(self) -> None:
+        """Wait until what is being written has been written."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def hand_over(self) -> None:
+        """Before this node leaves: its checkpoint is written, and a last replica's weights are pulled by a guardian.
+
+        It is not waited for a guardian when there is none; leaving ends after `drain_s` in any case.
+        """
+        seat = self._seat
+        if seat.inner_steps == 0:
+            return
+        if seat.config.checkpoint.every_rounds is not None:
+            await self._save(max(self._rounds.done, self.newest))
+            await self.settle()
+        if seat.members.of_stage(seat.index, membership.HOLDING):
+            return
+        others = seat.members.all()
+        if seat.manifest.outer.pairing == "none" or not guardians_of(
+            seat.index, [*others, seat.advert], seat.manifest.seed
+        ):
+            return
+        final = await self._rounds.freeze(self._rounds.done + 1)
+        seat.event("info", message=f"waits until a guardian has the weights of stage {seat.index}")
+        left_s = seat.config.limits.drain_s / 2 if seat.drain_by is None else seat.drain_by - seat.now()
+        left_s += seat.config.limits.drain_s / 2 - LAST_WORDS_S
+        if not await seat.until(lambda: self._is_guarded(final.round), max(0.0, left_s)):
+            seat.event("warning", message="leaves although no guardian has pulled its weights; its checkpoint has them")
+
+    def _is_guarded(self, round: int) -> bool:
+        """A guardian has what I froze, or none is left that could pull it."""
+        seat = self._seat
+        others = seat.members.all()
+        held = holders(seat.index, others)
+        guardians = guardians_of(seat.index, [*others, seat.advert], seat.manifest.seed)
+        return not guardians or any(holding.round >= round for _, holding in held)
+
+    async def _save(self, round: int) -> None:
+        """Freeze everything now, write it in the background; the one before is written first."""
+        seat = self._seat
+        await self.settle()
+        began = seat.now()
+        state = await seat.stage.capture(round, seat.advert.step, seat.inner_steps)
+        cursor = seat.batches.cursor if seat.batches is not None else None
+        checkpoint = Checkpoint(state, cursor, seat.rng.getstate())
+        self.newest = round
+        self._writing = asyncio.create_task(self._write(checkpoint, began))
+
+    async def _write(self, checkpoint: Checkpoint, began: float) -> None:
+        """A checkpoint that cannot be written is told, and the node trains on: the next one may fit."""
+        seat, state = self._seat, checkpoint.state
+        try:
+            await seat.world.checkpoints.save(checkpoint)
+        except LocalError as error:
+            seat.event("warning", message=f"no checkpoint of outer round {state.round}: {error}")
+            return
+        size = sum(tensor.data.nbytes for tensor in state.tensors)
+        seat.event("checkpoint", round=state.round, step=state.step, seconds=seat.now() - began, bytes=size)
