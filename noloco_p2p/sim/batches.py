@@ -3,7 +3,7 @@
 import asyncio
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, HostTensor, PeerId
@@ -26,7 +26,7 @@ class SimBatches:
         me: PeerId,
         *,
         unequal: bool = False,
-        cursor: dict[str, object] | None = None,
+        cursor: Mapping[str, object] | None = None,
         read_s: float = 0.0,
     ) -> None:
         self._manifest = manifest

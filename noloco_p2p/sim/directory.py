@@ -1,6 +1,7 @@
 """The Directory port over a registry that all nodes of one process share, with stale views and faults."""
 
 import asyncio
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from noloco_p2p.core.messages import Advert, PeerId
@@ -12,10 +13,15 @@ class _Entry:
     advert: Advert
     published_at: float
     ttl_s: float
+    group: Collection[PeerId] | None = None
+    """Who can read it before the swarm is whole again; None: everybody."""
 
 
 class Registry:
-    """All that has been announced. Views are `view_age_s` old: what was announced later is not seen yet."""
+    """All that has been announced. Views are `view_age_s` old: what was announced later is not seen yet.
+
+    While the swarm is split, what is announced in a group is read in that group only.
+    """
 
     def __init__(self, view_age_s: float = 0.0, delay_s: float = 0.002) -> None:
         self.view_age_s = view_age_s
@@ -24,22 +30,46 @@ class Registry:
         self.failing: dict[PeerId, None] = {}
         """Nodes whose readings and writings fail."""
         self._entries: dict[PeerId, list[_Entry]] = {}
+        self._groups: tuple[frozenset[PeerId], ...] | None = None
+
+    def split(self, groups: Sequence[Collection[PeerId]]) -> None:
+        """From now on no announcement crosses from one group to another; who is in no group is alone."""
+        self._groups = tuple(frozenset(group) for group in groups)
+
+    def heal(self) -> None:
+        """End the split: everything that was announced is for everybody."""
+        self._groups = None
+        for entries in self._entries.values():
+            entries[:] = [replace(entry, group=None) for entry in entries]
 
     def publish(self, advert: Advert, ttl_s: float, *, now: float) -> None:
         """A new advert; it takes the place of the node's former one in every view made from now on."""
         entries = self._entries.setdefault(advert.peer_id, [])
-        entries.append(_Entry(advert, now, ttl_s))
-        seen = [entry for entry in entries if entry.published_at <= now - self.view_age_s]
-        del entries[: max(0, len(seen) - 1)]
+        entries.append(_Entry(advert, now, ttl_s, self._group(advert.peer_id)))
+        if self._groups is None:
+            seen = [entry for entry in entries if entry.published_at <= now - self.view_age_s]
+            del entries[: max(0, len(seen) - 1)]
 
-    def view(self, *, now: float) -> list[Advert]:
-        """The adverts that were live `view_age_s` ago, with their true age, sorted by peer id."""
+    def view(self, *, now: float, reader: PeerId | None = None) -> list[Advert]:
+        """The adverts that were live `view_age_s` ago, with their true age, sorted by peer id.
+
+        A `reader` sees what its own group announced, and what was announced before the split.
+        """
         seen_at, found = now - self.view_age_s, []
         for peer in sorted(self._entries):
-            visible = [entry for entry in self._entries[peer] if entry.published_at <= seen_at]
+            visible = [
+                entry
+                for entry in self._entries[peer]
+                if entry.published_at <= seen_at and (entry.group is None or reader in entry.group)
+            ]
             if visible and seen_at <= visible[-1].published_at + visible[-1].ttl_s:
                 found.append(replace(visible[-1].advert, age_s=now - visible[-1].published_at))
         return found
+
+    def _group(self, peer: PeerId) -> Collection[PeerId] | None:
+        if self._groups is None:
+            return None
+        return next((group for group in self._groups if peer in group), frozenset({peer}))
 
 
 class SimDirectory:
@@ -61,7 +91,7 @@ class SimDirectory:
     async def peers(self) -> list[Advert]:
         """See `ports.Directory`."""
         await self._reach()
-        return self._registry.view(now=asyncio.get_running_loop().time())
+        return self._registry.view(now=asyncio.get_running_loop().time(), reader=self._me)
 
     async def withdraw(self) -> None:
         """See `ports.Directory`."""

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -57,6 +57,8 @@ def _stable(value: object) -> str:
         return f"{type(value).__name__}({value})"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_stable, value)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_stable(key)}: {_stable(value[key])}' for key in sorted(value))}}}"
     return repr(value)
 
 

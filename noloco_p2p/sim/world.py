@@ -6,8 +6,7 @@ outcome = swarm.run()
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -16,13 +15,17 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.node import Node
 from noloco_p2p.ports import Batches, Stage, World
 from noloco_p2p.sim.batches import SimBatches
+from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
 from noloco_p2p.sim.directory import Registry, SimDirectory
 from noloco_p2p.sim.loop import run
 from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.network import Link, Network
+from noloco_p2p.sim.outcome import NodeOutcome, Outcome
 from noloco_p2p.sim.stage import Costs, SyncStage, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
 from noloco_p2p.sim.transport import SimTransport
+
+__all__ = ["Life", "NodeOutcome", "Outcome", "StageFactory", "Swarm", "SwarmPlan", "peer_id"]
 
 StageFactory = Callable[[RunManifest, int, PeerId], SyncStage]
 """Makes the synchronous stage of (manifest, stage index, peer)."""
@@ -56,6 +59,10 @@ class SwarmPlan:
     """Microbatches have different numbers of tokens."""
     chooses_stage: bool = False
     """Nodes are not told their stage; the one in their id means nothing then."""
+    save_s: float = 0.05
+    """Virtual seconds that writing or reading a checkpoint takes."""
+    torn_by_crash: bool = False
+    """A crash in the middle of a save leaves a checkpoint that looks whole and is not; else nothing."""
     stage_factory: StageFactory = ModelStage
 
 
@@ -64,70 +71,32 @@ class Life:
     """One process: a node from its start to its end."""
 
     peer: PeerId
+    place: tuple[int, int]
+    """(stage, replica) that it was started with."""
     node: Node
-    transport: SimTransport
-    directory: SimDirectory
-    telemetry: SimTelemetry
-    stage: TimedStage | None = None
-    """Once its weights are made."""
+    world: World
+    ports: tuple[SimTransport, SimDirectory, SimTelemetry, SimCheckpoints]
+    """Those of `world`, that fall silent together."""
+    stages: list[TimedStage] = field(default_factory=list)
+    """Every stage that it has made, in order; more than one when it moved."""
     task: asyncio.Task[None] | None = None
     crashed: bool = False
     ended_at_s: float | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class NodeOutcome:
-    """What became of one process."""
-
-    peer: PeerId
-    stage: int
-    state: str
-    step: float
-    inner_steps: int
-    crashed: bool
-    error: BaseException | None
-    ended_at_s: float | None
-    model: SyncStage | None
-    """The synchronous stage; None when it never made its weights."""
-    trace: Trace
-    """What this process told."""
+    @property
+    def stage(self) -> TimedStage | None:
+        """The newest of its stages; None before its weights are made."""
+        return self.stages[-1] if self.stages else None
 
     @property
-    def rounds(self) -> list[tuple[int, str]]:
-        """(number, result) of its outer rounds, in order."""
-        return [(int(str(h.get("round"))), str(h.get("result"))) for h in self.trace.of("outer_round")]
+    def trace(self) -> Trace:
+        """What this process has told so far."""
+        return self.ports[2].own
 
     @property
-    def microbatches(self) -> Counter[str]:
-        """How many there were, by result: `done`, `dropped`, `repeat`, …"""
-        return self.trace.totals("microbatch", "result")
-
-    @property
-    def model_stage(self) -> ModelStage:
-        """The stage of the default factory. Raises TypeError for another one."""
-        if not isinstance(self.model, ModelStage):
-            raise TypeError(f"{self.peer} has a {type(self.model).__name__}")
-        return self.model
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of the swarm. `lives` has every process in the order of their starts, restarts included."""
-
-    lives: tuple[NodeOutcome, ...]
-    trace: Trace
-    bugs: tuple[Exception, ...]
-    """What handlers raised that they may not raise."""
-    ended_at_s: float
-
-    @property
-    def nodes(self) -> dict[PeerId, NodeOutcome]:
-        """The last life of each peer."""
-        return {life.peer: life for life in self.lives}
-
-    def of_stage(self, stage: int) -> list[NodeOutcome]:
-        """The last lives of the peers that held a stage, sorted by peer id."""
-        return sorted((one for one in self.nodes.values() if one.stage == stage), key=lambda one: one.peer)
+    def running(self) -> bool:
+        """It has neither ended nor crashed."""
+        return self.task is not None and not self.task.done() and not self.crashed
 
 
 class Swarm:
@@ -138,7 +107,10 @@ class Swarm:
         self.network = Network(plan.seed, plan.link)
         self.registry = Registry(plan.view_age_s)
         self.trace = Trace()
+        self.disks: dict[PeerId, Disk] = {}
+        """What each node has written; they outlive its processes."""
         self._lives: list[Life] = []
+        self._restarts: dict[asyncio.Task[None], None] = {}
         self._schedule: list[tuple[float, Callable[[], object]]] = []
 
     # --- what happens when ----------------------------------------------------------------------------------------
@@ -148,38 +120,81 @@ class Swarm:
         self._schedule.append((at_s, action))
 
     def start(self, stage: int, replica: int) -> None:
-        """Start a node, also again after its crash; its process has an incarnation of its own."""
+        """Start a node, also again with its disk after its crash; its process has an incarnation of its own."""
         peer, plan = peer_id(stage, replica), self.plan
         incarnation = generator(plan.seed, "incarnation", peer, len(self._lives)).getrandbits(64) | 1
         config = plan.config.model_copy(update={"stage": None if plan.chooses_stage else stage})
-        transport, directory = SimTransport(self.network, peer), SimDirectory(self.registry, peer)
-        telemetry = SimTelemetry(self.trace, peer)
+        stages: list[TimedStage] = []
 
         async def make_stage(index: int) -> Stage:
             made = plan.stage_factory(plan.manifest, index, peer)
-            life.stage = TimedStage(made, plan.costs, generator(plan.seed, "device", peer, incarnation))
-            life.stage.slowness = plan.slowness.get(peer, 1.0)
-            return life.stage
+            timed = TimedStage(made, plan.costs, generator(plan.seed, "device", peer, incarnation, len(stages)))
+            timed.slowness = stages[-1].slowness if stages else plan.slowness.get(peer, 1.0)
+            stages.append(timed)
+            return timed
 
-        async def make_batches() -> Batches:
-            return SimBatches(plan.manifest, peer, unequal=plan.unequal_batches)
+        async def make_batches(cursor: Mapping[str, object] | None) -> Batches:
+            return SimBatches(plan.manifest, peer, unequal=plan.unequal_batches, cursor=cursor)
 
-        world = World(transport, directory, telemetry, make_stage, make_batches)
+        disk = self.disks.setdefault(peer, Disk(torn_by_crash=plan.torn_by_crash))
+        transport, directory = SimTransport(self.network, peer), SimDirectory(self.registry, peer)
+        telemetry = SimTelemetry(self.trace, peer)
+        checkpoints = SimCheckpoints(disk, config.checkpoint.keep, plan.save_s)
+        world = World(transport, directory, telemetry, checkpoints, make_stage, make_batches)
         advert = Advert(peer, plan.manifest.run_id, stage, addresses=(peer,))
-        life = Life(peer, Node(advert, plan.manifest, config, world, incarnation), transport, directory, telemetry)
+        node = Node(advert, plan.manifest, config, world, incarnation)
+        life = Life(peer, (stage, replica), node, world, (transport, directory, telemetry, checkpoints), stages)
         life.task = asyncio.get_running_loop().create_task(self._live(life), name=peer)
         self._lives.append(life)
 
     def crash(self, peer: PeerId) -> None:
         """A process is gone at once: nothing it still does has any effect, its advert stays until it expires."""
         life = self.life(peer)
-        if life.task is None or life.task.done():
+        if life.task is None or not life.running:
             return
-        life.crashed = life.transport.dead = life.directory.dead = life.telemetry.dead = True
+        life.crashed = True
+        for port in life.ports:
+            port.dead = True
         self.network.crash(peer)
-        if life.stage is not None:
-            life.stage.halt()
+        for stage in life.stages:
+            stage.halt()
         life.task.cancel()
+
+    def bounce(self, peer: PeerId, down_s: float) -> None:
+        """Crash a node and start it again after `down_s` with its id and its disk, unless the run has ended by then."""
+        if self.life(peer).running:
+            self.crash(peer)
+            restart = asyncio.get_running_loop().create_task(self._restart(peer, down_s))
+            self._restarts[restart] = None
+            restart.add_done_callback(lambda done: self._restarts.pop(done, None))
+
+    def wipe(self, peer: PeerId) -> None:
+        """A node loses its disk."""
+        self.disks[peer].wipe()
+
+    def tear(self, peer: PeerId) -> None:
+        """The newest checkpoint of a node turns out torn when it is read."""
+        self.disks[peer].tear()
+
+    def pause(self, peer: PeerId) -> None:
+        """Tell a node to stop taking part for a while."""
+        if self.life(peer).running:
+            self.life(peer).node.pause()
+
+    def resume(self, peer: PeerId) -> None:
+        """Tell a paused node to come back."""
+        if self.life(peer).running:
+            self.life(peer).node.resume()
+
+    def split(self, *groups: Collection[PeerId]) -> None:
+        """Nothing crosses from one group to another until `heal`, neither calls nor announcements."""
+        self.network.split(groups)
+        self.registry.split(groups)
+
+    def heal(self) -> None:
+        """End the split."""
+        self.network.heal()
+        self.registry.heal()
 
     def slow(self, peer: PeerId, slowness: float) -> None:
         """From its next device operation on, a node needs this many times the plain seconds."""
@@ -217,13 +232,25 @@ class Swarm:
             for replica in range(count):
                 self.start(stage, replica)
         schedule = asyncio.create_task(self._follow_schedule())
-        while running := [life.task for life in self._lives if life.task and not life.task.done()]:
-            await asyncio.wait(running if schedule.done() else [*running, schedule], return_when="FIRST_COMPLETED")
+        while waited := self._ahead(schedule):
+            await asyncio.wait(waited, return_when="FIRST_COMPLETED")
             if schedule.done():
                 schedule.result()
         schedule.cancel()
         lives = tuple(self._outcome(life) for life in self._lives)
         return Outcome(lives, self.trace, tuple(self.network.bugs), asyncio.get_running_loop().time())
+
+    def _ahead(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
+        """What the run waits for; empty when it is over. Where all have crashed, the schedule may start them again."""
+        lives = [life.task for life in self._lives if life.task and not life.task.done()]
+        ahead = [*lives, *self._restarts]
+        crashed = all(self.life(peer).crashed for peer in {life.peer: None for life in self._lives})
+        return [*ahead, schedule] if not schedule.done() and (ahead or crashed) else ahead
+
+    async def _restart(self, peer: PeerId, down_s: float) -> None:
+        await asyncio.sleep(down_s)
+        if not any(life.node.finished for life in self._lives):
+            self.start(*self.life(peer).place)
 
     async def _follow_schedule(self) -> None:
         """Actions of the same time in the order in which they were given."""
@@ -233,11 +260,11 @@ class Swarm:
             action()
 
     async def _live(self, life: Life) -> None:
-        await life.transport.serve(life.node)
+        await life.world.transport.serve(life.node)
         try:
             await life.node.run()
         finally:
-            await life.transport.close()
+            await life.world.transport.close()
             life.ended_at_s = asyncio.get_running_loop().time()
 
     def _outcome(self, life: Life) -> NodeOutcome:
@@ -251,6 +278,6 @@ class Swarm:
             crashed=life.crashed,
             error=task.exception() if task and not task.cancelled() else None,
             ended_at_s=life.ended_at_s,
-            model=life.stage.stage if life.stage else None,
-            trace=life.telemetry.own,
+            models=tuple(stage.stage for stage in life.stages),
+            trace=life.trace,
         )

@@ -1,0 +1,187 @@
+"""Checkpoints as they lie on disk, read without a node: by the node after a restart, and by who takes the model home.
+
+    <node's directory>/checkpoints/<run>-<peer>/stage-1-round-000010-7.safetensors    the tensors
+    <node's directory>/checkpoints/<run>-<peer>/stage-1-round-000010-7.json           the manifest, written last
+
+The last number counts what the node saved, so nothing is ever written over. A checkpoint is there once its manifest is:
+that carries a digest of itself and of every tensor. Writing is the matter of `checkpoints`.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, MicrobatchId, PeerId, ReplicaState
+from noloco_p2p.errors import LocalError
+
+FORMAT = 1
+"""Changes when an older program could not read the manifest any more."""
+MANIFEST_LIMIT_BYTES = 64 << 20
+"""A larger file is no manifest of ours (its spent ids are at most some hundred thousand)."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the manifest names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    """xxh3-128 of its values, hexadecimal."""
+
+
+class Manifest(BaseModel):
+    """What the JSON file says, besides its own digest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int
+    run_id: str
+    peer_id: PeerId
+    saved: int
+    """How many checkpoints this node had saved before this one, in this directory."""
+    stage: int
+    round: int
+    step: float
+    inner_steps: int
+    adam_steps: int
+    number: int
+    file_bytes: int
+    """Size of the file of tensors."""
+    tensors: tuple[StoredTensor, ...]
+    """In the stage's order."""
+    cursor: dict[str, object] | None
+    random_state: list[object]
+    """`random.Random.getstate()` with lists for tuples."""
+    origins: tuple[tuple[PeerId, int], ...]
+    """(peer, incarnation) of the spent ids."""
+    spent: tuple[tuple[int, int], ...]
+    """(index into `origins`, counter), oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One checkpoint on disk."""
+
+    path: Path
+    """The manifest's file; the tensors lie beside it."""
+    manifest: Manifest
+
+    @property
+    def tensors_path(self) -> Path:
+        """The file of tensors."""
+        return self.path.with_suffix(".safetensors")
+
+    @property
+    def holding(self) -> Holding:
+        """What a node announces of it."""
+        return Holding(self.manifest.stage, self.manifest.round, int(self.manifest.step))
+
+
+class Damaged(LocalError):
+    """A checkpoint is torn or corrupt. The message names the file."""
+
+
+class OtherFormat(Damaged):
+    """A checkpoint of another version of this program."""
+
+
+# --- reading, without a node -----------------------------------------------------------------------------------------
+
+
+def stored_shards(directory: Path) -> list[Shard]:
+    """All checkpoints at or below a directory (of a node, or of a swarm) that look whole, whoever wrote them.
+
+    Sorted by run, peer and the order in which they were saved. Raises LocalError when the directory cannot be read.
+    """
+    try:
+        found = list(whole(sorted(directory.glob("**/checkpoints/*/stage-*.json"))))
+    except OSError as error:
+        raise LocalError(f"checkpoints below {directory}: {error.strerror}") from error
+    return sorted(found, key=lambda one: (one.manifest.run_id, one.manifest.peer_id, one.manifest.saved))
+
+
+def read_tensors(shard: Shard, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
+    """The tensors of some kinds (`slow`, `fast`, …; None: all), in the stage's order. Raises Damaged.
+
+    Only what is asked for is read and verified; it takes as much memory as it has bytes.
+    """
+    try:
+        with safe_open(shard.tensors_path, framework="numpy") as file:
+            wanted = [t for t in shard.manifest.tensors if kinds is None or t.name.partition("/")[0] in kinds]
+            return tuple(_verified(file.get_tensor(tensor.name), tensor) for tensor in wanted)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise Damaged(f"checkpoint {shard.tensors_path} is damaged: {error}") from error
+
+
+def read_checkpoint(shard: Shard) -> Checkpoint:
+    """All of a checkpoint. Raises Damaged."""
+    m = shard.manifest
+    try:
+        spent = tuple(MicrobatchId(*m.origins[origin], counter) for origin, counter in m.spent)
+    except IndexError:
+        raise Damaged(f"checkpoint {shard.path} is damaged: spent ids of an origin that it does not name") from None
+    state = ReplicaState(
+        peer=m.peer_id,
+        stage=m.stage,
+        round=m.round,
+        step=m.step,
+        inner_steps=m.inner_steps,
+        adam_steps=m.adam_steps,
+        tensors=read_tensors(shard),
+        number=m.number,
+        spent=spent,
+    )
+    return Checkpoint(state, m.cursor, tuple(_tupled(value) for value in m.random_state))
+
+
+def _verified(values: npt.NDArray[np.generic], expected: StoredTensor) -> HostTensor:
+    if (values.dtype.name, values.shape) != (expected.dtype, expected.shape):
+        raise ValueError(f"{expected.name} is {values.dtype.name} {values.shape}, not as the manifest says")
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    if xxhash.xxh3_128_hexdigest(data) != expected.digest:
+        raise ValueError(f"the values of {expected.name} do not have the digest in the manifest")
+    return HostTensor(expected.name, expected.dtype, expected.shape, data)
+
+
+def whole(paths: Iterable[Path]) -> Iterator[Shard]:
+    """Those whose manifest is undamaged and whose file of tensors has the size that it should have."""
+    for path in paths:
+        try:
+            shard = Shard(path, read_manifest(path))
+            if shard.tensors_path.stat().st_size == shard.manifest.file_bytes:
+                yield shard
+        except (Damaged, FileNotFoundError):
+            continue
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file. Raises Damaged, OtherFormat; OSError as it comes."""
+    with open(path, "rb") as file:
+        text = file.read(MANIFEST_LIMIT_BYTES)
+    try:
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.pop("digest", None) != manifest_digest(content):
+            raise Damaged(f"checkpoint {path} is damaged: its digest is another one")
+        if content.get("format") != FORMAT:
+            raise OtherFormat(f"checkpoint {path} has format {content.get('format')}, this program reads {FORMAT}")
+        return Manifest.model_validate(content)
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise Damaged(f"checkpoint {path} is damaged: {error}") from error
+
+
+def manifest_digest(content: dict[str, object]) -> str:
+    """xxh3-128 (hexadecimal) of a manifest without its digest."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _tupled(value: object) -> object:
+    return tuple(_tupled(one) for one in value) if isinstance(value, list) else value

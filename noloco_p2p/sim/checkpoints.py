@@ -1,0 +1,102 @@
+"""The Checkpoints port without files: a disk that outlives the processes of its node, and can be torn or lost."""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from noloco_p2p.core.messages import Checkpoint, Holding
+from noloco_p2p.errors import LocalError
+
+
+@dataclass(slots=True)
+class _Entry:
+    checkpoint: Checkpoint
+    torn: bool = False
+    noticed: bool = False
+    """Somebody tried to read it and found it torn."""
+
+    @property
+    def holding(self) -> Holding:
+        state = self.checkpoint.state
+        return Holding(state.stage, state.round, int(state.step))
+
+
+class Disk:
+    """What one node has written. It survives crashes; the swarm owns it.
+
+    With `torn_by_crash` a crash in the middle of a save leaves a checkpoint that looks whole and is not; else nothing.
+    """
+
+    def __init__(self, *, torn_by_crash: bool = False) -> None:
+        self.full = False
+        """Savings fail."""
+        self.torn_by_crash = torn_by_crash
+        self._entries: list[_Entry] = []
+
+    def held(self) -> list[Holding]:
+        """What looks whole, oldest first."""
+        return list(dict.fromkeys(entry.holding for entry in self._entries if not entry.noticed))
+
+    def put(self, checkpoint: Checkpoint, keep: int, *, torn: bool = False) -> None:
+        """Add one in the place of an earlier one of its stage and round, and forget those too many."""
+        fresh = _Entry(checkpoint, torn)
+        others = [one for one in self._entries if one.holding[:2] != fresh.holding[:2] and not one.noticed]
+        self._entries = [*others, fresh][-keep:]
+
+    def get(self, held: Holding) -> Checkpoint | None:
+        """One of the whole ones; None when it is torn, which is noticed, or not there."""
+        for entry in reversed(self._entries):
+            if entry.holding == held:
+                entry.noticed = entry.torn
+                return None if entry.torn else entry.checkpoint
+        return None
+
+    def tear(self) -> None:
+        """The newest one turns out torn when somebody reads it. Nothing happens to an empty disk."""
+        if self._entries:
+            self._entries[-1].torn = True
+
+    def wipe(self) -> None:
+        """All is lost."""
+        self._entries.clear()
+
+
+class SimCheckpoints:
+    """The Checkpoints port of one process. A save takes `save_s` virtual seconds, a load as long."""
+
+    def __init__(self, disk: Disk, keep: int, save_s: float = 0.05) -> None:
+        self.dead = False
+        """The process has crashed: what its tasks still try has no effect."""
+        self._disk = disk
+        self._keep = keep
+        self._save_s = save_s
+
+    async def held(self) -> list[Holding]:
+        """See `ports.Checkpoints`."""
+        return self._disk.held()
+
+    async def save(self, checkpoint: Checkpoint) -> None:
+        """See `ports.Checkpoints`. What is written are the values of the time of the call."""
+        frozen = _copy(checkpoint)
+        try:
+            await asyncio.sleep(self._save_s)
+        finally:
+            if self.dead and self._disk.torn_by_crash:
+                self._disk.put(frozen, self._keep, torn=True)
+        if self.dead:
+            raise asyncio.CancelledError
+        if self._disk.full:
+            raise LocalError("the disk is full")
+        self._disk.put(frozen, self._keep)
+
+    async def load(self, held: Holding) -> Checkpoint | None:
+        """See `ports.Checkpoints`."""
+        await asyncio.sleep(self._save_s)
+        found = None if self.dead else self._disk.get(held)
+        return None if found is None else _copy(found)
+
+
+def _copy(checkpoint: Checkpoint) -> Checkpoint:
+    state = checkpoint.state
+    tensors = tuple(replace(tensor, data=memoryview(bytes(tensor.data))) for tensor in state.tensors)
+    cursor = None if checkpoint.cursor is None else dict(checkpoint.cursor)
+    return replace(checkpoint, state=replace(state, tensors=tensors), cursor=cursor)
