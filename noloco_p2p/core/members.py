@@ -28,6 +28,9 @@ FIRST_ASIDE_S = 1.0
 LONGEST_ASIDE_S = 60.0
 """A peer that fails is set aside for 1, 2, 4, … seconds, at most this long."""
 
+FAILURES_TO_DESERT = 2
+"""A stage whose replicas have all failed so often in a row, with no answer since, is as good as without any."""
+
 READS_TO_VANISH = 2
 """A peer that is missing in this many successive readings is gone; one reading of a DHT can miss somebody."""
 
@@ -80,6 +83,9 @@ class Members:
             elif member is None or member.advert.stage != advert.stage:
                 self._members[peer] = _Member(advert, now - advert.age_s)
             elif now - advert.age_s >= member.announced_at:
+                if member.advert.state != advert.state:
+                    # Who goes on to another state is at work, maybe in a new process.
+                    member.failures, member.aside_until = 0, 0.0
                 member.advert, member.announced_at, member.missed_reads = advert, now - advert.age_s, 0
             else:
                 member.missed_reads = 0
@@ -119,6 +125,11 @@ class Members:
         if member is not None and member.failures:
             member.failures, member.aside_until = 0, 0.0
 
+    def is_aside(self, peer: PeerId, *, now: float) -> bool:
+        """The peer has failed of late, and its time has not ended."""
+        member = self._members.get(peer)
+        return member is not None and member.aside_until > now
+
     def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> list[Advert]:
         """Ready replicas of a stage that are not set aside; when all are, the one whose time ends first."""
         ready = [a for a in self.of_stage(stage, READY) if a.peer_id not in without]
@@ -126,6 +137,18 @@ class Members:
         if free or not ready:
             return free
         return [min(ready, key=lambda a: (self._members[a.peer_id].aside_until, a.peer_id))]
+
+    def deserted(self, stages: int, mine: int) -> list[int]:
+        """Stages other than `mine` that nobody serves: no replica is there, or none of them answers any more."""
+        return [s for s in range(stages) if s != mine and not self._served(s)]
+
+    def may_be_tried(self, stage: int, *, now: float) -> bool:
+        """Somebody of a stage is there and not set aside: only a call can tell whether it serves again."""
+        return any(not self.is_aside(a.peer_id, now=now) for a in self.of_stage(stage, READY))
+
+    def _served(self, stage: int) -> bool:
+        there = self.of_stage(stage, IN_ROUNDS)
+        return any(self._members[a.peer_id].failures < FAILURES_TO_DESERT for a in there)
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core.messages import Advert, Batch, LossSum, MicrobatchId, Origin
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat
-from noloco_p2p.errors import PeerError
+from noloco_p2p.errors import Declined, PeerError
 
 EVALUATIONS_AT_ONCE = 2
 
@@ -22,17 +22,25 @@ class Ending:
         """Seconds spent in evaluations while training."""
 
     async def evaluate(self) -> None:
-        """The same held-out microbatches as everybody, on fixed routes, no weight averaging (method.md §5)."""
+        """The same held-out microbatches as everybody, on fixed routes, no weight averaging (method.md §5).
+
+        A stage that nobody serves is waited for; an evaluation of which a microbatch is missing does not count.
+        """
         seat = self._seat
         rank = sorted([seat.me, *(a.peer_id for a in seat.members.of_stage(0))]).index(seat.me)
         gate = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
-        began = seat.now()
+        began, missed = seat.now(), False
 
         async def one(number: int, batch: Batch) -> LossSum | None:
+            nonlocal missed
             async with gate:
+                if missed:
+                    return None
                 try:
                     return await self._loss(number, rank, batch)
                 except PeerError as error:
+                    # What nobody evaluates until its deadline, nobody evaluates of the others either.
+                    missed = True
                     seat.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
                     return None
 
@@ -42,7 +50,7 @@ class Ending:
         tokens = sum(s.tokens for s in sums)
         if seat.advert.state == "training":
             self.evaluated_s += seat.now() - began
-        if tokens:
+        if tokens and not missed:
             seat.event("evaluation", step=seat.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
 
     async def _loss(self, number: int, rank: int, batch: Batch) -> LossSum:
@@ -54,7 +62,12 @@ class Ending:
         parcel = Parcel(
             MicrobatchId(seat.me, 0, number), Origin(seat.me, seat.step, rank), result, batch.targets, batch.mask
         )
-        return await self._sender.evaluate(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
+        while True:
+            try:
+                return await self._sender.evaluate(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
+            except Declined:
+                if seat.draining or not await self._sender.until_served():
+                    raise
 
     async def finish(self) -> None:
         """Stay until the others no longer need this node, at most `linger_s` for each thing waited for."""

@@ -7,7 +7,7 @@ from noloco_p2p.core.streak import NonFiniteStreak
 from noloco_p2p.duties.door import to_the_end
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat
-from noloco_p2p.errors import Busy, LocalError, PeerError
+from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
 
 
 class Beginnings:
@@ -44,7 +44,7 @@ class Beginnings:
         try:
             through, finite = await self._route(microbatch, Origin(seat.me, seat.step, index), batch)
         except (PeerError, asyncio.CancelledError) as error:
-            seat.event("microbatch", result="dropped", message=str(error))
+            seat.event("microbatch", result="dropped", reason=self._why(error), message=str(error))
             if isinstance(error, asyncio.CancelledError):
                 raise
             return
@@ -78,7 +78,7 @@ class Beginnings:
         return through, done.finite and gradient.finite
 
     async def _deliver(self, parcel: Parcel) -> tuple[Gradient, PeerId]:
-        """Busy is no failure: try again as long as this node trains."""
+        """Busy is no failure, and a stage that nobody serves comes back: try again as long as this node trains."""
         seat = self._seat
         while True:
             try:
@@ -86,3 +86,17 @@ class Beginnings:
             except Busy:
                 if seat.draining:
                     raise
+            except Declined:
+                if seat.draining or not await self._sender.until_served():
+                    raise
+
+    def _why(self, error: BaseException) -> str:
+        """The reason for which a microbatch was dropped, as a label."""
+        match error:
+            case Violation():
+                return "violation"
+            case Busy():
+                return "busy"
+            case asyncio.CancelledError():
+                return "cancelled"
+        return "leaving" if self._seat.draining else "declined"

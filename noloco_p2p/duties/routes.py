@@ -4,7 +4,7 @@ The sender keeps its output and its graph; a peer that fails costs another call,
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 
 from noloco_p2p.core import members as membership
@@ -20,6 +20,7 @@ from noloco_p2p.core.messages import (
     Origin,
     PeerId,
 )
+from noloco_p2p.core.patience import ANSWER_SHARE, Patience, attempt_s
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 
@@ -28,6 +29,8 @@ LONGEST_PAUSE_S = 0.1
 """Pause after everybody said Busy; it doubles from the first to the longest."""
 SHORTEST_CALL_S = 0.05
 """With less time than this left, a call is not begun."""
+TIMER_S = 0.01
+"""Timers are as exact as this: a call that took all of its time but this was ended by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,14 @@ class _Attempts:
 
 
 class Sender:
-    """Sends to the next stage for one node."""
+    """Sends to the next stage for one node, and knows how long its answers take."""
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
+        # By the stage called: a node may move.
+        self._patience: defaultdict[int, Patience] = defaultdict(Patience)
+        self._evaluations: defaultdict[int, Patience] = defaultdict(Patience)
+        self._saw_the_end = False
 
     async def deliver(self, parcel: Parcel, deadline: float) -> tuple[Gradient, PeerId]:
         """The gradient of an output, and the replica that served it; `deadline` is on the loop's clock.
@@ -73,11 +80,14 @@ class Sender:
         we send breaks the protocol: then nobody retries it.
         """
         seat, heard = self._seat, _Attempts(set(), set())
+        patience = self._patience[seat.index + 1]
+        deadline = self._before_my_caller(deadline)
         while True:
             if seat.drain_by is not None:
                 deadline = min(deadline, seat.drain_by)
-            left_s = self._share(deadline - seat.now())
-            if left_s < SHORTEST_CALL_S:
+            began = seat.now()
+            longest_s = self._attempt_s(deadline - began, patience)
+            if longest_s < SHORTEST_CALL_S:
                 raise heard.give_up(seat.index + 1, parcel.microbatch)
             peer = self._choose(parcel.origin, heard)
             if peer is None:
@@ -85,37 +95,94 @@ class Sender:
                 continue
             try:
                 with seat.span("send"):
-                    gradient = await seat.world.transport.propagate(peer, self._activation(parcel, left_s))
+                    gradient = await seat.world.transport.propagate(peer, self._activation(parcel, longest_s))
             except Busy:
-                seat.members.answered(peer.peer_id)
+                self._answered(peer)
                 seat.event("busy", direction="out")
                 heard.busy.add(peer.peer_id)
                 heard.heard_busy = True
             except (Unreachable, Declined, Violation) as error:
-                self._blame(peer, error, heard)
+                hurried = self._was_hurried(longest_s, seat.now() - began, patience)
+                self._blame(peer, error, heard, hurried=hurried)
             else:
-                seat.members.answered(peer.peer_id)
+                patience.observe(seat.now() - began)
+                self._answered(peer)
                 return gradient, peer.peer_id
 
-    def _blame(self, peer: Advert, error: PeerError, heard: _Attempts) -> None:
+    def _blame(self, peer: Advert, error: PeerError, heard: _Attempts, *, hurried: bool) -> None:
         """A call failed: set aside whose fault it is, go on with another; raise what nobody may retry."""
         if isinstance(error, Violation) and error.ours:
             raise error
+        reason = type(error).__name__.lower()
         if isinstance(error, Declined):
-            self._seat.members.answered(peer.peer_id)
+            self._answered(peer)
+        elif isinstance(error, Unreachable) and hurried:
+            reason = "hurried"
         else:
-            self._seat.members.failed(peer.peer_id, now=self._seat.now())
+            self._failed(peer)
         heard.failed.add(peer.peer_id)
         heard.failure = str(error)
-        self._seat.event("reroute", reason=type(error).__name__.lower(), peer=peer.peer_id, message=str(error))
+        self._seat.event("reroute", reason=reason, peer=peer.peer_id, message=str(error))
 
-    def _share(self, left_s: float) -> float:
-        """How much of my time the next hop gets: all but a margin for one retry at each hop below.
+    # --- how long a call may take -----------------------------------------------------------------------------------
 
-        When little is left, half of it: a retry must still end before my own caller gives up.
+    def _before_my_caller(self, deadline: float) -> float:
+        """Until when I try: my answer must still reach who called me, or it takes me for hung."""
+        if self._seat.index == 0:
+            return deadline
+        return deadline - ANSWER_SHARE * max(0.0, deadline - self._seat.now())
+
+    def _attempt_s(self, left_s: float, patience: Patience) -> float:
+        """How long the next call may take, with the calls nested in it."""
+        hops_below = self._seat.manifest.stages - 2 - self._seat.index
+        return attempt_s(left_s, hops_below, patience.deadline_s(self._seat.config.limits.patience_floor_s))
+
+    @staticmethod
+    def _was_hurried(longest_s: float, took_s: float, patience: Patience) -> bool:
+        """The call was ended by its time, and had less of it than such calls need: no proof against the peer."""
+        needed_s = patience.deadline_s()
+        return needed_s is not None and longest_s < needed_s and took_s >= longest_s - TIMER_S
+
+    # --- whom to trust ----------------------------------------------------------------------------------------------
+
+    def _answered(self, peer: Advert) -> None:
+        self._seat.members.answered(peer.peer_id)
+        if self._seat.deserted:
+            self.look_for_deserted()
+
+    def _failed(self, peer: Advert) -> None:
+        self._seat.members.failed(peer.peer_id, now=self._seat.now())
+        self.look_for_deserted()
+
+    def look_for_deserted(self, *, reading: bool = False) -> None:
+        """Keep `seat.deserted` true; tell of it when it changes, and at each `reading` while it is not empty."""
+        seat, now = self._seat, self._seat.now()
+        self._saw_the_end = self._saw_the_end or bool(seat.members.of_stage(0, {"finished"}))
+        found = seat.members.deserted(seat.manifest.stages, seat.index) if seat.advert.state == "training" else []
+        changed = found != sorted(seat.deserted)
+        seat.deserted = {stage: seat.deserted.get(stage, now) for stage in found}
+        if changed or (reading and found):
+            seat.event("deserted", stages={stage: now - since for stage, since in seat.deserted.items()})
+        if changed:
+            seat.pulse()
+
+    async def until_served(self) -> bool:
+        """Wait while a later stage is deserted and nobody of it may be tried.
+
+        False: none is, or this node leaves, or somebody of stage 0 has finished: then nobody need come back.
         """
-        hops_below = self._seat.manifest.stages - 1 - self._seat.index
-        return max(left_s - hops_below * self._seat.config.limits.hop_margin_s, left_s / 2)
+        seat = self._seat
+
+        def later() -> list[int]:
+            return [stage for stage in seat.deserted if stage > seat.index]
+
+        def may_try() -> bool:
+            return all(seat.members.may_be_tried(stage, now=seat.now()) for stage in later())
+
+        if self._saw_the_end or not later():
+            return False
+        await seat.until(lambda: seat.draining or may_try())
+        return not seat.draining
 
     def _choose(self, origin: Origin, heard: _Attempts) -> Advert | None:
         """The replica to call now, or None when everybody has just said Busy or failed."""
@@ -163,22 +230,52 @@ class Sender:
     async def evaluate(self, parcel: Parcel, deadline: float) -> LossSum:
         """The loss of a held-out microbatch; replica i of stage 0 goes through replica i mod n (`origin.index` is i).
 
-        Raises Declined when nobody of the next stage could serve it until `deadline`.
+        The next one in turn stands in for a replica that is set aside. Raises Declined when nobody of the next stage
+        could serve it until `deadline`.
         """
         seat = self._seat
         pause_s, failure, skip = FIRST_PAUSE_S, "none is in the membership", 0
-        while (left_s := self._share(deadline - seat.now())) >= SHORTEST_CALL_S:
-            replicas: Sequence[Advert] = seat.members.of_stage(seat.index + 1, membership.HOLDING)
-            if replicas:
-                peer = replicas[(parcel.origin.index + skip) % len(replicas)]
+        patience = self._evaluations[seat.index + 1]
+        deadline = self._before_my_caller(deadline)
+        while not seat.draining:
+            began = seat.now()
+            # Until enough evaluations were seen, what is known of training will do: it takes longer.
+            known = patience if patience.deadline_s() is not None else self._patience[seat.index + 1]
+            longest_s = self._attempt_s(deadline - began, known)
+            if longest_s < SHORTEST_CALL_S:
+                break
+            peer = self._evaluator(parcel.origin.index + skip)
+            if peer is not None:
                 try:
-                    return await seat.world.transport.evaluate(peer, self._activation(parcel, left_s))
+                    loss = await seat.world.transport.evaluate(peer, self._activation(parcel, longest_s))
                 except Busy:
+                    self._answered(peer)
                     failure = "busy"
                 except Violation as error:
                     raise Declined(str(error)) from error
-                except (Unreachable, Declined) as error:
+                except Declined as error:
+                    self._answered(peer)
                     failure, skip = str(error), skip + 1
+                except Unreachable as error:
+                    failure = str(error)
+                    if self._was_hurried(longest_s, seat.now() - began, known):
+                        skip += 1
+                    else:
+                        self._failed(peer)
+                else:
+                    patience.observe(seat.now() - began)
+                    self._answered(peer)
+                    return loss
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise Declined(f"no replica of stage {seat.index + 1} evaluated a microbatch in time: {failure}")
+
+    def _evaluator(self, turn: int) -> Advert | None:
+        """The replica whose turn it is, or the next one that is not set aside; None when nobody is there."""
+        seat = self._seat
+        replicas = seat.members.of_stage(seat.index + 1, membership.HOLDING)
+        if not replicas:
+            return None
+        in_turn = [replicas[(turn + more) % len(replicas)] for more in range(len(replicas))]
+        free = [a for a in in_turn if not seat.members.is_aside(a.peer_id, now=seat.now())]
+        return (free or in_turn)[0]
