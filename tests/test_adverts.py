@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.addresses import JoinAddress, announced_host, local_host_towards, reserve_port
 from noloco_p2p.io.adverts import (
@@ -59,6 +59,9 @@ def advert(**changes: object) -> Advert:
         "steps_per_s": 0.25,
         "evaluated": True,
         "settled": True,
+        "partner_from_round": 4,
+        "moving_to": 1,
+        "holds": (Holding(0, 3, 30), Holding(1, 2, 20)),
         "version": "1.2.3",
     }
     return Advert(**{**fields, **changes})  # type: ignore[arg-type]
@@ -70,17 +73,42 @@ def record(made: Advert) -> Record:
 
 def test_every_field_of_an_advert_travels() -> None:
     assert decode(encode(record(advert())), run_id=RUN, stage=0, peer_id=PEER) == record(advert())
-    elsewhere = {"peer_id", "run_id", "stage", "addresses", "age_s"}
+    elsewhere = {"peer_id", "run_id", "stage", "addresses", "age_s", "moving_to", "holds"}
     assert {field.name for field in dataclasses.fields(Advert)} == set(PLAIN_FIELDS) | elsewhere
+
+
+def test_a_node_that_moves_nowhere_and_holds_nothing() -> None:
+    made = record(advert(moving_to=None, holds=()))
+    assert decode(encode(made), run_id=RUN, stage=0, peer_id=PEER) == made
+
+
+def test_of_many_holdings_the_last_ones_are_told_and_fit() -> None:
+    holds = tuple(Holding(1000 + i, 10**7 + i, 10**9 + i) for i in range(50))
+    payload = encode(record(advert(addresses=("h" * 80 + ":50000",) * 3, metrics="m" * 100, holds=holds)))
+    assert decode(payload, run_id=RUN, stage=0, peer_id=PEER).advert.holds == holds[-8:]
+
+
+@pytest.mark.parametrize("changes", [{"moving_to": 2}, {"holds": (Holding(2, 1, 1),)}])
+def test_an_advert_speaks_only_of_stages_that_there_are(changes: dict[str, object]) -> None:
+    payload = encode(record(advert(**changes)))
+    assert decode(payload, run_id=RUN, stage=0, peer_id=PEER, stages=3).advert == advert(**changes)
+    with pytest.raises(Violation, match=r"stage 2 of 2"):
+        decode(payload, run_id=RUN, stage=0, peer_id=PEER, stages=2)
 
 
 def test_an_advert_that_nobody_would_accept_is_not_made() -> None:
     with pytest.raises(ConfigError, match=f"at most {PAYLOAD_LIMIT_BYTES}"):
-        encode(record(advert(addresses=("x" * 250, "y" * 250, "z" * 250, "w" * 250))))
+        encode(
+            record(advert(addresses=("x" * 250, "y" * 250, "z" * 250, "w" * 250), metrics="m" * 250, version="v" * 250))
+        )
 
 
 def spoilt(**changes: object) -> bytes:
     return json.dumps({**json.loads(encode(record(advert()))), **changes}).encode()
+
+
+def without(name: str) -> bytes:
+    return json.dumps({k: v for k, v in json.loads(encode(record(advert()))).items() if k != name}).encode()
 
 
 @pytest.mark.parametrize(
@@ -110,6 +138,22 @@ def spoilt(**changes: object) -> bytes:
         spoilt(addresses=["a:1"] * 5),
         spoilt(addresses=[["a:1"]]),
         spoilt(announced_at=None),
+        spoilt(partner_from_round=-1),
+        spoilt(partner_from_round=None),
+        without("partner_from_round"),
+        spoilt(moving_to=-1),
+        spoilt(moving_to="1"),
+        spoilt(moving_to=True),
+        without("moving_to"),
+        without("holds"),
+        spoilt(holds=None),
+        spoilt(holds={"0": 1}),
+        spoilt(holds=[[0, 1, 1]] * 9),
+        spoilt(holds=[[0, 1]]),
+        spoilt(holds=[0, 1, 1]),
+        spoilt(holds=[[0, 1, 1.5]]),
+        spoilt(holds=[[0, -1, 1]]),
+        spoilt(holds=[[0, 1, 2**64]]),
     ],
 )
 def test_a_malformed_payload_is_a_violation(payload: bytes) -> None:
@@ -126,7 +170,7 @@ def test_random_bytes_are_a_violation(payload: bytes) -> None:
 def test_the_packing_is_hivemind_s() -> None:
     from hivemind.utils import MSGPackSerializer
 
-    for length in (0, 31, 255, 256, 1024):
+    for length in (0, 31, 255, 256, PAYLOAD_LIMIT_BYTES):
         assert packed_bytes(bytes(length)) == MSGPackSerializer.dumps(bytes(length))
     assert packed_text(PEER) == MSGPackSerializer.dumps(PEER)
 

@@ -2,7 +2,8 @@
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from noloco_p2p.core.messages import (
     LossSum,
     MicrobatchId,
     Origin,
+    ReplicaState,
     Snapshot,
     TensorSpec,
 )
@@ -73,10 +75,21 @@ class Serving:
         """The loss is the sum of the hidden states."""
         return LossSum(sum((await body()).hidden.data.cast("d")), 2)
 
-    async def fetch_snapshot(self, caller: str, round: int | None, wait_s: float) -> Snapshot:
-        """After the whole wait, with one tensor."""
+    async def fetch_snapshot(self, caller: str, stage: int, round: int | None, wait_s: float) -> Snapshot:
+        """After the whole wait, with one parameter."""
         await asyncio.sleep(wait_s)
-        return Snapshot("b", round or 0, 3, (_floats("slow/w", 1.0),))
+        return Snapshot("b" if stage == 1 else "c", round or 0, 3, (_floats("slow/w", 1.0), _floats("delta/w", 2.0)))
+
+    @asynccontextmanager
+    async def lend_state(self, caller: str, number: int | None) -> AsyncIterator[ReplicaState]:
+        """Eight bytes of a state; logs how the loan ends."""
+        assert number is None
+        try:
+            yield ReplicaState("b", 1, 4, 40.5, 44, 43, (_floats("slow/w", 1.0),), 7, (ID,))
+        except asyncio.CancelledError:
+            self.log.append(("loan cancelled", _now()))
+            raise
+        self.log.append(("loan over", _now()))
 
     def describe(self, caller: str) -> Description:
         """Who it is."""
@@ -307,15 +320,15 @@ def test_the_other_calls() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         assert await transport.evaluate(CALLEE, _activation()) == LossSum(3.0, 2)
         assert (await transport.describe(CALLEE)).step == 2.5
-        expected = (TensorSpec("slow/w", "float64", (1, 1, 1)),)
+        expected = tuple(TensorSpec(f"{kind}/w", "float64", (1, 1, 1)) for kind in ("slow", "delta"))
         began = _now()
-        snapshot = await transport.fetch_snapshot(CALLEE, 4, 6.0, 1.0, expected)
-        assert snapshot.round == 4
+        snapshot = await transport.fetch_snapshot(CALLEE, 1, 4, 6.0, 1.0, expected)
+        assert (snapshot.round, snapshot.peer) == (4, "b")
         assert _now() - began == pytest.approx(6.0 + 2 * LATENCY_S)
         with pytest.raises(Violation, match="tensors"):
-            await transport.fetch_snapshot(CALLEE, 4, 0.0, 1.0, (*expected, *expected))
+            await transport.fetch_snapshot(CALLEE, 1, 4, 0.0, 1.0, (*expected, *expected))
         with pytest.raises(Unreachable, match=r"within 0\.15 s"):
-            await transport.fetch_snapshot(CALLEE, 4, 0.05, 0.1, expected)
+            await transport.fetch_snapshot(CALLEE, 1, 4, 0.05, 0.1, expected)
 
     _play(script)
 

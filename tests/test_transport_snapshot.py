@@ -9,7 +9,7 @@ from transport_fixture import Node, advert, hang, pair, run, tensor
 
 from noloco_p2p.core.messages import HostTensor, Snapshot, TensorSpec
 from noloco_p2p.errors import Declined, Unreachable, Violation
-from noloco_p2p.io import protobuf
+from noloco_p2p.io import weights
 
 TENSORS = (
     tensor("slow/embed", "float32", (384, 1024), seed=1),
@@ -26,10 +26,10 @@ class Shelf:
 
     def __init__(self, snapshot: Snapshot = SNAPSHOT) -> None:
         self.snapshot = snapshot
-        self.asked: list[tuple[int | None, float]] = []
+        self.asked: list[tuple[int, int | None, float]] = []
 
-    async def get(self, round: int | None, wait_s: float) -> Snapshot:
-        self.asked.append((round, wait_s))
+    async def get(self, stage: int, round: int | None, wait_s: float) -> Snapshot:
+        self.asked.append((stage, round, wait_s))
         return self.snapshot
 
 
@@ -37,10 +37,10 @@ def test_a_snapshot_arrives_bit_for_bit() -> None:
     async def scenario() -> None:
         shelf = Shelf()
         async with pair(Node(hang, shelf.get)) as both:
-            assert await both.a.fetch_snapshot(both.peer, 4, 1.5, 5.0, SPECS) == SNAPSHOT
-            assert await both.a.fetch_snapshot(both.peer, 0, 0.0, 5.0, SPECS) == SNAPSHOT
-            assert await both.a.fetch_snapshot(both.peer, None, 0.0, 5.0, SPECS) == SNAPSHOT
-        assert shelf.asked == [(4, 1.5), (0, 0.0), (None, 0.0)]
+            assert await both.a.fetch_snapshot(both.peer, 1, 4, 1.5, 5.0, SPECS) == SNAPSHOT
+            assert await both.a.fetch_snapshot(both.peer, 0, 0, 0.0, 5.0, SPECS) == SNAPSHOT
+            assert await both.a.fetch_snapshot(both.peer, 1, None, 0.0, 5.0, SPECS) == SNAPSHOT
+        assert shelf.asked == [(1, 4, 1.5), (0, 0, 0.0), (1, None, 0.0)]
 
     run(scenario())
 
@@ -60,7 +60,7 @@ def test_anything_but_the_expected_tensors_is_a_violation(expected: tuple[Tensor
     async def scenario() -> None:
         async with pair(Node(hang, Shelf().get)) as both:
             with pytest.raises(Violation) as caught:
-                await both.a.fetch_snapshot(both.peer, 4, 0.0, 5.0, expected)
+                await both.a.fetch_snapshot(both.peer, 1, 4, 0.0, 5.0, expected)
             assert not caught.value.ours
 
     run(scenario())
@@ -69,30 +69,34 @@ def test_anything_but_the_expected_tensors_is_a_violation(expected: tuple[Tensor
 @pytest.mark.parametrize(
     "snapshot",
     [
-        replace(SNAPSHOT, peer="C"),
+        replace(SNAPSHOT, peer=""),
+        replace(SNAPSHOT, peer="C\n"),
+        replace(SNAPSHOT, peer="Ç"),
+        replace(SNAPSHOT, peer="C" * 129),
+        replace(SNAPSHOT, step=1 << 60),
         replace(SNAPSHOT, tensors=(*TENSORS[:3], replace(TENSORS[3], data=TENSORS[3].data[:-8]))),
     ],
 )
-def test_a_snapshot_of_another_peer_or_cut_short_is_a_violation(snapshot: Snapshot) -> None:
+def test_a_snapshot_with_an_impossible_header_or_cut_short_is_a_violation(snapshot: Snapshot) -> None:
     async def scenario() -> None:
         async with pair(Node(hang, Shelf(snapshot).get)) as both:
             with pytest.raises(Violation):
-                await both.a.fetch_snapshot(both.peer, 4, 0.0, 5.0, SPECS)
+                await both.a.fetch_snapshot(both.peer, 1, 4, 0.0, 5.0, SPECS)
 
     run(scenario())
 
 
 def test_a_refusal_and_a_peer_that_does_not_answer() -> None:
-    async def never(round: int | None, wait_s: float) -> Snapshot:
+    async def never(stage: int, round: int | None, wait_s: float) -> Snapshot:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     async def scenario() -> None:
         async with pair(Node(hang)) as both:
             with pytest.raises(Declined, match="no snapshots here"):
-                await both.a.fetch_snapshot(both.peer, 4, 0.0, 5.0, SPECS)
+                await both.a.fetch_snapshot(both.peer, 1, 4, 0.0, 5.0, SPECS)
         async with pair(Node(hang, never)) as both:
             with pytest.raises(Unreachable, match=r"no snapshot from B within 0\.4 s"):
-                await both.a.fetch_snapshot(both.peer, 4, 0.1, 0.3, SPECS)
+                await both.a.fetch_snapshot(both.peer, 1, 4, 0.1, 0.3, SPECS)
 
     run(scenario())
 
@@ -126,7 +130,7 @@ def test_the_transfer_has_its_own_deadline_after_the_wait() -> None:
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
             through = advert(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
             with pytest.raises(Unreachable, match=r"no whole snapshot from B within 0\.5 s"):
-                await both.a.fetch_snapshot(through, 4, 20.0, 0.5, tuple(t.spec for t in big))
+                await both.a.fetch_snapshot(through, 1, 4, 20.0, 0.5, tuple(t.spec for t in big))
             assert stalled.is_set()
             server.close()
             for writer in held:
@@ -140,7 +144,7 @@ def test_a_fetch_that_is_given_up_stops_the_sender(monkeypatch: pytest.MonkeyPat
     async def scenario() -> None:
         sent = 0
         big = tuple(HostTensor(f"slow/{i}", "uint8", (1 << 24,), memoryview(bytes(1 << 24))) for i in range(8))
-        original = protobuf.to_snapshot
+        original = weights.to_snapshot
         over = asyncio.Event()
 
         def counted(snapshot: Snapshot) -> Any:
@@ -152,10 +156,10 @@ def test_a_fetch_that_is_given_up_stops_the_sender(monkeypatch: pytest.MonkeyPat
             finally:
                 over.set()
 
-        monkeypatch.setattr(protobuf, "to_snapshot", counted)
+        monkeypatch.setattr(weights, "to_snapshot", counted)
         async with pair(Node(hang, Shelf(Snapshot("B", 4, 40, big)).get)) as both:
             with pytest.raises(Violation):
-                await both.a.fetch_snapshot(both.peer, 4, 0.0, 5.0, SPECS)
+                await both.a.fetch_snapshot(both.peer, 1, 4, 0.0, 5.0, SPECS)
             await asyncio.wait_for(over.wait(), 3.0)
             assert sent < 40, "of 129 messages"
 

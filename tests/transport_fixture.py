@@ -5,7 +5,7 @@ import gc
 import random
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from noloco_p2p.core.messages import (
     MicrobatchId,
     Origin,
     PeerId,
+    ReplicaState,
     Snapshot,
     TensorSpec,
 )
@@ -117,7 +118,8 @@ class Node:
     """A handler. Each call appends to `calls`, and how it ended to `ends`."""
 
     serve: Callable[[Header, Body], Awaitable[Gradient]]
-    snapshot: Callable[[int | None, float], Awaitable[Snapshot]] | None = None
+    snapshot: Callable[[int, int | None, float], Awaitable[Snapshot]] | None = None
+    lend: Callable[[PeerId, int | None], AbstractAsyncContextManager[ReplicaState]] | None = None
     calls: list[tuple[PeerId, Header]] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     entered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,10 +143,15 @@ class Node:
         gradient = await self.propagate(caller, header, body)
         return LossSum(gradient.loss_sum, gradient.tokens)
 
-    async def fetch_snapshot(self, caller: PeerId, round: int | None, wait_s: float) -> Snapshot:
+    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
         if self.snapshot is None:
             raise Declined("no snapshots here")
-        return await self.snapshot(round, wait_s)
+        return await self.snapshot(stage, round, wait_s)
+
+    def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
+        if self.lend is None:
+            raise Declined("no state here")
+        return self.lend(caller, number)
 
     def describe(self, caller: PeerId) -> Description:
         return Description("B", RUN, 1, "training", 7.5, 3, "0.1")

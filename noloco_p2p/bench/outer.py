@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,17 @@ import uvloop
 from noloco_p2p.bench.transport import PEER, RUN, Silent
 from noloco_p2p.compute.slow import SlowWeights
 from noloco_p2p.config import ListenSettings, OuterSettings
-from noloco_p2p.core.messages import Advert, Description, Gradient, Header, LossSum, PeerId, Snapshot, TensorSpec
+from noloco_p2p.core.messages import (
+    Advert,
+    Description,
+    Gradient,
+    Header,
+    LossSum,
+    PeerId,
+    ReplicaState,
+    Snapshot,
+    TensorSpec,
+)
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport import GrpcTransport, tune_allocator
 from noloco_p2p.ports import Body
@@ -57,9 +68,13 @@ class Far:
         """Not measured."""
         raise Declined("not measured")
 
-    async def fetch_snapshot(self, caller: PeerId, round: int | None, wait_s: float) -> Snapshot:
+    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
         """The same at every call."""
         return self._snapshot
+
+    def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
+        """Not measured."""
+        raise Declined("not measured")
 
     def describe(self, caller: PeerId) -> Description:
         """Who this is."""
@@ -121,7 +136,7 @@ async def rounds(size: str, port: int) -> dict[str, Any]:
         moments = [time.perf_counter()]
         frozen = Snapshot(NEAR, 1, 10, weights.snapshot())
         moments.append(time.perf_counter())
-        theirs = await mine.fetch_snapshot(far, 1, 0.0, WAIT_S, weights.specs)
+        theirs = await mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, weights.specs)
         moments.append(time.perf_counter())
         weights.merge(frozen, theirs)
         moments.append(time.perf_counter())
@@ -148,7 +163,7 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
     counter = Counter(port)
     server, counting_port = await counter.open()
     counted = GrpcTransport(NEAR, RUN, ListenSettings(), Silent(), 1 << 20)
-    await counted.fetch_snapshot(Advert(PEER, RUN, 1, (f"127.0.0.1:{counting_port}",)), 1, 0.0, WAIT_S, specs)
+    await counted.fetch_snapshot(Advert(PEER, RUN, 1, (f"127.0.0.1:{counting_port}",)), 1, 1, 0.0, WAIT_S, specs)
     await counted.close()
     server.close()
     await counter.close()

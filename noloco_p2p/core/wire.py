@@ -46,13 +46,20 @@ class End(NamedTuple):
 Frame = Chunk | End
 
 
-def frames(tensors: Iterable[HostTensor], digests: Iterable[int]) -> Iterator[Frame]:
-    """The stream of these tensors. A digest is asked for when its tensor's turn comes; chunks are views, not copies."""
-    for index, (tensor, digest) in enumerate(zip(tensors, digests, strict=True)):
+def frames(
+    tensors: Iterable[HostTensor], digests: Iterable[int], *, first: int = 0, offset: int = 0
+) -> Iterator[Frame]:
+    """The stream of these tensors. A digest is asked for when its tensor's turn comes; chunks are views, not copies.
+
+    The rest of a stream has the index of the `first` tensor given, and begins at byte `offset` of that one.
+    """
+    begin = offset
+    for index, (tensor, digest) in enumerate(zip(tensors, digests, strict=True), first):
         length = tensor.data.nbytes
-        for offset in range(0, length, CHUNK_BYTES):
-            yield Chunk(index, offset, tensor.data[offset : offset + CHUNK_BYTES])
+        for at in range(begin, length, CHUNK_BYTES):
+            yield Chunk(index, at, tensor.data[at : at + CHUNK_BYTES])
         yield End(index, length, digest)
+        begin = 0
 
 
 def packs(stream: Iterable[Frame]) -> Iterator[list[Frame]]:
@@ -95,6 +102,35 @@ def total_bytes(specs: Sequence[TensorSpec], max_bytes: int) -> int:
     return total
 
 
+def check_same(sent: Sequence[TensorSpec], expected: Sequence[TensorSpec], what: str) -> None:
+    """Raises Violation, which names the first difference, unless these tensors are the expected ones in their order."""
+    for one, wanted in zip(sent, expected, strict=False):
+        if one != wanted:
+            raise Violation(f"the {what} has {one}, expected was {wanted}"[:MAX_NAME_CHARACTERS])
+    if len(sent) != len(expected):
+        raise Violation(f"the {what} has {len(sent)} tensors, expected were {len(expected)}")
+
+
+def check_snapshot(sent: Sequence[TensorSpec], nbytes: int) -> None:
+    """Raises Violation unless these can be the tensors of a snapshot of exactly `nbytes` bytes.
+
+    That is all that is known of another stage's snapshot: `slow/…` for every parameter, then `delta/…` for the same.
+    """
+    total = total_bytes(sent, nbytes)
+    if total != nbytes:
+        raise Violation(f"the snapshot has {total} bytes, expected were {nbytes}")
+    half = len(sent) // 2
+    slow, delta = sent[:half], sent[half:]
+    names = [spec.name.removeprefix("slow/") for spec in slow]
+    if (
+        [spec.name for spec in slow] != [f"slow/{name}" for name in names]
+        or list(delta) != [spec._replace(name=f"delta/{name}") for name, spec in zip(names, slow, strict=True)]
+        or len(set(names)) != half
+        or not all(name and name.isascii() and name.isprintable() for name in names)
+    ):
+        raise Violation("the tensors are not slow/… of every parameter and then delta/… of the same ones")
+
+
 def buffer(length: int) -> memoryview:
     """A zeroed buffer."""
     return memoryview(bytearray(length))
@@ -124,6 +160,11 @@ class Assembler:
     def complete(self) -> bool:
         """Every declared tensor has been closed by its end marker."""
         return self._open and len(self._done) == len(self._specs)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The tensor that is due, and the byte of it that is; it only grows."""
+        return len(self._done), self._filled
 
     @property
     def held_bytes(self) -> int:

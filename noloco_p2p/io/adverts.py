@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from noloco_p2p.core.members import STATES
-from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.messages import Advert, Holding, PeerId
 from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.io.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 
-PAYLOAD_LIMIT_BYTES = 1024
-"""A payload above this size is neither sent nor accepted."""
+PAYLOAD_LIMIT_BYTES = 1536
+"""A payload above this size is neither sent nor accepted: 1 KiB for all but `holds`, which is less than 0.5 KiB."""
 LONGEST_TTL_S = 3600.0
 """No record may live longer, so that strangers cannot fill the DHT for ever."""
 ADDRESSES_LIMIT = 4
 """Addresses of one kind in one advert."""
+HOLDS_LIMIT = 8
+"""Weights of which one advert tells; of a node that has more, the last ones."""
 _TEXT_LIMIT = 256
 _CONTEXT = b"noloco advert 1\x00"
 """Goes before what is signed, so that a signature made for one purpose is worth nothing for another."""
@@ -39,6 +41,7 @@ PLAIN_FIELDS: Mapping[str, type] = {
     "steps_per_s": float,
     "evaluated": bool,
     "settled": bool,
+    "partner_from_round": int,
     "version": str,
 }
 """Fields of `Advert` that travel as they are. Unknown fields of later versions are passed over."""
@@ -76,6 +79,7 @@ def stage_key(run_id: str, stage: int) -> str:
 def encode(record: Record) -> bytes:
     """The payload of a record. Raises ConfigError when the advert is larger than others would accept."""
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in PLAIN_FIELDS}
+    fields |= {"moving_to": record.advert.moving_to, "holds": record.advert.holds[-HOLDS_LIMIT:]}
     fields |= {"addresses": record.advert.addresses, "announced_at": record.announced_at, "libp2p": record.libp2p}
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     if len(payload) > PAYLOAD_LIMIT_BYTES:
@@ -86,8 +90,11 @@ def encode(record: Record) -> bytes:
     return payload
 
 
-def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId) -> Record:
-    """The record of a payload that stood under this key and subkey. Raises Violation naming what is wrong."""
+def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: int | None = None) -> Record:
+    """The record of a payload that stood under this key and subkey. Raises Violation naming what is wrong.
+
+    With `stages`, their number in the run, it may speak of no other ones.
+    """
     if len(payload) > PAYLOAD_LIMIT_BYTES:
         raise Violation(f"advert of {len(payload)} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted")
     try:
@@ -99,6 +106,10 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId) -> Recor
     plain: dict[str, Any] = {name: _plain(fields, name, kind) for name, kind in PLAIN_FIELDS.items()}
     if plain["state"] not in STATES:
         raise Violation("advert with an unknown state")
+    plain |= {"moving_to": _moving_to(fields), "holds": _holds(fields)}
+    named = [holding.stage for holding in plain["holds"]] + [plain["moving_to"] or 0]
+    if stages is not None and max(named) >= stages:
+        raise Violation(f"advert that speaks of stage {max(named)} of {stages}")
     advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, addresses=_texts(fields, "addresses"), **plain)
     return Record(advert, _plain(fields, "announced_at", float), _texts(fields, "libp2p"))
 
@@ -124,6 +135,24 @@ def _texts(fields: Mapping[str, object], name: str) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) > ADDRESSES_LIMIT:
         raise Violation(f"advert whose {name} is not a list of at most {ADDRESSES_LIMIT}")
     return tuple(_plain({name: item}, name, str) for item in value)
+
+
+def _moving_to(fields: Mapping[str, object]) -> int | None:
+    """A stage, or null; it must be there."""
+    if "moving_to" in fields and fields["moving_to"] is None:
+        return None
+    moving_to: int = _plain(fields, "moving_to", int)
+    return moving_to
+
+
+def _holds(fields: Mapping[str, object]) -> tuple[Holding, ...]:
+    """Triples of stage, round and step."""
+    value = fields.get("holds")
+    if not isinstance(value, list) or len(value) > HOLDS_LIMIT:
+        raise Violation(f"advert whose holds is not a list of at most {HOLDS_LIMIT}")
+    if not all(isinstance(item, list) and len(item) == len(Holding._fields) for item in value):
+        raise Violation("advert whose holds are not of stage, round and step each")
+    return tuple(Holding(*(_plain({"holds": number}, "holds", int) for number in item)) for item in value)
 
 
 def packed_bytes(data: bytes) -> bytes:
@@ -185,7 +214,7 @@ class AdvertValidator:
         if value != packed_bytes(payload):
             return False
         try:
-            made = decode(payload, run_id=self._run_id, stage=stage, peer_id=peer_id)
+            made = decode(payload, run_id=self._run_id, stage=stage, peer_id=peer_id, stages=len(self._stages))
         except Violation:
             return False
         if made.announced_at > record.expiration_time:

@@ -51,6 +51,7 @@ class Link:
     whole: dict[str, Exchange] = field(init=False)
     """The same for an activation and a reply of one message each: half the work."""
     fetch_snapshot: Exchange = field(init=False)
+    fetch_state: Exchange = field(init=False)
     describe: Exchange = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +60,9 @@ class Link:
         self.whole = {name: self.channel.unary_unary(f"{SERVICE}/{name}") for name in names}
         self.fetch_snapshot = self.channel.unary_stream(
             f"{SERVICE}/FetchSnapshot", request_serializer=pb.SnapshotRequest.SerializeToString
+        )
+        self.fetch_state = self.channel.unary_stream(
+            f"{SERVICE}/FetchState", request_serializer=pb.StateRequest.SerializeToString
         )
         self.describe = NodeStub(self.channel).Describe
 

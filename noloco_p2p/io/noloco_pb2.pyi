@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
-(the version of this file, "1"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
+(the version of this file, "2"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
 closed by an end marker. Digests are 64-bit xxh3.
 """
 
@@ -469,19 +469,23 @@ class SnapshotRequest(_message.Message):
 
     ROUND_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The outer round wanted; without it, the newest one held, at once."""
     wait_s: _builtins.float
     """How long, in seconds, the peer may wait until it has reached that round; then it sends the newest one held."""
+    stage: _builtins.int
+    """The stage whose weights are wanted: the peer's own, or one that it guards."""
     def __init__(
         self,
         *,
         round: _builtins.int | None = ...,
         wait_s: _builtins.float = ...,
+        stage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round", "stage", b"stage", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
@@ -562,6 +566,150 @@ class SnapshotMessage(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_head) -> _WhichOneofReturnType_head | None: ...
 
 Global___SnapshotMessage: _TypeAlias = SnapshotMessage  # noqa: Y015
+
+@_typing.final
+class StateRequest(_message.Message):
+    """Asks for a replica's whole state, or for the rest of one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Resume(_message.Message):
+        """Where to go on; without it, at the beginning of the newest copy."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NUMBER_FIELD_NUMBER: _builtins.int
+        TENSOR_FIELD_NUMBER: _builtins.int
+        OFFSET_FIELD_NUMBER: _builtins.int
+        number: _builtins.int
+        """The copy of which the caller has a part."""
+        tensor: _builtins.int
+        """The first tensor wanted, an index among the declared ones; those before have come whole."""
+        offset: _builtins.int
+        """Where to go on in that tensor, in bytes; those before have come."""
+        def __init__(
+            self,
+            *,
+            number: _builtins.int = ...,
+            tensor: _builtins.int = ...,
+            offset: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "offset", b"offset", "tensor", b"tensor"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RESUME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def resume(self) -> Global___StateRequest.Resume:
+        """In the second and later calls of one transfer."""
+
+    def __init__(
+        self,
+        *,
+        resume: Global___StateRequest.Resume | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
+    _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+
+Global___StateRequest: _TypeAlias = StateRequest  # noqa: Y015
+
+@_typing.final
+class StateHeader(_message.Message):
+    """What comes before a state's bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    INNER_STEPS_FIELD_NUMBER: _builtins.int
+    ADAM_STEPS_FIELD_NUMBER: _builtins.int
+    SPECS_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """Peer id of the replica whose state it is."""
+    number: _builtins.int
+    """Names the frozen copy; all parts of one transfer have the same."""
+    stage: _builtins.int
+    """The stage that it is of."""
+    round: _builtins.int
+    """The newest outer round that the replica had done."""
+    step: _builtins.float
+    """Its clock, in steps."""
+    inner_steps: _builtins.int
+    """The optimizer steps that it had taken."""
+    adam_steps: _builtins.int
+    """Those among them that had tokens."""
+    @_builtins.property
+    def specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """All tensors of the state, in order, also when only the last ones follow."""
+
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        number: _builtins.int = ...,
+        stage: _builtins.int = ...,
+        round: _builtins.int = ...,
+        step: _builtins.float = ...,
+        inner_steps: _builtins.int = ...,
+        adam_steps: _builtins.int = ...,
+        specs: _abc.Iterable[Global___TensorSpec] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adam_steps", b"adam_steps", "inner_steps", b"inner_steps", "number", b"number", "peer", b"peer", "round", b"round", "specs", b"specs", "stage", b"stage", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateHeader: _TypeAlias = StateHeader  # noqa: Y015
+
+@_typing.final
+class StateMessage(_message.Message):
+    """One message of a replica's state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refusal(self) -> Global___Refusal:
+        """There is no state, or that copy is gone; nothing follows."""
+
+    @_builtins.property
+    def header(self) -> Global___StateHeader:
+        """A state; its bytes follow in frames."""
+
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+        """The next part of the tensor stream. `tensor` counts among all declared ones, `offset` from the tensor's beginning."""
+
+    def __init__(
+        self,
+        *,
+        refusal: Global___Refusal | None = ...,
+        header: Global___StateHeader | None = ...,
+        frames: _abc.Iterable[Global___Frame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "header", b"header", "refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "head", b"head", "header", b"header", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["refusal", "header"]  # noqa: Y015
+    _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_head) -> _WhichOneofReturnType_head | None: ...
+
+Global___StateMessage: _TypeAlias = StateMessage  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

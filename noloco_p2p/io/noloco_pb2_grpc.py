@@ -50,6 +50,11 @@ class NodeStub:
                 request_serializer=noloco__p2p_dot_io_dot_noloco__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=noloco__p2p_dot_io_dot_noloco__pb2.SnapshotMessage.FromString,
                 _registered_method=True)
+        self.FetchState = channel.unary_stream(
+                '/noloco.v1.Node/FetchState',
+                request_serializer=noloco__p2p_dot_io_dot_noloco__pb2.StateRequest.SerializeToString,
+                response_deserializer=noloco__p2p_dot_io_dot_noloco__pb2.StateMessage.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/noloco.v1.Node/Describe',
                 request_serializer=noloco__p2p_dot_io_dot_noloco__pb2.DescribeRequest.SerializeToString,
@@ -84,6 +89,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchState(self, request, context):
+        """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Asks who the node is and how far it has come.
         """
@@ -108,6 +120,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.FetchSnapshot,
                     request_deserializer=noloco__p2p_dot_io_dot_noloco__pb2.SnapshotRequest.FromString,
                     response_serializer=noloco__p2p_dot_io_dot_noloco__pb2.SnapshotMessage.SerializeToString,
+            ),
+            'FetchState': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchState,
+                    request_deserializer=noloco__p2p_dot_io_dot_noloco__pb2.StateRequest.FromString,
+                    response_serializer=noloco__p2p_dot_io_dot_noloco__pb2.StateMessage.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -197,6 +214,33 @@ class Node:
             '/noloco.v1.Node/FetchSnapshot',
             noloco__p2p_dot_io_dot_noloco__pb2.SnapshotRequest.SerializeToString,
             noloco__p2p_dot_io_dot_noloco__pb2.SnapshotMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/noloco.v1.Node/FetchState',
+            noloco__p2p_dot_io_dot_noloco__pb2.StateRequest.SerializeToString,
+            noloco__p2p_dot_io_dot_noloco__pb2.StateMessage.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
-(the version of this file, "1"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
+(the version of this file, "2"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
 closed by an end marker. Digests are 64-bit xxh3.
 """
 
@@ -47,6 +47,8 @@ class NodeStub:
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
     FetchSnapshot: _grpc.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]
     """Asks for the frozen slow weights and outer delta of one round, tensor by tensor."""
+    FetchState: _grpc.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]
+    """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
     Describe: _grpc.UnaryUnaryMultiCallable[_noloco_pb2.DescribeRequest, _noloco_pb2.DescribeReply]
     """Asks who the node is and how far it has come."""
 
@@ -64,6 +66,8 @@ class NodeAsyncStub(NodeStub):
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
     FetchSnapshot: _aio.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]  # type: ignore[assignment]
     """Asks for the frozen slow weights and outer delta of one round, tensor by tensor."""
+    FetchState: _aio.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]  # type: ignore[assignment]
+    """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
     Describe: _aio.UnaryUnaryMultiCallable[_noloco_pb2.DescribeRequest, _noloco_pb2.DescribeReply]  # type: ignore[assignment]
     """Asks who the node is and how far it has come."""
 
@@ -96,6 +100,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_noloco_pb2.SnapshotMessage], _abc.AsyncIterator[_noloco_pb2.SnapshotMessage]]:
         """Asks for the frozen slow weights and outer delta of one round, tensor by tensor."""
+
+    @_abc_1.abstractmethod
+    def FetchState(
+        self,
+        request: _noloco_pb2.StateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_noloco_pb2.StateMessage], _abc.AsyncIterator[_noloco_pb2.StateMessage]]:
+        """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
 
     @_abc_1.abstractmethod
     def Describe(

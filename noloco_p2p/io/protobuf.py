@@ -1,7 +1,7 @@
 """Values of `core/messages` and `core/wire` as messages of proto/noloco.proto, and back. No I/O.
 
-What comes from a peer is checked here, as far as it can be without the tensors' bytes. Shape legend: B microbatch,
-T sequence, D hidden size.
+Snapshots and replica states are in `io/weights`. What comes from a peer is checked here, as far as it can be without
+the tensors' bytes. Shape legend: B microbatch, T sequence, D hidden size.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,6 @@ from noloco_p2p.core.messages import (
     LossSum,
     MicrobatchId,
     Origin,
-    Snapshot,
     TensorSpec,
 )
 from noloco_p2p.errors import Busy, Declined, NolocoError, PeerError, Violation
@@ -179,15 +178,6 @@ def to_gradient(gradient: Gradient) -> Iterator[bytes]:
         message = pb.Reply()
 
 
-def to_snapshot(snapshot: Snapshot) -> Iterator[bytes]:
-    """The messages of a snapshot: the header alone, so that it tells when the transfer begins, then the tensors."""
-    specs = [to_spec(tensor.spec) for tensor in snapshot.tensors]
-    header = pb.SnapshotHeader(peer=snapshot.peer, round=snapshot.round, step=snapshot.step, specs=specs)
-    yield packed(pb.SnapshotMessage(header=header), ())
-    for pack in wire.packs(wire.frames(snapshot.tensors, (digest(tensor.data) for tensor in snapshot.tensors))):
-        yield packed(pb.SnapshotMessage(), pack)
-
-
 def from_description(reply: pb.DescribeReply) -> Description:
     """A peer's description of itself. Raises what its refusal means, or Violation when there is none."""
     if reply.HasField("refusal"):
@@ -240,40 +230,6 @@ class LossReader:
         if not reply.HasField("loss"):
             raise Violation("the reply to an evaluation is no loss")
         return LossSum(reply.loss.loss_sum, reply.loss.tokens)
-
-
-class SnapshotReader:
-    """Puts a snapshot together."""
-
-    def __init__(self, peer: str, expected: tuple[TensorSpec, ...]) -> None:
-        self._peer = peer
-        self._expected = expected
-        self._head: pb.SnapshotHeader | None = None
-        self._assembler: wire.Assembler | None = None
-
-    def feed(self, raw: bytes) -> Snapshot | None:
-        """The snapshot, once all of it has come. Raises what a refusal means, Violation unless it is as expected."""
-        message, frames = unpacked(raw, pb.SnapshotMessage)
-        if self._assembler is None:
-            if message.HasField("refusal"):
-                raise to_error(message.refusal)
-            self._head = message.header
-            self._check(message.header)
-            self._assembler = assembler(self._expected, sum(spec.nbytes for spec in self._expected))
-        feed(self._assembler, frames)
-        if not self._assembler.complete or self._head is None:
-            return None
-        return Snapshot(self._peer, self._head.round, self._head.step, self._assembler.finish())
-
-    def _check(self, header: pb.SnapshotHeader) -> None:
-        if header.peer != self._peer:
-            raise Violation(f"the snapshot is of {header.peer[:64]!r}, not of {self._peer!r}")
-        specs = tuple(from_spec(spec) for spec in header.specs)
-        for sent, wanted in zip(specs, self._expected, strict=False):
-            if sent != wanted:
-                raise Violation(f"the snapshot has {sent}, expected was {wanted}"[:MESSAGE_CHARACTERS])
-        if len(specs) != len(self._expected):
-            raise Violation(f"the snapshot has {len(specs)} tensors, expected were {len(self._expected)}")
 
 
 def with_time_left(header: Header, seconds: float) -> Header:

@@ -16,12 +16,12 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Activation, Header, PeerId
 from noloco_p2p.errors import Declined, NolocoError, Violation
 from noloco_p2p.io import noloco_pb2 as pb
-from noloco_p2p.io import protobuf
+from noloco_p2p.io import protobuf, weights
 from noloco_p2p.io.channels import KEEPALIVE_MS
 from noloco_p2p.io.frames import unpacked
 from noloco_p2p.ports import Handler, Telemetry
 
-PROTOCOL = "1"
+PROTOCOL = "2"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set; a call without one could hold memory for ever."""
@@ -144,13 +144,31 @@ class Servicer:
             if not (isfinite(request.wait_s) and 0 <= request.wait_s <= MAX_CALL_S):
                 raise Violation(f"a wait of {request.wait_s} s makes no sense")
             wanted = request.round if request.HasField("round") else None
-            snapshot = await handler.fetch_snapshot(caller, wanted, request.wait_s)
+            snapshot = await handler.fetch_snapshot(caller, request.stage, wanted, request.wait_s)
         except NolocoError as error:
             yield pb.SnapshotMessage(refusal=protobuf.to_refusal(error)).SerializeToString()
             return
-        for message in protobuf.to_snapshot(snapshot):
+        for message in weights.to_snapshot(snapshot):
             yield message
         self._count("out", "snapshot", sum(tensor.data.nbytes for tensor in snapshot.tensors))
+
+    async def fetch_state(self, request: pb.StateRequest, context: Any) -> None:
+        """Send this replica's state, or the rest of it.
+
+        Writes instead of yielding: so a call that is cancelled gives the copy back at once.
+        """
+        resume = request.resume if request.HasField("resume") else None
+        tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
+        try:
+            caller, handler = self._admit(context)
+            async with handler.lend_state(caller, resume.number if resume else None) as state:
+                for message in weights.to_state(state, tensor, offset):
+                    await context.write(message)
+                size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
+        except NolocoError as error:
+            await context.write(pb.StateMessage(refusal=protobuf.to_refusal(error)).SerializeToString())
+            return
+        self._count("out", "state", size)
 
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Say who this is."""
@@ -203,6 +221,9 @@ class Servicer:
                 "Evaluate": grpc.stream_stream_rpc_method_handler(self.evaluate),
                 "FetchSnapshot": grpc.unary_stream_rpc_method_handler(
                     self.fetch_snapshot, request_deserializer=pb.SnapshotRequest.FromString
+                ),
+                "FetchState": grpc.unary_stream_rpc_method_handler(
+                    self.fetch_state, request_deserializer=pb.StateRequest.FromString
                 ),
                 "Describe": grpc.unary_unary_rpc_method_handler(
                     self.describe,

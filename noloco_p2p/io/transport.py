@@ -7,24 +7,44 @@ the header at once, and the sending ends with the reply, early or not.
 import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.core.messages import Activation, Advert, Description, Gradient, LossSum, PeerId, Snapshot, TensorSpec
-from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.core.messages import (
+    Activation,
+    Advert,
+    Description,
+    Gradient,
+    LossSum,
+    PeerId,
+    ReplicaState,
+    Snapshot,
+    TensorSpec,
+)
+from noloco_p2p.errors import LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io import noloco_pb2 as pb
-from noloco_p2p.io import protobuf, serving
+from noloco_p2p.io import protobuf, serving, weights
 from noloco_p2p.io.channels import OPTIONS as CHANNEL_OPTIONS
 from noloco_p2p.io.channels import Channels, Link, connect
 from noloco_p2p.io.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.statuses import mapped
 from noloco_p2p.ports import Handler, Telemetry
 
 DESCRIBE_S = 5.0
 """Longest wait for a peer's description of itself."""
+SILENCE_S = 5.0
+"""Longest time between two messages of a transfer that has begun, seconds. One message is at most about 1 MiB, so a
+peer that is silent for longer hangs, or is behind a link of less than 0.2 MiB/s, over which no weights can be moved."""
+CAPTURE_S = 20.0
+"""Longest wait for the first message of a state, seconds: a big one is copied from the device before."""
+RESUMES = 3
+"""Calls in a row that may bring nothing new before a cut transfer of a state is given up."""
+RESUME_PAUSE_S = 0.5
+"""Pause before a cut transfer goes on, seconds: a link that flaps gets the time to come back."""
 
 T = TypeVar("T")
 
@@ -100,25 +120,75 @@ class GrpcTransport:
         return await self._exchange(peer, "Evaluate", "loss", activation, protobuf.LossReader().feed)
 
     async def fetch_snapshot(
-        self, peer: Advert, round: int | None, wait_s: float, deadline_s: float, expected: tuple[TensorSpec, ...]
+        self,
+        peer: Advert,
+        stage: int,
+        round: int | None,
+        wait_s: float,
+        deadline_s: float,
+        expected: tuple[TensorSpec, ...] | int,
     ) -> Snapshot:
-        """Fetch a peer's snapshot. Raises Violation unless it is exactly `expected`, else as propagate."""
-        request = pb.SnapshotRequest(round=round, wait_s=wait_s)
-        reader = protobuf.SnapshotReader(peer.peer_id, expected)
+        """Fetch a snapshot from its replica or a guardian. Raises Violation unless as `expected`, else as propagate.
+
+        Raises Unreachable as soon as nothing comes for SILENCE_S (at first: `wait_s` more).
+        """
+        request = pb.SnapshotRequest(round=round, wait_s=wait_s, stage=stage)
+        reader = weights.SnapshotReader(expected)
         what = "snapshot"
         async with self._calling(peer, what, wait_s + deadline_s) as (link, seconds):
             call = link.fetch_snapshot(request, timeout=seconds, metadata=self._metadata)
             try:
-                snapshot = reader.feed(_some(await call.read()))
+                snapshot = reader.feed(await _next(call, wait_s + SILENCE_S, what, peer))
                 async with asyncio.timeout(deadline_s):
                     while snapshot is None:
-                        snapshot = reader.feed(_some(await call.read()))
+                        snapshot = reader.feed(await _next(call, SILENCE_S, what, peer))
             except TimeoutError:
                 raise Unreachable(f"no whole {what} from {peer.peer_id} within {deadline_s:g} s") from None
             finally:
                 call.cancel()
         self._count("in", "snapshot", sum(tensor.data.nbytes for tensor in snapshot.tensors))
         return snapshot
+
+    async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
+        """Fetch a replica's whole state. Raises Violation unless it is as `expected`, else as propagate.
+
+        A transfer that is cut after its header goes on at the byte where it was, with the same copy: after a pause,
+        over a new connection, until RESUMES calls in a row brought nothing.
+        """
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + deadline_s
+        reader = weights.StateReader(peer, expected)
+        futile = 0
+        state = None
+        try:
+            while state is None:
+                place = reader.place
+                try:
+                    state = await self._fetch_rest(peer, reader, give_up_at - clock())
+                except Unreachable:
+                    futile = 0 if reader.place != place else futile + 1
+                    if reader.place is None or futile == RESUMES or clock() + RESUME_PAUSE_S >= give_up_at:
+                        raise
+                    await asyncio.sleep(RESUME_PAUSE_S)
+        finally:
+            reader.discard()
+        self._count("in", "state", sum(tensor.data.nbytes for tensor in state.tensors))
+        return state
+
+    async def _fetch_rest(self, peer: Advert, reader: weights.StateReader, seconds: float) -> ReplicaState:
+        """One call that brings what `reader` lacks."""
+        what = "state"
+        patience_s = CAPTURE_S if reader.place is None else SILENCE_S
+        async with self._calling(peer, what, seconds) as (link, left_s):
+            call = link.fetch_state(reader.request(), timeout=left_s, metadata=self._metadata)
+            try:
+                state = None
+                while state is None:
+                    state = reader.feed(await _next(call, patience_s, what, peer))
+                    patience_s = SILENCE_S
+                return state
+            finally:
+                call.cancel()
 
     async def describe(self, peer: Advert) -> Description:
         """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""
@@ -155,7 +225,7 @@ class GrpcTransport:
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + seconds
         async with self._channels.link(peer, seconds) as link:
-            with _mapped(peer.peer_id, what, seconds, give_up_at):
+            with mapped(peer.peer_id, what, seconds, give_up_at):
                 yield link, max(0.001, give_up_at - clock())
 
     def _count(self, direction: str, kind: str, size: int) -> None:
@@ -184,46 +254,21 @@ async def _stream(call: Any, messages: Iterator[bytes], feed: Callable[[bytes], 
         await asyncio.gather(writing, return_exceptions=True)
 
 
+async def _next(call: Any, seconds: float, what: str, peer: Advert) -> bytes:
+    """The next message of a stream. Raises Unreachable when none comes for so long, Violation when there is none."""
+    try:
+        async with asyncio.timeout(seconds):
+            message: bytes = _some(await call.read())
+            return message
+    except TimeoutError:
+        raise Unreachable(f"nothing more of a {what} came from {peer.peer_id} for {seconds:g} s") from None
+
+
 def _some(message: T) -> T:
     """The message, unless the stream is over. Raises Violation: the caller is still waiting for the rest."""
     if message is grpc.aio.EOF:
         raise Violation("the reply ended early")
     return message
-
-
-@contextmanager
-def _mapped(peer: PeerId, what: str, seconds: float, give_up_at: float) -> Iterator[None]:
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.INTERNAL and asyncio.get_running_loop().time() >= give_up_at - 0.01:
-            # The deadline made a pending write fail, and gRPC tells of that instead.
-            raise Unreachable(f"no {what} from {peer} within {seconds:g} s") from None
-        raise _translated(error, peer, what, seconds) from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        # gRPC cancelled the call, not somebody this task: the connection was closed under it.
-        raise Unreachable(f"the call to {peer} was ended while it waited for a {what}") from None
-    except (asyncio.InvalidStateError, grpc.aio.UsageError):
-        raise Unreachable(f"the connection to {peer} was closed before the {what} came") from None
-
-
-def _translated(error: grpc.aio.AioRpcError, peer: PeerId, what: str, seconds: float) -> PeerError:
-    """What a status of gRPC means to the caller."""
-    code, details = error.code(), (error.details() or "")[: protobuf.MESSAGE_CHARACTERS]
-    match code:
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unreachable(f"no {what} from {peer} within {seconds:g} s")
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
-            return Violation(f"{peer}: {details}")
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return Busy(f"{peer} has too many calls in flight")
-        case grpc.StatusCode.UNKNOWN | grpc.StatusCode.UNIMPLEMENTED:
-            return Declined(f"{peer} failed to serve the call: {details}")
-        case _:
-            return Unreachable(f"{peer} was lost while waiting for a {what}: {details}")
 
 
 async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) -> str | None:
@@ -238,7 +283,7 @@ async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) ->
                 pb.DescribeRequest(), timeout=timeout_s, metadata=serving.metadata("", run_id)
             )
             give_up_at = asyncio.get_running_loop().time() + timeout_s
-            with _mapped(peer_id, "description", timeout_s, give_up_at):
+            with mapped(peer_id, "description", timeout_s, give_up_at):
                 reply = await call
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"

@@ -7,14 +7,17 @@ after one round trip; one that crashes breaks its connections at once.
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from noloco_p2p.core.messages import Gradient, PeerId, Snapshot
+from noloco_p2p.core.messages import Gradient, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.ports import Handler
+
+STREAM_PART_S = 1.0
+"""A long transfer is in flight for so long at once: how often it meets the faults of its link."""
 
 T = TypeVar("T")
 
@@ -41,6 +44,17 @@ class _Endpoint:
     work: dict[asyncio.Task[Any], None] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Flow:
+    """What the caller of a transfer has heard of it, and how long it waits for more."""
+
+    patience_s: float
+    """Longest silence before the transfer begins, seconds."""
+    silence_s: float
+    """Longest silence in it."""
+    heard_at: float = 0.0
+
+
 class Network:
     """The links, the nodes that serve on them, and the faults."""
 
@@ -54,6 +68,7 @@ class Network:
         self._endpoints: dict[PeerId, _Endpoint] = {}
         self._held: dict[PeerId, None] = {}
         self._cut: dict[tuple[PeerId, PeerId], None] = {}
+        self._group: dict[PeerId, int] = {}
         self._lose_next: list[tuple[PeerId | None, PeerId | None]] = []
         self._couriers: dict[asyncio.Task[None], None] = {}
 
@@ -75,10 +90,22 @@ class Network:
         """Swallow all messages between two nodes until `repair`."""
         self._cut[one, other] = self._cut[other, one] = None
 
+    def partition_one_way(self, sender: PeerId, receiver: PeerId) -> None:
+        """Swallow the messages from one node to another, not those back, until `repair`."""
+        self._cut[sender, receiver] = None
+
     def repair(self, one: PeerId, other: PeerId) -> None:
-        """End a partition."""
+        """End a partition, of both ways or of one."""
         self._cut.pop((one, other), None)
         self._cut.pop((other, one), None)
+
+    def split(self, groups: Sequence[Collection[PeerId]]) -> None:
+        """Swallow all messages between nodes of different groups until `heal`; who is in none is reached by all."""
+        self._group = {peer: number for number, group in enumerate(groups) for peer in group}
+
+    def heal(self) -> None:
+        """End a split."""
+        self._group = {}
 
     def lose_next_reply(self, caller: PeerId | None = None, callee: PeerId | None = None) -> None:
         """The next answer to `caller` from `callee` (None: anybody) is lost after the work is done."""
@@ -112,8 +139,12 @@ class Network:
         invoke: Callable[[Handler], Awaitable[T]],
         deadline_s: float,
         what: str,
+        flow: Flow | None = None,
     ) -> T:
-        """One call and its answer. Raises Unreachable after `deadline_s`, at once when the callee crashes."""
+        """One call and its answer. Raises Unreachable after `deadline_s`, at once when the callee crashes.
+
+        With a `flow`, which the callee's part of the call hands to `stream`, also when that is silent for too long.
+        """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         courier = loop.create_task(self._carry(caller, callee, invoke, deadline_s, answer))
@@ -121,7 +152,7 @@ class Network:
         courier.add_done_callback(lambda done: self._couriers.pop(done, None))
         try:
             async with asyncio.timeout(deadline_s):
-                return await answer
+                return await (answer if flow is None else _unless_silent(answer, flow, callee, what))
         except TimeoutError:
             raise Unreachable(f"{callee} gave no answer to {what} within {deadline_s:.3g} s") from None
         finally:
@@ -138,6 +169,18 @@ class Network:
         speed = self._link_of(sender, receiver).bytes_per_s
         return nbytes / speed if speed else 0.0
 
+    async def stream(self, sender: PeerId, receiver: PeerId, nbytes: int, flow: Flow) -> None:
+        """Takes the time of `nbytes` of tensors, at their sender. What is swallowed is sent again, as TCP does."""
+        loop = asyncio.get_running_loop()
+        left_s = self.transfer_s(sender, receiver, nbytes)
+        flow.patience_s, flow.heard_at = flow.silence_s, loop.time()
+        while left_s > 0:
+            part_s = min(STREAM_PART_S, left_s)
+            await asyncio.sleep(part_s)
+            if not self._swallowed(sender, receiver, 0.0):
+                flow.heard_at = loop.time()
+                left_s -= part_s
+
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _link_of(self, sender: PeerId, receiver: PeerId) -> Link:
@@ -151,6 +194,8 @@ class Network:
 
     def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:
         if sender in self._held or receiver in self._held or (sender, receiver) in self._cut:
+            return True
+        if sender in self._group and receiver in self._group and self._group[sender] != self._group[receiver]:
             return True
         return chance > 0 and self._rng(sender, receiver).random() < chance
 
@@ -229,10 +274,17 @@ def _settle(answer: "asyncio.Future[T]", outcome: "T | PeerError") -> None:
         answer.set_result(outcome)
 
 
+async def _unless_silent(answer: "asyncio.Future[T]", flow: Flow, callee: PeerId, what: str) -> T:
+    """The answer. Raises Unreachable when nothing has come of it for as long as the flow allows."""
+    loop = asyncio.get_running_loop()
+    flow.heard_at = loop.time()
+    while not answer.done():
+        left_s = flow.heard_at + flow.patience_s - loop.time()
+        if left_s <= 0:
+            raise Unreachable(f"nothing more of {what} came from {callee} for {flow.patience_s:g} s")
+        await asyncio.wait([answer], timeout=left_s)
+    return answer.result()
+
+
 def _reply_bytes(reply: object) -> int:
-    match reply:
-        case Gradient():
-            return reply.grad.data.nbytes
-        case Snapshot():
-            return sum(tensor.data.nbytes for tensor in reply.tensors)
-    return 0
+    return reply.grad.data.nbytes if isinstance(reply, Gradient) else 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TypeVar
 
+from noloco_p2p.core import wire
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -18,15 +19,22 @@ from noloco_p2p.core.messages import (
     HostTensor,
     LossSum,
     PeerId,
+    ReplicaState,
     Snapshot,
     TensorSpec,
 )
-from noloco_p2p.errors import Unreachable, Violation
+from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.ports import Body, Handler
-from noloco_p2p.sim.network import Network
+from noloco_p2p.sim.network import Flow, Network
 
 DESCRIBE_S = 3.0
 """How long `describe` waits for an answer."""
+SILENCE_S = 5.0
+"""Longest silence in a transfer, as over gRPC."""
+CAPTURE_S = 20.0
+"""Longest wait for a state to begin, as over gRPC."""
+RESUMES_S = 20.0
+"""Longest silence in the transfer of a state: about what the calls over gRPC that try to go on with it take."""
 
 T = TypeVar("T")
 
@@ -34,6 +42,10 @@ T = TypeVar("T")
 def _copy(tensor: HostTensor) -> HostTensor:
     """What travels is the value at the time of sending, as on a real wire."""
     return replace(tensor, data=memoryview(bytes(tensor.data)))
+
+
+def _nbytes(tensors: tuple[HostTensor, ...]) -> int:
+    return sum(tensor.data.nbytes for tensor in tensors)
 
 
 def _sent(activation: Activation) -> Activation:
@@ -83,17 +95,44 @@ class SimTransport:
         return await self._call(peer, invoke, sent.header.time_left_s, "evaluate")
 
     async def fetch_snapshot(
-        self, peer: Advert, round: int | None, wait_s: float, deadline_s: float, expected: tuple[TensorSpec, ...]
+        self,
+        peer: Advert,
+        stage: int,
+        round: int | None,
+        wait_s: float,
+        deadline_s: float,
+        expected: tuple[TensorSpec, ...] | int,
     ) -> Snapshot:
         """See `ports.Transport`."""
+        flow = Flow(wait_s + SILENCE_S, SILENCE_S)
 
         async def invoke(handler: Handler) -> Snapshot:
-            return await handler.fetch_snapshot(self._me, round, wait_s)
+            snapshot = await handler.fetch_snapshot(self._me, stage, round, wait_s)
+            await self._network.stream(peer.peer_id, self._me, _nbytes(snapshot.tensors), flow)
+            return replace(snapshot, tensors=tuple(_copy(tensor) for tensor in snapshot.tensors))
 
-        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot")
-        if tuple(tensor.spec for tensor in snapshot.tensors) != expected:
-            raise Violation(f"the snapshot of {peer.peer_id} does not have this stage's tensors")
-        return replace(snapshot, tensors=tuple(_copy(tensor) for tensor in snapshot.tensors))
+        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot", flow)
+        specs = tuple(tensor.spec for tensor in snapshot.tensors)
+        if isinstance(expected, int):
+            wire.check_snapshot(specs, expected)
+        else:
+            wire.check_same(specs, expected, "snapshot")
+        return snapshot
+
+    async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
+        """See `ports.Transport`. A cut of less than RESUMES_S only delays it; the donor lends its copy meanwhile."""
+        flow = Flow(CAPTURE_S, RESUMES_S)
+
+        async def invoke(handler: Handler) -> ReplicaState:
+            async with handler.lend_state(self._me, None) as state:
+                await self._network.stream(peer.peer_id, self._me, _nbytes(state.tensors), flow)
+                return replace(state, tensors=tuple(_copy(tensor) for tensor in state.tensors), spent=())
+
+        state = await self._call(peer, invoke, deadline_s, "fetch_state", flow)
+        if state.stage != peer.stage:
+            raise Declined(f"{peer.peer_id} holds stage {state.stage} now, not {peer.stage}")
+        wire.check_same(tuple(tensor.spec for tensor in state.tensors), expected, "state")
+        return state
 
     async def describe(self, peer: Advert) -> Description:
         """See `ports.Transport`."""
@@ -112,10 +151,17 @@ class SimTransport:
         if not self.dead:
             await self._network.stop(self._me)
 
-    async def _call(self, peer: Advert, invoke: Callable[[Handler], Awaitable[T]], deadline_s: float, what: str) -> T:
+    async def _call(
+        self,
+        peer: Advert,
+        invoke: Callable[[Handler], Awaitable[T]],
+        deadline_s: float,
+        what: str,
+        flow: Flow | None = None,
+    ) -> T:
         if self.dead:
             raise Unreachable(f"{self._me} has crashed")
-        return await self._network.call(self._me, peer.peer_id, invoke, deadline_s, what)
+        return await self._network.call(self._me, peer.peer_id, invoke, deadline_s, what, flow)
 
     def _body(self, callee: PeerId, sent: Activation) -> Body:
         """Ready once the tensors have had the time to follow their header, with which it is made."""
