@@ -1,6 +1,7 @@
 """`noloco`: a swarm on this machine, and measurements. What is heavy is imported inside the commands."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,13 @@ bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
+
+
+class Merge(StrEnum):
+    """How the replicas of a stage become one."""
+
+    mean = "mean"
+    one = "one"
 
 
 @app.callback()
@@ -38,6 +46,71 @@ def swarm(
     from noloco_p2p.cli.swarm import make_plan, run_swarm
 
     raise typer.Exit(run_swarm(make_plan(config, stages, replicas, steps, set or []), dir, plain))
+
+
+@app.command("export")
+def export_model(
+    out: Annotated[Path, typer.Option("--out", help="Directory to write; it must not exist yet, or be empty.")],
+    join: Annotated[
+        list[str] | None, typer.Option(metavar="ADDR", help="Address of a node of a running swarm; repeatable.")
+    ] = None,
+    from_: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="DIR", help="Directory of a run or a node, with its checkpoints; repeatable."),
+    ] = None,
+    merge: Annotated[Merge, typer.Option(help="The mean of all replicas of each stage, or one of each.")] = Merge.mean,
+    replicas: Annotated[
+        bool, typer.Option("--replicas/--no-replicas", help="Of a mean: the single replicas as well, for noloco eval.")
+    ] = True,
+    tokenizer_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The tokenizer's files, instead of the hub.")
+    ] = None,
+) -> None:
+    """Write the model as a Hugging Face directory, from the newest outer round that every stage has.
+
+    From directories: the weights after that round's merge. From a running swarm: those that the replicas brought into
+    the round, before they merged.
+    """
+    from noloco_p2p.cli.export import Order, run_export
+
+    run_export(Order(tuple(join or ()), tuple(from_ or ()), out, merge is Merge.mean, replicas, tokenizer_dir))
+
+
+@app.command("eval")
+def evaluate_model(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that noloco export wrote.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DATA", help="stdlib, text files or globs; repeatable. Default: what the run held out."),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Of files: only what a run over them holds out, not all tokens.")
+    ] = False,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Evaluate at most so many microbatches.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures.")] = False,
+) -> None:
+    """Loss, perplexity and bits per byte of an exported model, and the mean over its single replicas."""
+    from noloco_p2p.cli import evaluation
+
+    figures = evaluation.run_eval(out, data or (), held_out=held_out, microbatches=microbatches, device=device)
+    for line in [json.dumps(figures, allow_nan=False)] if as_json else evaluation.tell(figures):
+        print(line)
+
+
+@app.command("generate")
+def generate_text(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that noloco export wrote.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Longest continuation, tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
+) -> None:
+    """Print what an exported model says after a prompt."""
+    from noloco_p2p.cli.evaluation import run_generate
+
+    print(run_generate(out, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
 
 
 @bench.command("pipeline")

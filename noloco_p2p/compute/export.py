@@ -1,0 +1,104 @@
+"""The trained model as others know it: the stages of a run put together into a Hugging Face directory.
+
+The parameters keep their global names on every stage, so that the union of the stages is the whole state dict; what
+is left to do is to average replicas, to see that nothing is missing, and to let transformers write its own format.
+Nothing here knows where the weights come from.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.compute import family, host
+from noloco_p2p.compute.model import outline
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import HostTensor, Snapshot, TensorSpec
+from noloco_p2p.errors import ConfigError, LocalError, Violation
+
+Weights = Mapping[str, Tensor]
+"""θ of one replica or of their mean, by global name, in compute_dtype, in host memory."""
+
+
+def stage_specs(manifest: RunManifest, index: int) -> tuple[TensorSpec, ...]:
+    """The parameters of a stage in order, without a prefix, in compute_dtype. Nothing is allocated. ConfigError."""
+    config = family.checked_config(manifest)
+    part = outline(config, index, manifest.stages, dtype=host.DTYPES[manifest.compute_dtype])
+    return tuple(TensorSpec(name, manifest.compute_dtype, tuple(p.shape)) for name, p in part.parameters.items())
+
+
+def snapshot_specs(parameters: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The tensors of a snapshot of a stage with these parameters: `slow/<name>` for each, then `delta/<name>`."""
+    return tuple(spec._replace(name=f"{kind}/{spec.name}") for kind in ("slow", "delta") for spec in parameters)
+
+
+def fast_weights(snapshot: Snapshot, parameters: Sequence[TensorSpec]) -> Weights:
+    """θ = φ + Δ of a snapshot, in compute_dtype. Raises Violation as `checked`."""
+    found = {tensor.name: tensor for tensor in snapshot.tensors}
+    slow, delta = (
+        checked([found[f"{kind}/{spec.name}"] for spec in parameters], parameters) for kind in ("slow", "delta")
+    )
+    return {name: phi + delta[name] for name, phi in slow.items()}
+
+
+def checked(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:
+    """Tensors in the order of `parameters`, by its names. Raises Violation when one does not fit or is not finite."""
+    weights = {}
+    for tensor, spec in zip(tensors, parameters, strict=True):
+        weights[spec.name] = host.check(tensor, spec)
+        if not host.is_finite(weights[spec.name]):
+            raise Violation(f"{spec.name} is not finite")
+    return weights
+
+
+def mean(replicas: Sequence[Weights]) -> Weights:
+    """The element-wise mean of replicas of one stage: summed in float64, rounded once to compute_dtype."""
+    if len(replicas) == 1:
+        return replicas[0]
+    merged = {}
+    for name, first in replicas[0].items():
+        total = first.to(torch.float64, copy=True)
+        for other in replicas[1:]:
+            total += other[name]
+        merged[name] = total.div_(len(replicas)).to(first.dtype)
+    return merged
+
+
+def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Path, eos: int | None = None) -> None:
+    """Write config.json, generation_config.json and the safetensors of the whole model into an existing directory.
+
+    `eos` is the id with which generation ends, where that is known. Raises ConfigError when the stages are not the
+    whole model, LocalError when the disk refuses.
+    """
+    config = family.checked_config(manifest)
+    causal = outline(config, 0, 1, dtype=host.DTYPES[manifest.compute_dtype]).causal
+    state = {name: tensor for weights in stages for name, tensor in weights.items()}
+    wanted = {name for name, _ in causal.named_parameters()}
+    if set(state) != wanted:
+        raise ConfigError(f"the stages are not the whole model: {', '.join(sorted(wanted ^ set(state))[:3])} …")
+    if eos is not None:
+        for name in family.SPECIAL_IDS:
+            setattr(causal.generation_config, name, eos if name == "eos_token_id" else None)
+    try:
+        causal.save_pretrained(directory, state_dict=state)
+    except OSError as error:
+        raise LocalError(f"{directory} cannot be written: {error.strerror or error}") from error
+
+
+def write_tokenizer(source: str | None, directory: Path) -> None:
+    """Write a tokenizer's files: ByT5's for None, else those that AutoTokenizer loads from `source`, name or path.
+
+    A `source` is to be tried beforehand (`io.tokens.load_tokenizer`). Raises LocalError when the disk refuses.
+    """
+    from transformers import AutoTokenizer
+    from transformers.models.byt5 import ByT5Tokenizer
+
+    tokenizer: Any = ByT5Tokenizer()
+    if source is not None:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        tokenizer.save_pretrained(directory)
+    except OSError as error:
+        raise LocalError(f"{directory} cannot be written: {error.strerror or error}") from error
