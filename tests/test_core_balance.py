@@ -1,0 +1,217 @@
+"""Balance: newcomers raise the slowest stage, moves while training come to an end and never lower it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from noloco_p2p.core.balance import LEAST_ROUNDS, OTHERS_LEFT, capacities, may_go, move, stage_to_take
+from noloco_p2p.core.messages import Advert
+
+
+def advert(peer: str, stage: int = 1, state: str = "training", **more: object) -> Advert:
+    return replace(Advert(peer, "run", stage, ("127.0.0.1:1",), state=state), **more)  # type: ignore[arg-type]
+
+
+def trainers(*stages: str) -> list[Advert]:
+    """A training node for each letter, on the stage of its word, at 1 microbatch per second."""
+    return [
+        advert(peer, stage, microbatches_per_s=1.0, settled=True) for stage, word in enumerate(stages) for peer in word
+    ]
+
+
+def without(adverts: list[Advert], peer: str) -> tuple[Advert, list[Advert]]:
+    me = next(a for a in adverts if a.peer_id == peer)
+    return me, [a for a in adverts if a.peer_id != peer]
+
+
+# --- newcomers ------------------------------------------------------------------------------------------------------
+
+
+def settle(adverts: list[Advert], stages: int, views: random.Random | None = None) -> list[Advert]:
+    """Everybody chooses by the same rule, in turns or on views that lag behind, until nobody moves."""
+    seen = {a.peer_id: a for a in adverts}
+    for _ in range(50):
+        base = dict(seen) if views is None or views.random() < 0.5 else None
+        moved = False
+        for me in list(seen.values()):
+            others = [a for a in (base or seen).values() if a.peer_id != me.peer_id]
+            stage = stage_to_take(me, others, stages)
+            if stage != me.stage and not me.settled:
+                seen[me.peer_id] = replace(me, stage=stage)
+                moved = True
+        if not moved:
+            break
+    else:
+        pytest.fail("they never agree")
+    return list(seen.values())
+
+
+def counts(adverts: list[Advert], stages: int) -> list[int]:
+    return [sum(a.stage == stage for a in adverts) for stage in range(stages)]
+
+
+@pytest.mark.parametrize(("nodes", "stages"), [(4, 2), (7, 3), (2, 2), (9, 4), (1, 3)])
+def test_simultaneous_joiners_end_even(nodes: int, stages: int) -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        start = [advert(f"p{rng.random()}", rng.randrange(stages), "starting") for _ in range(nodes)]
+        ended = counts(settle(start, stages, rng), stages)
+        assert max(ended) - min(ended) <= 1, (seed, ended)
+
+
+def test_settled_nodes_stay_and_the_others_make_room() -> None:
+    start = [advert(p, 0, "starting", settled=p < "c") for p in "abcd"]
+    assert counts(settle(start, 2), 2) == [2, 2]
+    assert stage_to_take(advert("x", -1, "starting"), start, 2) == 1
+    assert stage_to_take(start[0], start[1:], 2) == 0
+
+
+def test_a_newcomer_takes_the_slowest_stage_not_the_smallest() -> None:
+    fast = advert("a", 0, microbatches_per_s=9.0, settled=True)
+    slow = [advert(p, 1, microbatches_per_s=2.0, settled=True) for p in "bcd"]
+    new = advert("x", -1, "starting")
+    assert stage_to_take(new, [fast, *slow], 2) == 1
+    assert stage_to_take(new, [fast, *slow], 3) == 2, "an empty one first"
+    assert stage_to_take(replace(new, stage=1), [fast, *slow], 2) == 1, "and stays there"
+    unmeasured = replace(fast, microbatches_per_s=0.0)
+    assert stage_to_take(new, [unmeasured, *slow], 2) == 0, "who has not measured counts as the mean of those who have"
+    claims = replace(fast, microbatches_per_s=float("inf"))
+    assert stage_to_take(new, [claims, *slow], 2) == 0, "a speed that is no number is none"
+    pausing = [replace(fast, state="paused"), *slow]
+    assert stage_to_take(new, pausing, 2) == 0, "a paused replica does nothing for its stage"
+
+
+def test_ties_go_to_the_fewest_replicas_then_to_the_first_stage() -> None:
+    new = advert("x", -1, "starting")
+    one, two = advert("a", 1, microbatches_per_s=4.0), [advert(p, 0, microbatches_per_s=2.0) for p in "bc"]
+    assert stage_to_take(new, [one, *two], 2) == 1
+    assert stage_to_take(new, trainers("a", "b"), 2) == 0
+
+
+def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        stages = rng.randrange(2, 5)
+        working = [
+            advert(f"w{i}", i % stages, settled=True, microbatches_per_s=rng.uniform(1, 8))
+            for i in range(rng.randrange(stages, 12))
+        ]
+        new = [advert(f"n{i}", -1, "starting") for i in range(rng.randrange(1, 6))]
+        placed: list[Advert] = []
+        for one in new:  # all look before anybody has been seen: the worst view
+            placed.append(replace(one, stage=stage_to_take(one, working, stages)))
+        before = capacities(working, stages)
+        ended = settle([*working, *placed], stages, rng)
+        after = capacities(ended, stages)
+        assert min(after.of_stage) >= min(before.of_stage), seed
+        for one in ended:
+            left = after.of_stage[one.stage] - after.one_more[one.stage]
+            assert one.settled or left <= min(after.of_stage) + 1e-6, f"seed {seed}: one more move would help"
+
+
+# --- moves ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_node_of_the_strong_stage_moves_to_the_slow_one() -> None:
+    adverts = trainers("dcba", "x")
+    assert [a.peer_id for a in adverts if move(*without(adverts, a.peer_id), 2)[0] == 1] == ["a"]
+    target, reason = move(*without(adverts, "a"), 2)
+    assert (target, reason) == (1, "stage 1 can do 1 microbatches/s, mine 4")
+
+
+@pytest.mark.parametrize(("stages", "why"), [
+    (("abc", "x", ""), "an empty stage is the slowest"),
+    (("abcd", "xy", ""), "of four that can be spared the lowest id"),
+])  # fmt: skip
+def test_a_deserted_stage_is_taken(stages: tuple[str, ...], why: str) -> None:
+    adverts = trainers(*stages)
+    assert move(*without(adverts, "a"), 3)[0] == 2, why
+    idle = [replace(a, microbatches_per_s=0.0) for a in adverts]
+    assert move(*without(idle, "a"), 3)[0] == 2, "nobody can measure while a stage is missing"
+
+
+@pytest.mark.parametrize(("stages", "reason"), [
+    (("ab", ""), "nobody can be spared"),
+    (("ab", "x"), "nobody can be spared"),
+    (("abc", "xy"), "nobody can be spared"),
+    (("abc", "xyz"), "nobody can be spared"),
+])  # fmt: skip
+def test_nobody_leaves_fewer_than_two_others_or_gains_less_than_a_fifth(stages: tuple[str, ...], reason: str) -> None:
+    adverts = trainers(*stages)
+    for one in adverts:
+        assert move(*without(adverts, one.peer_id), len(stages)) == (None, reason)
+
+
+BUSY: dict[str, tuple[Advert, str]] = {
+    "announces": (advert("z", 0, microbatches_per_s=1.0, moving_to=1), "somebody else moves"),
+    "syncing": (advert("z", 0, "syncing"), "somebody is on the way"),
+    "draining": (advert("z", 0, "draining"), "somebody is on the way"),
+    "has not settled": (advert("z", 0, "starting"), "somebody is on the way"),
+    "waits to join the slow stage": (advert("z", 1, "waiting", settled=True), "somebody is on the way"),
+    "makes weights of the slow stage": (advert("z", 1, "starting", settled=True), "somebody is on the way"),
+    "has just begun": (advert("z", 1), "not everybody has measured its speed"),
+    "has finished": (advert("z", 0, "finished"), "the run is near its end"),
+}
+
+
+@pytest.mark.parametrize("what", BUSY)
+def test_nobody_moves_while_another_one(what: str) -> None:
+    other, reason = BUSY[what]
+    adverts = [*trainers("abcd", "x"), other]
+    for peer in "abcdx":
+        assert move(*without(adverts, peer), 2) == (None, reason)
+
+
+def test_nobody_moves_near_the_end_or_while_it_does_not_train() -> None:
+    adverts = trainers("abcd", "x")
+    me, others = without(adverts, "a")
+    assert move(me, others, 2, LEAST_ROUNDS)[0] == 1
+    assert move(me, others, 2, LEAST_ROUNDS - 0.1) == (None, "the run is near its end")
+    assert move(replace(me, state="paused"), others, 2) == (None, "not for this node")
+
+
+def test_of_several_announcers_the_lowest_goes_and_the_others_give_way() -> None:
+    adverts = [replace(a, moving_to=1) if a.peer_id in "ac" else a for a in trainers("abcde", "x")]
+    a, c = without(adverts, "a"), without(adverts, "c")
+    assert may_go(*a)
+    assert not may_go(*c)
+    assert move(*a, 2)[0] == 1, "who has announced keeps to it"
+    assert move(*c, 2) == (None, "somebody else moves")
+    assert move(*without(adverts, "b"), 2) == (None, "somebody else moves")
+
+
+def drawn(seed: int) -> tuple[list[Advert], int, dict[tuple[str, int], float]]:
+    """A training swarm, its stages, and the fixed speed of every node at every stage."""
+    rng = random.Random(seed)
+    stages = rng.randrange(2, 6)
+    cost = [rng.choice([1.0, rng.uniform(0.5, 4)]) for _ in range(stages)]
+    names = [f"p{rng.getrandbits(32):08x}" for _ in range(rng.randrange(1, 25))]
+    power = {name: rng.choice([1.0, rng.uniform(0.1, 8)]) for name in names}
+    speeds = {(name, s): power[name] / cost[s] * rng.uniform(0.7, 1.4) for name in names for s in range(stages)}
+    places = [rng.choice([0, rng.randrange(stages)]) for _ in names]
+    return [advert(n, s, microbatches_per_s=speeds[n, s]) for n, s in zip(names, places, strict=True)], stages, speeds
+
+
+@pytest.mark.parametrize("block", range(0, 400, 50))
+def test_moves_end_and_the_slowest_stage_never_gets_slower(block: int) -> None:
+    moved = 0
+    for seed in range(block, block + 50):
+        adverts, stages, speeds = drawn(seed)
+        for _ in range(200):
+            wanting = [a for a in adverts if move(*without(adverts, a.peer_id), stages)[0] is not None]
+            assert len(wanting) <= 1, f"seed {seed}: {wanting} move at once"
+            if not wanting:
+                break
+            mover = wanting[0]
+            target = move(*without(adverts, mover.peer_id), stages)[0]
+            assert target is not None
+            before = min(capacities(adverts, stages).of_stage)
+            arrived = replace(mover, stage=target, microbatches_per_s=speeds[mover.peer_id, target])
+            adverts = [arrived if a is mover else a for a in adverts]
+            assert sum(a.stage == mover.stage for a in adverts) >= OTHERS_LEFT, f"seed {seed}"
+            assert min(capacities(adverts, stages).of_stage) >= before, f"seed {seed}"
+            moved += 1
+        else:
+            pytest.fail(f"seed {seed}: they move for ever")
+    assert moved > 20, "these swarms were to be out of balance"

@@ -1,0 +1,92 @@
+"""Guardians: a function of the set of nodes, few changes when nodes come and go, never of the stage itself."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from noloco_p2p.core.guardians import GUARDIANS, guardians_of, holders
+from noloco_p2p.core.members import HOLDING, STATES
+from noloco_p2p.core.messages import Advert, Holding
+
+
+def advert(peer: str, stage: int, state: str = "training", *holds: Holding) -> Advert:
+    return Advert(peer, "run", stage, ("127.0.0.1:1",), state=state, holds=holds)
+
+
+def swarm(seed: int, stages: int = 3) -> list[Advert]:
+    """Stage 0 has one or two replicas, the others have some nodes in any state, one of them not on a stage yet."""
+    rng = random.Random(seed)
+    ward = [advert(f"w{i}", 0) for i in range(rng.choice([1, 2]))]
+    others = [
+        advert(f"p{rng.getrandbits(32):x}", rng.randrange(1, stages), rng.choice(STATES))
+        for _ in range(rng.randrange(12))
+    ]
+    return [*ward, *others, advert("new", -1, "training")]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_guardians_are_a_function_of_the_set_and_never_of_the_stage_itself(seed: int) -> None:
+    adverts = swarm(seed)
+    found = guardians_of(0, adverts, 7)
+    shuffled = random.Random(seed).sample(adverts, len(adverts))
+    assert guardians_of(0, shuffled, 7) == found
+    able = [a.peer_id for a in adverts if a.stage > 0 and a.state in HOLDING]
+    assert set(found) <= set(able), "a node of another stage that has trained weights"
+    assert len(found) == min(GUARDIANS, len(able)) == len(set(found))
+
+
+@pytest.mark.parametrize(("states", "guarded"), [
+    ([], False),
+    (["waiting"], False),
+    (["starting", "syncing"], False),
+    (["training"], True),
+    (["paused"], True),
+    (["draining", "finished"], True),
+    (["training", "training", "syncing"], True),
+    (["training", "training", "paused"], False),
+])  # fmt: skip
+def test_only_a_stage_of_one_or_two_replicas_is_guarded(states: list[str], guarded: bool) -> None:
+    adverts = [advert(f"w{i}", 0, state) for i, state in enumerate(states)] + [advert(p, 1) for p in "abc"]
+    assert bool(guardians_of(0, adverts, 1)) == guarded
+
+
+def test_stages_and_runs_have_guardians_of_their_own() -> None:
+    adverts = [advert("w", 0), advert("x", 1), *(advert(f"p{i}", 2) for i in range(30))]
+    assert len({guardians_of(stage, adverts, seed) for stage in (0, 1) for seed in range(10)}) > 15
+
+
+def test_who_comes_or_goes_changes_no_other_guardian() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        adverts = [advert("w", 0), *(advert(f"p{rng.getrandbits(32):x}", 1) for _ in range(rng.randrange(1, 9)))]
+        before = guardians_of(0, adverts, seed)
+        gone = rng.choice(adverts[1:])
+        without = guardians_of(0, [a for a in adverts if a is not gone], seed)
+        assert set(before) - {gone.peer_id} <= set(without), "who stays goes on guarding"
+        if gone.peer_id not in before:
+            assert without == before
+        newcomer = advert("newcomer", 1)
+        later = guardians_of(0, [*adverts, newcomer], seed)
+        assert set(later) <= {*before, "newcomer"}
+        assert tuple(p for p in later if p != "newcomer") == before[: len(later) - ("newcomer" in later)]
+
+
+def test_every_candidate_guards_about_equally_often() -> None:
+    adverts = [advert("w", 0), *(advert(p, 1) for p in "abcde")]
+    counts = dict.fromkeys("abcde", 0)
+    for seed in range(500):
+        for peer in guardians_of(0, adverts, seed):
+            counts[peer] += 1
+    assert all(150 < n < 250 for n in counts.values()), counts
+
+
+def test_holders_come_newest_first() -> None:
+    a = advert("a", 1, "training", Holding(0, 4, 16), Holding(2, 9, 36))
+    b = advert("b", 1, "training", Holding(0, 5, 20))
+    c = advert("c", 2, "waiting", Holding(0, 5, 21), Holding(0, 3, 12))
+    d = advert("d", 2, "training", Holding(0, 5, 20))
+    expected = [("c", 5, 21), ("b", 5, 20), ("d", 5, 20), ("a", 4, 16), ("c", 3, 12)]
+    assert [(who.peer_id, h.round, h.step) for who, h in holders(0, [d, c, b, a])] == expected
+    assert [(who.peer_id, h.round) for who, h in holders(0, [a, b, c, d], up_to_round=4)] == [("a", 4), ("c", 3)]
+    assert holders(1, [a, b, c, replace(d, holds=())]) == []
