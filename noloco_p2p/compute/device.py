@@ -67,7 +67,10 @@ class Device:
         future: asyncio.Future[R] = loop.create_future()
         if not self._push(priority, work, future, loop, lost):
             raise LocalError(CLOSED)
-        return await future
+        try:
+            return await future
+        finally:
+            del future, work  # an error holds this frame: with the future in it, work (and weights) would outlive both
 
     def post(self, work: Callable[[], object]) -> None:
         """Run `work`, urgently, with nobody waiting; after `close` it is dropped."""

@@ -14,8 +14,8 @@ from noloco_p2p.errors import LocalError
 
 DEVICE_COPIES = 5
 """Times the weights on the device: θ, accumulated gradients, those of the microbatch in hand, Adam's two moments."""
-HOST_COPIES = 8
-"""Times the weights on the host: φ, δ, (φ, Δ) of two rounds, a partner's (φ, Δ)."""
+HOST_COPIES = 11
+"""Times the weights on the host: φ, δ, (φ, Δ) of two rounds, a partner's (φ, Δ), θ and Adam's moments captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,25 @@ class ModelSize:
 
 def describe(manifest: RunManifest) -> ModelSize:
     """Parameters and bytes of each stage and in total, without allocating weights. Raises ConfigError."""
-    sizes = tuple(stage_size(manifest, index) for index in range(manifest.stages))
+    sizes = _sizes(manifest)
     return ModelSize(manifest.model.family, sum(size.parameters for size in sizes), sizes)
 
 
 def stage_size(manifest: RunManifest, index: int) -> StageSize:
     """The size of one stage. Raises ConfigError."""
+    return _sizes(manifest)[index]
+
+
+def _sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
     config = family.checked_config(manifest)
     dtype = DTYPES[manifest.compute_dtype]
-    part = outline(config, index, manifest.stages, dtype=dtype)
-    parameters = sum(parameter.numel() for parameter in part.parameters.values())
-    layers = len(family.layer_ranges(config.num_hidden_layers, manifest.stages)[index])
-    weights_bytes = parameters * dtype.itemsize
-    return StageSize(index, layers, parameters, DEVICE_COPIES * weights_bytes, HOST_COPIES * weights_bytes)
+    ranges = family.layer_ranges(config.num_hidden_layers, manifest.stages)
+    sizes = []
+    for index, parameters in enumerate(outline(config, 0, manifest.stages, dtype=dtype).counts):
+        weights_bytes = parameters * dtype.itemsize
+        copies = (DEVICE_COPIES * weights_bytes, HOST_COPIES * weights_bytes)
+        sizes.append(StageSize(index, len(ranges[index]), parameters, *copies))
+    return tuple(sizes)
 
 
 def check_fits(manifest: RunManifest, index: int, device: torch.device) -> StageSize:
@@ -61,6 +67,7 @@ def check_fits(manifest: RunManifest, index: int, device: torch.device) -> Stage
     on_host = size.host_bytes if device.type == "cuda" else size.host_bytes + size.device_bytes
     _compare(index, on_host, _free_host_bytes(), "free memory")
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier stage of this process has left
         _compare(index, size.device_bytes, torch.cuda.mem_get_info(device)[0], f"free memory on {device}")
     return size
 
