@@ -1,15 +1,17 @@
 """The simulated device, the stage without torch, the registry, the batches, the trace."""
 
 import asyncio
+import math
 import random
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from noloco_p2p.config import InnerSettings, RunManifest
 from noloco_p2p.core.messages import Advert, Gradient, HostTensor, LossSum, MicrobatchId
-from noloco_p2p.errors import Unreachable, Violation
+from noloco_p2p.errors import LocalError, Unreachable, Violation
 from noloco_p2p.ports import StepLabel
 from noloco_p2p.sim.batches import IGNORED, SimBatches
 from noloco_p2p.sim.directory import Registry, SimDirectory
@@ -257,6 +259,97 @@ def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
     assert late.theta == late.phi == pytest.approx([3.0, 6.0])
     assert late.momentum == [0.0, 0.0]
     assert one.merge(one.snapshot(2, 20), None).replica_std is None
+
+
+def _learn(stages: list[ModelStage], first: int, last: int) -> None:
+    """Inner steps `first` to `last` with a microbatch each, and a merge after every second one."""
+    for step in range(first, last + 1):
+        _count(stages, step)
+        for stage in stages:
+            stage.inner_step(_label(step))
+            if step % 2 == 0:
+                stage.merge(stage.snapshot(step // 2, step), None)
+
+
+def _count(stages: list[ModelStage], counter: int) -> bool:
+    inputs, targets = _batch(counter)
+    graph, hidden = stages[0].forward(inputs, None)
+    end = stages[1].loss_backward(_id(counter), hidden, targets, None)
+    assert end.grad is not None
+    gradient = Gradient(_id(counter), end.grad, end.loss_sum, end.tokens, ())
+    return stages[0].backward(graph, _id(counter), gradient).counted
+
+
+def _weights(stage: ModelStage) -> tuple[list[float], ...]:
+    return stage.theta, stage.phi, stage.momentum
+
+
+def test_a_restored_model_goes_on_like_the_captured_one() -> None:
+    mine, twin = ([ModelStage(MANIFEST, index, name) for index in (0, 1)] for name in "ab")
+    _learn(mine, 1, 3)
+    _count(mine, 50)
+    states = [stage.capture(1, 3.5, 3) for stage in mine]
+    assert states[0].spent == (_id(1), _id(2), _id(3))
+    assert tuple(tensor.spec for tensor in states[0].tensors) == mine[0].state.replica
+    assert (states[0].peer, states[0].stage, states[0].round, states[0].step, states[0].inner_steps) == (
+        *("a", 0, 1, 3.5, 3),
+    )
+    _learn(twin, 60, 60)
+    _count(twin, 61)
+    kept, _ = twin[0].forward(_batch()[0], None)
+    for stage, state in zip(twin, states, strict=True):
+        stage.restore(state)
+        assert stage.capture(1, 3.5, 3).tensors == state.tensors
+        assert stage.inner_steps == 3
+    assert twin[0].open_graphs == 0
+    assert [one.microbatch for one in twin[0].counted] == [_id(60)]
+    assert not _count(twin, 2)
+    with pytest.raises(KeyError):
+        twin[0].backward(kept, _id(7), Gradient(_id(7), HostTensor(*twin[0].state.hidden, memoryview(b"")), 0.0, 0, ()))
+    _count(mine, 51)
+    for stage in mine:
+        stage.restore(states[stage.state.index])
+    for stages in (mine, twin):
+        _learn(stages, 4, 7)
+    assert [_weights(stage) for stage in mine] == [_weights(stage) for stage in twin]
+    assert states[0].tensors != mine[0].capture(3, 7.0, 7).tensors
+
+
+def test_a_model_refuses_a_state_that_does_not_fit() -> None:
+    stage, other = (ModelStage(MANIFEST, index, "a") for index in (0, 1))
+    state, before = stage.capture(0, 0.0, 0), list(stage.theta)
+    bad = {math.nan: "not finite", -1.0: "mean square below zero"}
+    for value, message in bad.items():
+        last = replace(state.tensors[-1], data=memoryview(array("d", [value]).tobytes()))
+        with pytest.raises(Violation, match=message):
+            stage.restore(replace(state, tensors=(*state.tensors[:-1], last)))
+    with pytest.raises(Violation, match="is of stage 1, not 0"):
+        stage.restore(other.capture(0, 0.0, 0))
+    with pytest.raises(Violation, match="does not have this stage's tensors"):
+        stage.restore(replace(state, tensors=state.tensors[:-1]))
+    assert stage.theta == before
+    assert stage.version == 0
+    assert stage.state.snapshot_bytes == (sum(len(t.data) for t in stage.snapshot(0, 0).tensors),) * 2
+
+
+def test_a_closed_device_ends_what_it_does_and_refuses_the_rest() -> None:
+    async def main() -> None:
+        device, stage = _device()
+        state = await device.capture(0, 0.0, 0)
+        assert _now() == COSTS.outer_s
+        stage.theta = [7.0, 7.0]
+        in_hand = asyncio.create_task(device.restore(state))
+        waiting = asyncio.create_task(device.snapshot(0, 0))
+        await asyncio.sleep(1.0)
+        device.close()
+        with pytest.raises(LocalError, match="closed"):
+            await waiting
+        await in_hand
+        assert stage.theta != [7.0, 7.0]
+        with pytest.raises(LocalError, match="closed"):
+            await device.capture(0, 0.0, 0)
+
+    run(main())
 
 
 # --- registry, batches, trace -----------------------------------------------------------------------------------------
