@@ -24,7 +24,6 @@ LENDING = frozenset({"training", "finished", "paused"})
 @dataclass(slots=True, eq=False)
 class _Copy:
     number: int
-    stage: int
     step: float
     """This replica's clock when the copy was asked for."""
     task: asyncio.Task[ReplicaState]
@@ -33,7 +32,7 @@ class _Copy:
 
 
 class Donor:
-    """The copies of one replica, begun anew when the node moves.
+    """The copies of one replica; a node that moves has a new donor.
 
     `incarnation` is the node's own: no two processes give a copy the same number.
     """
@@ -81,16 +80,13 @@ class Donor:
         seat = self._seat
         if seat.advert.state not in LENDING:
             raise Declined(f"this node is {seat.advert.state}: it has no trained state to give")
-        mine = [copy for copy in self._copies if copy.stage == seat.index]
         reach = STALE_INTERVALS * seat.manifest.outer.inner_steps
-        if mine and seat.advert.step - mine[-1].step <= reach:
-            return mine[-1]
-        idle = [copy for copy in self._copies if copy.users == 0]
-        if len(self._copies) >= MOST_COPIES and not idle:
-            if mine:
-                return mine[-1]
-            raise Declined("this node has just moved here, and others still read what it was before")
+        if self._copies and seat.advert.step - self._copies[-1].step <= reach:
+            return self._copies[-1]
         if len(self._copies) >= MOST_COPIES:
+            idle = [copy for copy in self._copies if copy.users == 0]
+            if not idle:
+                return self._copies[-1]
             self._forget(idle[0])
         return self._begin(caller)
 
@@ -101,7 +97,7 @@ class Donor:
         number = generator(seat.manifest.seed, *purpose).getrandbits(64)
         seat.event("info", message=f"freezes its state at step {seat.step} for {caller}")
         task = asyncio.get_running_loop().create_task(self._capture(number), name=f"donor {seat.me}")
-        copy = _Copy(number, seat.index, seat.advert.step, task)
+        copy = _Copy(number, seat.advert.step, task)
         self._copies.append(copy)
         return copy
 
