@@ -33,7 +33,7 @@ class Registry:
         self._groups: tuple[frozenset[PeerId], ...] | None = None
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """From now on no announcement crosses from one group to another; who is in no group is alone."""
+        """From now on no announcement crosses from one group to another; who is in none hears and is heard by all."""
         self._groups = tuple(frozenset(group) for group in groups)
 
     def heal(self) -> None:
@@ -53,14 +53,15 @@ class Registry:
     def view(self, *, now: float, reader: PeerId | None = None) -> list[Advert]:
         """The adverts that were live `view_age_s` ago, with their true age, sorted by peer id.
 
-        A `reader` sees what its own group announced, and what was announced before the split.
+        A `reader` of a group sees what that group announced, and what was announced before the split.
         """
-        seen_at, found = now - self.view_age_s, []
+        seen_at, found = now - self.view_age_s, list[Advert]()
+        sees_all = reader is None or self._group(reader) is None
         for peer in sorted(self._entries):
             visible = [
                 entry
                 for entry in self._entries[peer]
-                if entry.published_at <= seen_at and (entry.group is None or reader in entry.group)
+                if entry.published_at <= seen_at and (sees_all or entry.group is None or reader in entry.group)
             ]
             if visible and seen_at <= visible[-1].published_at + visible[-1].ttl_s:
                 found.append(replace(visible[-1].advert, age_s=now - visible[-1].published_at))
@@ -69,7 +70,7 @@ class Registry:
     def _group(self, peer: PeerId) -> Collection[PeerId] | None:
         if self._groups is None:
             return None
-        return next((group for group in self._groups if peer in group), frozenset({peer}))
+        return next((group for group in self._groups if peer in group), None)
 
 
 class SimDirectory:
