@@ -19,6 +19,9 @@ next to nothing, and would say nothing of the one that is three times slower."""
 ANSWER_SHARE = 0.1
 """Part of the time it was given that a hop keeps for its own answer to travel up."""
 
+WAIT_SHARE = 0.5
+"""Part of a call's time for which it may wait at a door; then the answer is Busy, and nobody is taken for hung."""
+
 
 class Patience:
     """The durations of the last calls of one kind that succeeded, seconds."""

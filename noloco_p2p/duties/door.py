@@ -13,6 +13,7 @@ from typing import TypeVar
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.intake import Answer, Intake, Key
 from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, PeerId, TensorSpec
+from noloco_p2p.core.patience import WAIT_SHARE
 from noloco_p2p.core.streak import NonFiniteStreak
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat
@@ -142,8 +143,7 @@ class Door:
         deadline = seat.now() + call.header.time_left_s
         try:
             activation = await call.body()
-            with seat.span("wait"):
-                await call.admitted.wait()
+            await self._admission(call, deadline)
             contribution, reply, below_finite = await self._compute(activation, deadline)
         except BaseException as error:
             self.admit(self.intake.leave(key))
@@ -167,6 +167,16 @@ class Door:
             del self._calls[key]
             self._gauge()
             seat.pulse()
+
+    async def _admission(self, call: _Call, deadline: float) -> None:
+        """Wait at the door, but not so long that the caller takes this node for hung: Busy is an answer too."""
+        seat = self._seat
+        with seat.span("wait"):
+            try:
+                async with asyncio.timeout(WAIT_SHARE * (deadline - seat.now())):
+                    await call.admitted.wait()
+            except TimeoutError:
+                raise Busy(f"stage {seat.index} replica {seat.me} has not come so far yet") from None
 
     async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient, bool]:
         """What this stage added, its reply, and whether everything further on was finite."""
