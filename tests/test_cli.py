@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from noloco_p2p.bench import cpu, pipeline
-from noloco_p2p.cli import children, summary
-from noloco_p2p.cli.children import Child
-from noloco_p2p.cli.swarm import make_plan, make_run_dir
-from noloco_p2p.cli.table import History, Row
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.cli import summary
+from noloco_p2p.cli.table import History, PlainScreen, Row, deserted
+from noloco_p2p.config import RunManifest
+from noloco_p2p.io import children
+from noloco_p2p.io.children import Child
 from noloco_p2p.io.scrape import Endpoints, Reading
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
@@ -67,28 +67,6 @@ def test_help_imports_nothing_heavy(module: str) -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_options_come_after_the_file_and_after_set(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("name: mine\nstages: 3\nsteps: 7\nstart_replicas: 5\nlimits:\n  drain_s: 3\n")
-    plan = make_plan(config, None, 1, 9, ["stages=2", "steps=8"])
-    assert (plan.name, plan.stages, plan.replicas, plan.steps, plan.drain_s) == ("mine", 2, 1, 9, 3.0)
-    assert plan.arguments[:2] == ("--config", str(config))
-
-
-def test_fresh_directories_are_numbered_and_finished_ones_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert [make_run_dir("tiny", None).name for _ in range(2)] == ["tiny-1", "tiny-2"]
-    own = tmp_path / "own"
-    assert make_run_dir("tiny", own) == own
-    (own / "summary.json").write_text('{"completed": false}')
-    assert make_run_dir("tiny", own) == own
-    (own / "summary.json").write_text('{"completed": true}')
-    with pytest.raises(ConfigError, match="finished run"):
-        make_run_dir("tiny", own)
-
-
 def reading(at: float, steps: float, tokens: float) -> Reading:
     return Reading(
         at,
@@ -98,6 +76,8 @@ def reading(at: float, steps: float, tokens: float) -> Reading:
             ("noloco_outer_rounds_total", {"result": "partner"}, 2.0),
             ("noloco_outer_rounds_total", {"result": "alone"}, 1.0),
             ("noloco_loss", {}, 2.5),
+            ("noloco_state", {"state": "waiting"}, 0.0),
+            ("noloco_state", {"state": "training"}, 1.0),
             ("noloco_peers", {"stage": "0", "state": "training"}, 2.0),
             ("noloco_peers", {"stage": "1", "state": "training"}, 2.0),
             ("noloco_peers", {"stage": "1", "state": "left"}, 1.0),
@@ -109,12 +89,28 @@ def test_a_row_comes_from_readings() -> None:
     history = History("0-1", 0)
     assert history.row() == Row("0-1", 0)
     history.add(reading(10.0, 0.0, 0.0))
-    assert history.row() == Row("0-1", 0, 0, 3, None, None, 3)
+    assert history.row() == Row("0-1", 0, "training", 0, 3, None, None, 3)
     history.add(None)
     history.add(reading(12.0, 4.0, 3000.0))
-    assert history.row() == Row("0-1", 0, 4, 3, 2.5, 1500.0, 3)
-    history.end({"inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25})
-    assert history.row() == Row("0-1", 0, 5, 4, 2.25, None, None)
+    assert history.row() == Row("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
+    history.end({"state": "finished", "inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25})
+    assert history.row() == Row("0-1", 0, "finished", 5, 4, 2.25, None, None)
+
+
+def test_a_deserted_stage_is_told_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    def seen(*stages: tuple[str, float]) -> Reading:
+        return Reading(0.0, tuple(("noloco_stage_deserted_seconds", {"stage": s}, value) for s, value in stages))
+
+    notes = deserted([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
+    assert notes == ["stage 1 has no replica since 42 s"]
+    assert deserted([seen(("0", 0.0))]) == []
+    PlainScreen().show([Row("0-0", 0), Row("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "0-0  starting",
+        "0-1  paused  inner step 4  outer round 3  loss 2.500  tokens/s 1,500  peers 3",
+        "stage 1 has no replica since 42 s",
+    ]
 
 
 def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> Child:
@@ -137,7 +133,8 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
         written(tmp_path, 1, 0, tokens=2000, inner_steps=11, outer_rounds=3, replica_std=0.3, validation_loss=None),
         Child(tmp_path, 1, 1),
     ]
-    told = summary.summarise(nodes, stages=2, replicas=2, steps=10, wall_s=30.0)
+    told = summary.summarise(nodes, RunManifest(stages=2, start_replicas=2, steps=10), 4, 30.0)
+    assert (told["stages"], told["replicas"], told["steps"], told["resumed_from_step"]) == (2, 2, 10, 4)
     assert told["tokens"] == 2000
     assert told["tokens_per_s"] == pytest.approx(2000 / (111 - 100 - 1))
     assert told["validation_loss"] == 2.5

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ KEYS = [
     "stages",
     "replicas",
     "steps",
+    "resumed_from_step",
     "inner_steps",
     "outer_rounds",
     "first_loss",
@@ -147,6 +149,7 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     told = swarm.summary()
     assert list(told) == KEYS
     assert (told["completed"], told["stages"], told["replicas"], told["steps"]) == (True, 2, 2, 16)
+    assert told["resumed_from_step"] is None
     assert told["outer_rounds"] == 4
     assert told["first_loss"] == pytest.approx(log(384), abs=0.3)
     assert told["validation_perplexity"] == pytest.approx(exp(told["validation_loss"]))
@@ -168,7 +171,7 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     assert len({node["peer_id"] for node in told["nodes"]}) == 4
     assert f"summary: {run_dir / 'summary.json'}" in out
     for name in ("0-0", "0-1", "1-0", "1-1"):
-        assert f"{name}  inner step" in out
+        assert re.search(rf"^{name}  finished  inner step", out, re.M)
     with launched(command, run_dir) as again:
         code, _, err = again.end()
     assert (code, len(err.splitlines())) == (2, 1)
@@ -225,6 +228,42 @@ def test_a_node_that_refuses_its_settings_gives_exit_code_2(tmp_path: Path) -> N
     assert "node 0-0 ended with exit code 2" in err
     assert "nothing" in err
     assert swarm.summary()["completed"] is False
+
+
+def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    steps = 160
+    more = {"checkpoint.every_rounds": "1"}
+    with launched(arguments(run_dir, 2, 2, steps, **more), run_dir) as swarm:
+        wait_until(lambda: checkpoints_of(run_dir) >= 12, LONGEST_S, "three checkpoints of each node")
+        assert swarm.process.poll() is None
+        for pid in processes_of(run_dir):
+            os.kill(pid, signal.SIGKILL)
+        swarm.process.kill()
+        swarm.end()
+    peers = {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
+    with launched(arguments(run_dir, 2, 2, 99), run_dir) as refused:
+        code, _, err = refused.end()
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "--steps: steps is 99 here, 160 in the unfinished run" in err
+    command = [sys.executable, "-m", "noloco_p2p.cli.main", "swarm", "--dir", str(run_dir)]
+    with launched(command, run_dir) as again:
+        code, out, err = again.end()
+    assert code == 0, err + out
+    found = re.search(r"^resumes at step (\d+) \(outer round (\d+)\)$", out, re.M)
+    assert found is not None
+    step, outer_round = int(found[1]), int(found[2])
+    assert 0 < step < steps
+    assert outer_round == step // 4
+    told = again.summary()
+    assert (told["completed"], told["resumed_from_step"]) == (True, step)
+    assert 0 < told["inner_steps"] < steps - step + 20, "only what this launch did"
+    assert peers == {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
+    assert (run_dir / "0-0.log").read_text().count("holds stage 0 of 2") == 2, "the log is carried on"
+
+
+def checkpoints_of(run_dir: Path) -> int:
+    return len(list(run_dir.glob("*/checkpoints/*/stage-*.json")))
 
 
 def test_nodes_end_with_their_launcher(tmp_path: Path) -> None:

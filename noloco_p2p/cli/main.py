@@ -17,6 +17,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
+NodeDir = Annotated[Path, typer.Option(help="Directory of the node, or that of noloco swarm: all its nodes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
 
 
@@ -42,10 +43,35 @@ def swarm(
     set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
 ) -> None:
-    """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory."""
-    from noloco_p2p.cli.swarm import make_plan, run_swarm
+    """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
 
-    raise typer.Exit(run_swarm(make_plan(config, stages, replicas, steps, set or []), dir, plain))
+    With the --dir of a run that has not ended, that run goes on, with the settings it had.
+    """
+    from noloco_p2p.cli.plan import Asked
+    from noloco_p2p.cli.swarm import run_swarm
+
+    raise typer.Exit(run_swarm(Asked(config, stages, replicas, steps, tuple(set or ())), dir, plain))
+
+
+@app.command()
+def pause(dir: NodeDir) -> None:
+    """Pause a running node: it keeps its state and leaves the routes, so that its device is free for others."""
+    from noloco_p2p.cli import control
+
+    _told("pause", control.tell(dir, control.PAUSE))
+
+
+@app.command()
+def resume(dir: NodeDir) -> None:
+    """Let a paused node go on; it catches up with the others first."""
+    from noloco_p2p.cli import control
+
+    _told("go on", control.tell(dir, control.RESUME))
+
+
+def _told(what: str, nodes: list[str]) -> None:
+    for node in nodes:
+        print(f"told to {what}: {node}")
 
 
 @app.command("export")

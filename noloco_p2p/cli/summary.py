@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from noloco_p2p.config import RunManifest
 from noloco_p2p.io.children import Child
 
 OF_A_NODE = (
@@ -22,8 +23,10 @@ OF_A_NODE = (
 OVERFLOW_NATS = 700.0
 
 
-def summarise(children: Sequence[Child], stages: int, replicas: int, steps: int, wall_s: float) -> dict[str, Any]:
-    """The swarm's summary.
+def summarise(
+    children: Sequence[Child], manifest: RunManifest, resumed_from_step: int | None, wall_s: float
+) -> dict[str, Any]:
+    """The swarm's summary. It counts what was done since the nodes were started, not what a resumed run did before.
 
     Losses are means over stage-0 replicas, `replica_std` means over the replicas of each stage; `inner_steps` is the
     mean over stage 0, rounded; `outer_rounds` is the largest number that any replica did. What no node wrote is null;
@@ -40,16 +43,17 @@ def summarise(children: Sequence[Child], stages: int, replicas: int, steps: int,
     return {
         "run_id": run_ids[0] if run_ids else None,
         "completed": finished and all(child.exit_code == 0 for child in children),
-        "stages": stages,
-        "replicas": replicas,
-        "steps": steps,
+        "stages": manifest.stages,
+        "replicas": manifest.start_replicas,
+        "steps": manifest.steps,
+        "resumed_from_step": resumed_from_step,
         "inner_steps": None if inner_steps is None else round(inner_steps),
         "outer_rounds": max((s.get("outer_rounds") or 0 for s in found), default=0),
         "first_loss": _mean(s.get("first_loss") for s in first),
         "final_loss": _mean(s.get("final_loss") for s in first),
         "validation_loss": validation_loss,
         "validation_perplexity": perplexity(validation_loss),
-        "replica_std": [_stage_std(children, found, stage) for stage in range(stages)],
+        "replica_std": [_stage_std(children, found, stage) for stage in range(manifest.stages)],
         "tokens": tokens,
         "tokens_per_s": tokens / seconds if seconds else None,
         "wall_s": wall_s,

@@ -9,91 +9,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from types import FrameType
 
 from noloco_p2p.bench import cpu
-from noloco_p2p.cli import records, settings, summary
-from noloco_p2p.io.children import Child, end_all, wait_all
-from noloco_p2p.cli.table import History, Screen, make_screen
-from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.cli import plan as planning
+from noloco_p2p.cli import records, summary
+from noloco_p2p.cli.plan import Asked, Plan, ResumePoint
+from noloco_p2p.cli.table import History, Screen, deserted, make_screen
 from noloco_p2p.io import scrape
+from noloco_p2p.io.children import Child, end_all, wait_all
 
 TICK_S = 0.2
 LOG_LINES = 15
 """Lines of a failed node's log that are shown."""
 LEAVE_MARGIN_S = 10.0
 """Beyond `limits.drain_s` a node may take so long to close what it has open."""
-LOOPBACK = (
-    "listen.host=127.0.0.1",
-    "listen.announce_host=null",
-    "listen.dht_port=0",
-    "listen.grpc_port=0",
-    "listen.metrics_port=0",
-)
-"""All nodes are on this machine and have the same settings, so none may name a port."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be started."""
-
-    name: str
-    stages: int
-    replicas: int
-    steps: int
-    drain_s: float
-    arguments: tuple[str, ...]
-    """For every node: the configuration file and all settings, so that all have an equal manifest."""
-
-
-def make_plan(
-    config: Path | None, stages: int | None, replicas: int | None, steps: int | None, given: Sequence[str]
-) -> Plan:
-    """The swarm that the command line asks for; nothing is made yet. Raises ConfigError."""
-    asked = {"stages": stages, "start_replicas": replicas, "steps": steps}
-    overrides = [*given, *(f"{key}={value}" for key, value in asked.items() if value is not None)]
-    manifest, local = settings.load(config, os.environ, overrides)
-    arguments = [] if config is None else ["--config", str(config)]
-    for override in (*overrides, *LOOPBACK):
-        arguments += ["--set", override]
-    return Plan(
-        manifest.name,
-        manifest.stages,
-        manifest.start_replicas,
-        manifest.steps,
-        local.limits.drain_s,
-        tuple(arguments),
-    )
-
-
-def make_run_dir(name: str, asked: Path | None) -> Path:
-    """The directory of this run: the one asked for, or a fresh `noloco-runs/<name>-<n>`.
-
-    Raises ConfigError for one that holds a finished run, LocalError when it cannot be made.
-    """
-    try:
-        if asked is not None:
-            asked.mkdir(parents=True, exist_ok=True)
-            old = scrape.read_json(asked / scrape.SUMMARY)
-            if old is not None and old.get("completed"):
-                raise ConfigError(f"{asked} holds a finished run; name another --dir")
-            return asked
-        runs, n = Path("noloco-runs"), 1
-        runs.mkdir(exist_ok=True)
-        while True:
-            try:
-                (runs / f"{name}-{n}").mkdir()
-                return runs / f"{name}-{n}"
-            except FileExistsError:
-                n += 1
-    except OSError as error:
-        raise LocalError(f"the run's directory cannot be made: {error}") from error
 
 
 class Signals:
@@ -120,11 +53,15 @@ class Signals:
 class Swarm:
     """The processes of one run, from start to end. `run` is its life; no process outlives it."""
 
-    def __init__(self, plan: Plan, run_dir: Path, screen: Screen, signals: Signals) -> None:
+    def __init__(
+        self, plan: Plan, run_dir: Path, resumed: ResumePoint | None, screen: Screen, signals: Signals
+    ) -> None:
         self._plan = plan
+        self._arguments = plan.arguments(run_dir)
+        self._resumed = resumed
         self._screen = screen
         self._signals = signals
-        self._children = [Child(run_dir, s, r) for s, r in product(range(plan.stages), range(plan.replicas))]
+        self._children = [Child(run_dir, stage, replica) for stage, replica in plan.nodes]
         self._histories = [History(child.name, child.stage) for child in self._children]
         self._failed: Child | None = None
         self._shown_at = 0.0
@@ -142,9 +79,9 @@ class Swarm:
         finally:
             end_all(self._children)
             self._screen.close()
-        plan = self._plan
         wall_s = time.monotonic() - began
-        told = summary.summarise(self._children, plan.stages, plan.replicas, plan.steps, wall_s)
+        step = None if self._resumed is None else self._resumed.step
+        told = summary.summarise(self._children, self._plan.manifest, step, wall_s)
         told["completed"] = told["completed"] and self._signals.first is None
         records.write_json(self._path, told)
         for line in summary.lines(told, self._path):
@@ -153,15 +90,15 @@ class Swarm:
 
     def _start(self) -> None:
         """The first node, and when it can be reached the others, all at once."""
-        plan, (first, *others) = self._plan, self._children
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads_each(len(self._children)))}
-        first.start(plan.arguments, environment)
+        first, *others = self._children
+        environment = self._plan.environment(threads_each(len(self._children)))
+        first.start(self._arguments, environment)
         while (reached := first.endpoints) is None:
             if self._over() or not first.running:
                 return
             time.sleep(TICK_S)
         for child in others:
-            child.start([*plan.arguments, "--join", reached.join[0]], environment)
+            child.start([*self._arguments, "--join", reached.join[0]], environment)
 
     def _look_on(self) -> None:
         """Show how the nodes are until all have ended, one has failed, or somebody asked to stop."""
@@ -170,17 +107,17 @@ class Swarm:
                 now = time.monotonic()
                 if now - self._shown_at >= self._screen.interval_s:
                     self._shown_at = now
-                    readings = pool.map(Child.read_metrics, self._children)
+                    readings = list(pool.map(Child.read_metrics, self._children))
                     for history, reading in zip(self._histories, readings, strict=True):
                         history.add(reading)
-                    self._screen.show([history.row() for history in self._histories])
+                    self._screen.show([history.row() for history in self._histories], deserted(readings))
                 time.sleep(TICK_S)
         self._over()
 
     def _show_the_end(self) -> None:
         for history, child in zip(self._histories, self._children, strict=True):
             history.end(child.summary)
-        self._screen.show([history.row() for history in self._histories])
+        self._screen.show([history.row() for history in self._histories], [])
 
     def _over(self) -> bool:
         """Somebody asked to stop, or a node has failed."""
@@ -196,8 +133,8 @@ class Swarm:
             return
         heard = self._signals.count
         self._screen.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
-        give_up_at = time.monotonic() + self._plan.drain_s + LEAVE_MARGIN_S
-        for stage in range(self._plan.stages):
+        give_up_at = time.monotonic() + self._plan.local.limits.drain_s + LEAVE_MARGIN_S
+        for stage in range(self._plan.manifest.stages):
             leaving = [child for child in self._children if child.stage == stage]
             for child in leaving:
                 child.terminate()
@@ -225,10 +162,20 @@ def threads_each(nodes: int) -> int:
     return max(1, cpu.cores() // nodes)
 
 
-def run_swarm(plan: Plan, asked_dir: Path | None, plain: bool) -> int:
+def run_swarm(asked: Asked, asked_dir: Path | None, plain: bool) -> int:
     """Run a swarm to its end; returns the exit code. Raises ConfigError or LocalError before anything is started."""
-    run_dir = make_run_dir(plan.name, asked_dir)
-    screen = make_screen(f"{plan.name}: {plan.stages} × {plan.replicas} nodes, {plan.steps} steps", plain)
-    screen.say(f"{plan.stages} stages × {plan.replicas} replicas, {plan.steps} steps, in {run_dir}")
-    with Signals() as signals:
-        return Swarm(plan, run_dir, screen, signals).run()
+    plan = planning.make_plan(asked, asked_dir, os.environ)
+    run_dir = planning.make_run_dir(plan.manifest.name, asked_dir)
+    with planning.held(run_dir):
+        planning.wait_for_old_nodes([run_dir / f"{stage}-{replica}" for stage, replica in plan.nodes])
+        resumed = planning.resume_point(plan, run_dir) if plan.resumes else None
+        plan.write(run_dir)
+        m = plan.manifest
+        screen = make_screen(f"{m.name}: {m.stages} × {m.start_replicas} nodes, {m.steps} steps", plain)
+        screen.say(f"{m.stages} stages × {m.start_replicas} replicas, {m.steps} steps, in {run_dir}")
+        if resumed is not None:
+            screen.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
+        elif plan.resumes:
+            screen.say("begins again at step 0: nothing had been saved")
+        with Signals() as signals:
+            return Swarm(plan, run_dir, resumed, screen, signals).run()

@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,7 @@ RATE_READINGS = 8
 """Tokens per second are taken over so many readings."""
 LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 GONE = frozenset({"left"})
-COLUMNS = ("node", "stage", "inner step", "outer round", "loss", "tokens/s", "peers")
+COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Row:
 
     name: str
     stage: int
+    state: str | None = None
+    """Of `core.members.STATES`."""
     inner_step: int | None = None
     outer_round: int | None = None
     loss: float | None = None
@@ -38,7 +40,7 @@ class Row:
         loss = "–" if self.loss is None else f"{self.loss:.3f}"
         rate = "–" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
         counts = ["–" if n is None else str(n) for n in (self.inner_step, self.outer_round, self.peers)]
-        return self.name, str(self.stage), counts[0], counts[1], loss, rate, counts[2]
+        return self.name, str(self.stage), self.state or "–", counts[0], counts[1], loss, rate, counts[2]
 
 
 class History:
@@ -65,7 +67,7 @@ class History:
         if ended is not None:
             loss = self._readings[-1].total("loss") if self._readings else None
             loss = loss if ended["final_loss"] is None else ended["final_loss"]
-            return Row(self._name, self._stage, ended["inner_steps"], ended["outer_rounds"], loss)
+            return Row(self._name, self._stage, ended["state"], ended["inner_steps"], ended["outer_rounds"], loss)
         if not self._readings:
             return Row(self._name, self._stage)
         old, new = self._readings[0], self._readings[-1]
@@ -77,6 +79,7 @@ class History:
         return Row(
             self._name,
             self._stage,
+            next((state for state, on in new.by("state", "state").items() if on), None),
             inner_steps,
             int(new.total("outer_rounds_total")),
             new.total("loss") if inner_steps else None,
@@ -85,14 +88,23 @@ class History:
         )
 
 
+def deserted(readings: Iterable[Reading | None]) -> list[str]:
+    """A line for each stage that some node says nobody serves."""
+    longest: dict[str, float] = {}
+    for reading in readings:
+        for stage, seconds in ({} if reading is None else reading.by("stage", "stage_deserted_seconds")).items():
+            longest[stage] = max(seconds, longest.get(stage, 0.0))
+    return [f"stage {stage} has no replica since {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
+
+
 class Screen(Protocol):
     """Where the launcher shows how the swarm is."""
 
     interval_s: float
     """Seconds between two readings of the nodes."""
 
-    def show(self, rows: Sequence[Row]) -> None:
-        """The nodes as they are now."""
+    def show(self, rows: Sequence[Row], notes: Sequence[str]) -> None:
+        """The nodes as they are now, and lines about the whole swarm."""
         ...
 
     def say(self, line: str) -> None:
@@ -109,15 +121,17 @@ class PlainScreen:
 
     interval_s = PLAIN_INTERVAL_S
 
-    def show(self, rows: Sequence[Row]) -> None:
-        """One line for each node."""
+    def show(self, rows: Sequence[Row], notes: Sequence[str]) -> None:
+        """One line for each node, then the notes."""
         for row in rows:
-            node, _, *cells = row.cells()
+            node, _, state, *cells = row.cells()
             if row.inner_step is None:
                 print(f"{node}  starting", flush=True)
                 continue
-            told = "  ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[2:], cells, strict=True))
-            print(f"{node}  {told}", flush=True)
+            told = "  ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[3:], cells, strict=True))
+            print(f"{node}  {state}  {told}", flush=True)
+        for note in notes:
+            print(note, flush=True)
 
     def say(self, line: str) -> None:
         """Printed as it is."""
@@ -139,12 +153,12 @@ class LiveScreen:
         self._live = Live(auto_refresh=False, redirect_stderr=False)
         self._shown = False
 
-    def show(self, rows: Sequence[Row]) -> None:
-        """Draw the table."""
+    def show(self, rows: Sequence[Row], notes: Sequence[str]) -> None:
+        """Draw the table, the notes below it."""
         if not self._shown:
             self._live.start()
             self._shown = True
-        self._live.update(self._table(rows), refresh=True)
+        self._live.update(self._table(rows, notes), refresh=True)
 
     def say(self, line: str) -> None:
         """Printed above the table."""
@@ -156,12 +170,13 @@ class LiveScreen:
             self._live.stop()
             self._shown = False
 
-    def _table(self, rows: Sequence[Row]) -> "Table":
+    def _table(self, rows: Sequence[Row], notes: Sequence[str]) -> "Table":
         from rich.table import Table
 
-        table = Table(title=self._title, title_justify="left")
+        caption = "\n".join(notes) or None
+        table = Table(title=self._title, title_justify="left", caption=caption, caption_justify="left")
         for column in COLUMNS:
-            table.add_column(column, justify="left" if column == "node" else "right")
+            table.add_column(column, justify="left" if column in ("node", "state") else "right")
         for row in rows:
             table.add_row(*row.cells())
         return table

@@ -39,14 +39,19 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start `noloco-node`. Raises LocalError when its files cannot be made or the process cannot be started."""
+        """Start `noloco-node`, the first time or again; its log is carried on.
+
+        Raises LocalError when its files cannot be made or the process cannot be started.
+        """
         command = [sys.executable, "-m", "noloco_p2p.cli.node", *arguments]
         command += ["--stage", str(self.stage), "--dir", str(self.dir), "--watch-stdin"]
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             for old in (scrape.ENDPOINTS, scrape.SUMMARY):
                 (self.dir / old).unlink(missing_ok=True)
-            with self.log.open("wb") as log:
+            self._endpoints = None
+            self.release()
+            with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
