@@ -24,9 +24,8 @@ Weights = Mapping[str, Tensor]
 
 def stage_specs(manifest: RunManifest, index: int) -> tuple[TensorSpec, ...]:
     """The parameters of a stage in order, without a prefix, in compute_dtype. Nothing is allocated. ConfigError."""
-    config = family.checked_config(manifest)
-    part = outline(config, index, manifest.stages, dtype=host.DTYPES[manifest.compute_dtype])
-    return tuple(TensorSpec(name, manifest.compute_dtype, tuple(p.shape)) for name, p in part.parameters.items())
+    causal = _outlined(manifest, index, manifest.stages)
+    return tuple(TensorSpec(name, manifest.compute_dtype, tuple(p.shape)) for name, p in causal.named_parameters())
 
 
 def snapshot_specs(parameters: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -72,8 +71,7 @@ def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Pat
     `eos` is the id with which generation ends, where that is known. Raises ConfigError when the stages are not the
     whole model, LocalError when the disk refuses.
     """
-    config = family.checked_config(manifest)
-    causal = outline(config, 0, 1, dtype=host.DTYPES[manifest.compute_dtype]).causal
+    causal = _outlined(manifest, 0, 1)
     state = {name: tensor for weights in stages for name, tensor in weights.items()}
     wanted = {name for name, _ in causal.named_parameters()}
     if set(state) != wanted:
@@ -85,6 +83,14 @@ def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Pat
         causal.save_pretrained(directory, state_dict=state)
     except OSError as error:
         raise LocalError(f"{directory} cannot be written: {error.strerror or error}") from error
+
+
+def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
+    """The model class without memory, with its tied weights tied. Raises ConfigError."""
+    causal = outline(family.checked_config(manifest), index, stages, dtype=host.DTYPES[manifest.compute_dtype]).causal
+    if getattr(causal.config, "tie_word_embeddings", False):
+        causal.tie_weights()
+    return causal
 
 
 def write_tokenizer(source: str | None, directory: Path) -> None:
