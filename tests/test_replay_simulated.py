@@ -129,7 +129,7 @@ def adam_reset(patch: pytest.MonkeyPatch) -> None:
 
     def merge(self: TorchStage, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
         result = right(self, mine, theirs)
-        self._optimizer = self._make_optimizer()
+        self._adam.reset()
         return result
 
     patch.setattr(TorchStage, "merge", merge)

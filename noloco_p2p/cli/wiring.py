@@ -193,7 +193,7 @@ def _node(
             return ready.pop()
         return await asyncio.to_thread(make_batches, manifest, local, advert.peer_id, cursor)
 
-    checkpoints = FileCheckpoints(order.dir / "checkpoints", manifest.run_id, advert.peer_id, local.checkpoint.keep)
+    checkpoints = FileCheckpoints(order.dir, manifest.run_id, advert.peer_id, local.checkpoint.keep)
     world = World(transport, directory, telemetry, checkpoints, stage, batches)
     return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
 
