@@ -231,11 +231,12 @@ class Assembler:
     def _take_end(self, spec: TensorSpec, end: End) -> None:
         if not end.length == self._filled == spec.nbytes:
             raise Violation(f"{spec.name!r} ends after {self._filled} of {spec.nbytes} bytes, as {end.length}")
-        data = self._allocate(0) if self._current is None else self._current
-        digest = self._digest(data)
+        if self._current is None:
+            self._current = self._allocate(0)
+        digest = self._digest(self._current)
         if digest != end.digest:
             raise Violation(f"the bytes of {spec.name!r} do not have the digest that was sent with them")
-        self._done.append(HostTensor(spec.name, spec.dtype, spec.shape, data))
+        self._done.append(HostTensor(spec.name, spec.dtype, spec.shape, self._current))
         self._digests.append(digest)
         self._current = None
         self._filled = 0

@@ -1,0 +1,88 @@
+"""A TCP forwarder between two transports whose connections a test cuts or makes half-open."""
+
+import asyncio
+from contextlib import suppress
+from types import TracebackType
+from typing import Literal, Self
+
+from transport_fixture import advert
+
+from noloco_p2p.core.messages import Advert
+
+Fault = Literal["cut", "swallow"]
+
+
+class Wire:
+    """One connection through the forwarder."""
+
+    def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
+        self.ends = (near, far)
+        self.swallows = False
+        """Half-open: whatever either end sends is acknowledged and lost."""
+
+    def cut(self) -> None:
+        for end in self.ends:
+            end.transport.abort()
+
+
+class Proxy:
+    """Forwards to `port`. The n-th connection meets the n-th fault after so many bytes from there; later ones none."""
+
+    def __init__(self, port: int, *faults: tuple[int, Fault]) -> None:
+        self.wires: list[Wire] = []
+        self.faulty = asyncio.Event()
+        """A fault has happened."""
+        self._port = port
+        self._faults = faults
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for wire in self.wires:
+            wire.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def peer(self) -> Advert:
+        """The peer behind it."""
+        return advert(f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}")
+
+    def swallow(self) -> None:
+        """All connections are half-open from now on."""
+        self.faulty.set()
+        for wire in self.wires:
+            wire.swallows = True
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        fault = self._faults[len(self.wires)] if len(self.wires) < len(self._faults) else None
+        wire = Wire(writer, far_writer)
+        self.wires.append(wire)
+        self._tasks.append(asyncio.create_task(self._pump(reader, far_writer, wire, None)))
+        self._tasks.append(asyncio.create_task(self._pump(far_reader, writer, wire, fault)))
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wire: Wire, fault: tuple[int, Fault] | None
+    ) -> None:
+        passed = 0
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                passed += len(data)
+                if fault is not None and passed > fault[0]:
+                    self.faulty.set()
+                    if fault[1] == "cut":
+                        break
+                    wire.swallows = True
+                if not wire.swallows:
+                    writer.write(data)
+                    await writer.drain()
+        if not wire.swallows:
+            wire.cut()
