@@ -1,12 +1,11 @@
 """Membership: states, who is set aside, who vanishes, the swarm's clock, the choice of a stage."""
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
 
-from noloco_p2p.core.members import STATES, TRANSITIONS, Members, lacking, next_state, stage_to_take
+from noloco_p2p.core.members import STATES, TRANSITIONS, Members, lacking, next_state
 from noloco_p2p.core.messages import Advert, Origin
 from noloco_p2p.core.streak import LONGEST_STREAK, NonFiniteStreak
 
@@ -107,42 +106,6 @@ def test_a_clock_without_a_measured_speed_holds_nobody_back() -> None:
     assert members.clocks(now=3) == [(5.0, 3.0, 1.0)]
 
 
-def settle(adverts: list[Advert], stages: int, views: random.Random | None = None) -> list[int]:
-    """Everybody chooses by the same rule, in turns or on views that lag behind, until nobody moves."""
-    seen = {a.peer_id: a for a in adverts}
-    for _ in range(50):
-        base = dict(seen) if views is None or views.random() < 0.5 else None
-        moved = False
-        for me in list(seen.values()):
-            others = [a for a in (base or seen).values() if a.peer_id != me.peer_id]
-            stage = stage_to_take(me, others, stages)
-            if stage != me.stage and not me.settled:
-                seen[me.peer_id] = replace(me, stage=stage)
-                moved = True
-        if not moved:
-            break
-    counts = [0] * stages
-    for a in seen.values():
-        counts[a.stage] += 1
-    return counts
-
-
-@pytest.mark.parametrize(("nodes", "stages"), [(4, 2), (7, 3), (2, 2), (9, 4), (1, 3)])
-def test_simultaneous_joiners_end_even(nodes: int, stages: int) -> None:
-    for seed in range(40):
-        rng = random.Random(seed)
-        start = [advert(f"p{rng.random()}", rng.randrange(stages), "starting") for _ in range(nodes)]
-        counts = settle(start, stages, rng)
-        assert max(counts) - min(counts) <= 1, (seed, counts)
-
-
-def test_settled_nodes_stay_and_the_others_make_room() -> None:
-    start = [advert(p, 0, "starting", settled=p < "c") for p in "abcd"]
-    assert settle(start, 2) == [2, 2]
-    assert stage_to_take(advert("x", -1, "starting"), start, 2) == 1
-    assert stage_to_take(start[0], start[1:], 2) == 0
-
-
 def test_lacking_names_what_is_missing() -> None:
     others = [advert("a", 0, "waiting"), advert("b", 1, "starting")]
     me = advert("me", 1, "waiting")
@@ -162,3 +125,62 @@ def test_ten_non_finite_in_a_row_stop_the_node_when_it_cannot_be_one_sender() ->
     assert streak.reason_to_stop(["a", "b", "c"]) is not None
     streak.record(True, "a")
     assert streak.reason_to_stop(["a"]) is None
+
+
+def used(members: Members, *, now: float) -> list[str]:
+    return [a.peer_id for a in members.usable(1, now=now)]
+
+
+def test_a_hung_peer_that_answers_again_is_used_again_soon_after_its_time() -> None:
+    members = Members("me", 30)
+    members.update([advert("a"), advert("b")], now=0)
+    for now in (0.0, 10.0, 20.0):
+        members.failed("a", now=now)
+    assert members.is_aside("a", now=23.9)
+    assert used(members, now=23.9) == ["b"]
+    assert used(members, now=24.0) == ["a", "b"], "tried again when its time has ended, without being asked for"
+    members.answered("a")
+    members.failed("a", now=25.0)
+    assert used(members, now=26.0) == ["a", "b"], "after an answer its time starts at a second again"
+
+
+def test_a_failed_peer_that_has_gone_on_since_is_used_at_once() -> None:
+    members = Members("me", 30)
+    members.update([advert("a", state="syncing"), advert("b")], now=0)
+    for now in (5.0, 10.0, 15.0, 20.0):
+        members.failed("a", now=now)
+    members.update([advert("a", age_s=3.0), advert("b")], now=21)
+    assert used(members, now=21) == ["b"], "it went on before it failed"
+    members.update([advert("a", state="waiting"), advert("b")], now=22)
+    assert used(members, now=22) == ["a", "b"], "a new process of it is there"
+
+
+def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:
+    members = Members("me", 30)
+    members.update([advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "starting")], now=0)
+    assert members.deserted(4, 1) == [3], "who has no weights yet serves nobody"
+    assert not members.may_be_tried(3, now=0)
+    members.update([advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "waiting")], now=1)
+    assert members.deserted(4, 1) == []
+    for peer, now in (("b", 2.0), ("b", 4.0), ("c", 5.0)):
+        members.failed(peer, now=now)
+    assert members.deserted(4, 1) == [], "c has failed only once"
+    members.failed("c", now=7.0)
+    assert members.deserted(4, 1) == [2]
+    assert not members.may_be_tried(2, now=5.9)
+    assert members.may_be_tried(2, now=6.0), "deserted until it answers, but worth a call"
+    assert members.deserted(4, 1) == [2]
+    members.answered("b")
+    assert members.deserted(4, 1) == []
+
+
+def test_failures_of_a_stage_that_is_not_called_do_not_desert_it() -> None:
+    members = Members("me", 30)
+    members.update([advert("a", 0), advert("b", 1), advert("c", 2)], now=0)
+    for peer in ("a", "c"):
+        members.failed(peer, now=1.0)
+        members.failed(peer, now=5.0)
+    assert members.deserted(3, 0) == []
+    members.failed("b", now=1.0)
+    members.failed("b", now=5.0)
+    assert members.deserted(3, 0) == [1]

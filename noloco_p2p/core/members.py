@@ -62,6 +62,7 @@ class _Member:
     heard: tuple[int, float] | None = None
     """Newest label that came from it: (step, when)."""
     failures: int = 0
+    failed_at: float = float("-inf")
     aside_until: float = 0.0
 
 
@@ -83,8 +84,8 @@ class Members:
             elif member is None or member.advert.stage != advert.stage:
                 self._members[peer] = _Member(advert, now - advert.age_s)
             elif now - advert.age_s >= member.announced_at:
-                if member.advert.state != advert.state:
-                    # Who goes on to another state is at work, maybe in a new process.
+                if member.advert.state != advert.state and now - advert.age_s > member.failed_at:
+                    # Who has gone on to another state since is at work, maybe in a new process.
                     member.failures, member.aside_until = 0, 0.0
                 member.advert, member.announced_at, member.missed_reads = advert, now - advert.age_s, 0
             else:
@@ -116,6 +117,7 @@ class Members:
         """A call to a peer failed: set it aside for a time that doubles with each failure."""
         member = self._members.get(peer)
         if member is not None and now >= member.aside_until:
+            member.failed_at = now
             member.aside_until = now + min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**member.failures)
             member.failures = min(member.failures + 1, 16)
 
@@ -139,16 +141,19 @@ class Members:
         return [min(ready, key=lambda a: (self._members[a.peer_id].aside_until, a.peer_id))]
 
     def deserted(self, stages: int, mine: int) -> list[int]:
-        """Stages other than `mine` that nobody serves: no replica is there, or none of them answers any more."""
-        return [s for s in range(stages) if s != mine and not self._served(s)]
+        """Stages other than `mine` that nobody serves: no replica is there, or none of the next one answers any more.
+
+        Only the next stage is called all the time: only there an answer would soon tell that it is served again.
+        """
+        there = {s: self.of_stage(s, IN_ROUNDS) for s in range(stages) if s != mine}
+        if mine + 1 in there:
+            answering = [a for a in there[mine + 1] if self._members[a.peer_id].failures < FAILURES_TO_DESERT]
+            there[mine + 1] = answering
+        return [stage for stage, replicas in there.items() if not replicas]
 
     def may_be_tried(self, stage: int, *, now: float) -> bool:
         """Somebody of a stage is there and not set aside: only a call can tell whether it serves again."""
         return any(not self.is_aside(a.peer_id, now=now) for a in self.of_stage(stage, READY))
-
-    def _served(self, stage: int) -> bool:
-        there = self.of_stage(stage, IN_ROUNDS)
-        return any(self._members[a.peer_id].failures < FAILURES_TO_DESERT for a in there)
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------
 
@@ -180,36 +185,6 @@ class Members:
                 step, at = max(step, float(member.heard[0])), member.heard[1]
             found.append((step, max(0.0, now - at), advert.steps_per_s))
         return found
-
-
-def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
-    """The stage that `me` should hold before it has made its weights: the same answer for the same view everywhere.
-
-    Starting from where everybody stands, the largest peer id that may still choose moves from the fullest stage to the
-    emptiest one while they differ by two or more. Nodes that are settled never move. A node that has not chosen yet
-    (`stage` −1) takes the emptiest stage.
-    """
-    counts = [0] * stages
-    stage_of = {a.peer_id: a for a in others if a.state in PRESENT and 0 <= a.stage < stages}
-    for advert in stage_of.values():
-        counts[advert.stage] += 1
-    if me.stage < 0:
-        return min(range(stages), key=lambda s: (counts[s], s))
-    stage_of[me.peer_id] = me
-    counts[me.stage] += 1
-    movable = sorted((a for a in stage_of.values() if not a.settled), key=lambda a: a.peer_id, reverse=True)
-    while movable:
-        low = min(range(stages), key=lambda s: (counts[s], s))
-        high = max(counts[a.stage] for a in movable)
-        if high - counts[low] < 2:
-            break
-        place = next(i for i, a in enumerate(movable) if counts[a.stage] == high)
-        mover = movable.pop(place)
-        counts[mover.stage] -= 1
-        counts[low] += 1
-        if mover.peer_id == me.peer_id:
-            return low
-    return me.stage
 
 
 def lacking(

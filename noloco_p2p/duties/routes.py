@@ -26,7 +26,8 @@ from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 
 FIRST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.1
-"""Pause after everybody said Busy; it doubles from the first to the longest."""
+LONGEST_WITH_NOBODY_S = 0.5
+"""Pause after everybody said Busy, or failed; it doubles from the first to the longest."""
 SHORTEST_CALL_S = 0.05
 """With less time than this left, a call is not begun."""
 TIMER_S = 0.01
@@ -215,7 +216,7 @@ class Sender:
     async def _pause(self, heard: _Attempts) -> None:
         """Let time pass, then everybody may be asked again."""
         await asyncio.sleep(heard.pause_s)
-        heard.pause_s = min(2 * heard.pause_s, LONGEST_PAUSE_S)
+        heard.pause_s = min(2 * heard.pause_s, LONGEST_PAUSE_S if heard.busy else LONGEST_WITH_NOBODY_S)
         if not heard.busy:
             heard.failed.clear()
         heard.busy.clear()
