@@ -29,6 +29,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS // 2),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.client_idle_timeout_ms", 120_000),
     ("grpc.enable_retries", 0),
