@@ -11,8 +11,11 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,13 +26,14 @@ from noloco_p2p.cli.export import Order, run_export
 from noloco_p2p.compute import export, host
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.config import EvaluationSettings, ModelSettings, NodeConfig, RunManifest
+from noloco_p2p.config import DataSettings, EvaluationSettings, ModelSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert, Checkpoint, HostTensor, LossSum
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.batches import make_batches
 from noloco_p2p.io.checkpoints import FileCheckpoints
 from noloco_p2p.io.tokens import ByteTokenizer
 from tests.stages import SIZES
+from tests.test_batches import save_tokenizer
 
 TEXT = "def f(x):\n    return 'žluťoučký kůň' + x  # 你好\n"
 MOE = {
@@ -267,6 +271,43 @@ def test_the_tokenizer_is_that_of_the_training_data(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == ByteTokenizer.eos
     assert (model.dtype, model.config.architectures) == (torch.float32, ["LlamaForCausalLM"])
+
+
+def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:
+    """Bytes of text are counted, and text is said, by means of the exported tokenizer."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    directory = save_tokenizer(tmp_path / "tokenizer", letters | {"<eos>": len(letters)})
+    manifest = small_run(stages=1)
+    manifest = manifest.model_copy(update={"data": DataSettings(kind="text", tokenizer="some/name")})
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    out = exported(tmp_path / "a", tmp_path / "out", tokenizer_dir=directory)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer(TEXT).input_ids == AutoTokenizer.from_pretrained(directory)(TEXT).input_ids
+    (tmp_path / "text.txt").write_text(TEXT)
+    figures = run_eval(out, (str(tmp_path / "text.txt"),), held_out=False, microbatches=None, device="cpu")
+    assert figures["tokens"] == len(TEXT.encode()) + 1
+    (tmp_path / "ascii.txt").write_text("0123456789" * 7)
+    figures = run_eval(out, (str(tmp_path / "ascii.txt"),), held_out=False, microbatches=None, device="cpu")
+    assert (figures["tokens"], figures["bytes"]) == (71, 70)
+    assert run_generate(out, "0", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
+    with pytest.raises(ConfigError, match="name them with --data"):
+        run_eval(out, (), held_out=False, microbatches=None, device="cpu")
+
+
+def test_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on parquet files of ids does not know what they stand for."""
+    manifest = small_run(stages=1).model_copy(update={"data": DataSettings(kind="parquet")})
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    out = exported(tmp_path / "a", tmp_path / "out")
+    assert "no tokenizer is written" in capsys.readouterr().out
+    ids = [[(7 * row + at) % 384 for at in range(20)] for row in range(200)]
+    table = pyarrow.table({"input_ids": ids, "attention_mask": [[1] * 20 for _ in ids]})
+    pyarrow.parquet.write_table(table, tmp_path / "ids.parquet")
+    figures = run_eval(out, (str(tmp_path / "ids.parquet"),), held_out=True, microbatches=1, device="cpu")
+    assert (figures["tokens"], figures["bytes"], figures["merged"]["bits_per_byte"]) == (32, None, None)
+    assert tell(figures)[-2].split() == ["bits", "per", "byte", "-"]
+    with pytest.raises(ConfigError, match="export once more with --tokenizer-dir"):
+        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
 
 
 def test_evaluation_is_the_swarms_own(tmp_path: Path) -> None:
