@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import sysconfig
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, HostTensor
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io import corpora, samples, streams, tokens
-from noloco_p2p.io.batches import ThreadedBatches, make_batches
+from noloco_p2p.io.batches import READ_AHEAD, ThreadedBatches, make_batches
 
 Numbers = npt.NDArray[np.int64]
 
@@ -121,6 +122,30 @@ def test_a_cursor_resumes_bitwise(kind_and_files: tuple[str, tuple[str, ...]], s
     assert [values(batch) for batch in read(rest, 40)] == expected[stop:]
     for batches in (whole, first, rest):
         batches.close()
+
+
+def test_the_cursor_does_not_count_what_is_read_ahead(kind_and_files: tuple[str, tuple[str, ...]]) -> None:
+    """A checkpoint takes it right after `next`, however far the reading thread has come by then."""
+    kind, files = kind_and_files
+    config = NodeConfig(data_files=files)
+    batches = make_batches(manifest(kind), config, "peer")
+    fresh = batches.cursor
+    cursors = []
+    for _ in range(6):
+        read(batches, 1)
+        deadline = time.monotonic() + 20.0
+        while len(batches._ready) < READ_AHEAD and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(batches._ready) == READ_AHEAD
+        cursors.append(batches.cursor)
+    batches.close()
+    one_by_one, expected = make_batches(manifest(kind), config, "peer"), []
+    stream = one_by_one._stream.batches(samples.Place())
+    for _, place in itertools.islice(stream, 6):
+        expected.append({"units": fresh["units"], **place._asdict()})
+    assert cursors == expected
+    assert fresh not in cursors
+    assert batches.cursor == cursors[-1], "closing changes nothing"
 
 
 def test_peers_read_different_streams_and_the_same_validation(kind_and_files: tuple[str, tuple[str, ...]]) -> None:

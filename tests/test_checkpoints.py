@@ -375,9 +375,11 @@ def test_a_crash_during_a_simulated_save_leaves_nothing_or_a_torn_one(torn: bool
         assert asyncio.get_running_loop().time() == pytest.approx(1.0)
         saving = asyncio.create_task(store.save(_checkpoint(10)))
         await asyncio.sleep(0.5)
-        store.dead = True
-        saving.cancel()
+        store.crash()
         await asyncio.wait([saving])
+        assert asyncio.get_running_loop().time() == pytest.approx(1.5)
+        with pytest.raises(asyncio.CancelledError):
+            await store.save(_checkpoint(15))
 
     run_virtually(main(), limit_s=60.0)
     store = SimCheckpoints(disk, 3)

@@ -5,18 +5,20 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.messages import Advert, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Contribution
+from noloco_p2p.sim.directory import Registry
 from noloco_p2p.sim.loop import Deadlock
 from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.network import Link
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+from noloco_p2p.sim.world import NodeOutcome, Outcome, Swarm, SwarmPlan
 
 STEPS = 12
 
@@ -36,6 +38,7 @@ def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SwarmPlan:
     )
     config = NodeConfig.model_validate(
         {
+            "checkpoint": {"every_rounds": 2},
             "directory": {"ttl_s": 10.0, "refresh_s": 0.5},
             "limits": {"microbatch_deadline_s": 6.0, "patience_floor_s": 1.0, "linger_s": 10.0, "drain_s": 5.0},
         }
@@ -218,3 +221,130 @@ def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId
         swarm.at(at_s + 0.3, look)
         swarm.run(limit_s=120, tolerate=True)
         assert ended == [True], f"cancelled at {at_s:.3f} s, it still ran 0.3 s later"
+
+
+# --- faults that a node comes back from -------------------------------------------------------------------------------
+
+
+def _resumed(node: NodeOutcome) -> list[tuple[object, object]]:
+    """(source, round) of each time that it took weights up."""
+    return [(h.get("source"), h.get("round")) for h in node.trace.of("resumed")]
+
+
+def test_a_bounced_node_comes_back_with_its_disk_or_without() -> None:
+    swarm = Swarm(_plan((2, 2), steps=60))
+    swarm.at(2.0, lambda: swarm.bounce("s1r0", 0.5))
+    swarm.at(2.0, lambda: swarm.bounce("s1r0", 0.5))
+    swarm.at(3.5, lambda: swarm.bounce("s0r1", 0.5))
+    swarm.at(3.6, lambda: swarm.wipe("s0r1"))
+    outcome = swarm.run(limit_s=600.0)
+    assert [life.peer for life in outcome.lives[4:]] == ["s1r0", "s0r1"]
+    assert [life.crashed for life in outcome.lives[4:]] == [False, False]
+    assert {node.step for node in outcome.nodes.values()} == {60}
+    assert [_resumed(life)[0][0] in ("shard", "peer") for life in outcome.lives[4:]] == [True, True]
+    assert _resumed(outcome.lives[5])[0][0] == "peer"
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_all_nodes_are_killed_and_go_on_from_their_disks(torn: bool) -> None:
+    swarm = Swarm(_plan((2, 2), steps=60))
+    peers = ("s0r0", "s0r1", "s1r0", "s1r1")
+    before: dict[PeerId, list[int]] = {}
+
+    def kill_all() -> None:
+        for peer in peers:
+            before[peer] = [held.round for held in swarm.disks[peer].held()]
+            swarm.bounce(peer, 1.0)
+            if torn:
+                swarm.tear(peer)
+
+    swarm.at(4.0, kill_all)
+    outcome = swarm.run(limit_s=600.0)
+    assert all(len(rounds) >= 2 for rounds in before.values())
+    again = outcome.lives[4:]
+    assert sorted(life.peer for life in again) == list(peers)
+    assert {life.step for life in again} == {60}
+    for life in again:
+        assert _resumed(life)[0] == ("shard", before[life.peer][-2 if torn else -1])
+
+
+def test_where_everybody_crashes_the_schedule_starts_them_again() -> None:
+    swarm = Swarm(_plan((1, 1), steps=40))
+    for stage in range(2):
+        swarm.at(2.0, partial(swarm.crash, f"s{stage}r0"))
+        swarm.at(9.0, partial(swarm.start, stage, 0))
+    swarm.at(1000.0, lambda: swarm.crash("s0r0"))
+    outcome = swarm.run(limit_s=900.0)
+    assert [(life.crashed, life.step) for life in outcome.lives[2:]] == [(False, 40)] * 2
+
+
+def test_a_node_pauses_and_comes_back_on_schedule() -> None:
+    swarm = Swarm(_plan((2, 2), steps=60))
+    swarm.at(2.0, lambda: swarm.pause("s1r0"))
+    swarm.at(4.0, lambda: swarm.resume("s1r0"))
+    outcome = swarm.run(limit_s=600.0)
+    states = [(str(h.get("state")), h.at_s) for h in outcome.nodes["s1r0"].trace.of("state")]
+    paused = next(index for index, (state, _) in enumerate(states) if state == "paused")
+    assert states[paused][1] == pytest.approx(2.0, abs=0.5)
+    assert states[paused + 1][0] == "training"
+    assert states[paused + 1][1] == pytest.approx(4.0, abs=1.0)
+    assert {node.step for node in outcome.lives} == {60}
+
+
+def test_a_split_swarm_goes_on_in_both_halves_and_is_one_again_after() -> None:
+    halves = ("s0r0", "s1r0"), ("s0r1", "s1r1")
+    swarm = Swarm(_plan((2, 2), steps=120))
+    swarm.at(2.0, lambda: swarm.split(*halves))
+    swarm.at(8.0, swarm.heal)
+    outcome = swarm.run(limit_s=600.0)
+    assert {node.step for node in outcome.lives} == {120}
+    other_half = {peer: set(halves[peer in halves[0]]) for half in halves for peer in half}
+
+    def pulled(since_s: float, until_s: float) -> set[bool]:
+        rounds = [h for h in outcome.trace.of("outer_round") if since_s < h.at_s < until_s and h.get("partner")]
+        return {h.get("partner") in other_half[h.peer] for h in rounds}
+
+    assert True in pulled(0.0, 2.0)
+    assert pulled(3.0, 8.0) <= {False}
+    assert True in pulled(9.0, 600.0)
+    done = [h for h in outcome.trace.of("inner_step") if 4.0 < h.at_s < 8.0]
+    assert {h.peer for h in done} == {*halves[0], *halves[1]}
+
+
+def test_announcements_do_not_leave_their_group_until_it_is_healed() -> None:
+    def view(reader: PeerId, now: float) -> dict[PeerId, float]:
+        return {advert.peer_id: advert.step for advert in registry.view(now=now, reader=reader)}
+
+    def publish(step: float, now: float) -> None:
+        for peer in "abc":
+            registry.publish(Advert(peer, "run", 0, (), step=step), 10.0, now=now)
+
+    for view_age_s in (0.0, 1.0):
+        registry = Registry(view_age_s)
+        publish(1.0, 0.0)
+        registry.split([{"a"}, {"b"}])
+        publish(2.0, 1.0)
+        publish(3.0, 2.0)
+        assert view("a", 4.0) == {"a": 3.0, "b": 1.0, "c": 3.0}
+        assert view("b", 4.0) == {"a": 1.0, "b": 3.0, "c": 3.0}
+        assert view("c", 4.0) == {"a": 3.0, "b": 3.0, "c": 3.0}
+        assert view("a", 10.5 + view_age_s) == {"a": 3.0, "c": 3.0}, "what was announced before has expired"
+        registry.heal()
+        assert view("b", 4.0) == {"a": 3.0, "b": 3.0, "c": 3.0}
+        publish(4.0, 5.0)
+        assert view("b", 7.0) == {"a": 4.0, "b": 4.0, "c": 4.0}
+
+
+def test_one_seed_tells_one_story_of_all_faults() -> None:
+    def told(seed: int) -> str:
+        swarm = Swarm(replace(_plan((2, 2, 2), steps=60), seed=seed, torn_by_crash=True))
+        swarm.at(1.5, lambda: swarm.bounce("s1r0", 0.7))
+        swarm.at(2.0, lambda: swarm.split({"s0r0", "s1r0", "s2r0"}, {"s0r1", "s1r1", "s2r1"}))
+        swarm.at(4.0, swarm.heal)
+        swarm.at(5.0, lambda: swarm.pause("s2r1"))
+        swarm.at(6.0, lambda: swarm.resume("s2r1"))
+        swarm.at(6.5, lambda: swarm.bounce("s0r1", 0.3))
+        swarm.at(6.6, lambda: swarm.wipe("s0r1"))
+        return swarm.run(limit_s=900.0).trace.trace_hash
+
+    assert told(3) == told(3) != told(4)

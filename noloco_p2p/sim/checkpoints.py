@@ -69,6 +69,13 @@ class SimCheckpoints:
         self._disk = disk
         self._keep = keep
         self._save_s = save_s
+        self._saving: dict[asyncio.Task[object], None] = {}
+
+    def crash(self) -> None:
+        """The process is gone, in the middle of what it writes."""
+        self.dead = True
+        for task in self._saving:
+            task.cancel()
 
     async def held(self) -> list[Holding]:
         """See `ports.Checkpoints`."""
@@ -76,14 +83,16 @@ class SimCheckpoints:
 
     async def save(self, checkpoint: Checkpoint) -> None:
         """See `ports.Checkpoints`. What is written are the values of the time of the call."""
-        frozen = _copy(checkpoint)
+        frozen, task = _copy(checkpoint), asyncio.current_task()
+        if self.dead or task is None:
+            raise asyncio.CancelledError
+        self._saving[task] = None
         try:
             await asyncio.sleep(self._save_s)
         finally:
+            del self._saving[task]
             if self.dead and self._disk.torn_by_crash:
                 self._disk.put(frozen, self._keep, torn=True)
-        if self.dead:
-            raise asyncio.CancelledError
         if self._disk.full:
             raise LocalError("the disk is full")
         self._disk.put(frozen, self._keep)

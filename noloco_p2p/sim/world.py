@@ -110,6 +110,8 @@ class Swarm:
         self.disks: dict[PeerId, Disk] = {}
         """What each node has written; they outlive its processes."""
         self._lives: list[Life] = []
+        self._started = asyncio.Event()
+        """A node has been started since the run last looked."""
         self._restarts: dict[asyncio.Task[None], None] = {}
         self._schedule: list[tuple[float, Callable[[], object]]] = []
 
@@ -146,6 +148,7 @@ class Swarm:
         life = Life(peer, (stage, replica), node, world, (transport, directory, telemetry, checkpoints), stages)
         life.task = asyncio.get_running_loop().create_task(self._live(life), name=peer)
         self._lives.append(life)
+        self._started.set()
 
     def crash(self, peer: PeerId) -> None:
         """A process is gone at once: nothing it still does has any effect, its advert stays until it expires."""
@@ -153,8 +156,9 @@ class Swarm:
         if life.task is None or not life.running:
             return
         life.crashed = True
-        for port in life.ports:
-            port.dead = True
+        transport, directory, telemetry, checkpoints = life.ports
+        transport.dead = directory.dead = telemetry.dead = True
+        checkpoints.crash()
         self.network.crash(peer)
         for stage in life.stages:
             stage.halt()
@@ -232,8 +236,11 @@ class Swarm:
             for replica in range(count):
                 self.start(stage, replica)
         schedule = asyncio.create_task(self._follow_schedule())
-        while waited := self._ahead(schedule):
-            await asyncio.wait(waited, return_when="FIRST_COMPLETED")
+        while ahead := self._ahead(schedule):
+            self._started.clear()
+            started = asyncio.create_task(self._started.wait())
+            await asyncio.wait([*ahead, started], return_when="FIRST_COMPLETED")
+            started.cancel()
             if schedule.done():
                 schedule.result()
         schedule.cancel()
