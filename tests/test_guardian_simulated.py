@@ -1,0 +1,172 @@
+"""Guardians at work in swarms of real nodes under virtual time: what a stage knew is not lost with its last replica."""
+
+import pytest
+
+from noloco_p2p.config import (
+    DirectorySettings,
+    EvaluationSettings,
+    LimitSettings,
+    NodeConfig,
+    OuterSettings,
+    RunManifest,
+)
+from noloco_p2p.core.guardians import GUARDIANS, holders
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.telemetry import Trace
+from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+
+SOON_S = 0.5
+"""In which a guardian has what its ward has: a few of the inner steps below."""
+LIMITS = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=10.0, drain_s=5.0)
+CONFIG = NodeConfig(limits=LIMITS, directory=DirectorySettings(refresh_s=1.0, ttl_s=3.0))
+
+
+def plan_for(replicas: tuple[int, ...], steps: int, pairing: str = "matched") -> SwarmPlan:
+    manifest = RunManifest(
+        stages=len(replicas),
+        start_replicas=1,
+        steps=steps,
+        sequence_length=4,
+        microbatch_size=1,
+        microbatches_per_step=3,
+        outer=OuterSettings.model_validate({"inner_steps": 4, "deadline_s": 2.0, "pairing": pairing}),
+        evaluation=EvaluationSettings(every_steps=None, microbatches=2),
+    )
+    return SwarmPlan(manifest, replicas, seed=1, config=CONFIG, costs=Costs(spread=0.3))
+
+
+def rounds_of(trace: Trace, *peers: str) -> list[tuple[float, int]]:
+    """(when, round) of the outer rounds that these peers did."""
+    found = [(h.at_s, h.get("round")) for peer in peers for h in trace.of("outer_round", peer)]
+    return [(at_s, round) for at_s, round in found if isinstance(round, int)]
+
+
+def guarded(trace: Trace, stage: int) -> list[tuple[float, str, int]]:
+    """(when, by whom, round) of what was pulled of a stage."""
+    found = [(h.at_s, h.peer, h.get("round")) for h in trace.of("guarded") if h.get("stage") == stage]
+    return [(at_s, peer, round) for at_s, peer, round in found if isinstance(round, int)]
+
+
+def living(swarm: Swarm) -> list[Advert]:
+    """What everybody who runs says of itself right now."""
+    lives = {life.peer: life for life in swarm._lives}
+    return [one.node.seat.advert for one in lives.values() if not one.crashed and one.ended_at_s is None]
+
+
+def resumed(outcome: Outcome, peer: str) -> list[tuple[object, object]]:
+    return [(h.get("source"), h.get("round")) for h in outcome.trace.of("resumed", peer)]
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2, 2), (1, 2, 1), (2, 1)])
+def test_guardians_have_the_newest_round_soon_after_their_wards(replicas: tuple[int, ...]) -> None:
+    swarm = Swarm(plan_for(replicas, steps=60))
+    outcome = swarm.run(limit_s=100)
+    for stage, count in enumerate(replicas):
+        wards = [f"s{stage}r{i}" for i in range(count)]
+        pulled = guarded(outcome.trace, stage)
+        for at_s, round in rounds_of(outcome.trace, *wards):
+            best = max((r for when, _, r in pulled if when <= at_s + SOON_S), default=0)
+            assert best >= round - 1, f"round {round} of stage {stage} at {at_s:.3f} s, but {best} is held"
+        per_guardian = {peer: max(r for _, p, r in pulled if p == peer) for _, peer, _ in pulled}
+        assert set(per_guardian) & set(wards) == set()
+        assert len(per_guardian) >= min(GUARDIANS, sum(replicas) - count), "one may die with its ward"
+        assert max(per_guardian.values()) >= 14, "of 15 rounds"
+        newest = [r for _, p, r in pulled if p == pulled[0][1]]
+        assert newest == sorted(set(newest)), "a guardian pulls a round once"
+
+
+@pytest.mark.parametrize(("replicas", "pairing", "stages"), [
+    ((3, 3), "matched", []),
+    ((2, 2), "none", []),
+    ((2,), "matched", []),
+    ((3, 2), "matched", [1]),
+])  # fmt: skip
+def test_only_few_replicas_are_guarded_and_only_where_there_are_rounds(
+    replicas: tuple[int, ...], pairing: str, stages: list[int]
+) -> None:
+    swarm = Swarm(plan_for(replicas, steps=40, pairing=pairing))
+    outcome = swarm.run(limit_s=100)
+    everybody_is_seen_at_s = 2.0
+    ends_at_s = min(h.at_s for h in outcome.trace.of("state") if h.get("state") == "finished")
+    times = {stage: [at_s for at_s, _, _ in guarded(outcome.trace, stage)] for stage in range(len(replicas))}
+    found = {s for s, pulled in times.items() if any(everybody_is_seen_at_s < at_s < ends_at_s for at_s in pulled)}
+    assert sorted(found) == stages
+
+
+def test_both_last_replicas_die_at_once_and_their_stage_goes_on_from_a_guardian() -> None:
+    swarm = Swarm(plan_for((2, 2, 2), steps=60))
+    seen: list[tuple[int, list[int]]] = []
+
+    def look() -> None:
+        done = max(round for _, round in rounds_of(swarm.trace, "s1r0", "s1r1"))
+        seen.append((done, [held.round for _, held in holders(1, living(swarm))]))
+
+    for peer in ("s1r0", "s1r1"):
+        swarm.at(5.0, lambda peer=peer: swarm.crash(peer))  # type: ignore[misc]
+    for at_s in (5.5, 30.0):
+        swarm.at(at_s, look)
+    swarm.at(31.0, lambda: swarm.start(1, 5))
+    outcome = swarm.run(limit_s=200)
+    (done, held), (_, later) = seen
+    assert len(held) >= GUARDIANS
+    assert done - held[0] <= 1
+    assert later == held, "nobody forgets what nobody else has"
+    assert resumed(outcome, "s1r5") == [("guardian", held[0])]
+    survivors = [one for one in outcome.lives if not one.crashed]
+    assert {one.step for one in survivors} == {60.0}
+
+
+def test_a_guardian_that_dies_is_replaced() -> None:
+    swarm = Swarm(plan_for((3, 1), steps=150))
+    before: list[str] = []
+
+    def strike() -> None:
+        before.extend(advert.peer_id for advert, _ in holders(1, living(swarm)))
+        swarm.crash(before[0])
+
+    swarm.at(5.0, strike)
+    outcome = swarm.run(limit_s=100)
+    assert len(before) == GUARDIANS
+    after = {peer for at_s, peer, _ in guarded(outcome.trace, 1) if at_s > 5.0}
+    assert after == {"s0r0", "s0r1", "s0r2"} - {before[0]}
+
+
+def test_a_leaving_last_replica_goes_when_its_final_snapshot_is_guarded() -> None:
+    swarm = Swarm(plan_for((2, 1, 2), steps=60))
+    swarm.at(5.0, lambda: swarm.drain("s1r0"))
+    swarm.at(20.0, lambda: swarm.start(1, 5))
+    outcome = swarm.run(limit_s=200)
+    left = next(one for one in outcome.lives if one.peer == "s1r0")
+    done = max(round for _, round in rounds_of(left.trace, "s1r0"))
+    pulled = [(at_s, round) for at_s, _, round in guarded(outcome.trace, 1) if at_s > 5.0]
+    assert left.ended_at_s is not None
+    assert (done + 1) in [round for at_s, round in pulled if at_s < left.ended_at_s]
+    assert left.ended_at_s < 5.0 + 3.0, "it need not wait until its time is up"
+    assert resumed(outcome, "s1r5") == [("guardian", done + 1)]
+
+
+def test_a_stage_with_three_replicas_again_is_forgotten() -> None:
+    swarm = Swarm(plan_for((2, 2), steps=120))
+    seen: list[list[int]] = []
+    swarm.at(4.0, lambda: seen.append([held.round for _, held in holders(1, living(swarm))]))
+    swarm.at(4.0, lambda: swarm.start(1, 5))
+    swarm.at(12.0, lambda: seen.append([held.round for _, held in holders(1, living(swarm))]))
+    swarm.run(limit_s=100)
+    assert len(seen[0]) == GUARDIANS
+    assert seen[1] == []
+
+
+def test_a_hung_ward_holds_nobody_up() -> None:
+    swarm = Swarm(plan_for((2, 2), steps=60))
+    swarm.at(4.0, lambda: swarm.network.hold("s1r0"))
+    swarm.at(10.0, lambda: swarm.network.release("s1r0"))
+    outcome = swarm.run(limit_s=200)
+    done = max(round for at_s, round in rounds_of(outcome.trace, "s1r1") if at_s < 10.0)
+    pulled = [round for at_s, _, round in guarded(outcome.trace, 1) if 5.0 < at_s < 10.0]
+    assert done - max(pulled) <= 1, "the other replica gives its snapshots"
+    told = [(h.at_s, h.peer) for h in outcome.trace.of("warning") if "from s1r0 to guard" in str(h.get("message"))]
+    (failed_at_s, guardian), *_ = told
+    after = [at_s for at_s, peer, _ in guarded(outcome.trace, 1) if peer == guardian and at_s > failed_at_s]
+    assert after[0] - failed_at_s < 0.1, "asked at once after the first one failed"
+    assert {one.step for one in outcome.lives} == {60.0}
