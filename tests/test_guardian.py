@@ -87,7 +87,8 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
         place.answers["w"] = snapshot("w", 2, 20)
         place.seat.update(outer_round=4)
         await place.sees(place.advert("w", WARD))
-        assert place.asked[1:] == [("w", WARD, 4)]
+        await place.sees(place.advert("w", WARD))
+        assert place.asked[1:] == [("w", WARD, 4)], "it answered with what it had, and tells no news since"
         assert place.guardian.snapshot_of(WARD) == snapshot("w", 3)
         place.answers["w"] = snapshot("w", 5, 50)
         await place.sees(place.advert("w", WARD, round=5))
