@@ -9,14 +9,12 @@ from transport_fixture import LARGE, SMALL, SOON_S, Node, activation, echo, hang
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io import channels, serving
 
-
 PROBING = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
 
 
 def hurried(options: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    """Probes after 0.4 s of silence, which are answered within 0.2 s; the proportions of the real ones are kept."""
-    factor = 400 / channels.KEEPALIVE_MS
-    return tuple((name, round(value * factor) if name.endswith(PROBING) else value) for name, value in options)
+    """All that has to do with probes twelve times as fast."""
+    return tuple((name, value // 12 if name.endswith(PROBING) else value) for name, value in options)
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +23,10 @@ def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "OPTIONS", hurried(serving.OPTIONS))
 
 
-def test_the_real_probes_come_after_ten_seconds_and_are_answered_within_five() -> None:
+def test_the_real_probes_find_out_within_fifteen_seconds() -> None:
     for options in (channels.OPTIONS, serving.OPTIONS):
         found = dict(options)
-        assert found["grpc.keepalive_time_ms"] == 400
-        assert found["grpc.keepalive_timeout_ms"] == found["grpc.http2.ping_timeout_ms"] == 200
-    assert channels.KEEPALIVE_MS == 10_000
+        assert 0 < found["grpc.keepalive_time_ms"] + found["grpc.http2.ping_timeout_ms"] <= 15_000 // 12
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE])
@@ -50,7 +46,7 @@ def test_calls_in_flight_on_a_half_open_link_fail_and_their_handlers_are_cancell
             began = clock()
             for outcome in await asyncio.gather(*calling, return_exceptions=True):
                 assert isinstance(outcome, Unreachable)
-            assert clock() - began < SOON_S
+            assert clock() - began < 2.5, "15 s of the real ones are 1.25 s"
             while len(node.ends) < 2:
                 node.ended.clear()
                 await asyncio.wait_for(node.ended.wait(), SOON_S)

@@ -23,14 +23,23 @@ MAX_LINKS = 64
 """Connections kept at once; the one unused for longest makes place. Links with calls in flight are never closed."""
 CONNECT_S = 5.0
 """Longest wait for one address to accept a connection; one that refuses answers in a millisecond."""
-KEEPALIVE_MS = 10_000
+KEEPALIVE_MS = 5_000
 """Silence after which a link with calls in flight is probed, milliseconds."""
+PROBE_MS = 10_000
+"""Longest wait for the answer to a probe, milliseconds. On a slow link it comes after all that is in the socket buffers
+of the other end, up to 4 MiB."""
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    # Of the kernel's wait for acknowledgements. gRPC never looks at it for its probes while the next one is larger:
+    # src/core/ext/transport/chttp2/transport/writing.cc, grpc_chttp2_end_write.
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", PROBE_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""How both ends find out within 15 s that the other one is gone without a word."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS // 2),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS // 2),
-    ("grpc.http2.max_pings_without_data", 0),
+    *KEEPALIVE,
     ("grpc.client_idle_timeout_ms", 120_000),
     ("grpc.enable_retries", 0),
 )

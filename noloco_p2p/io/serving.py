@@ -17,7 +17,7 @@ from noloco_p2p.core.messages import Activation, Header, PeerId
 from noloco_p2p.errors import Declined, NolocoError, Violation
 from noloco_p2p.io import noloco_pb2 as pb
 from noloco_p2p.io import protobuf, weights
-from noloco_p2p.io.channels import KEEPALIVE_MS
+from noloco_p2p.io.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.frames import unpacked
 from noloco_p2p.ports import Handler, Telemetry
 
@@ -31,10 +31,7 @@ CANCEL_GRACE_S = 0.5
 """A cancelled call first looks like a finished stream; its cancellation is given this long to arrive."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS // 2),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS // 2),
-    ("grpc.http2.max_pings_without_data", 0),
+    *KEEPALIVE,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
 )
 
