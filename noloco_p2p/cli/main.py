@@ -178,6 +178,30 @@ def bench_outer(as_json: AsJson = False) -> None:
     _report(outer.run(), as_json)
 
 
+@bench.command("churn")
+def bench_churn(
+    kill_every: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds from one kill to the next.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.05, metavar="M", help="Minutes in which nodes are killed.")] = 5.0,
+    nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "3x3",
+    kill_last: Annotated[bool, typer.Option("--kill-last", help="Kill all replicas of a stage for good.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the run, and of who is killed when.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K seeds in a row.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length of the runs; default: what an undisturbed swarm does in M minutes."),
+    ] = None,
+    cold: Annotated[bool, typer.Option(help="Measure restarts of all nodes, of 2x2 and 3x3.")] = True,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of all nodes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What killing and stopping nodes costs a real swarm: stalls, losses, and the loss beside an undisturbed run's."""
+    from noloco_p2p.bench import churn
+
+    sets = tuple(set or ())
+    wish = churn.Wish(churn.shape_of(nodes), kill_every, minutes, kill_last, seed, seeds, steps, cold, sets)
+    _report(churn.run(wish), as_json)
+
+
 def _report(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(figures, allow_nan=False))

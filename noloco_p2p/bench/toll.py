@@ -1,0 +1,130 @@
+"""What killed and hung nodes cost, worked out from what the nodes left: their steps files and their logs. Pure.
+
+Points in time are Unix seconds. A steps file has a line for each inner step of one replica (design.md §5).
+"""
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One inner step of one replica."""
+
+    peer: str
+    at: float
+    inner_step: int
+    step: int
+    tokens: int
+    ids: tuple[str, ...]
+    """The microbatches that were counted in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """From `began_at` on the replica's weights are those that it took from `source`: `shard`, `peer`, …"""
+
+    began_at: float
+    source: str
+
+
+def parsed(peer: str, text: str) -> Line | None:
+    """A line of a steps file; None for one that a killed node did not write to its end."""
+    try:
+        found = json.loads(text)
+        served = found["microbatches"]
+        tokens = sum(one["tokens"] for one in served)
+        ids = tuple(one["id"] for one in served)
+        return Line(peer, found["at"], found["inner_step"], found["step"], tokens, ids)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def events(log: str) -> list[dict[str, Any]]:
+    """The JSON lines of a log; everything else in it is left out."""
+    found = []
+    for text in log.splitlines():
+        if text.startswith("{"):
+            try:
+                found.append(json.loads(text))
+            except ValueError:
+                continue  # cut off by a kill
+    return [one for one in found if isinstance(one, dict)]
+
+
+def duplicates(lines: Iterable[Line], lives: Sequence[Life]) -> int:
+    """How often one replica counted an id that its weights contained already.
+
+    `lines` are those of one replica in the order in which it wrote them. A life that began from the replica's own
+    checkpoint contains what came before that; one that began from somebody else's weights nothing of the replica's own.
+    """
+    contained: list[Line] = []
+    counted: Counter[str] = Counter()
+    current, twice = -1, 0
+    for line in lines:
+        life = sum(one.began_at <= line.at for one in lives) - 1
+        if life != current:
+            current = life
+            own = lives[life].source == "shard"
+            contained = [old for old in contained if own and old.inner_step < line.inner_step]
+            counted = Counter(one for old in contained for one in old.ids)
+        contained.append(line)
+        for one in line.ids:
+            twice += counted[one] > 0
+            counted[one] += 1
+    return twice
+
+
+def stalls(trained_at: Iterable[float], disturbed_at: Sequence[float], until: float) -> list[float]:
+    """For each disturbance: the longest time without a trained token that began before the next one, seconds.
+
+    Of a time that had begun before the disturbance only the part after it counts.
+    """
+    moments = [*sorted(trained_at), until]
+    gaps = list(pairwise(moments))
+    found = []
+    for began, following in zip(disturbed_at, [*disturbed_at[1:], until], strict=False):
+        longest = (end - max(start, began) for start, end in gaps if end > began and start < following)
+        found.append(max(longest, default=0.0))
+    return found
+
+
+def victim(rng: Random, training: Mapping[int, Sequence[str]], *, least: int = 1) -> str | None:
+    """A node to disturb, so that at least `least` others of its stage train; None when there is none to spare.
+
+    `training`: the names of the nodes that train now, by stage.
+    """
+    spare = [name for _, names in sorted(training.items()) for name in sorted(names) if len(names) > least]
+    return rng.choice(spare) if spare else None
+
+
+def at_tokens(curve: Sequence[tuple[float, float]], tokens: float) -> float | None:
+    """Loss at so many tokens on a curve of (tokens, loss), linear in between; beyond its ends the nearest one's."""
+    points = sorted(curve)
+    if not points:
+        return None
+    for (left, before), (right, after) in pairwise(points):
+        if left <= tokens <= right:
+            return before if left == right else before + (after - before) * (tokens - left) / (right - left)
+    return points[0][1] if tokens < points[0][0] else points[-1][1]
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed; None without any."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else None
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation (None of a single one) and the values themselves."""
+    return {
+        "mean": statistics.fmean(values) if values else None,
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "values": list(values),
+    }

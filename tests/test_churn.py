@@ -1,0 +1,178 @@
+"""The churn bench: its figures are worked out right, and it leaves no process behind."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from processes import wait_until, working_below
+
+from noloco_p2p.bench import churn, toll
+from noloco_p2p.bench.fleet import Fleet
+from noloco_p2p.bench.outcome import loss_ratio, rounds_lost
+from noloco_p2p.bench.toll import Life, Line
+from noloco_p2p.errors import ConfigError, LocalError
+
+
+def lines(*steps: tuple[float, int, Sequence[str]]) -> list[Line]:
+    return [Line("P", at, inner, inner - 1, 10 * len(ids), tuple(ids)) for at, inner, ids in steps]
+
+
+BEGINNING = Life(0.0, "start")
+
+
+def test_nothing_is_counted_twice_in_an_honest_life() -> None:
+    assert toll.duplicates(lines((1, 1, "ab"), (2, 2, "cd")), [BEGINNING]) == 0
+
+
+@pytest.mark.parametrize("again", [(2, 2, "cb"), (2, 2, "cc")])
+def test_an_id_counted_twice_is_found(again: tuple[float, int, str]) -> None:
+    assert toll.duplicates(lines((1, 1, "ab"), again), [BEGINNING]) == 1
+
+
+def test_what_a_checkpoint_does_not_contain_may_be_counted_again() -> None:
+    before = [(1, 1, "ab"), (2, 2, "cd"), (3, 3, "ef")]
+    lives = [BEGINNING, Life(10.0, "shard")]
+    assert toll.duplicates(lines(*before, (11, 2, "cf"), (12, 3, "eg")), lives) == 0, "it went on from inner step 1"
+    assert toll.duplicates(lines(*before, (11, 3, "ce")), lives) == 1, "c is in the checkpoint, e is not"
+    assert toll.duplicates(lines(*before, (11, 4, "ce")), lives) == 2
+
+
+def test_weights_of_another_replica_contain_nothing_that_was_counted_here() -> None:
+    for source in ("peer", "guardian", "fresh"):
+        lives = [BEGINNING, Life(10.0, source)]
+        assert toll.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "cd")), lives) == 0
+        assert toll.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "bd")), lives) == 1
+
+
+def test_stalls_are_counted_from_the_disturbance() -> None:
+    trained = [0.0, 1.0, 2.0, 6.0, 7.0, 8.0, 20.0, 21.0]
+    assert toll.stalls(trained, [2.5], 21.0) == [12.0], "the longest one, whenever it began"
+    assert toll.stalls(trained, [2.5, 7.5], 21.0) == [3.5, 12.0]
+    assert toll.stalls(trained, [2.5, 7.5, 15.0], 21.0) == [3.5, 12.0, 5.0]
+    assert toll.stalls(trained, [20.5], 30.0) == [9.0], "until the end, when nothing comes any more"
+    assert toll.stalls([], [], 3.0) == []
+
+
+def test_the_last_that_trains_in_its_stage_is_spared() -> None:
+    rng = Random(7)
+    training = {0: ["0-0", "0-1", "0-2"], 1: ["1-0"], 2: ["2-0", "2-1"]}
+    drawn = {toll.victim(rng, training) for _ in range(200)}
+    assert drawn == {"0-0", "0-1", "0-2", "2-0", "2-1"}
+    assert toll.victim(rng, {0: ["0-0"], 1: []}) is None
+    assert [toll.victim(Random(3), training) for _ in range(2)] == [toll.victim(Random(3), training)] * 2
+
+
+def test_loss_at_equal_tokens() -> None:
+    curve = [(100.0, 4.0), (200.0, 3.0), (400.0, 2.0)]
+    assert [toll.at_tokens(curve, tokens) for tokens in (50, 100, 150, 300, 500)] == [4.0, 4.0, 3.5, 2.5, 2.0]
+    assert toll.at_tokens([], 5) is None
+    calm = {"curve": curve[:2], "tokens": 400, "validation_loss": 2.0}
+    churned = {"tokens": 300, "validation_loss": 2.55}
+    assert loss_ratio(churned, calm) == {"equal_tokens": pytest.approx(1.02), "equal_steps": pytest.approx(1.275)}
+    assert loss_ratio({"tokens": 0, "validation_loss": None}, calm) == {"equal_tokens": None, "equal_steps": None}
+
+
+def test_quantiles() -> None:
+    values = [float(n) for n in range(1, 101)]
+    assert (toll.quantile(values, 0.5), toll.quantile(values, 0.95)) == (50.0, 95.0)
+    assert (toll.quantile([3.0], 0.95), toll.quantile([], 0.5)) == (3.0, None)
+
+
+def test_a_line_that_was_cut_off_is_left_out() -> None:
+    whole = {
+        "inner_step": 3,
+        "step": 2,
+        "at": 5.5,
+        "microbatches": [{"id": "a", "tokens": 7}, {"id": "b", "tokens": 8}],
+    }
+    assert toll.parsed("P", json.dumps(whole)) == Line("P", 5.5, 3, 2, 15, ("a", "b"))
+    assert toll.parsed("P", json.dumps(whole)[:-9]) is None
+    assert toll.events('peer id  X\n{"event": "resumed"}\n{"event": "out') == [{"event": "resumed"}]
+
+
+def test_the_shape_is_told_as_stages_by_replicas() -> None:
+    assert churn.shape_of("3x2") == (3, 2)
+    for wrong in ("3", "x3", "0x2", "2x-1", "3x3x3"):
+        with pytest.raises(ConfigError, match="STAGESxREPLICAS"):
+            churn.shape_of(wrong)
+
+
+def test_rounds_lost_by_a_stage_that_died(tmp_path: Path) -> None:
+    def log(name: str, *told: dict[str, object]) -> None:
+        (tmp_path / f"{name}.log").write_text("".join(json.dumps(one) + "\n" for one in told))
+
+    log("1-0", {"event": "outer_round", "time": 1.0, "round": 6}, {"event": "outer_round", "time": 9.0, "round": 8})
+    log(
+        "1-1",
+        {"event": "outer_round", "time": 2.0, "round": 7},
+        {"event": "resumed", "time": 8.0, "round": 7, "source": "peer"},
+        {"event": "resumed", "time": 6.0, "round": 6, "source": "guardian"},
+    )
+    fleet = Fleet(tmp_path, (2, 2), [], 1)
+    told = {"stage": 1, "before": 7, "after": 6, "source": "guardian", "lost": 1}
+    assert rounds_lost(fleet, 1, 5.0) == told
+    assert rounds_lost(fleet, 1, 8.5)["after"] is None
+
+
+FAKE = r"""
+import json, os, signal, sys, time
+from pathlib import Path
+home = Path(sys.argv[sys.argv.index("--dir") + 1])
+os.chdir(home)
+told = {"peer_id": home.name, "run_id": "r", "pid": os.getpid(), "join": ["addr"], "metrics": "http://127.0.0.1:1/"}
+(home / "endpoints.json").write_text(json.dumps(told))
+os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+steps = home.parent / "audit" / f"steps-{home.name}.jsonl"
+for n in range(1, 10_000):
+    line = {"inner_step": n, "step": n, "at": time.time(), "microbatches": []}
+    with steps.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    time.sleep(0.02)
+"""
+"""A node as the bench sees it: it tells where it is, steps, and has a process of its own below it."""
+
+
+def disturbed_and_broken_off(run_dir: Path) -> None:
+    """Kill, stop and restart, then Ctrl-C while a node is stopped."""
+    with Fleet(run_dir, (2, 2), [], 1) as fleet:
+        fleet.start()
+        fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all step", 30.0)
+        hung, dead, brief = (fleet.nodes[name] for name in ("0-0", "1-1", "0-1"))
+        fleet.stop(hung, 60.0)
+        assert fleet.training() == {0: ["0-1"], 1: ["1-0", "1-1"]}
+        before = dead.child.endpoints
+        fleet.kill(dead, 0.0)
+        assert fleet.training() == {0: ["0-1"], 1: ["1-0"]}
+        fleet.wait(lambda: dead.active, "it is back", 30.0)
+        assert None not in (before, dead.child.endpoints)
+        assert before != dead.child.endpoints
+        fleet.stop(brief, 0.0)
+        fleet.wait(lambda: brief.active, "it goes on", 30.0)
+        assert len(working_below(run_dir)) >= 8, "four nodes, each with a process below it"
+        assert fleet.back_s
+        assert fleet.step > 1
+        raise KeyboardInterrupt
+
+
+def test_whatever_happens_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, code = tmp_path / "node", tmp_path / "node.py"
+    code.write_text(FAKE)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    run_dir = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        disturbed_and_broken_off(run_dir)
+    wait_until(lambda: not working_below(run_dir), "the end of all that was started", 10.0)
+
+
+def test_a_node_that_ends_by_itself_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "node"
+    program.write_text("#!/bin/sh\necho no luck\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with Fleet(tmp_path / "run", (1, 1), [], 1) as fleet, pytest.raises(LocalError, match="0-0 did not start: no luck"):
+        fleet.start()
