@@ -295,9 +295,12 @@ def test_a_split_swarm_goes_on_in_both_halves_and_is_one_again_after() -> None:
     halves = ("s0r0", "s1r0"), ("s0r1", "s1r1")
     swarm = Swarm(_plan((2, 2), steps=120))
     swarm.at(2.0, lambda: swarm.split(*halves))
+    seen: list[dict[PeerId, float]] = []
+    swarm.at(7.0, lambda: seen.append({a.peer_id: a.age_s for a in swarm.registry.view(now=7.0, reader="s0r0")}))
     swarm.at(8.0, swarm.heal)
     outcome = swarm.run(limit_s=600.0)
     assert {node.step for node in outcome.lives} == {120}
+    assert [peer for peer, age_s in seen[0].items() if age_s < 5.0] == list(halves[0])
     other_half = {peer: set(halves[peer in halves[0]]) for half in halves for peer in half}
 
     def pulled(since_s: float, until_s: float) -> set[bool]:
