@@ -1,0 +1,129 @@
+"""Simulated transfers of states and snapshots take time, stall and fail as real ones do; links that fail in part."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from sim_transport_fixture import (
+    CALLEE,
+    LATENCY_S,
+    Serving,
+    activation,
+    fails,
+    floats,
+    gradient,
+    now,
+    play,
+)
+
+from noloco_p2p.core.messages import (
+    ReplicaState,
+    TensorSpec,
+)
+from noloco_p2p.errors import Declined, Unreachable, Violation
+from noloco_p2p.sim.network import Link, Network
+from noloco_p2p.sim.transport import SimTransport
+
+STATE_SPECS = (TensorSpec("slow/w", "float64", (1, 1, 1)),)
+SLOW_LINK = Link(LATENCY_S, bytes_per_s=0.8)
+"""A state takes ten seconds over it, a snapshot twenty."""
+
+
+async def _fetches_state(transport: SimTransport, deadline_s: float = 60.0) -> ReplicaState:
+    return await transport.fetch_state(CALLEE, deadline_s, STATE_SPECS)
+
+
+def test_a_state_takes_its_time_and_is_lent_meanwhile() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        state = await _fetches_state(transport)
+        assert now() == pytest.approx(10.0 + 2 * LATENCY_S)
+        assert (state.number, state.step, state.spent, state.tensors) == (7, 40.5, (), (floats("slow/w", 1.0),))
+        with pytest.raises(Violation, match="tensors"):
+            await transport.fetch_state(CALLEE, 60.0, STATE_SPECS * 2)
+        with pytest.raises(Declined, match="stage 1 now"):
+            await transport.fetch_state(replace(CALLEE, stage=0), 60.0, STATE_SPECS)
+        with pytest.raises(Unreachable, match=r"within 5 s"):
+            await _fetches_state(transport, 5.0)
+
+    what, at = play(script, link=SLOW_LINK).log[0]
+    assert (what, round(at, 6)) == ("loan over", 10.0 + LATENCY_S)
+
+
+def test_a_donor_that_crashes_is_unreachable_at_once_and_one_that_is_held_soon() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(4.0, network.hold, "b")
+        with pytest.raises(Unreachable, match=r"for 20 s"):
+            await _fetches_state(transport)
+        assert 23.0 < now() < 24.5
+        network.release("b")
+        began = now()
+        loop.call_later(4.0, network.crash, "b")
+        with pytest.raises(Unreachable, match="broke"):
+            await _fetches_state(transport)
+        assert now() - began == pytest.approx(4.0)
+        with pytest.raises(Unreachable, match="refused"):
+            await _fetches_state(transport)
+
+    assert [what for what, _ in play(script, link=SLOW_LINK).log][-1] == "loan cancelled"
+
+
+def test_a_state_goes_on_after_a_short_hold() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(4.0, network.partition_one_way, "b", "a")
+        loop.call_later(12.0, network.repair, "a", "b")
+        assert (await _fetches_state(transport)).number == 7
+        assert 17.5 < now() < 19.5
+
+    play(script, link=SLOW_LINK)
+
+
+def test_a_snapshot_that_falls_silent_is_given_up_long_before_its_deadline() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        assert (await transport.fetch_snapshot(CALLEE, 2, 4, 3.0, 60.0, 16)).peer == "c"
+        assert now() == pytest.approx(23.0 + 2 * LATENCY_S)
+        for bad in (15, 17):
+            with pytest.raises(Violation):
+                await transport.fetch_snapshot(CALLEE, 2, None, 0.0, 60.0, bad)
+        began = now()
+        asyncio.get_running_loop().call_later(6.0, network.hold, "b")
+        with pytest.raises(Unreachable, match=r"for 5 s"):
+            await transport.fetch_snapshot(CALLEE, 2, 4, 3.0, 60.0, 16)
+        assert 10.0 < now() - began < 11.5
+        began = now()
+        with pytest.raises(Unreachable, match=r"for 8 s"):
+            await transport.fetch_snapshot(CALLEE, 2, 4, 3.0, 60.0, 16)
+        assert now() - began == pytest.approx(8.0)
+
+    play(script, link=SLOW_LINK)
+
+
+def test_a_one_way_partition_swallows_one_direction() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.partition_one_way("b", "a")
+        await fails(transport, Unreachable, "no answer", 5.0)
+        assert [what for what, _ in serving.log] == ["header from a", "done"]
+        network.repair("b", "a")
+        network.partition_one_way("a", "b")
+        await fails(transport, Unreachable, "no answer", 5.0)
+        assert len(serving.log) == 2, "it has not arrived"
+        network.repair("b", "a")
+        assert await transport.propagate(CALLEE, activation()) == gradient()
+
+    play(script)
+
+
+def test_a_split_cuts_the_links_between_its_groups_only() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.split([["a", "c"], ["b"]])
+        await fails(transport, Unreachable, "no answer", 5.0)
+        newcomer = SimTransport(network, "in no group")
+        assert await newcomer.propagate(CALLEE, activation()) == gradient()
+        network.split([["a", "b"], ["c"]])
+        assert await transport.propagate(CALLEE, activation()) == gradient()
+        network.split([["a"], ["b"]])
+        network.heal()
+        assert await transport.propagate(CALLEE, activation()) == gradient()
+
+    play(script)
