@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_inner_steps_and_batches_are_on_record(tmp_path: Path) -> None:
     losses = {identity: run_microbatch(stages, batch, identity)[0].loss_sum for identity, batch in batches.items()}
     run_microbatch(stages, make_batch(3), microbatch(3))
     routes = dict.fromkeys(batches, (None, "peer1"))
+    began_at = time.time()
     stages[0].inner_step(StepLabel(1, 0, 0.25, routes, batches))
     stages[0].inner_step(StepLabel(2, 2, 0.5, {}))
     stages[1].inner_step(StepLabel(1, 0, 0.25, {microbatch(3): ("peer0", None)}))
@@ -84,6 +86,8 @@ def test_inner_steps_and_batches_are_on_record(tmp_path: Path) -> None:
         {"id": f"{KEY}{n}", "previous": None, "next": "peer1", "tokens": 13, "loss_sum": losses[microbatch(n)]}
         for n in (3, 1)
     ]
+    inner_at = [line.pop("at") for line in lines]
+    assert began_at <= inner_at[0] <= inner_at[1] <= time.time()
     assert lines[0] == {"inner_step": 1, "step": 0, "learning_rate": 0.25, "microbatches": expected}
     assert lines[1] == {"inner_step": 2, "step": 2, "learning_rate": 0.5, "microbatches": []}
     record = load_file(tmp_path / "batches-peer0-000001.safetensors")
@@ -95,6 +99,14 @@ def test_inner_steps_and_batches_are_on_record(tmp_path: Path) -> None:
     assert not (tmp_path / "batches-peer1-000001.safetensors").exists()
     later = json.loads((tmp_path / "steps-peer1.jsonl").read_text())
     assert [(one["previous"], one["next"]) for one in later["microbatches"]] == [("peer0", None), (None, None)]
+
+
+def test_without_weights_there_are_inner_steps_only(tmp_path: Path) -> None:
+    stages = make_stages(make_manifest(), audit_dir=str(tmp_path), audit_weights=False)
+    run_microbatch(stages, make_batch(1), microbatch(1))
+    stages[0].inner_step(StepLabel(1, 0, 0.25, {}, {microbatch(1): make_batch(1)}))
+    stages[0].merge(stages[0].snapshot(1, 1), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["steps-me.jsonl"]
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
