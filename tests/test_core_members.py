@@ -159,7 +159,7 @@ def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:
     members = Members("me", 30)
     members.update([advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "starting")], now=0)
     assert members.deserted(4, 1) == [3], "who has no weights yet serves nobody"
-    assert not members.may_be_tried(3, now=0)
+    assert not members.anybody(3)
     members.update([advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "waiting")], now=1)
     assert members.deserted(4, 1) == []
     for peer, now in (("b", 2.0), ("b", 4.0), ("c", 5.0)):
@@ -167,9 +167,7 @@ def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:
     assert members.deserted(4, 1) == [], "c has failed only once"
     members.failed("c", now=7.0)
     assert members.deserted(4, 1) == [2]
-    assert not members.may_be_tried(2, now=5.9)
-    assert members.may_be_tried(2, now=6.0), "deserted until it answers, but worth a call"
-    assert members.deserted(4, 1) == [2]
+    assert members.anybody(2), "deserted until it answers, but worth a call"
     members.answered("b")
     assert members.deserted(4, 1) == []
 

@@ -151,9 +151,9 @@ class Members:
             there[mine + 1] = answering
         return [stage for stage, replicas in there.items() if not replicas]
 
-    def may_be_tried(self, stage: int, *, now: float) -> bool:
-        """Somebody of a stage is there and not set aside: only a call can tell whether it serves again."""
-        return any(not self.is_aside(a.peer_id, now=now) for a in self.of_stage(stage, READY))
+    def anybody(self, stage: int) -> bool:
+        """Somebody else of a stage is there, whether it answers or not."""
+        return bool(self.of_stage(stage, IN_ROUNDS))
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------
 

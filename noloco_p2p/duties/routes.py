@@ -88,7 +88,7 @@ class Sender:
                 deadline = min(deadline, seat.drain_by)
             began = seat.now()
             longest_s = self._attempt_s(deadline - began, patience)
-            if longest_s < SHORTEST_CALL_S:
+            if longest_s < SHORTEST_CALL_S or (seat.index == 0 and self.nobody_there()):
                 raise heard.give_up(seat.index + 1, parcel.microbatch)
             peer = self._choose(parcel.origin, heard)
             if peer is None:
@@ -167,22 +167,22 @@ class Sender:
         if changed:
             seat.pulse()
 
-    async def until_served(self) -> bool:
-        """Wait while a later stage is deserted and nobody of it may be tried.
+    def nobody_there(self) -> bool:
+        """A later stage has no replica at all, so that nothing that stage 0 sends could come back.
 
-        False: none is, or this node leaves, or somebody of stage 0 has finished: then nobody need come back.
+        False once somebody of stage 0 has finished: then nobody need come.
         """
         seat = self._seat
+        return not self._saw_the_end and any(
+            stage > seat.index and not seat.members.anybody(stage) for stage in seat.deserted
+        )
 
-        def later() -> list[int]:
-            return [stage for stage in seat.deserted if stage > seat.index]
-
-        def may_try() -> bool:
-            return all(seat.members.may_be_tried(stage, now=seat.now()) for stage in later())
-
-        if self._saw_the_end or not later():
+    async def until_served(self) -> bool:
+        """Wait while a later stage is deserted and nobody of it is there. False: none was deserted, or I leave."""
+        seat = self._seat
+        if self._saw_the_end or not any(stage > seat.index for stage in seat.deserted):
             return False
-        await seat.until(lambda: seat.draining or may_try())
+        await seat.until(lambda: seat.draining or not self.nobody_there())
         return not seat.draining
 
     def _choose(self, origin: Origin, heard: _Attempts) -> Advert | None:
@@ -243,7 +243,7 @@ class Sender:
             # Until enough evaluations were seen, what is known of training will do: it takes longer.
             known = patience if patience.deadline_s() is not None else self._patience[seat.index + 1]
             longest_s = self._attempt_s(deadline - began, known)
-            if longest_s < SHORTEST_CALL_S:
+            if longest_s < SHORTEST_CALL_S or (seat.index == 0 and self.nobody_there()):
                 break
             peer = self._evaluator(parcel.origin.index + skip)
             if peer is not None:
