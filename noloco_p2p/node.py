@@ -28,8 +28,8 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.duties.arrival import Arrival
 from noloco_p2p.duties.clock import Clock
-from noloco_p2p.duties.door import Door
 from noloco_p2p.duties.donor import Donor
+from noloco_p2p.duties.door import Door
 from noloco_p2p.duties.ending import Ending
 from noloco_p2p.duties.guardian import Guardian
 from noloco_p2p.duties.moving import Moving
@@ -71,7 +71,7 @@ class Node:
         self._door = Door(self.seat, self._sender)
         self._rounds = Rounds(self.seat)
         self._clock = Clock(self.seat)
-        self._arrival = Arrival(self.seat, self._watch, self._rounds)
+        self._arrival = Arrival(self.seat, self._watch, self._rounds, self._guardian)
         self._ending = Ending(self.seat, self._sender)
         self._saving = Saving(self.seat, self._rounds)
         self._donor = Donor(self.seat, self._incarnation)
@@ -260,18 +260,19 @@ class Node:
             await self._saving.save_if_due()
 
     def _may_open(self) -> bool:
-        """Under `balanced` a step has slots only while stage 0 is there, and the last step is the last one."""
+        """Under `balanced` a step has slots only while stage 0 is there."""
         seat = self.seat
         seat.look()
-        if seat.manifest.routing != "balanced":
-            return True
-        return bool(seat.view.origins) and seat.step < seat.manifest.steps
+        return seat.manifest.routing != "balanced" or bool(seat.view.origins)
 
     def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
-        """How many microbatches this step takes, and under `balanced` which."""
+        """How many microbatches this step takes, and under `balanced` which.
+
+        After the last step there are no slots any more; origins that came late are served as they come.
+        """
         seat, manifest, view = self.seat, self.seat.manifest, self.seat.view
         count = routing.target(manifest.microbatches_per_step, max(1, len(view.origins)), len(view.mates))
-        if manifest.routing != "balanced":
+        if manifest.routing != "balanced" or seat.step >= manifest.steps:
             return count, None
         due = routing.balanced_slots(
             manifest.seed, seat.index, seat.step, manifest.microbatches_per_step, view.origins, view.mates, seat.me
@@ -289,6 +290,7 @@ class Node:
         self._door.strike()
         self._moving.consider()
         self._guardian.noticed()
+        self._sender.look_for_deserted(reading=True)
 
     # === inner steps, outer rounds ==================================================================================
 

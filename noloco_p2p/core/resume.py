@@ -18,7 +18,7 @@ NEAR_ROUNDS = 1
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where weights can be had: `peer` (a living replica's whole state), `shard` (my checkpoint), `guardian` or `fresh`.
+    """Where weights can be had: of a living `peer`, from a `shard` (my checkpoint), from a `guardian`, or `fresh`.
 
     `wait`: a replica of my stage is about to go on with newer weights than I could find.
     """
@@ -26,7 +26,7 @@ class Source:
     kind: str
     reason: str
     peer: Advert | None = None
-    """Of `peer` and `guardian`: whom to ask."""
+    """Of `peer` and `guardian`: whom to ask; None for a guardian: this node guards it itself."""
     holding: Holding | None = None
     """Of `shard` and `guardian`: what it is."""
 
@@ -52,10 +52,13 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
     return min((round for stage, round in newest.items() if 0 <= stage < stages), default=None)
 
 
-def sources(me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages: int) -> list[Source]:
+def sources(
+    me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages: int, guarded: Holding | None = None
+) -> list[Source]:
     """Where to look for the weights of my stage, best first; never empty.
 
-    `own` are my checkpoints of this stage. With a living replica in the stage, fresh weights are no choice.
+    `own` are my checkpoints of this stage, `guarded` is what I hold of it as a guardian who comes to it now. With a
+    living replica in the stage, fresh weights are no choice.
     """
     shards = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
     mates = [a for a in others if a.stage == me.stage]
@@ -66,25 +69,31 @@ def sources(me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages
         near = [_shard(h, "hardly behind the others") for h in shards[:1] if ahead - h.round <= NEAR_ROUNDS]
         return near + pulls if near else pulls
     limit = common_round([me, *others], stages)
-    return _of_a_lost_stage(me, others, shards, mates, limit)
+    strangers = [a for a in others if a.stage != me.stage]
+    guards = [Source("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers)]
+    if guarded is not None:
+        guards.append(Source("guardian", "guarded by this node", holding=guarded))
+    return _of_a_lost_stage(me.stage, shards, guards, mates, limit)
 
 
 def _of_a_lost_stage(
-    me: Advert, others: Sequence[Advert], shards: Sequence[Holding], mates: Sequence[Advert], limit: int | None
+    stage: int, shards: Sequence[Holding], guards: Sequence[Source], mates: Sequence[Advert], limit: int | None
 ) -> list[Source]:
-    """Nobody of my stage trains: the newest weights at or below the round from which all stages can go on."""
+    """Nobody of my stage trains: the newest weights that there are.
+
+    Checkpoints count up to the round from which all stages can go on together: everybody may have been stopped at once.
+    Guardians have outlived the stage, so what they hold is the newest there is, the last words of a replica that left.
+    """
 
     def fits(holding: Holding) -> bool:
         return limit is None or holding.round <= limit
 
     mine = [_shard(h, "the newest that all stages have") for h in shards if fits(h)]
-    strangers = [a for a in others if a.stage != me.stage]
-    guarded = [Source("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers) if fits(h)]
-    found = sorted([*mine, *guarded], key=_newest_first)
+    found = sorted([*mine, *guards], key=_newest_first)
     best = found[0].holding.round if found and found[0].holding else -1 - NEAR_ROUNDS
-    theirs = [h.round for a in mates for h in a.holds if h.stage == me.stage and fits(h)]
+    theirs = [h.round for a in mates for h in a.holds if h.stage == stage and fits(h)]
     if theirs and max(theirs) - best > NEAR_ROUNDS:
-        return [Source("wait", f"another node has round {max(theirs)} of stage {me.stage}")]
+        return [Source("wait", f"another node has round {max(theirs)} of stage {stage}")]
     beyond = [_shard(h, "no older one is left") for h in reversed(shards) if not fits(h)]
     return [*found, *beyond, Source("fresh", "nobody has its weights")]
 

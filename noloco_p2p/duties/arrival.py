@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from noloco_p2p.core import balance, resume
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.messages import Advert, Checkpoint, Holding
+from noloco_p2p.core.messages import Advert, Checkpoint, Description, Holding, PeerId
 from noloco_p2p.core.resume import Source
+from noloco_p2p.duties.guardian import Guardian
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.duties.watch import Watch
@@ -22,10 +23,11 @@ HOLDINGS_SHOWN = 4
 class Arrival:
     """The way of one node from its first announcement to its first step on a stage."""
 
-    def __init__(self, seat: Seat, watch: Watch, rounds: Rounds) -> None:
+    def __init__(self, seat: Seat, watch: Watch, rounds: Rounds, guardian: Guardian) -> None:
         self._seat = seat
         self._watch = watch
         self._rounds = rounds
+        self._guardian = guardian
         self._said = ""
         self._own: list[Holding] = []
 
@@ -76,9 +78,7 @@ class Arrival:
 
         def may_begin() -> bool:
             needed = 1 if self._run_has_begun() else manifest.start_replicas
-            missing = membership.lacking(
-                seat.advert, seat.members.all(), manifest.stages, needed, membership.IN_ROUNDS
-            )
+            missing = membership.lacking(seat.advert, seat.members.all(), manifest.stages, needed, membership.IN_ROUNDS)
             if missing and not late:
                 self._say_missing(missing)
                 return seat.draining
@@ -134,34 +134,57 @@ class Arrival:
 
     async def _take_up(self) -> str:
         """Get the weights of a run that has begun from the best source that gives them; says which."""
-        seat = self._seat
+        seat, began = self._seat, self._seat.now()
         while not seat.draining:
+            others = await self._asked()
             own = [held for held in self._own if held.stage == seat.index]
-            others = await self._refreshed(seat.members.all())
             for source in resume.sources(seat.advert, others, own, seat.manifest.stages):
                 if source.kind == "wait":
                     self._say(f"waiting: {source.reason}")
+                elif source.kind == "fresh" and self._may_come_back(others, began):
+                    self._say(f"waiting for somebody who has weights of stage {seat.index}")
                 elif await self._tried(source):
                     return f"goes on at outer round {self._rounds.done}, step {seat.step}"
             await self._watch.next_reading()
         return ""
 
-    async def _refreshed(self, others: Sequence[Advert]) -> list[Advert]:
-        """The adverts with the outer rounds of now of those who train; who does not answer is left out."""
+    def _may_come_back(self, others: Sequence[Advert], began: float) -> bool:
+        """The stage had done outer rounds, and who has their weights may only be out of sight, for as long as
+        adverts live. Before the first round the initial weights are as good as any.
+        """
+        seat = self._seat
+        rounds = max((a.outer_round for a in (*others, *seat.members.all())), default=0)
+        return rounds > 0 and seat.now() - began < seat.config.directory.ttl_s
 
-        async def now(advert: Advert) -> Advert | None:
-            if advert.state not in resume.AT_WORK:
-                return advert
+    async def _asked(self) -> list[Advert]:
+        """Everybody with the outer round of now; who trains and does not answer is left out.
+
+        A living replica of my stage is all that is needed: the others are asked only when there is none.
+        """
+        seat = self._seat
+        told: dict[PeerId, Description | None] = {}
+
+        async def ask(advert: Advert) -> None:
             try:
-                told = await self._seat.world.transport.describe(advert)
+                told[advert.peer_id] = await seat.world.transport.describe(advert)
             except Declined:
-                return advert
+                pass
             except PeerError:
-                self._seat.members.failed(advert.peer_id, now=self._seat.now())
-                return None
-            return replace(advert, state=told.state, outer_round=told.outer_round, step=told.step)
+                seat.members.failed(advert.peer_id, now=seat.now())
+                told[advert.peer_id] = None
 
-        found = await asyncio.gather(*(now(advert) for advert in others))
+        def answered(advert: Advert) -> Advert | None:
+            if advert.peer_id not in told:
+                return advert
+            now = told[advert.peer_id]
+            return now and replace(advert, state=now.state, outer_round=now.outer_round, step=now.step)
+
+        at_work = [a for a in seat.members.all() if a.state in resume.AT_WORK]
+        await asyncio.gather(*(ask(a) for a in at_work if a.stage == seat.index))
+        if not any(told.values()):
+            await asyncio.gather(*(ask(a) for a in at_work if a.stage != seat.index))
+        # Asking who hangs takes seconds: the membership is that of now.
+        found = [answered(advert) for advert in seat.members.all()]
         return [advert for advert in found if advert is not None]
 
     async def _tried(self, source: Source) -> bool:
@@ -219,11 +242,13 @@ class Arrival:
     async def _from_guardian(self, source: Source) -> None:
         """A lost stage's weights from who pulled them in time; the optimizer begins anew."""
         seat = self._seat
-        assert source.peer is not None
-        deadline_s = seat.manifest.outer.deadline_s
-        theirs = await seat.world.transport.fetch_snapshot(
-            source.peer, seat.index, None, 0.0, deadline_s, seat.stage.state.snapshot
-        )
+        theirs = self._guardian.snapshot_of(seat.index)
+        if source.peer is not None:
+            deadline_s = seat.manifest.outer.deadline_s
+            theirs = await seat.world.transport.fetch_snapshot(
+                source.peer, seat.index, None, 0.0, deadline_s, seat.stage.state.snapshot
+            )
+        assert theirs is not None, "a source without a peer is held here"
         await seat.stage.adopt(theirs)
         step = max(float(theirs.step), self._clock_of_others())
         await self._stand_at(theirs.round, step, seat.inner_steps)
@@ -236,6 +261,11 @@ class Arrival:
         seat.event(
             "warning", message=f"nobody has the weights of stage {seat.index}: it begins with its initial weights"
         )
+
+    def _guarded(self) -> Holding | None:
+        """What this node holds, as a guardian, of the stage that it comes to."""
+        held = self._guardian.snapshot_of(self._seat.index)
+        return None if held is None else Holding(self._seat.index, held.round, held.step)
 
     def _clock_of_others(self) -> float:
         return max((a.step for a in self._seat.members.all()), default=0.0)

@@ -60,6 +60,7 @@ class Rounds:
             merged = await seat.stage.merge(mine, None)
         self.done = round
         seat.update(outer_round=round)
+        seat.pulse()
         size = sum(t.spec.nbytes for t in pull.theirs.tensors) if pull.theirs else 0
         seat.event(
             "outer_round",
