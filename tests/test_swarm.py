@@ -257,7 +257,7 @@ def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) 
     assert outer_round == step // 4
     told = again.summary()
     assert (told["completed"], told["resumed_from_step"]) == (True, step)
-    assert 0 < told["inner_steps"] < steps - step + 20, "only what this launch did"
+    assert 0 < told["outer_rounds"] <= steps // 4 - outer_round + 1, "only what this launch did"
     assert peers == {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
     assert (run_dir / "0-0.log").read_text().count("holds stage 0 of 2") == 2, "the log is carried on"
 

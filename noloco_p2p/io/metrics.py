@@ -7,6 +7,8 @@ from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
+from noloco_p2p.core.members import STATES
+
 MOST_LABELS = 24
 """Values of a label that a metric tells apart; further ones are counted as `other`."""
 
@@ -132,3 +134,9 @@ class Metrics:
             buckets=SECONDS_BUCKETS,
         )
         self.phases = Phases(phases)
+        self.show_state(STATES[0])
+
+    def show_state(self, state: str) -> None:
+        """1 for this state, 0 for all others."""
+        for each in STATES:
+            self.state.labels(each).set(each == state)

@@ -112,8 +112,7 @@ class PrometheusTelemetry:
         totals.state = str(fields["state"])
         if totals.state == "training" and totals.training_at is None:
             totals.training_at = time.time()
-        for state in STATES:
-            self._metrics.state.labels(state).set(state == totals.state)
+        self._metrics.show_state(totals.state)
         _log(logging.INFO, f"{totals.state}: {fields['reason']}", "state", fields)
 
     def _inner_step(self, fields: Fields) -> None:
