@@ -138,7 +138,7 @@ class Arrival:
         while not seat.draining:
             others = await self._asked()
             own = [held for held in self._own if held.stage == seat.index]
-            for source in resume.sources(seat.advert, others, own, seat.manifest.stages):
+            for source in resume.sources(seat.advert, others, own, seat.manifest.stages, self._guarded()):
                 if source.kind == "wait":
                     self._say(f"waiting: {source.reason}")
                 elif source.kind == "fresh" and self._may_come_back(others, began):
