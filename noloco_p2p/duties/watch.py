@@ -38,14 +38,15 @@ class Watch:
             await self._seat.until(self._has_news, self._tick_s)
 
     def _reading_is_due(self) -> bool:
-        """While training once in `refresh_s`, and at stage 0 in an outer interval; at once when nobody calls any more.
+        """While training once in `refresh_s`, and at stage 0 in an outer interval; briskly when nobody calls any more,
+        or while a stage is deserted: who takes it is to be seen soon.
 
         Clocks are projected two outer intervals at most, and may be one old when they are announced: what is older
         holds everybody back. Later stages learn the clocks from the labels of their microbatches.
         """
         seat = self._seat
         age_s = seat.now() - self._read_at
-        if seat.advert.state != "training" or seat.now() - seat.heard_at > QUIET_S:
+        if seat.deserted or seat.advert.state != "training" or seat.now() - seat.heard_at > QUIET_S:
             return age_s >= self._tick_s
         due_s = seat.config.directory.refresh_s
         if seat.index == 0:
