@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -181,10 +182,11 @@ def test_the_record_says_what_was_used(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_last_checkpoint_of_a_round_counts(tmp_path: Path) -> None:
-    """A node that drains and comes back may have saved a round twice."""
+    """Of a node and an old copy of its directory, say."""
     manifest = small_run(stages=1)
     stage = make_replica(manifest, 0, "a")
     save(manifest, tmp_path / "a", stage, "a", 3)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
     with torch.no_grad():
         for theta in stage.parameters.values():
             theta.add_(1)
@@ -229,7 +231,9 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         exported([run, tmp_path / "other"], out)
     with pytest.raises(ConfigError, match="either --join ADDR"):
         run_export(Order(("/ip4/127.0.0.1/tcp/1/p2p/x",), (run,), out, True, True, None))
-    assert not out.exists()
+    with pytest.raises(ConfigError, match="tokenizer_dir is set"):
+        exported(run, out, tokenizer_dir=str(tmp_path))
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["other", "run"]
     out.mkdir()
     (out / "something").touch()
     with pytest.raises(ConfigError, match="not empty"):
