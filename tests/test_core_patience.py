@@ -105,3 +105,14 @@ def test_a_retry_has_the_time_of_a_typical_call(data: st.DataObject, hops: int) 
 def test_without_observations_every_hop_gets_the_same_slice() -> None:
     assert [attempt_s(60.0, 3, None), attempt_s(48.0, 2, None), attempt_s(36.0, 1, None)] == [48.0, 36.0, 24.0]
     assert attempt_s(24.0, 0, None) == 12.0
+
+
+def test_under_one_in_a_hundred_healthy_calls_takes_longer() -> None:
+    """Durations of a busy swarm have long tails: log-normal, sigma 0.7. With k = 4 it is one in forty."""
+    rng = random.Random(1)
+    late = 0
+    for _ in range(200):
+        deadline = after([rng.lognormvariate(0.0, 0.7) for _ in range(WINDOW)]).deadline_s()
+        assert deadline is not None
+        late += sum(rng.lognormvariate(0.0, 0.7) > deadline for _ in range(WINDOW))
+    assert late < 0.01 * 200 * WINDOW, late / (200 * WINDOW)

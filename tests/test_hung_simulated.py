@@ -1,0 +1,139 @@
+"""Hung nodes and deserted stages in the simulator (issue 4): who is blamed, how long it stalls, what is lost."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from noloco_p2p.config import (
+    DirectorySettings,
+    EvaluationSettings,
+    LimitSettings,
+    NodeConfig,
+    OuterSettings,
+    RunManifest,
+)
+from noloco_p2p.sim.network import Link
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+
+HUNG_FROM_S, HUNG_UNTIL_S = 3.0, 7.0
+GONE_FROM_S = 5.0
+"""After the first outer round, so that its guardian has its weights."""
+BLAMED_ABOVE_ALL = 0.01
+"""Of all that are set aside by name, so many may be healthy."""
+
+
+def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float = 30.0) -> SwarmPlan:
+    manifest = RunManifest(
+        stages=len(replicas),
+        start_replicas=1,
+        steps=40,
+        sequence_length=4,
+        microbatch_size=1,
+        microbatches_per_step=3,
+        outer=OuterSettings(inner_steps=10, deadline_s=5.0),
+        routing=routing,  # type: ignore[arg-type]
+        seed=seed,
+        evaluation=EvaluationSettings(every_steps=20, microbatches=4),
+    )
+    limits = LimitSettings(patience_floor_s=0.2, linger_s=10.0, drain_s=5.0)
+    return SwarmPlan(
+        manifest,
+        replicas,
+        seed=seed,
+        # Who moves to a deserted stage would end what is looked at here.
+        config=NodeConfig(limits=limits, directory=DirectorySettings(ttl_s=ttl_s), rebalance=False),
+        link=Link(latency_s=0.005, spread=0.5),
+        costs=Costs(spread=0.4),
+    )
+
+
+def check_ended(outcome: Outcome, microbatches_per_step: int = 3) -> None:
+    """Everybody ended at its last step, and every microbatch that was begun is done; none was dropped."""
+    for node in outcome.nodes.values():
+        assert (node.state, node.error) == ("left", None), node.peer
+    for node in outcome.of_stage(0):
+        assert node.microbatches["done"] == microbatches_per_step * node.inner_steps, node.microbatches
+        assert node.microbatches["dropped"] == 0, node.peer
+
+
+def longest_stall_s(outcome: Outcome) -> float:
+    done = [h.at_s for h in outcome.trace.of("microbatch") if h.peer.startswith("s0") and h.get("result") == "done"]
+    return max(later - earlier for earlier, later in pairwise(done))
+
+
+def with_hung(hung: str, routing: str, seed: int) -> Outcome:
+    swarm = Swarm(plan_of((3, 3, 3), routing, seed))
+    swarm.at(HUNG_FROM_S, lambda: swarm.network.hold(hung))
+    swarm.at(HUNG_UNTIL_S, lambda: swarm.network.release(hung))
+    outcome = swarm.run(limit_s=300)
+    check_ended(outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("hung", ["s2r1", "s1r1"])
+def test_only_the_hung_replica_is_set_aside(hung: str, routing: str) -> None:
+    blamed: Counter[str] = Counter()
+    for seed in range(5):
+        outcome = with_hung(hung, routing, seed)
+        here = Counter(
+            str(h.get("peer"))
+            for h in outcome.trace.of("reroute")
+            # What the hung one thinks of the others is no matter here.
+            if h.peer != hung and h.get("reason") in ("unreachable", "violation")
+        )
+        assert here[hung], f"seed {seed}: nobody noticed"
+        served = [h.at_s for h in outcome.trace.of("microbatch", hung) if h.get("result") == "done"]
+        assert max(served) > HUNG_UNTIL_S, f"seed {seed}: it answers again and is not used"
+        assert longest_stall_s(outcome) < HUNG_UNTIL_S - HUNG_FROM_S + 1.0, f"seed {seed}"
+        blamed += here
+    healthy = {peer: times for peer, times in blamed.items() if peer != hung}
+    assert sum(healthy.values()) <= BLAMED_ABOVE_ALL * blamed.total(), healthy
+
+
+def test_random_routes_go_round_a_hung_replica_at_once() -> None:
+    assert max(longest_stall_s(with_hung("s1r1", "random", seed)) for seed in range(3)) < 2.0
+
+
+def test_an_evaluation_goes_round_a_hung_replica() -> None:
+    swarm = Swarm(plan_of((3, 3, 3), "random", 1))
+    swarm.at(HUNG_FROM_S, lambda: swarm.network.hold("s2r1"))
+    swarm.at(40.0, lambda: swarm.network.release("s2r1"))
+    outcome = swarm.run(limit_s=300)
+    for origin in ("s0r0", "s0r1", "s0r2"):
+        evaluations = outcome.trace.of("evaluation", origin)
+        assert len(evaluations) == 2, origin
+        assert swarm.life(origin).node.evaluated_s < 4.0, origin
+
+
+@pytest.mark.parametrize("replicas", [(2, 2, 1), (2, 1)])
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("fault", ["crash", "hang"])
+def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, replicas: tuple[int, ...]) -> None:
+    away_s, last = 20.0, len(replicas) - 1
+    victim = f"s{last}r0"
+    back_s = GONE_FROM_S + away_s
+    swarm = Swarm(plan_of(replicas, routing, 1, ttl_s=6.0))
+    graphs: list[int] = []
+    if fault == "crash":
+        swarm.at(GONE_FROM_S, lambda: swarm.bounce(victim, away_s))
+    else:
+        swarm.at(GONE_FROM_S, lambda: swarm.network.hold(victim))
+        swarm.at(back_s, lambda: swarm.network.release(victim))
+    middles = [f"s1r{i}" for i in range(replicas[1])] if last == 2 else []
+    if fault == "crash":
+        swarm.at(back_s - 1, lambda: graphs.extend(swarm.life(m).stages[-1].stage.open_graphs for m in middles))  # type: ignore[attr-defined]
+    outcome = swarm.run(limit_s=300)
+    check_ended(outcome)
+    assert graphs == [0] * len(graphs), "the graphs of what waits at stage 0 are freed in the middle"
+    assert longest_stall_s(outcome) < away_s + 3.0, "it goes on soon"
+
+    told = [h.get("stages") for h in outcome.trace.of("deserted") if h.peer.startswith(f"s{last - 1}")]
+    stages = [mapping for mapping in told if isinstance(mapping, dict)]
+    assert {stage for mapping in stages for stage in mapping} == {last}, "which stage"
+    assert away_s - 8.0 < max(mapping.get(last, 0.0) for mapping in stages) < away_s + 1.0, "since when"
+    assert stages[-1] == {}, "and that it is over"
+    during = Counter(h.peer for h in outcome.trace.of("reroute") if GONE_FROM_S + 8 < h.at_s < back_s)
+    assert max(during.values(), default=0) < 2 * 6 * away_s, "nobody spins"
