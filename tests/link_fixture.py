@@ -62,7 +62,11 @@ class Proxy:
             wire.swallows = True
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except ConnectionRefusedError:
+            writer.transport.abort()
+            return
         fault = self._faults[len(self.wires)] if len(self.wires) < len(self._faults) else None
         wire = Wire(writer, far_writer)
         self.wires.append(wire)
