@@ -166,6 +166,9 @@ class Servicer:
         except NolocoError as error:
             await context.write(pb.StateMessage(refusal=protobuf.to_refusal(error)).SerializeToString())
             return
+        except grpc.aio.InternalError:
+            # gRPC could not write: the link to the caller is broken, and there is nobody to tell.
+            return
         self._count("out", "state", size)
 
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
