@@ -5,12 +5,13 @@ The collector is an observer: it joins the DHT and calls nodes as a peer does, b
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
 
 from noloco_p2p.cli import settings
 from noloco_p2p.cli.collection import Collection, Replica, Say, better, common
+from noloco_p2p.cli.progress import bar
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
 from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
@@ -90,7 +91,9 @@ class _Fetching:
             if target is None:
                 target = max(advert.outer_round for advert in holders)
             wanted = chosen(holders, target, self._manifest.stages, one=one)
-            found = [r for r in await asyncio.gather(*(self._fetch(advert, target) for advert in wanted)) if r]
+            with bar(f"fetching outer round {target}", len(wanted)) as done:
+                answers = await asyncio.gather(*(self._fetch(advert, target, done) for advert in wanted))
+            found = [replica for replica in answers if replica is not None]
             best = better(best, common(self._manifest, found))
             rounds = {s: [r.round for r in found if r.stage == s] for s in range(self._manifest.stages)}
             if len(found) < len(wanted) and not all(rounds.values()):
@@ -116,8 +119,8 @@ class _Fetching:
         told = ", ".join(str(stage) for stage in sorted(missing))
         raise LocalError(f"nobody in the swarm has trained weights of stage {told} to give: try again later")
 
-    async def _fetch(self, advert: Advert, round: int) -> Replica | None:
-        """A replica's weights at `round` or the newest it has; None, said, when it does not give any."""
+    async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> Replica | None:
+        """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
         from noloco_p2p.compute import export
 
         parameters, deadline_s = self._specs[advert.stage], self._manifest.outer.deadline_s
@@ -133,6 +136,8 @@ class _Fetching:
             self._failed.add(advert.peer_id)
             self._say(f"not used: {advert.peer_id} of stage {advert.stage}: {error}")
             return None
+        finally:
+            done()
         return Replica(advert.peer_id, advert.stage, snapshot.round, snapshot.step, weights)
 
 

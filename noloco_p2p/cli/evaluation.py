@@ -36,7 +36,10 @@ def run_eval(
     `data` is `stdlib`, files or globs; nothing: the data of the run. Of files all tokens count, unless `held_out`.
     Raises ConfigError, LocalError.
     """
+    from noloco_p2p.compute import export
+
     manifest, replicas = read_record(out)
+    export.quiet()
     batches = _text(manifest, out, data, held_out, microbatches)
     with bar("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
@@ -71,9 +74,11 @@ def tell(figures: dict[str, Any]) -> list[str]:
 
 def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str) -> str:
     """What the merged model says after `prompt`: at most `tokens` ids, fewer when it ends the text. ConfigError."""
+    from noloco_p2p.compute import export
     from noloco_p2p.compute.trained import TrainedModel, load_decoder
 
     manifest, _ = read_record(out)
+    export.quiet()
     tokenizer = _tokenizer(manifest, out)
     decode = load_decoder(out)
     given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]

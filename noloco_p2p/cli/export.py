@@ -73,6 +73,7 @@ def _write(order: Order, found: "Collection", directory: Path) -> None:
     """Model, tokenizer and record, and the single replicas of a mean."""
     from noloco_p2p.compute import export
 
+    export.quiet()
     manifest = found.manifest
     eos = _write_tokenizer(manifest, order.tokenizer_dir, directory)
     chains = max(len(stage) for stage in found.stages)

@@ -22,6 +22,14 @@ Weights = Mapping[str, Tensor]
 """θ of one replica or of their mean, by global name, in compute_dtype, in host memory."""
 
 
+def quiet() -> None:
+    """transformers shows no progress bars of its own and warns of nothing, in this process, from now on."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def stage_specs(manifest: RunManifest, index: int) -> tuple[TensorSpec, ...]:
     """The parameters of a stage in order, without a prefix, in compute_dtype. Nothing is allocated. ConfigError."""
     causal = _outlined(manifest, index, manifest.stages)
