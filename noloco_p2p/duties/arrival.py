@@ -149,12 +149,14 @@ class Arrival:
         return ""
 
     def _may_come_back(self, others: Sequence[Advert], began: float) -> bool:
-        """The stage had done outer rounds, and who has their weights may only be out of sight, for as long as
-        adverts live. Before the first round the initial weights are as good as any.
+        """Who has trained weights of the stage may only be out of sight, or not answer, for as long as adverts live.
+
+        Before the first outer round the initial weights are as good as any, unless a replica has trained on.
         """
         seat = self._seat
-        rounds = max((a.outer_round for a in (*others, *seat.members.all())), default=0)
-        return rounds > 0 and seat.now() - began < seat.config.directory.ttl_s
+        known = [*others, *seat.members.all()]
+        trained = any(a.outer_round > 0 or (a.stage == seat.index and a.state in resume.AT_WORK) for a in known)
+        return trained and seat.now() - began < seat.config.directory.ttl_s
 
     async def _asked(self) -> list[Advert]:
         """Everybody with the outer round of now; who trains and does not answer is left out.
