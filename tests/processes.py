@@ -77,8 +77,13 @@ class NodeProcess:
         wait_until(alive_and, f"{what} of {self.dir}")
 
     def endpoints(self) -> scrape.Endpoints:
-        """Who it is and where it can be reached, waited for."""
-        self.wait_for(lambda: scrape.read_endpoints(self.dir) is not None, scrape.ENDPOINTS)
+        """Who it is and where it can be reached, waited for; not what a process before it told."""
+
+        def told() -> bool:
+            found = scrape.read_endpoints(self.dir)
+            return found is not None and found.pid == self.process.pid
+
+        self.wait_for(told, scrape.ENDPOINTS)
         found = scrape.read_endpoints(self.dir)
         assert found is not None
         return found

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from processes import SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
@@ -167,7 +168,7 @@ def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path
             stopped = pair("stopped")
             for index in (1, 0):
                 directory = tmp_path / "stopped" / str(index)
-                wait_until(lambda d=directory: max(rounds_in(d), default=0) >= rounds, "a checkpoint")  # type: ignore[misc]
+                wait_until(partial(reached, directory, rounds), f"a checkpoint of outer round {rounds}")
                 kill(stopped[index])
         stopped = pair("stopped")
         assert [node.end() for node in stopped] == [0, 0]
@@ -179,6 +180,10 @@ def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path
 def rounds_in(directory: Path) -> list[int]:
     """Outer rounds of the checkpoints in a node's directory."""
     return [shard.manifest.round for shard in stored_shards(directory)]
+
+
+def reached(directory: Path, round: int) -> bool:
+    return max(rounds_in(directory), default=0) >= round
 
 
 def final(directory: Path) -> tuple[int, bytes]:
