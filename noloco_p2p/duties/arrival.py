@@ -179,7 +179,9 @@ class Arrival:
             if advert.peer_id not in told:
                 return advert
             now = told[advert.peer_id]
-            return now and replace(advert, state=now.state, outer_round=now.outer_round, step=now.step)
+            if now is None:
+                return None
+            return replace(advert, state=now.state, outer_round=now.outer_round, step=now.step)
 
         at_work = [a for a in seat.members.all() if a.state in resume.AT_WORK]
         await asyncio.gather(*(ask(a) for a in at_work if a.stage == seat.index))
