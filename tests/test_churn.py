@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from processes import wait_until, working_below
+from processes import SMALL, wait_until, working_below
 
-from noloco_p2p.bench import churn, toll
+from noloco_p2p.bench import churn, toll, watch
 from noloco_p2p.bench.fleet import Fleet
 from noloco_p2p.bench.outcome import loss_ratio, rounds_lost
 from noloco_p2p.bench.toll import Life, Line
@@ -176,3 +176,18 @@ def test_a_node_that_ends_by_itself_is_told(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "executable", str(program))
     with Fleet(tmp_path / "run", (1, 1), [], 1) as fleet, pytest.raises(LocalError, match="0-0 did not start: no luck"):
         fleet.start()
+
+
+def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
+    monkeypatch.setattr(watch, "QUIET_S", 1.0)
+    wish = churn.Wish((2, 2), 1.0, 1.8 / 60, False, 3, 1, 400, False, tuple(SMALL[1::2]))
+    told = churn.one_run(tmp_path / "run", wish, 400, 3, lambda line: None, disturbed=True)
+    assert (told["kills"], told["stops"], told["duplicates"], told["crashes"], told["hangs"]) == (1, 0, 0, [], [])
+    assert len(told["back_s"]) == len(told["stall_after_kill_s"]) == 1
+    assert sum(told["resumed_from"].values()) == 1
+    assert told["tokens"] == told["microbatches_done"] * 2 * 32
+    assert told["microbatches_done"] > 400
+    assert told["curve"][-1][0] <= told["tokens"]
+    assert 0 < told["validation_loss"] < 6
+    wait_until(lambda: not working_below(tmp_path), "the end of all that was started", 10.0)

@@ -36,7 +36,7 @@ def outcome(fleet: Fleet, watch: Watch, disturber: Disturber | StageKiller | Non
             counter.update(node.counts[figure])
     told = {
         "seconds": until - began,
-        "kills": sum(one.kind == "kill" for one in done),
+        "kills": sum(len(one.nodes) for one in done if one.kind == "kill"),
         "stops": sum(one.kind == "stop" for one in done),
         "stall_after_kill_s": [s for s, one in zip(stalls, done, strict=True) if one.kind == "kill"],
         "stall_after_stop_s": [s for s, one in zip(stalls, done, strict=True) if one.kind == "stop"],
