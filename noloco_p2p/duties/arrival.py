@@ -149,14 +149,15 @@ class Arrival:
         return ""
 
     def _may_come_back(self, others: Sequence[Advert], began: float) -> bool:
-        """Who has trained weights of the stage may only be out of sight, or not answer, for as long as adverts live.
+        """Who has trained weights of the stage does not answer now, or may be out of sight for as long as adverts live.
 
         Before the first outer round the initial weights are as good as any, unless a replica has trained on.
         """
         seat = self._seat
-        known = [*others, *seat.members.all()]
-        trained = any(a.outer_round > 0 or (a.stage == seat.index and a.state in resume.AT_WORK) for a in known)
-        return trained and seat.now() - began < seat.config.directory.ttl_s
+        if seat.members.of_stage(seat.index, resume.AT_WORK):
+            return True
+        rounds = max((a.outer_round for a in (*others, *seat.members.all())), default=0)
+        return rounds > 0 and seat.now() - began < seat.config.directory.ttl_s
 
     async def _asked(self) -> list[Advert]:
         """Everybody with the outer round of now; who trains and does not answer is left out.
