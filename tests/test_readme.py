@@ -70,11 +70,15 @@ def options_of(words: list[str]) -> set[str]:
 
 
 def option_names(command: object) -> set[str]:
-    return {"--help", *(name for parameter in getattr(command, "params", []) for name in parameter.opts)}
+    parameters = getattr(command, "params", [])
+    return {"--help", *(name for one in parameters for name in (*one.opts, *one.secondary_opts))}
 
 
 def all_options() -> set[str]:
-    subcommands = [["noloco", "swarm"], *(["noloco", "bench", name] for name in ("pipeline", "transport", "stage"))]
+    subcommands = [
+        ["noloco", "swarm"],
+        *(["noloco", "bench", name] for name in ("pipeline", "transport", "stage", "churn")),
+    ]
     return set().union(*(options_of(words) for words in [["noloco-node"], *subcommands]))
 
 
@@ -90,7 +94,7 @@ def test_every_command_and_option_exists() -> None:
         for word in words:
             assert not word.startswith("-") or word.partition("=")[0] in known, f"{shlex.join(words)}: no option {word}"
     told = {tuple(words[:3]) for words in found}
-    assert {("noloco", "bench", name) for name in ("pipeline", "transport", "stage", "outer")} <= told
+    assert {("noloco", "bench", name) for name in ("pipeline", "transport", "stage", "outer", "churn")} <= told
     for option in (span for span in spans() if span.startswith("--")):
         assert option.split()[0] in all_options(), f"no command has {option}"
 
@@ -149,7 +153,8 @@ def registry() -> CollectorRegistry:
     telemetry.identify(peer_id="p", run_id="r", stage="0", version="1")
     events: dict[str, dict[str, object]] = {
         "outer_round": {"round": 1, "result": "alone", "reason": "none", "seconds": 0.0, "bytes": 0},
-        "microbatch": {"result": "done"},
+        "microbatch": {"result": "dropped", "reason": "drained"},
+        "guarded": {"stage": 0, "round": 1, "bytes": 1},
         "reroute": {"reason": "unreachable"},
         "busy": {"direction": "in"},
         "idle": {"cause": "partner", "seconds": 0.0},
