@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from noloco_p2p.cli.collect import from_swarm
+from noloco_p2p.cli.collect import chosen, from_swarm, next_target
+from noloco_p2p.cli.collection import Collection, Replica, better, common
+from noloco_p2p.compute import export, host
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ListenSettings, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
-from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.directory import HivemindDirectory
 from noloco_p2p.io.join import offer_manifest
 from noloco_p2p.io.transport import GrpcTransport
@@ -156,3 +158,57 @@ def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
                 await from_swarm([address], one=False, say=print)
 
     run(test)
+
+
+def test_weights_of_a_snapshot_are_phi_and_delta() -> None:
+    stage = holders((1, 3))[0].stage
+    parameters = export.stage_specs(MANIFEST, 1)
+    snapshot = stage.snapshot(3, 7)
+    assert tuple(tensor.spec for tensor in snapshot.tensors) == export.snapshot_specs(parameters)
+    found = export.fast_weights(snapshot, parameters)
+    for name, theta in stage.parameters.items():
+        torch.testing.assert_close(found[name], theta.detach(), rtol=1e-6, atol=1e-7)
+    first = host.to_torch(snapshot.tensors[0]).clone()
+    first.view(-1)[0] = torch.nan
+    bad = replace(snapshot, tensors=(host.from_torch(parameters[0].name, first), *snapshot.tensors[1:]))
+    bad = replace(bad, tensors=(replace(bad.tensors[0], name=snapshot.tensors[0].name), *bad.tensors[1:]))
+    with pytest.raises(Violation, match="not finite"):
+        export.fast_weights(bad, parameters)
+
+
+@pytest.mark.parametrize(
+    ("target", "rounds", "following"),
+    [
+        (7, {0: [7, 7], 1: [7, 7]}, 7),
+        (7, {0: [7, 9], 1: [8, 7]}, 10),  # the swarm is past it: all are asked to reach the same later round
+        (7, {0: [7, 6], 1: [7, 7]}, 6),  # somebody is one behind: the others still keep that round
+        (7, {0: [7, 3], 1: [7, 7]}, 7),  # somebody is far behind: it goes without
+        (7, {0: [7, 7], 1: [5, 4]}, 5),
+    ],
+)
+def test_the_next_round_that_is_asked_for(target: int, rounds: dict[int, list[int]], following: int) -> None:
+    assert next_target(target, rounds) == following
+
+
+def test_who_is_asked() -> None:
+    def advert(peer: str, stage: int, partner_from_round: int = 0) -> Advert:
+        return Advert(peer, "run", stage, (), partner_from_round=partner_from_round)
+
+    adverts = [advert("c", 1, 9), advert("b", 0), advert("a", 0, 9), advert("d", 0)]
+    assert [one.peer_id for one in chosen(adverts, 8, 2, one=False)] == ["b", "d", "c"]
+    assert [one.peer_id for one in chosen(adverts, 9, 2, one=False)] == ["a", "b", "d", "c"]
+    assert [one.peer_id for one in chosen(adverts, 8, 2, one=True)] == ["b", "c"]
+
+
+def test_the_newest_round_that_all_stages_have() -> None:
+    def found(*at: tuple[str, int, int]) -> Collection | None:
+        return common(MANIFEST, [Replica(peer, stage, round, 1, {}) for peer, stage, round in at])
+
+    newer = found(("b", 0, 5), ("a", 0, 5), ("c", 1, 5), ("d", 1, 6))
+    assert newer is not None
+    assert newer.round == 5
+    assert [[replica.peer for replica in mine] for mine in newer.stages] == [["a", "b"], ["c"]]
+    assert found(("a", 0, 5), ("c", 1, 6)) is None
+    older_larger = found(("a", 0, 4), ("b", 0, 4), ("c", 1, 4), ("d", 1, 4))
+    assert better(newer, older_larger) is better(older_larger, newer) is older_larger
+    assert better(None, newer) is better(newer, None) is newer
