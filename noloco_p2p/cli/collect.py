@@ -15,6 +15,7 @@ from noloco_p2p.cli.progress import bar
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
 from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
+from noloco_p2p.duties.rounds import KEPT_ROUNDS
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io import join as joining
 from noloco_p2p.io.addresses import JoinAddress, local_host_towards
@@ -25,8 +26,6 @@ from noloco_p2p.io.transport import GrpcTransport, tune_allocator
 
 ATTEMPTS = 6
 """Common outer rounds that are tried before the best of them is taken."""
-KEPT_ROUNDS = 2
-"""A node keeps the snapshots of so many rounds (design.md §5)."""
 ROUND_WAIT_S = 30.0
 """Longest wait for a replica that has not reached the round asked for, seconds."""
 READINGS = 3

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from noloco_p2p.compute import family, host
 from noloco_p2p.compute.factory import pick_device
+from noloco_p2p.compute.stage import IGNORED
 from noloco_p2p.core.messages import Batch, LossSum
 from noloco_p2p.errors import ConfigError
-
-IGNORED = -100
 
 
 class TrainedModel:
