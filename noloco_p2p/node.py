@@ -8,24 +8,13 @@ over gRPC and, a thousand times, in one process under virtual time.
 """
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
-from noloco_p2p.core import routing, schedule
-from noloco_p2p.core.messages import (
-    Advert,
-    Batch,
-    Description,
-    Gradient,
-    Header,
-    LossSum,
-    MicrobatchId,
-    PeerId,
-    ReplicaState,
-    Snapshot,
-)
+from noloco_p2p.core import schedule
+from noloco_p2p.core.messages import Advert, Batch, MicrobatchId
+from noloco_p2p.duties.answers import Answers
 from noloco_p2p.duties.arrival import Arrival
 from noloco_p2p.duties.clock import Clock
 from noloco_p2p.duties.donor import Donor
@@ -39,12 +28,12 @@ from noloco_p2p.duties.routes import Sender
 from noloco_p2p.duties.saving import Saving
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.duties.watch import Watch
-from noloco_p2p.errors import Declined, PeerError, Violation
-from noloco_p2p.ports import Body, StepLabel, World
+from noloco_p2p.errors import PeerError
+from noloco_p2p.ports import StepLabel, World
 
 
 class Node:
-    """One replica of one stage. Implements ports.Handler; `run` is its life.
+    """One replica of one stage. `run` is its life; `answers` is the ports.Handler that its transport serves.
 
     `advert` says who this node is and where it can be reached; its stage and state are the node's to change.
     `incarnation` is 64 random bits of this process.
@@ -60,10 +49,11 @@ class Node:
         self._watch = Watch(self.seat, self._noticed)
         self._moving = Moving(self.seat)
         self._guardian = Guardian(self.seat)
+        self.answers = Answers(self.seat, self._guardian)
+        """The handler for this node's transport."""
         self._take_duties()
         self.finished = False
         """The run has ended, and this node was there until its end."""
-        self._saw_the_end = False
 
     def _take_duties(self) -> None:
         """The duties of one stage; a node that moves begins them anew."""
@@ -76,6 +66,7 @@ class Node:
         self._saving = Saving(self.seat, self._rounds)
         self._donor = Donor(self.seat, self._incarnation)
         self._beginnings = Beginnings(self.seat, self._sender, self._incarnation)
+        self.answers.give_to(self._door, self._rounds, self._donor)
 
     # === life =======================================================================================================
 
@@ -208,11 +199,11 @@ class Node:
             batches = await self._beginnings.read_and_send()
             await self._inner_step(began, batches)
             # Once in a while: pull a partner's slow weights and outer delta.
-            await self._outer_round_if_due()
+            await self._rounds.run_if_due(self._door.close)
             # Once in a while: write a checkpoint.
             await self._saving.save_if_due()
             # Once in a while: evaluate on held-out data.
-            await self._evaluate_if_due()
+            await self._ending.evaluate_if_due()
 
     # === training, later stages =====================================================================================
 
@@ -229,13 +220,11 @@ class Node:
             if seat.pausing:
                 await self._pause()
                 continue
-            if not self._may_open():
-                await seat.until(lambda: over() or seat.pausing or self._may_open())
+            if not self._door.may_open():
+                await seat.until(lambda: over() or seat.pausing or self._door.may_open())
                 continue
-            target, due = self._target()
-            self._door.admit(intake.open(seat.step, target, due))
-            self._door.strike()
-            await seat.until(lambda: intake.ready or over() or seat.pausing)
+            self._door.open()
+            await self._door.until_ready(lambda: over() or seat.pausing)
             if not intake.ready:
                 if not seat.pausing:
                     break
@@ -247,7 +236,7 @@ class Node:
             intake.seal()
             await self._inner_step(began, {})
             # Once in a while: pull a partner's slow weights and outer delta.
-            await self._outer_round_if_due()
+            await self._rounds.run_if_due(self._door.close)
             # Once in a while: write a checkpoint.
             await self._saving.save_if_due()
         self._door.close()
@@ -256,43 +245,24 @@ class Node:
             await self._inner_step(began, {})
         if not seat.draining:
             seat.update(step=float(seat.manifest.steps))
-            await self._outer_round_if_due()
+            await self._rounds.run_if_due(self._door.close)
             await self._saving.save_if_due()
-
-    def _may_open(self) -> bool:
-        """Under `balanced` a step has slots only while stage 0 is there."""
-        seat = self.seat
-        seat.look()
-        return seat.manifest.routing != "balanced" or bool(seat.view.origins)
-
-    def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
-        """How many microbatches this step takes, and under `balanced` which.
-
-        After the last step there are no slots any more; origins that came late are served as they come.
-        """
-        seat, manifest, view = self.seat, self.seat.manifest, self.seat.view
-        count = routing.target(manifest.microbatches_per_step, max(1, len(view.origins)), len(view.mates))
-        if manifest.routing != "balanced" or seat.step >= manifest.steps:
-            return count, None
-        due = routing.balanced_slots(
-            manifest.seed, seat.index, seat.step, manifest.microbatches_per_step, view.origins, view.mates, seat.me
-        )
-        return len(due), due
 
     def _first_stage_is_done(self) -> bool:
         """Somebody of stage 0 was seen finished, and nobody of it is at work."""
         first = self.seat.members.of_stage(0, membership.STAGE_0_AT_WORK | {"finished"})
-        return self._saw_the_end and all(a.state == "finished" for a in first)
+        return self.seat.saw_the_end and all(a.state == "finished" for a in first)
 
     def _noticed(self) -> None:
         """After each reading of the membership. Who finished may be gone by the time that somebody asks."""
-        self._saw_the_end = self._saw_the_end or bool(self.seat.members.of_stage(0, {"finished"}))
+        seat = self.seat
+        seat.saw_the_end = seat.saw_the_end or bool(seat.members.of_stage(0, {"finished"}))
         self._door.strike()
         self._moving.consider()
         self._guardian.noticed()
         self._sender.look_for_deserted(reading=True)
 
-    # === inner steps, outer rounds ==================================================================================
+    # === inner steps ==================================================================================================
 
     async def _inner_step(self, began: float, batches: dict[MicrobatchId, Batch]) -> None:
         """AdamW on what was added since `began`, then the clock moves (design.md, The step is a clock)."""
@@ -323,61 +293,4 @@ class Node:
             learning_rate=rate,
             grad_norm=result.grad_norm,
             busy_s=result.busy_s,
-        )
-
-    async def _outer_round_if_due(self) -> None:
-        seat, manifest = self.seat, self.seat.manifest
-        if manifest.outer.pairing == "none":
-            return
-        due = schedule.due_round(seat.step, manifest.outer.inner_steps, self._rounds.done, manifest.steps)
-        if due is not None:
-            # No circular wait: from snapshot to merge the door answers Busy and its line is flushed.
-            self._door.close()
-            with self.seat.span("outer"):
-                await self._rounds.run(due)
-
-    # === evaluation and the end =====================================================================================
-
-    async def _evaluate_if_due(self) -> None:
-        every = self.seat.manifest.evaluation.every_steps
-        at_end = self.seat.step >= self.seat.manifest.steps
-        if every is not None and not at_end and self.seat.inner_steps % every == 0:
-            await self._ending.evaluate()
-
-    # === ports.Handler ==============================================================================================
-
-    async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
-        """See ports.Handler."""
-        if self.seat.index <= 0:
-            raise Declined("this node holds stage 0, which nobody sends to")
-        return await self._door.propagate(caller, header, body)
-
-    async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
-        """See ports.Handler."""
-        if self.seat.index <= 0:
-            raise Declined("this node holds stage 0, which nobody sends to")
-        return await self._door.evaluate(caller, header, body)
-
-    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
-        """See ports.Handler."""
-        if not (wait_s >= 0):
-            raise Violation("a snapshot needs a wait of 0 s or more")
-        if stage == self.seat.index:
-            return await self._rounds.serve(round, wait_s)
-        guarded = self._guardian.snapshot_of(stage)
-        if guarded is None:
-            raise Declined(f"this node guards no weights of stage {stage}")
-        return guarded
-
-    def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
-        """See ports.Handler."""
-        return self._donor.lend_state(caller, number)
-
-    def describe(self, caller: PeerId) -> Description:
-        """See ports.Handler."""
-        advert = self.seat.advert
-        if advert.stage < 0:
-            raise Declined("this node has not chosen its stage yet")
-        return Description(
-            advert.peer_id, advert.run_id, advert.stage, advert.state, advert.step, advert.outer_round, advert.version
         )

@@ -14,7 +14,7 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, ModelSettings, RunManifest
 from noloco_p2p.core.messages import Checkpoint
 from noloco_p2p.io.checkpoints import FileCheckpoints
-from tests.stages import SIZES
+from stages import SIZES
 
 TEXT = "def f(x):\n    return 'žluťoučký kůň' + x  # 你好\n"
 MOE = {

@@ -18,7 +18,7 @@ from noloco_p2p.compute import host
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.tokens import ByteTokenizer
-from tests.checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
+from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
 
 
 def weights_in(directory: Path) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.directory import HivemindDirectory
 from noloco_p2p.io.join import offer_manifest
 from noloco_p2p.io.transport import GrpcTransport
-from tests.daemons import daemon, run
-from tests.stages import make_manifest, make_stages
-from tests.transport_fixture import Events, Node, hang
+from daemons import daemon, run
+from stages import make_manifest, make_stages
+from transport_fixture import Events, Node, hang
 
 MANIFEST = make_manifest(dtype="float32")
 

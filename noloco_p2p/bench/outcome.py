@@ -18,6 +18,7 @@ DEFINITIONS = {
     "duplicates": "ids that a replica counted although its weights contained them",
     "hangs": f"nodes without an inner step for {HANG_S:g} s while every stage was served, without a first one "
     f"{BEGIN_S:g} s after their start, or still there {END_S:g} s after the last step",
+    "too_late": "nodes that were killed so shortly before the end that the others had left when they were back",
     "cold_restart": "from the start of the first node, after all were killed at once, to the first inner step of "
     "stage 0",
 }
@@ -47,6 +48,7 @@ def outcome(fleet: Fleet, watch: Watch, disturber: Disturber | StageKiller | Non
         "duplicates": sum(_duplicates(fleet, name) for name in fleet.nodes),
         "hangs": watch.hangs,
         "crashes": watch.crashes,
+        "too_late": watch.too_late,
         "resumed_from": dict(_sources(fleet)),
         "tokens": sum(line.tokens for line in lines),
         "validation_loss": _final_loss(fleet),

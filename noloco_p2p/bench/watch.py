@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from noloco_p2p.bench.disturbance import PAUSE_S
 from noloco_p2p.bench.fleet import Fleet
 
 HANG_S = 30.0
@@ -13,8 +14,8 @@ END_S = 120.0
 """All nodes must have left so long after the run's last step."""
 LAST_STEPS = 5
 """A swarm is about to end when a replica opens one of its last steps; the clock may jump over the very last."""
-QUIET_S = 30.0
-"""Nobody is disturbed any more when about so much of the run is left."""
+QUIET_S = 15.0
+"""Nobody is disturbed any more when what is left of the run is about so much longer than a node needs to come back."""
 LOOK_S = 0.5
 TELL_S = 20.0
 
@@ -27,6 +28,8 @@ class Watch:
     def __init__(self, fleet: Fleet, steps: int, say: Say) -> None:
         self.hangs: list[str] = []
         self.crashes: list[str] = []
+        self.too_late: list[str] = []
+        """Killed so shortly before the end that the others had left when they were back."""
         self.over = False
         self._fleet = fleet
         self._steps = steps
@@ -38,11 +41,12 @@ class Watch:
         self._looks = 0
 
     def near_the_end(self, now: float) -> bool:
-        """About QUIET_S or less are left at the speed so far."""
+        """At the speed so far a node that is killed now would hardly be back before the end."""
         step = self._fleet.step
         if self._end_by is not None or step == 0:
             return self._end_by is not None
-        return (self._steps - step) * (now - self._began) / step < QUIET_S
+        needs = PAUSE_S[1] + max(self._fleet.back_s, default=0.0)
+        return (self._steps - step) * (now - self._began) / step < needs + QUIET_S
 
     def tick(self, now: float) -> None:
         """Look at all nodes once."""
@@ -57,7 +61,7 @@ class Watch:
             self._find_hangs(now)
         self._book_ended()
         running = [n.name for n in fleet.nodes.values() if n.child.running or n.restart_at is not None]
-        if not running:
+        if not running or self._only_latecomers():
             self.over = True
         elif self._end_by is not None and now >= self._end_by:
             self.hangs += [f"{name} did not end within {END_S:g} s of the last step" for name in running]
@@ -66,6 +70,15 @@ class Watch:
             self.hangs.append("the whole swarm makes no progress")
             self.over = True
         self._look_and_tell(now)
+
+    def _only_latecomers(self) -> bool:
+        """All others have left at the run's end, and these have not trained since they were started again."""
+        nodes = self._fleet.nodes.values()
+        late = [node for node in nodes if node.killed or (node.child.running and not node.trains)]
+        if self._end_by is None or any(node.child.running and node not in late for node in nodes):
+            return False
+        self.too_late += [node.name for node in late]
+        return True
 
     def _all_stand(self, now: float) -> bool:
         """No node has done anything for so long that none will."""

@@ -107,7 +107,7 @@ async def run(order: Order) -> None:
         )
         records.write_json(order.dir / records.MANIFEST, manifest.model_dump(mode="json"))
         node = _node(advert, manifest, (order, local), (transport, directory, telemetry), data, imports)
-        await transport.serve(node)
+        await transport.serve(node.answers)
         await _check_reachable(libp2p, advert)
         await joining.serve_dial_back(
             libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)

@@ -163,6 +163,13 @@ class Members:
         if member is not None and (member.heard is None or origin.step >= member.heard[0]):
             member.heard = (origin.step, now)
 
+    def last_sign(self, peer: PeerId) -> float | None:
+        """When a peer was last known to be alive: it announced itself, or a microbatch of it came; None: a stranger."""
+        member = self._members.get(peer)
+        if member is None:
+            return None
+        return max(member.announced_at, member.heard[1] if member.heard else member.announced_at)
+
     def step_of(self, peer: PeerId) -> float | None:
         """The furthest that a peer is known to have come, in steps; None for a stranger."""
         member = self._members.get(peer)

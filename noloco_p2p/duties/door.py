@@ -5,34 +5,23 @@ leaves no trace unless its backward pass has been handed to the device: from the
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TypeVar
 
 from noloco_p2p.core import members as membership
+from noloco_p2p.core import routing
 from noloco_p2p.core.intake import Answer, Intake, Key
 from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, PeerId, TensorSpec
-from noloco_p2p.core.patience import WAIT_SHARE
+from noloco_p2p.core.patience import WAIT_SHARE, Patience
 from noloco_p2p.core.streak import NonFiniteStreak
 from noloco_p2p.duties.routes import Parcel, Sender
-from noloco_p2p.duties.seat import Seat
+from noloco_p2p.duties.seat import Seat, to_the_end
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
 from noloco_p2p.ports import Body, Contribution
 
-R = TypeVar("R")
-
-
-async def to_the_end(awaitable: Awaitable[R]) -> R:
-    """Await something that must not be abandoned half-way: a cancellation of the waiter is dropped."""
-    task = asyncio.ensure_future(awaitable)
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise
-    return task.result()
+SILENT_READINGS = 2
+"""Origins in training announce themselves at each reading of the membership; one may miss, or come late."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,10 +45,52 @@ class Door:
         self._calls: dict[Key, _Call] = {}
         self._evaluating = 0
         self._streak = NonFiniteStreak()
+        self._patience = Patience()
 
     # --- the node's side --------------------------------------------------------------------------------------------
 
-    def admit(self, keys: list[Key]) -> None:
+    def may_open(self) -> bool:
+        """Look who is there. Under `balanced` a step has slots only while stage 0 is there."""
+        self._seat.look()
+        return self._seat.manifest.routing != "balanced" or bool(self._seat.view.origins)
+
+    def open(self) -> None:
+        """Begin to admit into the coming inner step."""
+        target, due = self._target()
+        self._admit(self.intake.open(self._seat.step, target, due))
+        self.strike()
+
+    async def until_ready(self, over: Callable[[], bool]) -> None:
+        """Until the step can be taken, or it is `over`.
+
+        Under `balanced` an origin that has said nothing for as long as steps never take is not waited for any more:
+        it hangs, or is dead and still listed.
+        """
+        seat, began = self._seat, self._seat.now()
+        silence_s = self._patience.deadline_s(SILENT_READINGS * seat.config.directory.refresh_s)
+        while not await seat.until(lambda: self.intake.ready or over(), silence_s):
+            silent = [o for o in self.intake.missing_origins if not self._was_heard(o, seat.now() - (silence_s or 0.0))]
+            self._admit(self.intake.strike(silent.__contains__))
+            if not self.intake.missing_origins:
+                silence_s = None
+        if self.intake.ready:
+            self._patience.observe(seat.now() - began)
+
+    def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
+        """How many microbatches this step takes, and under `balanced` which.
+
+        After the last step there are no slots any more; origins that came late are served as they come.
+        """
+        seat, manifest, view = self._seat, self._seat.manifest, self._seat.view
+        count = routing.target(manifest.microbatches_per_step, max(1, len(view.origins)), len(view.mates))
+        if manifest.routing != "balanced" or seat.step >= manifest.steps:
+            return count, None
+        due = routing.balanced_slots(
+            manifest.seed, seat.index, seat.step, manifest.microbatches_per_step, view.origins, view.mates, seat.me
+        )
+        return len(due), due
+
+    def _admit(self, keys: list[Key]) -> None:
         """Tell those who waited that they may run."""
         for key in keys:
             self._calls[key].admitted.set()
@@ -76,8 +107,13 @@ class Door:
     def strike(self) -> None:
         """Forget the due slots of origins that have left this step or are gone (`balanced`)."""
         if self.intake.missing_origins:
-            self.admit(self.intake.strike(self._has_left))
+            self._admit(self.intake.strike(self._has_left))
             self._seat.pulse()
+
+    def _was_heard(self, origin: PeerId, since: float) -> bool:
+        """A microbatch of it came by, or its advert is younger."""
+        at = self._seat.members.last_sign(origin)
+        return at is not None and at >= since
 
     def _has_left(self, origin: PeerId) -> bool:
         advert = self._seat.members.get(origin)
@@ -122,7 +158,7 @@ class Door:
             task.exception()
         if self._calls.get(key) is call:
             del self._calls[key]
-            self.admit(self.intake.leave(key))
+            self._admit(self.intake.leave(key))
             self._gauge()
             self._seat.pulse()
 
@@ -146,7 +182,7 @@ class Door:
             await self._admission(call, deadline)
             contribution, reply, below_finite = await self._compute(activation, deadline)
         except BaseException as error:
-            self.admit(self.intake.leave(key))
+            self._admit(self.intake.leave(key))
             if call.flushed:
                 raise Busy(f"stage {seat.index} replica {seat.me} is in an outer round or leaving") from error
             if not isinstance(error, PeerError | asyncio.CancelledError):
@@ -160,7 +196,7 @@ class Door:
                 served = reply.served[1] if len(reply.served) > 1 else None
                 seat.routes[key.microbatch] = (caller, served)
                 seat.event("microbatch", result="done" if reply.finite else "nonfinite")
-            self.admit(self.intake.done(key, counted=contribution.counted, reply=reply))
+            self._admit(self.intake.done(key, counted=contribution.counted, reply=reply))
             self._judge(contribution.finite or not below_finite, call.header.origin.peer)
             return reply
         finally:

@@ -21,6 +21,13 @@ class Ending:
         self.evaluated_s = 0.0
         """Seconds spent in evaluations while training."""
 
+    async def evaluate_if_due(self) -> None:
+        """Every so many inner steps; the last evaluation is `finish`'s."""
+        seat = self._seat
+        every = seat.manifest.evaluation.every_steps
+        if every is not None and seat.step < seat.manifest.steps and seat.inner_steps % every == 0:
+            await self.evaluate()
+
     async def evaluate(self) -> None:
         """The same held-out microbatches as everybody, on fixed routes, no weight averaging (method.md §5).
 

@@ -4,9 +4,8 @@ import asyncio
 
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId, Origin, PeerId
 from noloco_p2p.core.streak import NonFiniteStreak
-from noloco_p2p.duties.door import to_the_end
 from noloco_p2p.duties.routes import Parcel, Sender
-from noloco_p2p.duties.seat import Seat
+from noloco_p2p.duties.seat import Seat, to_the_end
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
 
 

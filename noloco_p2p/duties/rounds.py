@@ -1,9 +1,10 @@
 """Outer rounds: freeze a snapshot, pull one peer's, merge, go on (design.md §5). Nobody waits for the swarm."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from noloco_p2p.core import members as membership
-from noloco_p2p.core import pairing
+from noloco_p2p.core import pairing, schedule
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
 from noloco_p2p.core.patience import Patience
 from noloco_p2p.duties.seat import Seat
@@ -46,8 +47,21 @@ class Rounds:
         """Device-busy seconds of an inner step: the unit in which a partner is waited for."""
         self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
 
-    async def run(self, round: int) -> None:
-        """One outer round. The caller has made sure that nothing is in flight and that the door answers Busy."""
+    async def run_if_due(self, close_door: Callable[[], None]) -> None:
+        """One outer round, if the clock says so. Nothing is in flight.
+
+        No circular wait: from snapshot to merge the door answers Busy and its line is flushed.
+        """
+        seat, outer = self._seat, self._seat.manifest.outer
+        if outer.pairing == "none":
+            return
+        due = schedule.due_round(seat.step, outer.inner_steps, self.done, seat.manifest.steps)
+        if due is not None:
+            close_door()
+            with seat.span("outer"):
+                await self._run(due)
+
+    async def _run(self, round: int) -> None:
         seat = self._seat
         began = seat.now()
         mine = await self.freeze(round)

@@ -72,7 +72,6 @@ class Sender:
         # By the stage called: a node may move.
         self._patience: defaultdict[int, Patience] = defaultdict(Patience)
         self._evaluations: defaultdict[int, Patience] = defaultdict(Patience)
-        self._saw_the_end = False
 
     async def deliver(self, parcel: Parcel, deadline: float) -> tuple[Gradient, PeerId]:
         """The gradient of an output, and the replica that served it; `deadline` is on the loop's clock.
@@ -158,7 +157,6 @@ class Sender:
     def look_for_deserted(self, *, reading: bool = False) -> None:
         """Keep `seat.deserted` true; tell of it when it changes, and at each `reading` while it is not empty."""
         seat, now = self._seat, self._seat.now()
-        self._saw_the_end = self._saw_the_end or bool(seat.members.of_stage(0, {"finished"}))
         found = seat.members.deserted(seat.manifest.stages, seat.index) if seat.advert.state == "training" else []
         changed = found != sorted(seat.deserted)
         seat.deserted = {stage: seat.deserted.get(stage, now) for stage in found}
@@ -173,14 +171,14 @@ class Sender:
         False once somebody of stage 0 has finished: then nobody need come.
         """
         seat = self._seat
-        return not self._saw_the_end and any(
+        return not seat.saw_the_end and any(
             stage > seat.index and not seat.members.anybody(stage) for stage in seat.deserted
         )
 
     async def until_served(self) -> bool:
         """Wait while a later stage is deserted and nobody of it is there. False: none was deserted, or I leave."""
         seat = self._seat
-        if self._saw_the_end or not any(stage > seat.index for stage in seat.deserted):
+        if seat.saw_the_end or not any(stage > seat.index for stage in seat.deserted):
             return False
         await seat.until(lambda: seat.draining or not self.nobody_there())
         return not seat.draining

@@ -10,7 +10,6 @@ from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import LocalError
 
-
 LAST_WORDS_S = 1.0
 """Of the time to leave, so much is kept for telling the others."""
 

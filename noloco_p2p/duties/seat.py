@@ -4,11 +4,12 @@ Every wait of a duty for something inside this node goes through `until`, and ev
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import floor
 from random import Random
+from typing import TypeVar
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
@@ -16,6 +17,20 @@ from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.ports import Batches, Stage, World
+
+R = TypeVar("R")
+
+
+async def to_the_end(awaitable: Awaitable[R]) -> R:
+    """Await something that must not be abandoned half-way: a cancellation of the waiter is dropped."""
+    task = asyncio.ensure_future(awaitable)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise
+    return task.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +63,15 @@ class Seat:
         self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
         """Of each microbatch counted in this step: who sent it, and who served it next."""
         self.drain_by: float | None = None
-        """Once told to leave, or to move: when, on the loop's clock, this node stops to offer what it holds to others."""
+        """Once told to leave or to move: when, on the loop's clock, it stops to offer what it holds to others."""
         self.next_stage: int | None = None
         """While draining in order to move: the stage to hold next."""
         self.pausing = False
         """The owner wants the device: no inner step is begun."""
         self.deserted: dict[int, float] = {}
         """Stages that nobody serves, as far as is known here: since when, on the loop's clock."""
+        self.saw_the_end = False
+        """Somebody of stage 0 was seen finished; by now it may be gone."""
         self.error: BaseException | None = None
         self._pulse = asyncio.Event()
 

@@ -267,7 +267,7 @@ class Swarm:
             action()
 
     async def _live(self, life: Life) -> None:
-        await life.world.transport.serve(life.node)
+        await life.world.transport.serve(life.node.answers)
         try:
             await life.node.run()
         finally:
