@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from noloco_p2p.bench.fleet import Fleet
 from noloco_p2p.bench.outcome import loss_ratio, rounds_lost
 from noloco_p2p.bench.toll import Life, Line
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.children import Child
 
 
 def lines(*steps: tuple[float, int, Sequence[str]]) -> list[Line]:
@@ -178,9 +180,42 @@ def test_a_node_that_ends_by_itself_is_told(tmp_path: Path, monkeypatch: pytest.
         fleet.start()
 
 
+def test_who_hangs_and_who_only_came_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(Child, "running", property(lambda child: child.name in running))
+    monkeypatch.setattr(Child, "exit_code", property(lambda child: None if child.name in running else 0))
+    monkeypatch.setattr(Child, "read_metrics", lambda child: None)
+    running = {"0-0", "0-1", "1-0", "1-1"}
+    fleet = Fleet(tmp_path, (2, 2), [], 1)
+    fleet.back_s = [10.0]
+    seen = watch.Watch(fleet, 100, lambda line: None)
+    for node in fleet.nodes.values():
+        node.trains, node.started_at, node.moved_at = True, now[0], now[0]
+    now[0] += 29.0
+    fleet.step = 50
+    for name in ("0-0", "1-0"):
+        fleet.nodes[name].moved_at = now[0]
+    seen.tick(now[0])
+    assert seen.hangs == []
+    assert seen.near_the_end(now[0]), "29 s are left"
+    fleet.nodes["1-1"].stopped_until = now[0] + 9
+    now[0] += 2.0
+    seen.tick(now[0])
+    seen.tick(now[0])
+    assert seen.hangs == ["0-1: no inner step for 30 s"], "a stopped node does not hang, and a hang is told once"
+    fleet.nodes["1-1"].stopped_until, fleet.nodes["1-1"].trains = None, False
+    fleet.step = 99
+    seen.tick(now[0])
+    running -= {"0-0", "0-1", "1-0"}
+    assert not seen.over
+    seen.tick(now[0])
+    assert (seen.over, seen.too_late, len(seen.hangs)) == (True, ["1-1"], 1)
+
+
 def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
-    monkeypatch.setattr(watch, "QUIET_S", 1.0)
+    monkeypatch.setattr(watch.Watch, "near_the_end", lambda *_: False)
     wish = churn.Wish((2, 2), 1.0, 1.8 / 60, False, 3, 1, 400, False, tuple(SMALL[1::2]))
     told = churn.one_run(tmp_path / "run", wish, 400, 3, lambda line: None, disturbed=True)
     assert (told["kills"], told["stops"], told["duplicates"], told["crashes"], told["hangs"]) == (1, 0, 0, [], [])
