@@ -1,0 +1,218 @@
+"""Elastic swarms under virtual time, one at a time: joining, restarting, splitting, pausing, leaving, moving."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import pstdev
+
+import pytest
+from elastic import COSTS, Fault, HurtSwarm, config_for, manifest_for
+from elastic_laws import check, training, watched
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.model import ModelStage
+from noloco_p2p.sim.network import Link
+from noloco_p2p.sim.world import NodeOutcome, Outcome, SwarmPlan
+
+
+def plan_of(replicas: tuple[int, ...], *, every_rounds: int = 1, **changes: object) -> SwarmPlan:
+    """A swarm whose inner steps take about 0.7 s."""
+    return SwarmPlan(
+        manifest_for(replicas, **changes),
+        replicas,
+        config=config_for(checkpoint={"every_rounds": every_rounds}),
+        link=Link(latency_s=0.005, spread=0.3),
+        costs=COSTS,
+        unequal_batches=True,
+    )
+
+
+def weights(life: NodeOutcome) -> tuple[object, ...]:
+    """Everything that a replica has learnt."""
+    stage = life.model_stage
+    return stage.inner_steps, *stage.theta, *stage.phi, *stage.momentum
+
+
+def times(outcome: Outcome, kind: str, peer: PeerId) -> list[float]:
+    """When a node told something."""
+    return [h.at_s for h in outcome.trace.of(kind, peer)]
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interval(stage: int) -> None:
+    swarm = HurtSwarm(plan_of((2, 2, 2), steps=32))
+    swarm.at(7.0, lambda: swarm.start(stage, 2))
+    outcome = check(swarm)
+    newcomer = outcome.nodes[f"s{stage}r2"]
+    (came,) = [one for one in swarm.taken_up if one.peer == newcomer.peer]
+    (taken,) = watched(newcomer)[0].taken
+    assert (came.source, taken.kind) == ("peer", "restore")
+    assert came.at_s < 8.0
+    served = [h.at_s for h in newcomer.trace.of("microbatch") if h.get("result") == "done"]
+    assert served[0] < came.at_s + 1.5
+    first = training(newcomer)[0][0]
+    merged = [m for life in outcome.lives for s in watched(life) for m in s.merged if m.partner == newcomer.peer]
+    assert min(m.round for m in merged) >= came.round + 2
+    donor = outcome.nodes[taken.origin]
+    before = [h for h in donor.trace.of("inner_step") if h.at_s < first]
+    own = newcomer.trace.of("inner_step")
+    assert 0 <= len(before) - (int(str(own[0].get("inner_step"))) - 1) <= 1
+
+
+# --- restarting -------------------------------------------------------------------------------------------------------
+
+
+def chain(stages: int, every_rounds: int = 1) -> SwarmPlan:
+    """One replica of each stage: nothing is left to chance."""
+    plan = plan_of((1,) * stages, every_rounds=every_rounds, routing="balanced", steps=20)
+    limits = plan.config.limits.model_copy(update={"max_in_flight": 1})
+    return replace(plan, config=plan.config.model_copy(update={"limits": limits}))
+
+
+def killed(plan: SwarmPlan, at_s: float, peers: Sequence[PeerId], down_s: float = 1.0) -> HurtSwarm:
+    return HurtSwarm(plan, tuple(Fault(at_s, "bounce", (peer,), down_s) for peer in peers))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("every_rounds", [1, 2])
+def test_a_chain_that_was_stopped_ends_with_the_weights_of_one_that_was_not(stages: int, every_rounds: int) -> None:
+    plan = chain(stages, every_rounds=every_rounds)
+    undisturbed = check(HurtSwarm(plan))
+    peers = [life.peer for life in undisturbed.lives]
+    for part in (0.5, 0.65, 0.8):
+        swarm = killed(plan, part * undisturbed.ended_at_s, peers)
+        outcome = check(swarm)
+        assert [one.source for one in swarm.taken_up] == ["shard"] * stages
+        assert len({one.round for one in swarm.taken_up}) == 1
+        for peer in peers:
+            assert weights(outcome.nodes[peer]) == weights(undisturbed.nodes[peer]), f"{peer}, killed at {part}"
+
+
+def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
+    plan = replace(chain(3), torn_by_crash=True)
+    undisturbed = check(HurtSwarm(plan))
+    written = undisturbed.trace.of("checkpoint", "s1r0")[2]
+    swarm = killed(plan, written.at_s - 0.02, ["s0r0", "s1r0", "s2r0"])
+    outcome = check(swarm)
+    assert {(one.peer, one.source, one.round) for one in swarm.taken_up} == {
+        (f"s{stage}r0", "shard", 2) for stage in range(3)
+    }
+    for peer, life in undisturbed.nodes.items():
+        assert weights(outcome.nodes[peer]) == weights(life)
+
+
+# --- two halves -------------------------------------------------------------------------------------------------------
+
+
+def spread(swarm: HurtSwarm) -> float:
+    """Standard deviation of stage 1's first weight over its four replicas."""
+    stages = [swarm.life(f"s1r{i}").stage for i in range(4)]
+    return pstdev(timed.stage.theta[0] for timed in stages if timed and isinstance(timed.stage, ModelStage))
+
+
+def test_two_halves_of_a_split_swarm_merge_again_when_the_link_heals() -> None:
+    halves = ("s0r0", "s0r1", "s1r0", "s1r1"), ("s0r2", "s0r3", "s1r2", "s1r3")
+    swarm = HurtSwarm(plan_of((4, 4), steps=90), (Fault(5.0, "split", halves[0], 20.0),))
+    seen: list[float] = []
+
+    swarm.at(24.9, lambda: seen.append(spread(swarm)))
+    outcome = check(swarm)
+    crossing = [
+        merge.at_s
+        for life in outcome.lives
+        for merge in watched(life)[0].merged
+        if (life.peer in halves[0]) != (merge.partner in halves[0])
+    ]
+    assert not [at_s for at_s in crossing if 9.0 < at_s < 25.0]
+    assert len([at_s for at_s in crossing if at_s > 25.0]) > 8
+    assert spread(swarm) < 0.3 * seen[0]
+    steps = [life.inner_steps for life in outcome.of_stage(0)]
+    assert max(steps) - min(steps) < 20, "both halves trained on"
+
+
+# --- pausing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_a_long_pause_ends_with_the_weights_of_now_a_short_one_with_its_own(peer: PeerId) -> None:
+    for for_s, pulls in ((12.0, 1), (0.5, 0)):
+        swarm = HurtSwarm(plan_of((2, 2), steps=40), (Fault(6.0, "pause", (peer,), for_s),))
+        outcome = check(swarm)
+        assert [one.source for one in swarm.taken_up] == ["peer"] * pulls
+        life = outcome.nodes[peer]
+        (paused,) = [h.at_s for h in life.trace.of("state") if h.get("state") == "paused"]
+        assert paused < 8.0
+        assert not [at_s for at_s in times(outcome, "inner_step", peer) if paused < at_s < 6.0 + for_s]
+        assert [at_s for at_s in times(outcome, "inner_step", peer) if at_s > 6.0 + for_s]
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
+    swarm = HurtSwarm(plan_of((2, 1), steps=40))
+    swarm.at(7.3, lambda: swarm.drain("s1r0"))
+    swarm.at(16.0, lambda: swarm.wipe("s1r0"))
+    swarm.at(16.0, lambda: swarm.start(1, 0))
+    outcome = check(swarm)
+    left, again = (life for life in outcome.lives if life.peer == "s1r0")
+    assert left.ended_at_s is not None
+    guarded = [h for h in outcome.trace.of("guarded") if h.get("stage") == 1 and h.at_s < left.ended_at_s]
+    assert guarded[-1].at_s > 7.3
+    assert left.ended_at_s < 7.3 + 4.0
+    assert guarded[-1].get("round") == left.rounds[-1][0] + 1
+    (taken,) = watched(again)[0].taken
+    assert (taken.kind, taken.origin) == ("adopt", "s1r0")
+    assert taken.phi == pytest.approx(left.model_stage.theta, rel=1e-12)
+    results = [life.microbatches for life in outcome.of_stage(0)]
+    assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
+
+
+def test_nobody_waits_for_a_guardian_that_leaves_too() -> None:
+    swarm = HurtSwarm(plan_of((2, 1), steps=40))
+    for peer in ("s0r0", "s0r1", "s1r0"):
+        swarm.at(7.3, lambda peer=peer: swarm.drain(peer))  # type: ignore[misc]
+    outcome = check(swarm)
+    assert max(life.ended_at_s or 99.0 for life in outcome.lives) < 7.3 + 3.0
+
+
+# --- moving -----------------------------------------------------------------------------------------------------------
+
+
+def lopsided(steps: int = 60) -> HurtSwarm:
+    """Seven nodes choose 4 + 3; two of the three crash for good."""
+    plan = plan_of((7, 0), steps=steps, start_replicas=1)
+    swarm = HurtSwarm(replace(plan, chooses_stage=True))
+
+    def crash_two() -> None:
+        places = [(swarm.life(f"s0r{i}").node.seat.index, f"s0r{i}") for i in range(7)]
+        few = min((0, 1), key=lambda stage: sum(index == stage for index, _ in places))
+        for _, peer in [place for place in places if place[0] == few][:2]:
+            swarm.crash(peer)
+
+    swarm.at(4.0, crash_two)
+    return swarm
+
+
+def test_a_swarm_of_4_and_1_becomes_one_of_3_and_2_and_stays_so() -> None:
+    outcome = check(lopsided())
+    alive = [life for life in outcome.lives if not life.crashed]
+    assert sorted(sum(life.stage == stage for life in alive) for stage in (0, 1)) == [2, 3]
+    moved = outcome.trace.of("moved")
+    assert len(moved) == 1
+    mover = outcome.nodes[moved[0].peer]
+    assert len(mover.models) == 2
+    assert mover.step == 60
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.2, 0.5, 1.0, 1.5])
+def test_a_mover_that_is_killed_on_its_way_is_replaced(after_s: float) -> None:
+    moved = check(lopsided()).trace.of("moved")[0]
+    swarm = lopsided()
+    swarm.at(moved.at_s + after_s, lambda: swarm.crash(moved.peer))
+    outcome = check(swarm)
+    alive = [life for life in outcome.lives if not life.crashed]
+    assert sorted(sum(life.stage == stage for life in alive) for stage in (0, 1)) in ([2, 2], [1, 3])
+    assert {life.step for life in alive} == {60.0}

@@ -1,0 +1,42 @@
+"""Issue 4, proof 7 in the simulator: 200 swarms that are hurt at random, from a seed, keep every law.
+
+The laws stand in `elastic_laws.py`; `python tests/elastic.py SEED` replays one swarm and tells its story.
+"""
+
+import pytest
+from elastic import HurtSwarm, drawn
+from elastic_laws import check
+
+SEEDS = 200
+SWARMS_A_TEST = 10
+
+
+@pytest.mark.parametrize("block", range(0, SEEDS, SWARMS_A_TEST))
+def test_swarms_survive_what_is_drawn(block: int) -> None:
+    for seed in range(block, block + SWARMS_A_TEST):
+        try:
+            check(HurtSwarm(*drawn(seed)))
+        except BaseException as error:
+            error.add_note(f"seed {seed}; replay: python tests/elastic.py {seed}")
+            raise
+
+
+def test_one_seed_tells_one_story() -> None:
+    hashes = []
+    for seed in (11, 11, 12):
+        swarm = HurtSwarm(*drawn(seed))
+        check(swarm)
+        hashes.append(swarm.trace.trace_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_every_kind_of_fault_and_every_source_of_weights_is_drawn() -> None:
+    """Else the swarms above would prove less than they seem to."""
+    kinds, sources = set[str](), set[str]()
+    for seed in range(0, SEEDS, 4):
+        swarm = HurtSwarm(*drawn(seed))
+        kinds |= {fault.kind for fault in swarm.faults}
+        check(swarm)
+        sources |= {one.source for one in swarm.taken_up}
+    assert kinds == {"bounce", "wipe", "crash", "hang", "mute", "cut", "split", "pause", "leave"}
+    assert sources == {"peer", "shard", "guardian", "fresh"}
