@@ -105,7 +105,7 @@ class Node:
 
     def drain(self) -> None:
         """Leave: finish what is held, begin nothing new, at most `limits.drain_s`."""
-        if not self.seat.leaving:
+        if not self.seat.leaving and self.seat.advert.state != "left":
             self.seat.drain("told to leave")
 
     def pause(self) -> None:
