@@ -76,7 +76,7 @@ def option_names(command: object) -> set[str]:
 
 def all_options() -> set[str]:
     subcommands = [
-        ["noloco", "swarm"],
+        *(["noloco", name] for name in ("swarm", "export", "eval", "generate", "pause", "resume")),
         *(["noloco", "bench", name] for name in ("pipeline", "transport", "stage", "churn")),
     ]
     return set().union(*(options_of(words) for words in [["noloco-node"], *subcommands]))
