@@ -38,6 +38,7 @@ def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
     environment = plan.environment(3)
     assert (environment["OMP_NUM_THREADS"], environment["PATH"]) == ("3", os.environ["PATH"])
     assert arguments[:2] == ["--config", str(tmp_path / "swarm.json")]
+    assert "NOLOCO__SEED" not in environment, "it has been read, and a resumed run must not read another one"
     theirs = settings.read(Path(arguments[1]), environment, arguments[3::2])
     assert theirs.manifest() == plan.manifest
     assert theirs.manifest().seed == 4
