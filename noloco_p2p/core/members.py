@@ -42,7 +42,8 @@ HOLDING = frozenset({"training", "finished"})
 IN_ROUNDS = READY | HOLDING
 """Partners of an outer round; with an old view of the membership a mate may still look as if it waited."""
 PRESENT = frozenset({"starting", "waiting", "syncing", "training", "paused", "finished"})
-STAGE_0_AT_WORK = frozenset({"training", "syncing", "paused", "draining"})
+STAGE_0_AT_WORK = frozenset({"training", "syncing", "draining"})
+"""The run has not ended while one of these is there; who pauses is not waited for."""
 
 
 def next_state(state: str, event: str) -> str:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from noloco_p2p.core import balance, resume
+from noloco_p2p.core import balance, resume, schedule
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.messages import Advert, Checkpoint, Description, Holding, PeerId
 from noloco_p2p.core.resume import Source
@@ -260,9 +260,8 @@ class Arrival:
 
     async def _fresh(self) -> None:
         """Nobody has the weights: the stage begins with its initial ones, at the clock of the others."""
-        seat = self._seat
-        round = max((a.outer_round for a in seat.members.all()), default=0)
-        await self._stand_at(round, self._clock_of_others(), seat.inner_steps)
+        seat, step = self._seat, self._clock_of_others()
+        await self._stand_at(int(step) // seat.manifest.outer.inner_steps, step, seat.inner_steps)
         seat.event(
             "warning", message=f"nobody has the weights of stage {seat.index}: it begins with its initial weights"
         )
@@ -273,7 +272,10 @@ class Arrival:
         return None if held is None else Holding(self._seat.index, held.round, held.step)
 
     def _clock_of_others(self) -> float:
-        return max((a.step for a in self._seat.members.all()), default=0.0)
+        """The median over those who train, in steps: one liar among them does not move it."""
+        clocks = [a.step for a in self._seat.members.all() if a.state in resume.AT_WORK]
+        median = schedule.clock_median(clocks)
+        return 0.0 if median is None else min(median, float(self._seat.manifest.steps))
 
     async def _stand_at(self, round: int, step: float, inner_steps: int, partner_from_round: int = 0) -> None:
         seat = self._seat
