@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import pstdev
 
 import pytest
@@ -146,6 +147,12 @@ def test_a_long_pause_ends_with_the_weights_of_now_a_short_one_with_its_own(peer
         assert paused < 8.0
         assert not [at_s for at_s in times(outcome, "inner_step", peer) if paused < at_s < 6.0 + for_s]
         assert [at_s for at_s in times(outcome, "inner_step", peer) if at_s > 6.0 + for_s]
+
+
+def test_under_balanced_nobody_waits_for_an_origin_that_pauses() -> None:
+    swarm = HurtSwarm(plan_of((2, 2), steps=40, routing="balanced"), (Fault(6.0, "pause", ("s0r1",), 12.0),))
+    steps = [at_s for at_s in times(check(swarm), "inner_step", "s0r0") if 5.0 < at_s < 18.0]
+    assert max(after - before for before, after in pairwise(steps)) < 3.0
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
