@@ -16,6 +16,8 @@ LAST_STEPS = 5
 """A swarm is about to end when a replica opens one of its last steps; the clock may jump over the very last."""
 QUIET_S = 15.0
 """Nobody is disturbed any more when what is left of the run is about so much longer than a node needs to come back."""
+RECENT = 3
+"""Starts that tell how long a node needs to come back; the first ones, of all nodes at once, take longer."""
 LOOK_S = 0.5
 TELL_S = 20.0
 
@@ -45,7 +47,7 @@ class Watch:
         step = self._fleet.step
         if self._end_by is not None or step == 0:
             return self._end_by is not None
-        needs = PAUSE_S[1] + max(self._fleet.back_s, default=0.0)
+        needs = PAUSE_S[1] + max(self._fleet.back_s[-RECENT:], default=0.0)
         return (self._steps - step) * (now - self._began) / step < needs + QUIET_S
 
     def tick(self, now: float) -> None:
