@@ -156,6 +156,8 @@ class Network:
         except TimeoutError:
             raise Unreachable(f"{callee} gave no answer to {what} within {deadline_s:.3g} s") from None
         finally:
+            # Nobody waits for it any more: what still comes is not an error that nobody looked at.
+            answer.cancel()
             if not courier.done():
                 loop.call_later(self.latency_s(caller, callee), self._hang_up, caller, callee, courier)
 
