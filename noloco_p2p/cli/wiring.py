@@ -199,24 +199,28 @@ def _node(
 
 
 async def _check_reachable(libp2p: Libp2p, advert: Advert) -> None:
-    """Let the joined peer dial this node's gRPC address back; refuse to go on with one that nobody can reach."""
-    if not libp2p.joined:
-        return
-    address, peer = advert.addresses[0], libp2p.joined[0].peer_id
-    for attempt in range(DIAL_BACK_TRIES):
-        try:
-            reason = await joining.ask_dial_back(libp2p, peer, address)
-        except (Busy, Unreachable) as error:
-            reason = str(error)
-            await asyncio.sleep(attempt)
-        else:
-            break
-    if reason is not None:
-        port = address.rpartition(":")[2]
-        raise LocalError(
-            f"others cannot reach this node at {address} ({reason}): open TCP port {port}, "
-            "or set listen.announce_host and listen.grpc_port to what leads here"
-        )
+    """Let a joined peer dial this node's gRPC address back; refuse to go on with one that nobody can reach.
+
+    A peer that cannot be asked (it has just died, or is busy) says nothing about the address: the next one is asked.
+    """
+    address, failure = advert.addresses[0], ""
+    for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
+        await asyncio.sleep(attempt)
+        for peer in libp2p.joined:
+            try:
+                reason = await joining.ask_dial_back(libp2p, peer.peer_id, address)
+            except (Busy, Unreachable) as error:
+                failure = str(error)
+                continue
+            if reason is None:
+                return
+            port = address.rpartition(":")[2]
+            raise LocalError(
+                f"others cannot reach this node at {address} ({reason}): open TCP port {port}, "
+                "or set listen.announce_host and listen.grpc_port to what leads here"
+            )
+    if failure:
+        log.warning("nobody could be asked whether others reach this node at %s: %s", address, failure)
 
 
 class _EarlyEnd:
