@@ -104,6 +104,40 @@ def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
         assert weights(outcome.nodes[peer]) == weights(life)
 
 
+def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_lost() -> None:
+    """Counted and saved, its reply lost; then a crash: whoever restarts is asked for the same microbatch again."""
+    plan = plan_of((1, 1), steps=12)
+    undisturbed = check(HurtSwarm(plan))
+    third, saved = times(undisturbed, "inner_step", "s1r0")[2], times(undisturbed, "checkpoint", "s1r0")[0]
+    swarm = HurtSwarm(plan, (Fault(saved + 0.15, "bounce", ("s1r0",), 0.5),))
+    swarm.at(third + 0.01, lambda: swarm.network.lose_next_reply("s0r0", "s1r0"))
+    outcome = check(swarm)
+    assert [(one.peer, one.source, one.round) for one in swarm.taken_up] == [("s1r0", "shard", 1)]
+    before, after = (life.model_stage for life in outcome.lives if life.peer == "s1r0")
+    assert len(after.dropped) == 1
+    assert after.dropped[0] in {one.microbatch for one in before.counted}
+    assert after.dropped[0] in {one.microbatch for one in outcome.nodes["s0r0"].model_stage.counted}
+
+
+@pytest.mark.parametrize("for_s", [1.0, 8.0])
+@pytest.mark.parametrize("replicas", [(2, 1, 2), (2, 2, 2)])
+def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
+    replicas: tuple[int, ...], for_s: float
+) -> None:
+    lost = tuple(f"s1r{i}" for i in range(replicas[1]))
+    swarm = HurtSwarm(plan_of(replicas, steps=32), tuple(Fault(9.0, "wipe", (peer,), for_s) for peer in lost))
+    outcome = check(swarm)
+    first = swarm.taken_up[0]
+    assert first.source == "guardian"
+    before = max(number for life in outcome.lives if life.crashed for number, _ in life.rounds)
+    assert first.round >= before - 1
+    told = [h.get("stages") for h in outcome.trace.of("deserted", "s0r0")]
+    if for_s > 5.0:
+        assert isinstance(told[0], dict)
+        assert (list(told[0]), told[-1]) == ([1], {})
+    assert sum(life.microbatches["dropped"] for life in outcome.of_stage(0)) == 0, "what waits for a stage is kept"
+
+
 # --- two halves -------------------------------------------------------------------------------------------------------
 
 
