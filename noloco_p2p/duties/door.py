@@ -118,8 +118,8 @@ class Door:
     def _has_left(self, origin: PeerId) -> bool:
         advert = self._seat.members.get(origin)
         reached = self._seat.members.step_of(origin)
-        # Who pauses has begun nothing that is still under way.
-        at_work = advert is not None and advert.state in (membership.STAGE_0_AT_WORK | membership.READY) - {"paused"}
+        # Who pauses is not at work: it has begun nothing that is still under way.
+        at_work = advert is not None and advert.state in membership.STAGE_0_AT_WORK | membership.READY
         return not at_work or (reached is not None and int(reached) > self._seat.step)
 
     # --- propagate --------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ class _Attempts:
     failed: set[PeerId]
     pause_s: float = FIRST_PAUSE_S
     heard_busy: bool = False
+    busy_at: float = 0.0
+    """When Busy was first heard, on the loop's clock."""
     fell_back: bool = False
     failure: str = ""
 
@@ -100,7 +102,10 @@ class Sender:
                 self._answered(peer)
                 seat.event("busy", direction="out")
                 heard.busy.add(peer.peer_id)
+                heard.busy_at = heard.busy_at if heard.heard_busy else seat.now()
                 heard.heard_busy = True
+                if self._comes_late(peer.peer_id, heard):
+                    heard.failed.add(peer.peer_id)
             except (Unreachable, Declined, Violation) as error:
                 hurried = self._was_hurried(longest_s, seat.now() - began, patience)
                 self._blame(peer, error, heard, hurried=hurried)
@@ -182,6 +187,13 @@ class Sender:
             return False
         await seat.until(lambda: seat.draining or not self.nobody_there())
         return not seat.draining
+
+    def _comes_late(self, peer: PeerId, heard: _Attempts) -> bool:
+        """The replica that the policy names is still fetching its weights: others serve meanwhile."""
+        seat, newest = self._seat, self._seat.members.get(peer)
+        waits_s = seat.now() - heard.busy_at
+        named = seat.manifest.routing != "random" and waits_s > seat.config.limits.patience_floor_s
+        return named and newest is not None and newest.state != "training"
 
     def _choose(self, origin: Origin, heard: _Attempts) -> Advert | None:
         """The replica to call now, or None when everybody has just said Busy or failed."""
