@@ -66,8 +66,9 @@ class Door:
         Under `balanced` an origin that has said nothing for as long as steps never take is not waited for any more:
         it hangs, or is dead and still listed.
         """
-        seat, began = self._seat, self._seat.now()
+        seat, began, limits = self._seat, self._seat.now(), self._seat.config.limits
         silence_s = self._patience.deadline_s(SILENT_READINGS * seat.config.directory.refresh_s)
+        silence_s = silence_s or limits.microbatch_deadline_s
         while not await seat.until(lambda: self.intake.ready or over(), silence_s):
             silent = [o for o in self.intake.missing_origins if not self._was_heard(o, seat.now() - (silence_s or 0.0))]
             self._admit(self.intake.strike(silent.__contains__))
@@ -111,9 +112,9 @@ class Door:
             self._seat.pulse()
 
     def _was_heard(self, origin: PeerId, since: float) -> bool:
-        """A microbatch of it came by, or its advert is younger."""
-        at = self._seat.members.last_sign(origin)
-        return at is not None and at >= since
+        """A microbatch of it came by, or its advert is younger. Who still fetches its weights sends nothing."""
+        advert, at = self._seat.members.get(origin), self._seat.members.last_sign(origin)
+        return advert is not None and advert.state not in ("waiting", "syncing") and at is not None and at >= since
 
     def _has_left(self, origin: PeerId) -> bool:
         advert = self._seat.members.get(origin)
