@@ -13,8 +13,9 @@ from noloco_p2p.sim.world import NodeOutcome, Outcome
 
 ROUND_S = 4.0
 """Longest outer round: its partner hangs, and the transfer ends by its deadline."""
-LONGEST_GAP_S = 12.0
-"""A microbatch lives six seconds, and once more after the replica that it went to has fallen silent."""
+LONGEST_GAP_S = 15.0
+"""A microbatch lives six seconds, once more after the replica that it went to has fallen silent, and under `balanced`
+an origin is waited for that has been silent for a while."""
 COPY_ROUNDS = 3
 """A copy that a donor lends to several newcomers is two outer intervals old at most, and a round may be under way."""
 

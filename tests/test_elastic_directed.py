@@ -167,6 +167,25 @@ def test_two_halves_of_a_split_swarm_merge_again_when_the_link_heals() -> None:
     assert max(steps) - min(steps) < 20, "both halves trained on"
 
 
+# --- hanging ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", ["s1r1", "s2r1"])
+def test_a_hung_replica_costs_a_deadline_that_was_learnt_and_nobody_else_is_blamed(peer: PeerId) -> None:
+    """A microbatch may live for 30 s here; such calls have taken about a second."""
+    plan = plan_of((2, 2, 2), steps=50)
+    limits = plan.config.limits.model_copy(update={"microbatch_deadline_s": 30.0})
+    plan = replace(plan, config=plan.config.model_copy(update={"limits": limits}))
+    swarm = HurtSwarm(plan, (Fault(13.0, "hang", (peer,), 9.0),))
+    outcome = check(swarm)
+    for life in outcome.of_stage(0):
+        steps = [at_s for at_s in times(outcome, "inner_step", life.peer) if at_s > 10.0]
+        assert max(after - before for before, after in pairwise(steps)) < 6.0
+        assert life.microbatches["dropped"] == 0
+    told = [h for h in outcome.trace.of("reroute") if h.get("reason") == "unreachable" and h.peer != peer]
+    assert {h.get("peer") for h in told} == {peer}
+
+
 # --- pausing ----------------------------------------------------------------------------------------------------------
 
 
