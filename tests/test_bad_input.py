@@ -179,10 +179,10 @@ def test_a_full_disk_ends_a_node_with_one_line(tmp_path: Path) -> None:
             command = (sys.executable, "-c", LIMITED, str(bytes_a_file), sys.executable, "-m", "noloco_p2p.cli.node")
             return nodes.start(*alone, *more, command=command, own_dir=own_dir, pipe_output=True)
 
-        endpoints = limited("a", 100)
-        summary = limited("b", 800)
+        run = limited("a", 100)
+        summary = limited("b", 900)
         audit = limited("c", 600_000, *settings(audit__dir=str(tmp_path / "audit")))
-        assert f"{endpoints.dir}/endpoints.json cannot be written: File too large" in last_line_of(endpoints)
+        assert f"{run.dir}/manifest.json cannot be written: File too large" in last_line_of(run)
         assert f"{summary.dir}/summary.json cannot be written: File too large" in last_line_of(summary)
         line = last_line_of(audit)
         assert f"the audit cannot write {tmp_path}/audit/round-000001-" in line

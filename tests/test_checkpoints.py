@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import logging
 import os
 import random
 import resource
@@ -208,7 +209,7 @@ def test_a_damaged_one_does_not_count_among_those_kept(
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     store = FileCheckpoints(tmp_path, RUN, PEER, 2)
     assert _newest(store) == older
-    assert [(record.levelname, str(path) in record.message) for record in caplog.records] == [("WARNING", True)]
+    assert [(record.levelno, str(path) in record.message) for record in caplog.records] == [(logging.WARNING, True)]
     _save(store, _checkpoint(15))
     assert [held.round for held in _held(store)] == [5, 15]
     assert not path.exists()

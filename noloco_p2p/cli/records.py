@@ -109,9 +109,18 @@ def summary(node: "Node", telemetry: "PrometheusTelemetry") -> dict[str, object]
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Atomically: a reader sees the old file or the whole new one. Raises LocalError (a full disk)."""
+    _write(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
+
+
+def store_manifest(directory: Path, manifest: RunManifest) -> None:
+    """The run that this directory belongs to from now on, as it is hashed. Raises LocalError (a full disk)."""
+    _write(directory / MANIFEST, manifest.canonical_json())
+
+
+def _write(path: Path, content: bytes) -> None:
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        fresh.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        fresh.write_bytes(content)
         fresh.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

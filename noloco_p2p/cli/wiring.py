@@ -105,7 +105,7 @@ async def run(order: Order) -> None:
             metrics=f"http://{host}:{metrics_port}/metrics",
             version=__version__,
         )
-        records.write_json(order.dir / records.MANIFEST, manifest.model_dump(mode="json"))
+        records.store_manifest(order.dir, manifest)
         node = _node(advert, manifest, (order, local), (transport, directory, telemetry), data, imports)
         await transport.serve(node.answers)
         await _check_reachable(libp2p, advert)

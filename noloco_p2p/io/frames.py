@@ -102,10 +102,11 @@ def _read_content(view: memoryview, at: int) -> tuple[memoryview, int]:
 
 def _frame(content: memoryview) -> wire.Frame:
     if content[:1] != CHUNK:
-        end = pb.Frame.FromString(content.tobytes())
-        if not end.HasField("end"):
+        read = pb.Frame.FromString(content.tobytes())
+        end = wire.End(read.end.tensor, read.end.length, read.end.digest)
+        if read != pb.Frame(end=pb.End(tensor=end.tensor, length=end.length, digest=end.digest)):
             raise DecodeError
-        return wire.End(end.end.tensor, end.end.length, end.end.digest)
+        return end
     chunk, at = _read_content(content, 1)
     if at != len(content):
         raise IndexError
