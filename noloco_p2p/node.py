@@ -256,7 +256,8 @@ class Node:
     def _noticed(self) -> None:
         """After each reading of the membership. Who finished may be gone by the time that somebody asks."""
         seat = self.seat
-        seat.saw_the_end = seat.saw_the_end or bool(seat.members.of_stage(0, {"finished"}))
+        ended = seat.members.left_at_step >= seat.manifest.steps or bool(seat.members.of_stage(0, {"finished"}))
+        seat.saw_the_end = seat.saw_the_end or ended
         self._door.strike()
         self._moving.consider()
         self._guardian.noticed()

@@ -19,12 +19,13 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.resume import AT_WORK
 from noloco_p2p.sim.network import Link
 from noloco_p2p.sim.stage import Costs, SyncStage
-from noloco_p2p.sim.world import Swarm, SwarmPlan, peer_id
+from noloco_p2p.sim.world import Life, Swarm, SwarmPlan, peer_id
 
 LIMIT_S = 400.0
 """Virtual seconds in which every drawn swarm must have ended."""
 FIRST_FAULT_S, LAST_FAULT_S = 1.0, 14.0
 DRAIN_S = 5.0
+TTL_S = 6.0
 SETTLED_S = 6.0
 """A newcomer decides on answers that are as old as the longest wait for another answer."""
 LISTED_S = 2.0
@@ -171,12 +172,18 @@ class HurtSwarm(Swarm):
             self.heal()
 
     def _ahead(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
-        """Who came back when the run was over finds nobody, and is told to leave."""
+        """Who came back, or was cut off, until the run was over and the others had left, is told to leave too."""
         running = [life for life in self._lives if life.running]
-        if self.over and all(life.node.seat.advert.state in ("starting", "waiting") for life in running):
+        if self.over and all(self._late(life) for life in running):
             for life in running:
                 life.node.drain()
         return super()._ahead(schedule)
+
+    def _late(self, life: Life) -> bool:
+        ended_s = min(one.trace.of("state")[-1].at_s for one in self._lives if one.node.finished)
+        missed = [f for f in self.faults if life.peer in f.peers or f.kind == "split"]
+        cut_off = any(f.ends_s > ended_s + TTL_S / 2 and f.kind in ("hang", "mute", "cut", "split") for f in missed)
+        return cut_off or life.node.seat.advert.state in ("starting", "waiting")
 
     @property
     def over(self) -> bool:
@@ -209,7 +216,7 @@ def config_for(**changes: object) -> NodeConfig:
     """The local settings of every node."""
     settings = {
         "checkpoint": {"every_rounds": 1},
-        "directory": {"ttl_s": 6.0, "refresh_s": 1.0},
+        "directory": {"ttl_s": TTL_S, "refresh_s": 1.0},
         "limits": {"microbatch_deadline_s": 6.0, "patience_floor_s": 1.0, "linger_s": 12.0, "drain_s": DRAIN_S},
     }
     return NodeConfig.model_validate(settings | changes)
@@ -220,7 +227,7 @@ def drawn(seed: int) -> tuple[SwarmPlan, tuple[Fault, ...]]:
     rng = random.Random(seed)
     replicas = SHAPES[seed % len(SHAPES)]
     manifest = manifest_for(
-        replicas, seed=seed, steps=rng.randint(16, 24), routing=rng.choice(["random", "random", "balanced"])
+        replicas, seed=seed, steps=rng.randint(14, 20), routing=rng.choice(["random", "random", "balanced"])
     )
     plan = SwarmPlan(
         manifest,

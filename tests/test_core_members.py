@@ -182,3 +182,12 @@ def test_failures_of_a_stage_that_is_not_called_do_not_desert_it() -> None:
     members.failed("b", now=1.0)
     members.failed("b", now=5.0)
     assert members.deserted(3, 0) == [1]
+
+
+def test_the_furthest_clock_of_who_left_stage_0_is_known() -> None:
+    members = Members("me", ttl_s=30.0)
+    members.update([advert("a", 0, step=7.0), advert("b", 1, state="left", step=9.0)], now=0.0)
+    assert members.left_at_step == 0.0
+    members.update([advert("a", 0, state="left", step=8.0)], now=1.0)
+    members.update([advert("c", 0, state="left", step=5.0)], now=2.0)
+    assert members.left_at_step == 8.0

@@ -167,6 +167,15 @@ def test_two_halves_of_a_split_swarm_merge_again_when_the_link_heals() -> None:
     assert max(steps) - min(steps) < 20, "both halves trained on"
 
 
+def test_who_was_cut_off_when_the_run_ended_ends_too() -> None:
+    swarm = HurtSwarm(plan_of((2, 2), steps=12), (Fault(6.0, "split", ("s0r0",), 8.0),))
+    outcome = check(swarm)
+    assert outcome.nodes["s0r1"].ended_at_s is not None
+    assert outcome.nodes["s0r1"].ended_at_s < 14.0
+    assert outcome.nodes["s0r0"].step == 12.0
+    assert outcome.ended_at_s < 40.0
+
+
 # --- hanging ----------------------------------------------------------------------------------------------------------
 
 

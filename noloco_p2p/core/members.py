@@ -74,6 +74,8 @@ class Members:
         self._me = me
         self._ttl_s = ttl_s
         self._members: dict[PeerId, _Member] = {}
+        self.left_at_step = 0.0
+        """The furthest clock of those of stage 0 who have left: at the last step, the run has ended without us."""
 
     def update(self, adverts: Iterable[Advert], *, now: float) -> None:
         """A reading of the directory. One that lists nobody else wipes nothing."""
@@ -81,6 +83,7 @@ class Members:
         for peer, advert in listed.items():
             member = self._members.get(peer)
             if advert.state == "left":
+                self.left_at_step = max(self.left_at_step, advert.step if advert.stage == 0 else 0.0)
                 self._members.pop(peer, None)
             elif member is None or member.advert.stage != advert.stage:
                 self._members[peer] = _Member(advert, now - advert.age_s)

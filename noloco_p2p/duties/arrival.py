@@ -139,6 +139,8 @@ class Arrival:
             others = await self._asked()
             own = [held for held in self._own if held.stage == seat.index]
             for source in resume.sources(seat.advert, others, own, seat.manifest.stages, self._guarded()):
+                if seat.draining:
+                    return ""
                 if source.kind == "wait":
                     self._say(f"waiting: {source.reason}")
                 elif source.kind == "fresh" and self._may_come_back(others, began):
@@ -153,11 +155,13 @@ class Arrival:
 
         Before the first outer round the initial weights are as good as any, unless a replica has trained on.
         """
-        seat = self._seat
+        seat, ttl_s = self._seat, self._seat.config.directory.ttl_s
         if seat.members.of_stage(seat.index, resume.AT_WORK):
             return True
+        waited_s = seat.now() - began
+        held = any(held.stage == seat.index for a in others for held in a.holds)
         rounds = max((a.outer_round for a in (*others, *seat.members.all())), default=0)
-        return rounds > 0 and seat.now() - began < seat.config.directory.ttl_s
+        return (held and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
 
     async def _asked(self) -> list[Advert]:
         """Everybody with the outer round of now; who trains and does not answer is left out.
