@@ -23,9 +23,7 @@ from noloco_p2p.sim.world import Life, Swarm, SwarmPlan, peer_id
 
 LIMIT_S = 400.0
 """Virtual seconds in which every drawn swarm must have ended."""
-FIRST_FAULT_S, LAST_FAULT_S = 1.0, 14.0
-DRAIN_S = 5.0
-TTL_S = 6.0
+DRAIN_S, TTL_S = 5.0, 6.0
 SETTLED_S = 6.0
 """A newcomer decides on answers that are as old as the longest wait for another answer."""
 LISTED_S = 2.0
@@ -250,7 +248,7 @@ def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
     gone: set[PeerId] = set()
     faults = []
     for _ in range(rng.randint(3, 8)):
-        at_s, peer = rng.uniform(FIRST_FAULT_S, LAST_FAULT_S), rng.choice(everybody)
+        at_s, peer = rng.uniform(1.0, 14.0), rng.choice(everybody)
         stage = stages[int(peer[1])]
         kind = rng.choices(
             ["bounce", "wipe", "crash", "hang", "mute", "cut", "split", "pause", "leave", "stage", "all"],
@@ -280,9 +278,6 @@ def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
                     wiped = lost if kind == "stage" else rng.random() < 0.15
                     faults.append(Fault(at_s, "wipe" if wiped else "bounce", (each,), down_s + rng.uniform(0.0, 1.0)))
     return faults
-
-
-# --- the story of one -------------------------------------------------------------------------------------------------
 
 
 def main(seed: int) -> int:

@@ -247,6 +247,13 @@ def test_nobody_waits_for_a_guardian_that_leaves_too() -> None:
     assert max(life.ended_at_s or 99.0 for life in outcome.lives) < 7.3 + 3.0
 
 
+def test_who_is_told_to_leave_when_it_has_left_already_takes_no_notice() -> None:
+    ends = sorted((life.ended_at_s or 0.0, life.peer) for life in check(HurtSwarm(plan_of((2, 2), steps=8))).lives)
+    swarm = HurtSwarm(plan_of((2, 2), steps=8))
+    swarm.at((ends[0][0] + ends[-1][0]) / 2, lambda: swarm.drain(ends[0][1]))
+    assert check(swarm).nodes[ends[0][1]].state == "left"
+
+
 # --- moving -----------------------------------------------------------------------------------------------------------
 
 
