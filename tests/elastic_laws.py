@@ -133,7 +133,8 @@ def newcomers_are_no_partners(swarm: HurtSwarm, outcome: Outcome) -> None:
     """
     for life in outcome.lives:
         for merge in (merge for stage in watched(life) for merge in stage.merged):
-            partner = next(one for one in outcome.lives if one.peer == merge.partner and ended_s(one) >= merge.at_s)
+            lives = [one for one in outcome.lives if one.peer == merge.partner]
+            partner = next((one for one in lives if ended_s(one) >= merge.at_s), lives[-1])
             came = [h for h in partner.trace.of("resumed") if h.at_s < merge.at_s]
             if not came or came[-1].get("source") != "peer" or merge.round >= int(str(came[-1].get("round"))) + 2:
                 continue

@@ -217,6 +217,19 @@ def test_under_balanced_nobody_waits_for_an_origin_that_pauses() -> None:
     assert max(after - before for before, after in pairwise(steps)) < 3.0
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_under_balanced_nobody_waits_for_a_newcomer_that_fetches_its_weights(stage: int) -> None:
+    donor, newcomer = f"s{stage}r0", f"s{stage}r1"
+    swarm = HurtSwarm(plan_of((2, 2), steps=40, routing="balanced"), (Fault(8.0, "wipe", (newcomer,), 1.0),))
+    swarm.at(8.0, lambda: swarm.network.set_link(donor, newcomer, Link(bytes_per_s=6.0)))
+    outcome = check(swarm)
+    came_s = swarm.taken_up[0].at_s
+    assert came_s > 20.0
+    steps = [at_s for at_s in times(outcome, "inner_step", "s0r0") if 7.0 < at_s < came_s]
+    assert max(after - before for before, after in pairwise(steps)) < 5.0
+    assert len(steps) > 6
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 
@@ -252,43 +265,3 @@ def test_who_is_told_to_leave_when_it_has_left_already_takes_no_notice() -> None
     swarm = HurtSwarm(plan_of((2, 2), steps=8))
     swarm.at((ends[0][0] + ends[-1][0]) / 2, lambda: swarm.drain(ends[0][1]))
     assert check(swarm).nodes[ends[0][1]].state == "left"
-
-
-# --- moving -----------------------------------------------------------------------------------------------------------
-
-
-def lopsided(steps: int = 60) -> HurtSwarm:
-    """Seven nodes choose 4 + 3; two of the three crash for good."""
-    plan = plan_of((7, 0), steps=steps, start_replicas=1)
-    swarm = HurtSwarm(replace(plan, chooses_stage=True))
-
-    def crash_two() -> None:
-        places = [(swarm.life(f"s0r{i}").node.seat.index, f"s0r{i}") for i in range(7)]
-        few = min((0, 1), key=lambda stage: sum(index == stage for index, _ in places))
-        for _, peer in [place for place in places if place[0] == few][:2]:
-            swarm.crash(peer)
-
-    swarm.at(4.0, crash_two)
-    return swarm
-
-
-def test_a_swarm_of_4_and_1_becomes_one_of_3_and_2_and_stays_so() -> None:
-    outcome = check(lopsided())
-    alive = [life for life in outcome.lives if not life.crashed]
-    assert sorted(sum(life.stage == stage for life in alive) for stage in (0, 1)) == [2, 3]
-    moved = outcome.trace.of("moved")
-    assert len(moved) == 1
-    mover = outcome.nodes[moved[0].peer]
-    assert len(mover.models) == 2
-    assert mover.step == 60
-
-
-@pytest.mark.parametrize("after_s", [0.02, 0.2, 0.5, 1.0, 1.5])
-def test_a_mover_that_is_killed_on_its_way_is_replaced(after_s: float) -> None:
-    moved = check(lopsided()).trace.of("moved")[0]
-    swarm = lopsided()
-    swarm.at(moved.at_s + after_s, lambda: swarm.crash(moved.peer))
-    outcome = check(swarm)
-    alive = [life for life in outcome.lives if not life.crashed]
-    assert sorted(sum(life.stage == stage for life in alive) for stage in (0, 1)) in ([2, 2], [1, 3])
-    assert {life.step for life in alive} == {60.0}
