@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stages import SIZES
 
 from noloco_p2p.cli.export import Order, run_export
 from noloco_p2p.compute.factory import make_torch_stage
@@ -14,7 +15,6 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, ModelSettings, RunManifest
 from noloco_p2p.core.messages import Checkpoint
 from noloco_p2p.io.checkpoints import FileCheckpoints
-from stages import SIZES
 
 TEXT = "def f(x):\n    return 'žluťoučký kůň' + x  # 你好\n"
 MOE = {

@@ -144,19 +144,20 @@ def test_a_step_may_not_be_taken_while_something_is_in_flight() -> None:
 
 
 def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
+    first, *numbered = (MicrobatchId("p", 1, number) for number in range(SPENT_IDS + 11))
     spent = SpentIds()
-    assert spent.spend("x")
-    assert not spent.spend("x")
+    assert spent.spend(first)
+    assert not spent.spend(first)
     for _ in range(100):
         spent.end_step()
-    assert "x" in spent, "few ids are kept for ever"
-    for number in range(SPENT_IDS + 10):
-        spent.spend(number)
+    assert first in spent, "few ids are kept for ever"
+    for each in numbered:
+        spent.spend(each)
     for step in range(SPENT_STEPS):
-        assert 0 in spent, step
+        assert numbered[0] in spent, step
         spent.end_step()
     assert len(spent) == SPENT_IDS
-    assert "x" not in spent
+    assert first not in spent
 
 
 class Door(RuleBasedStateMachine):

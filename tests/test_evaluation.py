@@ -8,6 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
+from test_batches import save_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,8 +20,6 @@ from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.batches import make_batches
-from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
-from test_batches import save_tokenizer
 
 
 def pipeline_loss(stages: Sequence[TorchStage], manifest: RunManifest) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +19,6 @@ from noloco_p2p.compute import host
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.tokens import ByteTokenizer
-from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
 
 
 def weights_in(directory: Path) -> dict[str, Tensor]:

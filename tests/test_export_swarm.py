@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from daemons import daemon, run
+from stages import make_manifest, make_stages
+from transport_fixture import Events, Node, hang
 
 from noloco_p2p.cli.collect import chosen, from_swarm, next_target
 from noloco_p2p.cli.collection import Collection, Replica, better, common
@@ -18,9 +21,6 @@ from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.directory import HivemindDirectory
 from noloco_p2p.io.join import offer_manifest
 from noloco_p2p.io.transport import GrpcTransport
-from daemons import daemon, run
-from stages import make_manifest, make_stages
-from transport_fixture import Events, Node, hang
 
 MANIFEST = make_manifest(dtype="float32")
 

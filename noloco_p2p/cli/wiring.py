@@ -7,9 +7,7 @@ import asyncio
 import gc
 import importlib
 import logging
-import os
 import secrets
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -18,7 +16,8 @@ from pathlib import Path
 
 from noloco_p2p import __version__
 from noloco_p2p.cli import records, settings
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.cli.signals import EarlyEnd
+from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable
 from noloco_p2p.io import join as joining
@@ -67,16 +66,14 @@ async def run(order: Order) -> None:
 
     Raises what made it fail, always a NolocoError or a bug.
     """
-    early = _EarlyEnd(order.watch_stdin)
+    early = EarlyEnd(order.watch_stdin)
     tune_allocator()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     local, identity = order.given.node(), order.identity
     listen = records.same_ports(order.dir, local.listen)
     own = None if order.join else await _own_run(order, local)
     async with AsyncExitStack() as closing:
-        libp2p = await Libp2p.open(
-            identity, host=listen.host, port=listen.dht_port, announce_host=listen.announce_host, join=order.join
-        )
+        libp2p = await _opened(order, listen)
         closing.push_async_callback(libp2p.close)
         manifest, data = own if own is not None else (await _joined_run(order, libp2p, local), None)
         # What takes seconds to import is imported while a node that joins meets the others and chooses its stage.
@@ -144,12 +141,44 @@ def _try_model(manifest: RunManifest) -> None:
     gc.freeze()
 
 
+async def _opened(order: Order, listen: ListenSettings) -> Libp2p:
+    """The libp2p daemon, with links to those whom the command line names.
+
+    A node that was here before needs none of them: it knows its run, and other peers.
+    """
+
+    async def opened(join: tuple[str, ...]) -> Libp2p:
+        return await Libp2p.open(
+            order.identity, host=listen.host, port=listen.dht_port, announce_host=listen.announce_host, join=join
+        )
+
+    try:
+        return await opened(order.join)
+    except Unreachable as error:
+        if not order.join or records.stored_manifest(order.dir) is None:
+            raise
+        log.warning("%s; the peers known from before are tried", error)
+        return await opened(())
+
+
 async def _joined_run(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
-    """The manifest of the peer that the join address authenticates."""
-    before = dht_time()
-    received, theirs = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)
-    joining.check_clock(theirs, mine_before=before, mine_after=dht_time(), ttl_s=local.directory.ttl_s)
-    manifest = settings.manifest_from_json(received)
+    """The manifest of a peer that a join address authenticates, or, when none of them can tell, that of before."""
+    manifest, failure = records.stored_manifest(order.dir), None
+    for joined in libp2p.joined:
+        before = dht_time()
+        try:
+            received, theirs = await joining.fetch_manifest(libp2p, joined.peer_id)
+        except (Busy, Unreachable) as error:
+            failure = error
+            continue
+        joining.check_clock(theirs, mine_before=before, mine_after=dht_time(), ttl_s=local.directory.ttl_s)
+        manifest, failure = settings.manifest_from_json(received), None
+        break
+    if failure is not None:
+        if manifest is None:
+            raise failure
+        log.warning("%s; goes on with the run of %s", failure, order.dir)
+    assert manifest is not None, "without a link there is the manifest of before"
     order.given.check_agrees(manifest)
     _check_asked(order, local, manifest)
     return manifest
@@ -221,46 +250,6 @@ async def _check_reachable(libp2p: Libp2p, advert: Advert) -> None:
             )
     if failure:
         log.warning("nobody could be asked whether others reach this node at %s: %s", address, failure)
-
-
-class _EarlyEnd:
-    """What may end this process before the run does: signals, and a launcher that is gone. It listens at once.
-
-    A signal makes the node leave in good order once there is a node; before that, and at the second one, and when the
-    launcher is gone, everything is cancelled.
-    """
-
-    def __init__(self, watch_stdin: bool) -> None:
-        self.node: Node | None = None
-        self._all = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_leave)
-        loop.add_signal_handler(signal.SIGUSR1, self._told, "pause")
-        loop.add_signal_handler(signal.SIGUSR2, self._told, "resume")
-        if watch_stdin:
-            loop.add_reader(sys.stdin.fileno(), self._read_stdin)
-
-    def _told_to_leave(self) -> None:
-        if self.node is not None and not self.node.seat.draining:
-            self.node.drain()
-        elif self._all is not None:
-            self._all.cancel()
-
-    def _told(self, what: str) -> None:
-        if self.node is None:
-            log.warning("this node is still starting: it cannot %s yet", what)
-        elif what == "pause":
-            self.node.pause()
-        else:
-            self.node.resume()
-
-    def _read_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            log.warning("the launcher is gone: this node stops")
-            if self._all is not None:
-                self._all.cancel()
 
 
 async def _until_the_end(node: Node, libp2p: Libp2p, telemetry: PrometheusTelemetry) -> None:
