@@ -144,6 +144,8 @@ class Nodes:
                 stderr=subprocess.PIPE if pipe_output else to_err,
                 env=os.environ | ENVIRONMENT,
                 cwd=cwd or self.home,
+                # A stopped process in the tests' own group can make the system hang them all up.
+                process_group=0,
             )
         self.started.append(NodeProcess(process, self.home / (own_dir or ""), out, err))
         return self.started[-1]
