@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from elastic_record import Ledger, TakeUp, Watched, now_s, timeline
 
 from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.resume import AT_WORK
 from noloco_p2p.sim.network import Link
 from noloco_p2p.sim.stage import Costs, SyncStage
 from noloco_p2p.sim.world import Life, Swarm, SwarmPlan, peer_id
@@ -108,7 +108,7 @@ class HurtSwarm(Swarm):
             str(fields["source"]),
             int(str(fields["round"])),
             tuple(
-                a.outer_round for a in others if a.stage == seat.index and a.state in AT_WORK and a.peer_id in settled
+                a.outer_round for a in others if a.stage == seat.index and a.state in TRAINED and a.peer_id in settled
             ),
             tuple(h.round for a, h in held if h.stage == seat.index and (a.peer_id, h.stage, h.round) in listed),
             tuple(h.round for h in self.disks[peer].held() if h.stage == seat.index),
@@ -117,7 +117,7 @@ class HurtSwarm(Swarm):
 
     @staticmethod
     def _newest(adverts: Sequence[Advert], stage: int) -> int:
-        living = [a.outer_round for a in adverts if a.stage == stage and a.state in AT_WORK]
+        living = [a.outer_round for a in adverts if a.stage == stage and a.state in TRAINED]
         return max([*living, *(h.round for a in adverts for h in a.holds if h.stage == stage)], default=0)
 
     def reach(self, one: PeerId, other: PeerId) -> bool:

@@ -6,7 +6,7 @@ once is not lost. Everybody with the same view of the membership names the same 
 
 from collections.abc import Iterable
 
-from noloco_p2p.core.members import HOLDING
+from noloco_p2p.core.members import HOLDING, TRAINED
 from noloco_p2p.core.messages import Advert, Holding, PeerId
 from noloco_p2p.core.seeds import generator
 
@@ -15,8 +15,8 @@ GUARDIANS = 2
 GUARDED_REPLICAS = 2
 """A stage with more replicas than this guards itself: it would take three deaths within one outer interval."""
 
-WITH_WEIGHTS = frozenset({"training", "finished", "paused", "draining"})
-"""States in which a node has a replica's trained weights."""
+WITH_WEIGHTS = TRAINED | {"draining"}
+"""States in which a node has a replica's trained weights, if not for long."""
 
 
 def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:

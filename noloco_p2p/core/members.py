@@ -39,6 +39,8 @@ READY = frozenset({"waiting", "syncing", "training"})
 """They have their weights: a membership counts them, and who is not serving yet answers Busy."""
 HOLDING = frozenset({"training", "finished"})
 """They have a replica's trained weights: newcomers start from them, evaluations go through them."""
+TRAINED = HOLDING | {"paused"}
+"""They have a replica's trained weights and keep them: a stage with one of these is not lost."""
 IN_ROUNDS = READY | HOLDING
 """Partners of an outer round; with an old view of the membership a mate may still look as if it waited."""
 PRESENT = frozenset({"starting", "waiting", "syncing", "training", "paused", "finished"})

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from noloco_p2p.core.guardians import holders
+from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, Holding
 
-AT_WORK = frozenset({"training", "paused", "finished"})
-"""They have a replica's trained weights."""
 NEAR_ROUNDS = 1
 """A checkpoint so many outer rounds behind the living replicas still goes on by itself."""
 
@@ -33,7 +32,7 @@ class Source:
 
 def run_has_begun(adverts: Iterable[Advert]) -> bool:
     """Somebody trains or has trained, now or before everybody was stopped."""
-    return any(a.state in AT_WORK or a.step > 0 or a.holds for a in adverts)
+    return any(a.state in TRAINED or a.step > 0 or a.holds for a in adverts)
 
 
 def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
@@ -45,7 +44,7 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
     newest: dict[int, int] = {}
     for advert in adverts:
         found = [(holding.stage, holding.round) for holding in advert.holds]
-        if advert.state in AT_WORK:
+        if advert.state in TRAINED:
             found.append((advert.stage, advert.outer_round))
         for stage, round in found:
             newest[stage] = max(round, newest.get(stage, 0))
@@ -62,12 +61,12 @@ def sources(
     """
     shards = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
     mates = [a for a in others if a.stage == me.stage]
-    living = sorted((a for a in mates if a.state in AT_WORK), key=lambda a: (-a.outer_round, a.peer_id))
+    living = sorted((a for a in mates if a.state in TRAINED), key=lambda a: (-a.outer_round, a.peer_id))
     if living:
         ahead = living[0].outer_round
         pulls = [Source("peer", "a living replica has it", peer) for peer in living]
         near = [_shard(h, "hardly behind the others") for h in shards[:1] if ahead - h.round <= NEAR_ROUNDS]
-        return near + pulls if near else pulls
+        return near + pulls
     limit = common_round([me, *others], stages)
     strangers = [a for a in others if a.stage != me.stage]
     guards = [Source("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers)]

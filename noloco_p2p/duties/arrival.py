@@ -70,7 +70,7 @@ class Arrival:
         seat, manifest = self._seat, self._seat.manifest
         self._show_own()
         # Who was there before the others began starts with them, whatever is announced meanwhile.
-        late = any(a.state in resume.AT_WORK for a in seat.members.all())
+        late = any(a.state in membership.TRAINED for a in seat.members.all())
         if not any(held.stage == seat.index for held in self._own):
             await self._open_data(None)
         if seat.advert.state == "starting":
@@ -156,7 +156,7 @@ class Arrival:
         Before the first outer round the initial weights are as good as any, unless a replica has trained on.
         """
         seat, ttl_s = self._seat, self._seat.config.directory.ttl_s
-        if seat.members.of_stage(seat.index, resume.AT_WORK):
+        if seat.members.of_stage(seat.index, membership.TRAINED):
             return True
         waited_s = seat.now() - began
         held = any(held.stage == seat.index for a in others for held in a.holds)
@@ -188,7 +188,7 @@ class Arrival:
                 return None
             return replace(advert, state=now.state, outer_round=now.outer_round, step=now.step)
 
-        at_work = [a for a in seat.members.all() if a.state in resume.AT_WORK]
+        at_work = [a for a in seat.members.all() if a.state in membership.TRAINED]
         await asyncio.gather(*(ask(a) for a in at_work if a.stage == seat.index))
         if not any(told.values()):
             await asyncio.gather(*(ask(a) for a in at_work if a.stage != seat.index))
@@ -277,7 +277,7 @@ class Arrival:
 
     def _clock_of_others(self) -> float:
         """The median over those who train, in steps: one liar among them does not move it."""
-        clocks = [a.step for a in self._seat.members.all() if a.state in resume.AT_WORK]
+        clocks = [a.step for a in self._seat.members.all() if a.state in membership.TRAINED]
         median = schedule.clock_median(clocks)
         return 0.0 if median is None else min(median, float(self._seat.manifest.steps))
 

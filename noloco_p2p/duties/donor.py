@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import PeerId, ReplicaState
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.duties.seat import Seat
@@ -16,9 +17,6 @@ MOST_COPIES = 2
 """A copy is five times the weights: one that somebody still reads, and a fresh one."""
 STALE_INTERVALS = 2
 """Outer intervals by which a copy may lag behind before the next newcomer gets a fresh one."""
-
-LENDING = frozenset({"training", "finished", "paused"})
-"""States in which this node's weights are those of a replica and stay so."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +76,7 @@ class Donor:
     def _fitting(self, caller: PeerId) -> _Copy:
         """The newest copy while it will do, else a new one in the place of one that nobody uses."""
         seat = self._seat
-        if seat.advert.state not in LENDING:
+        if seat.advert.state not in TRAINED:
             raise Declined(f"this node is {seat.advert.state}: it has no trained state to give")
         reach = STALE_INTERVALS * seat.manifest.outer.inner_steps
         if self._copies and seat.advert.step - self._copies[-1].step <= reach:

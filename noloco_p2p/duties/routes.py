@@ -4,7 +4,6 @@ The sender keeps its output and its graph; a peer that fails costs another call,
 """
 
 import asyncio
-from collections import defaultdict
 from dataclasses import dataclass
 
 from noloco_p2p.core import members as membership
@@ -26,8 +25,9 @@ from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 
 FIRST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.1
+"""Pause after everybody said Busy; it doubles from the first to the longest."""
 LONGEST_WITH_NOBODY_S = 0.5
-"""Pause after everybody said Busy, or failed; it doubles from the first to the longest."""
+"""The longest one when everybody failed."""
 SHORTEST_CALL_S = 0.05
 """With less time than this left, a call is not begun."""
 TIMER_S = 0.01
@@ -67,13 +67,12 @@ class _Attempts:
 
 
 class Sender:
-    """Sends to the next stage for one node, and knows how long its answers take."""
+    """Sends to the next stage for one node, and knows how long its answers take. A node that moves begins anew."""
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        # By the stage called: a node may move.
-        self._patience: defaultdict[int, Patience] = defaultdict(Patience)
-        self._evaluations: defaultdict[int, Patience] = defaultdict(Patience)
+        self._patience = Patience()
+        self._evaluations = Patience()
 
     async def deliver(self, parcel: Parcel, deadline: float) -> tuple[Gradient, PeerId]:
         """The gradient of an output, and the replica that served it; `deadline` is on the loop's clock.
@@ -82,7 +81,7 @@ class Sender:
         we send breaks the protocol: then nobody retries it.
         """
         seat, heard = self._seat, _Attempts(set(), set())
-        patience = self._patience[seat.index + 1]
+        patience = self._patience
         deadline = self._before_my_caller(deadline)
         while True:
             if seat.drain_by is not None:
@@ -246,12 +245,12 @@ class Sender:
         """
         seat = self._seat
         pause_s, failure, skip = FIRST_PAUSE_S, "none is in the membership", 0
-        patience = self._evaluations[seat.index + 1]
+        patience = self._evaluations
         deadline = self._before_my_caller(deadline)
         while not seat.draining:
             began = seat.now()
             # Until enough evaluations were seen, what is known of training will do: it takes longer.
-            known = patience if patience.deadline_s() is not None else self._patience[seat.index + 1]
+            known = patience if patience.deadline_s() is not None else self._patience
             longest_s = self._attempt_s(deadline - began, known)
             if longest_s < SHORTEST_CALL_S or (seat.index == 0 and self.nobody_there()):
                 break

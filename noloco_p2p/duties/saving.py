@@ -59,8 +59,8 @@ class Saving:
             return
         final = await self._rounds.freeze(self._rounds.done + 1)
         seat.event("info", message=f"waits until a guardian has the weights of stage {seat.index}")
-        left_s = seat.config.limits.drain_s / 2 if seat.drain_by is None else seat.drain_by - seat.now()
-        left_s += seat.config.limits.drain_s / 2 - LAST_WORDS_S
+        assert seat.drain_by is not None, "only who leaves hands over"
+        left_s = seat.drain_by - seat.now() + seat.config.limits.drain_s / 2 - LAST_WORDS_S
         if not await seat.until(lambda: self._is_guarded(final.round), max(0.0, left_s)):
             seat.event("warning", message="leaves although no guardian has pulled its weights; its checkpoint has them")
 
