@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from noloco_p2p.cli import settings
+from noloco_p2p.cli import records, settings
 from noloco_p2p.cli.collection import Collection, Replica, Say
 from noloco_p2p.cli.progress import bar
 from noloco_p2p.config import RunManifest
@@ -11,8 +11,6 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.shards import Damaged, Shard, read_tensors, stored_shards
 
-MANIFEST = "manifest.json"
-"""In a node's directory: the canonical JSON of its run's manifest."""
 ATTEMPTS = 3
 """A node that still runs may remove a checkpoint before it is read; then the newer ones are looked at."""
 
@@ -87,21 +85,19 @@ def _manifest(shards: Sequence[Shard]) -> RunManifest:
     run_id = shards[0].manifest.run_id
     for home in dict.fromkeys(_home(shard) for shard in shards):
         try:
-            manifest = settings.manifest_from_json((home / MANIFEST).read_bytes())
+            manifest = settings.manifest_from_json((home / records.MANIFEST).read_bytes())
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise LocalError(f"{home / MANIFEST} cannot be read: {error.strerror}") from error
+            raise LocalError(f"{home / records.MANIFEST} cannot be read: {error.strerror}") from error
         except Violation as error:
-            raise LocalError(f"{home / MANIFEST} is damaged: {error}") from error
+            raise LocalError(f"{home / records.MANIFEST} is damaged: {error}") from error
         if manifest.run_id != run_id:
-            raise LocalError(
-                f"{home / MANIFEST} is of run {manifest.run_id[:12]}, the checkpoints beside it are of {run_id[:12]}"
-            )
+            told = f"is of run {manifest.run_id[:12]}, the checkpoints beside it are of {run_id[:12]}"
+            raise LocalError(f"{home / records.MANIFEST} {told}")
         return manifest
-    raise LocalError(
-        f"{_home(shards[0]) / MANIFEST} is not there, nor in the other directories: without it the model is not known"
-    )
+    told = "is not there, nor in the other directories: without it the model is not known"
+    raise LocalError(f"{_home(shards[0]) / records.MANIFEST} {told}")
 
 
 def _home(shard: Shard) -> Path:

@@ -35,9 +35,11 @@ def node(
     run: Annotated[
         str | None, typer.Option(metavar="ID", help="Insist on this run id (sha256 of the manifest).")
     ] = None,
-    stage: Annotated[int | None, typer.Option(min=0, help="Pipeline stage to hold; default: the emptiest one.")] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="Pipeline stage to hold; default: that of before, else the neediest.")
+    ] = None,
     dir: Annotated[
-        Path | None, typer.Option(help="Directory of this node: identity, known peers, summary.json.")
+        Path | None, typer.Option(help="Directory of this node: identity, peers, checkpoints; its run goes on there.")
     ] = None,
     set: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as device=cpu; repeatable.")

@@ -19,12 +19,11 @@ from typing import Any
 from noloco_p2p.cli import control, records, settings
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Holding
+from noloco_p2p.core.resume import least_newest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io import scrape
 
 SETTINGS, LOCK = "swarm.json", "swarm.lock"
-MANIFEST = "manifest.json"
-"""In a node's directory: the canonical JSON of its run's manifest."""
 LOOPBACK = (
     "listen.host=127.0.0.1",
     "listen.announce_host=null",
@@ -127,7 +126,7 @@ def make_plan(asked: Asked, run_dir: Path | None, environ: Mapping[str, str]) ->
 def _check_nodes(plan: Plan, run_dir: Path) -> None:
     """Raises ConfigError when a node's directory belongs to another run."""
     for stage, replica in plan.nodes:
-        path = run_dir / f"{stage}-{replica}" / MANIFEST
+        path = run_dir / f"{stage}-{replica}" / records.MANIFEST
         found = scrape.read_json(path)
         mine: dict[str, Any] = json.loads(plan.manifest.canonical_json())
         if found is not None and found != mine:
@@ -189,11 +188,12 @@ def resume_point(plan: Plan, run_dir: Path) -> ResumePoint | None:
 
 def common_point(held: Iterable[Holding]) -> ResumePoint | None:
     """The newest outer round that every stage of which there is anything can go on from, and the least step there."""
-    stages: dict[int, list[Holding]] = {}
-    for holding in held:
-        stages.setdefault(holding.stage, []).append(holding)
-    if not stages:
+    everything = list(held)
+    round = least_newest(everything)
+    if round is None:
         return None
-    round = min(max(holding.round for holding in found) for found in stages.values())
-    at_most = [[holding.step for holding in found if holding.round <= round] for found in stages.values()]
-    return ResumePoint(round, min(max(steps, default=0) for steps in at_most))
+    reached = dict.fromkeys((holding.stage for holding in everything), 0)
+    for holding in everything:
+        if holding.round <= round:
+            reached[holding.stage] = max(reached[holding.stage], holding.step)
+    return ResumePoint(round, min(reached.values()))

@@ -41,14 +41,17 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
     Living replicas have the round that they announce, others what they hold of their own stage, guardians what they
     hold of another. Stages of which nobody has anything do not count. None: nobody has anything.
     """
+    held = [holding for advert in adverts for holding in advert.holds]
+    held += [Holding(a.stage, a.outer_round, int(a.step)) for a in adverts if a.state in TRAINED]
+    return least_newest(holding for holding in held if 0 <= holding.stage < stages)
+
+
+def least_newest(held: Iterable[Holding]) -> int | None:
+    """The least over the stages that occur of the newest outer round held of each; None when nothing is held."""
     newest: dict[int, int] = {}
-    for advert in adverts:
-        found = [(holding.stage, holding.round) for holding in advert.holds]
-        if advert.state in TRAINED:
-            found.append((advert.stage, advert.outer_round))
-        for stage, round in found:
-            newest[stage] = max(round, newest.get(stage, 0))
-    return min((round for stage, round in newest.items() if 0 <= stage < stages), default=None)
+    for holding in held:
+        newest[holding.stage] = max(holding.round, newest.get(holding.stage, 0))
+    return min(newest.values(), default=None)
 
 
 def sources(
