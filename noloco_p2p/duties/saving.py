@@ -5,7 +5,7 @@ import asyncio
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.guardians import guardians_of, holders
-from noloco_p2p.core.messages import Checkpoint
+from noloco_p2p.core.messages import Checkpoint, PeerId
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import LocalError
@@ -52,25 +52,23 @@ class Saving:
             await self.settle()
         if seat.members.of_stage(seat.index, membership.HOLDING):
             return
-        others = seat.members.all()
-        if seat.manifest.outer.pairing == "none" or not guardians_of(
-            seat.index, [*others, seat.advert], seat.manifest.seed
-        ):
+        if seat.manifest.outer.pairing == "none" or not self._guardians():
             return
         final = await self._rounds.freeze(self._rounds.done + 1)
         seat.event("info", message=f"waits until a guardian has the weights of stage {seat.index}")
         assert seat.drain_by is not None, "only who leaves hands over"
         left_s = seat.drain_by - seat.now() + seat.config.limits.drain_s / 2 - LAST_WORDS_S
         if not await seat.until(lambda: self._is_guarded(final.round), max(0.0, left_s)):
-            seat.event("warning", message="leaves although no guardian has pulled its weights; its checkpoint has them")
+            seat.event("warning", message="leaves although no guardian has pulled its weights")
 
     def _is_guarded(self, round: int) -> bool:
         """A guardian has what I froze, or none is left that could pull it."""
+        held = holders(self._seat.index, self._seat.members.all())
+        return not self._guardians() or any(holding.round >= round for _, holding in held)
+
+    def _guardians(self) -> tuple[PeerId, ...]:
         seat = self._seat
-        others = seat.members.all()
-        held = holders(seat.index, others)
-        guardians = guardians_of(seat.index, [*others, seat.advert], seat.manifest.seed)
-        return not guardians or any(holding.round >= round for _, holding in held)
+        return guardians_of(seat.index, [*seat.members.all(), seat.advert], seat.manifest.seed)
 
     async def _save(self, round: int) -> None:
         """Freeze everything now, write it in the background; the one before is written first."""
