@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.io.adverts import (
+    LATER_TEXTS,
     LONGEST_TTL_S,
     PAYLOAD_LIMIT_BYTES,
     PLAIN_FIELDS,
@@ -48,6 +49,7 @@ def advert(**changes: object) -> Advert:
         "stage": 0,
         "addresses": ("10.0.0.1:5000", "host.example:5000"),
         "metrics": "http://10.0.0.1:9100/metrics",
+        "libp2p_metrics": "http://10.0.0.1:9101/metrics",
         "state": "training",
         "step": 12.75,
         "outer_round": 3,
@@ -70,7 +72,13 @@ def record(made: Advert) -> Record:
 def test_every_field_of_an_advert_travels() -> None:
     assert decode(encode(record(advert())), run_id=RUN, stage=0, peer_id=PEER) == record(advert())
     elsewhere = {"peer_id", "run_id", "stage", "addresses", "age_s", "moving_to", "holds"}
-    assert {field.name for field in dataclasses.fields(Advert)} == set(PLAIN_FIELDS) | elsewhere
+    assert {field.name for field in dataclasses.fields(Advert)} == set(PLAIN_FIELDS) | set(LATER_TEXTS) | elsewhere
+
+
+def test_an_advert_of_a_version_without_the_later_texts_is_read() -> None:
+    for payload in (without("libp2p_metrics"), encode(record(advert(libp2p_metrics="")))):
+        assert b"libp2p_metrics" not in payload
+        assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(libp2p_metrics=""))
 
 
 def test_a_node_that_moves_nowhere_and_holds_nothing() -> None:
@@ -130,6 +138,9 @@ def without(name: str) -> bytes:
         spoilt(version=None),
         spoilt(version="1\n2"),
         spoilt(metrics="h" * 300),
+        spoilt(libp2p_metrics="h" * 300),
+        spoilt(libp2p_metrics=None),
+        spoilt(libp2p_metrics=["http://10.0.0.1:9101/metrics"]),
         spoilt(addresses="10.0.0.1:1"),
         spoilt(addresses=["a:1"] * 5),
         spoilt(addresses=[["a:1"]]),

@@ -218,6 +218,8 @@ class Advert:
     """gRPC addresses, `host:port`, best first."""
     metrics: str = ""
     """`http://host:port/metrics`, empty when it serves none."""
+    libp2p_metrics: str = ""
+    """The same of its libp2p daemon."""
     state: str = "starting"
     """One of `core.members.STATES`."""
     step: float = 0.0

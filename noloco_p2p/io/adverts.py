@@ -27,6 +27,8 @@ ADDRESSES_LIMIT = 4
 """Addresses of one kind in one advert."""
 HOLDS_LIMIT = 8
 """Weights of which one advert tells; of a node that has more, the last ones."""
+LATER_TEXTS = ("libp2p_metrics",)
+"""Texts of `Advert` that travel unless they are empty: versions that do not know them understand the rest."""
 _TEXT_LIMIT = 256
 _CONTEXT = b"noloco advert 1\x00"
 """Goes before what is signed, so that a signature made for one purpose is worth nothing for another."""
@@ -80,6 +82,7 @@ def encode(record: Record) -> bytes:
     """The payload of a record. Raises ConfigError when the advert is larger than others would accept."""
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in PLAIN_FIELDS}
     fields |= {"moving_to": record.advert.moving_to, "holds": record.advert.holds[-HOLDS_LIMIT:]}
+    fields |= {name: text for name in LATER_TEXTS if (text := getattr(record.advert, name))}
     fields |= {"addresses": record.advert.addresses, "announced_at": record.announced_at, "libp2p": record.libp2p}
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     if len(payload) > PAYLOAD_LIMIT_BYTES:
@@ -104,6 +107,7 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
     if not isinstance(fields, dict):
         raise Violation("advert is not a JSON object")
     plain: dict[str, Any] = {name: _plain(fields, name, kind) for name, kind in PLAIN_FIELDS.items()}
+    plain |= {name: _plain({name: ""} | fields, name, str) for name in LATER_TEXTS}
     if plain["state"] not in STATES:
         raise Violation("advert with an unknown state")
     plain |= {"moving_to": _moving_to(fields), "holds": _holds(fields)}
