@@ -59,6 +59,7 @@ def everything(telemetry: Telemetry) -> None:
     telemetry.event("bytes", direction="in", kind="gradient", bytes=300)
     telemetry.event("gauge", name="in_flight", value=3)
     telemetry.event("gauge", name="waiting", value=1)
+    telemetry.event("gauge", name="parameters", value=321)
     telemetry.event("lag", seconds=0.02)
     telemetry.event("warning", message="the directory is slow")
     telemetry.event("info", message="holds stage 0 of 2")
@@ -95,6 +96,7 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
         ("noloco_inner_steps_total", ()): 1,
         ("noloco_outer_rounds_total", (("result", "partner"),)): 1,
         ("noloco_outer_rounds_total", (("result", "alone"),)): 1,
+        ("noloco_outer_rounds_total", (("result", "stale"),)): 0,
         ("noloco_microbatches_total", (("result", "done"),)): 1,
         ("noloco_microbatches_total", (("result", "violation"),)): 1,
         ("noloco_rerouted_total", (("reason", "unreachable"),)): 1,
@@ -112,6 +114,8 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
         ("noloco_bytes_total", (("direction", "in"), ("kind", "gradient"))): 300,
         ("noloco_in_flight", ()): 3,
         ("noloco_waiting", ()): 1,
+        ("noloco_parameters", ()): 321,
+        ("noloco_outer_rounds_alone", ()): 1,
         ("noloco_peers", (("stage", "0"), ("state", "training"))): 2,
         ("noloco_peers", (("stage", "1"), ("state", "training"))): 0,
         ("noloco_peers", (("stage", "1"), ("state", "waiting"))): 1,
@@ -130,6 +134,14 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
     assert {key: found.get(key) for key in expected} == expected
     assert 42 <= found["noloco_stage_deserted_seconds", (("stage", "1"),)] < 60
     assert abs(found["noloco_checkpoint_timestamp_seconds", ()] - time.time()) < 60
+
+
+def test_rounds_in_a_row_that_ended_alone_are_counted(telemetry: PrometheusTelemetry) -> None:
+    in_a_row = []
+    for result in ("alone", "alone", "stale", "alone"):
+        telemetry.event("outer_round", round=1, result=result, partner=None, reason="odd", seconds=0.5, bytes=0)
+        in_a_row.append(telemetry.registry.get_sample_value("noloco_outer_rounds_alone"))
+    assert in_a_row == [1, 2, 0, 1]
 
 
 def test_a_deserted_stage_is_told_when_it_goes_and_when_it_is_back(

@@ -215,6 +215,7 @@ def _node(
         device = importlib.import_module("noloco_p2p.compute.device")
         telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
         made: Stage = await device.make_stage(manifest, local, index, advert.peer_id)
+        telemetry.event("gauge", name="parameters", value=made.state.parameters)
         return made
 
     async def batches(cursor: Mapping[str, object] | None) -> Batches:

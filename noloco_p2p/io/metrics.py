@@ -1,7 +1,7 @@
 """The Prometheus metrics of one node (design.md §9), in a registry of their own. What sets them is in telemetry.py."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import TracebackType
 
@@ -12,16 +12,29 @@ from noloco_p2p.core.members import STATES
 MOST_LABELS = 24
 """Values of a label that a metric tells apart; further ones are counted as `other`."""
 
+KNOWN = {
+    "outer_rounds": ("partner", "stale", "other", "alone"),
+    "microbatches": ("done", "repeat", "nonfinite", "violation", "dropped"),
+    "rerouted": ("unreachable", "declined", "violation", "hurried", "fallback"),
+    "dropped": ("violation", "busy", "cancelled", "leaving", "declined"),
+    "busy_replies": ("in", "out"),
+    "idle_seconds": ("gradients", "microbatches", "partner"),
+}
+"""Counters with one label, and the values of it that a node has from the start."""
+
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Counters:
-    """A counter with labels, its children kept by their values, at most MOST_LABELS of them."""
+    """A counter with labels, its children kept by their values, at most MOST_LABELS of them.
 
-    def __init__(self, metric: Counter, labels: int = 1) -> None:
+    `known` values of its only label are there from the start, at 0: nobody sees an increase from nothing to 1.
+    """
+
+    def __init__(self, metric: Counter, labels: int = 1, known: Iterable[str] = ()) -> None:
         self._metric = metric
         self._other = ("other",) * labels
-        self._children: dict[tuple[str, ...], Counter] = {}
+        self._children: dict[tuple[str, ...], Counter] = {(value,): metric.labels(value) for value in known}
 
     def add(self, amount: float, *values: str) -> None:
         """Increase the child of these label values, or the one called `other`."""
@@ -94,6 +107,9 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, namespace="noloco", registry=registry)
 
+        def counters(name: str, text: str, label: str) -> Counters:
+            return Counters(counter(name, text, label), known=KNOWN[name])
+
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(name, text, labels, namespace="noloco", registry=registry)
 
@@ -101,18 +117,20 @@ class Metrics:
         self.inner_steps = counter("inner_steps", "Optimizer steps taken.")
         self.tokens = counter("tokens", "Targets whose loss this node's gradients came from.")
         self.device_seconds = counter("device_seconds", "Seconds that the device worked for inner steps.")
-        self.outer_rounds = Counters(counter("outer_rounds", "Outer rounds by what was merged.", "result"))
-        self.microbatches = Counters(counter("microbatches", "Microbatches by how they ended here.", "result"))
-        self.rerouted = Counters(counter("rerouted", "Microbatches sent to another replica.", "reason"))
-        self.dropped = Counters(counter("dropped", "Microbatches given up, by reason.", "reason"))
-        self.busy_replies = Counters(counter("busy_replies", "Busy said (in) and heard (out).", "direction"))
-        self.idle_seconds = Counters(counter("idle_seconds", "Seconds that the device waited.", "cause"))
+        self.outer_rounds = counters("outer_rounds", "Outer rounds by what was merged.", "result")
+        self.microbatches = counters("microbatches", "Microbatches by how they ended here.", "result")
+        self.rerouted = counters("rerouted", "Microbatches sent to another replica.", "reason")
+        self.dropped = counters("dropped", "Microbatches given up, by reason.", "reason")
+        self.busy_replies = counters("busy_replies", "Busy said (in) and heard (out).", "direction")
+        self.idle_seconds = counters("idle_seconds", "Seconds that the device waited.", "cause")
         self.bytes = Counters(counter("bytes", "Bytes that travelled, in and out.", "direction", "kind"), labels=2)
         self.loss = gauge("loss", "Nats per token of the last inner step.")
         self.validation_loss = gauge("validation_loss", "Nats per token of the last evaluation.")
         self.learning_rate = gauge("learning_rate", "Learning rate of the last inner step.")
         self.grad_norm = gauge("grad_norm", "L2 norm of this stage's gradient before clipping.")
         self.step = gauge("step", "The node's clock, in steps.")
+        self.parameters = gauge("parameters", "Parameters of the stage that this node holds.")
+        self.rounds_alone = gauge("outer_rounds_alone", "Outer rounds in a row, up to the last, that ended alone.")
         self.in_flight = gauge("in_flight", "Autograd graphs held.")
         self.waiting = gauge("waiting", "Microbatches that wait at the door.")
         self.replica_std = gauge("replica_std", "Standard deviation of the weights between replicas of this stage.")

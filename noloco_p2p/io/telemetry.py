@@ -164,6 +164,10 @@ class PrometheusTelemetry:
         result = str(fields["result"])
         self._totals.outer_rounds[result] += 1
         self._metrics.outer_rounds.add(1, result)
+        if result == "alone":
+            self._metrics.rounds_alone.inc()
+        else:
+            self._metrics.rounds_alone.set(0)
         partner = f" of {fields['partner']}" if fields.get("partner") else ""
         cost = f"{_number(fields['seconds']):.2f} s, {int(_number(fields['bytes'])):,} bytes"
         text = f"outer round {fields['round']}: {result}{partner} ({fields['reason']}), {cost}"
@@ -203,7 +207,8 @@ class PrometheusTelemetry:
         self._metrics.bytes.add(size, direction, str(fields["kind"]))
 
     def _gauge(self, fields: Fields) -> None:
-        gauges = {"in_flight": self._metrics.in_flight, "waiting": self._metrics.waiting}
+        metrics = self._metrics
+        gauges = {"in_flight": metrics.in_flight, "waiting": metrics.waiting, "parameters": metrics.parameters}
         gauges[str(fields["name"])].set(_number(fields["value"]))
 
     def _lag(self, fields: Fields) -> None:
