@@ -14,6 +14,8 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Advert, Batch, MicrobatchId
+from noloco_p2p.core.status import DEVICE, DIRECTORY, INNER_STEP, OWNER, SWARM, Status, of_stage
+from noloco_p2p.duties import telling
 from noloco_p2p.duties.answers import Answers
 from noloco_p2p.duties.arrival import Arrival
 from noloco_p2p.duties.clock import Clock
@@ -94,7 +96,8 @@ class Node:
                 seat.enter("drain", "the run has ended")
             seat.enter("leave")
             try:
-                await seat.world.directory.withdraw()
+                with seat.waiting("withdrawal", DIRECTORY):
+                    await seat.world.directory.withdraw()
             except PeerError as error:
                 seat.event("warning", message=f"could not tell the others that this node leaves: {error}")
 
@@ -102,6 +105,14 @@ class Node:
     def evaluated_s(self) -> float:
         """Seconds spent in evaluations before the last step."""
         return self._ending.evaluated_s
+
+    def status(self, now: float) -> Status:
+        """What this node tells of itself at `now` on the loop's clock; from any thread. Without `figures`."""
+        return telling.status(self.seat, self._door, now)
+
+    def trouble(self, name: str, message: str | None) -> None:
+        """Something outside the duties is wrong from now on, or (None) no longer; the node goes on."""
+        self.seat.trouble(name, message)
 
     def drain(self) -> None:
         """Leave: finish what is held, begin nothing new, at most `limits.drain_s`."""
@@ -121,18 +132,20 @@ class Node:
     async def _watch_failure(self) -> None:
         """Ends when the node has failed, or has been leaving for as long as it may."""
         seat = self.seat
-        await seat.until(lambda: seat.leaving or seat.error is not None)
+        await seat.until(lambda: seat.leaving or seat.error is not None, "order to leave", OWNER, idle=True)
         if seat.error is None:
-            await seat.until(lambda: seat.error is not None, seat.config.limits.drain_s)
+            await seat.until(
+                lambda: seat.error is not None, "end of what is held", INNER_STEP, seat.config.limits.drain_s
+            )
         if seat.error is not None:
             raise seat.error
         seat.event("warning", message=f"left after {seat.config.limits.drain_s:g} s with work in hand")
 
     async def _guard(self) -> None:
         """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
-        await self.seat.until(lambda: self.seat.advert.state == "training")
+        await self.seat.until(lambda: self.seat.advert.state == "training", "training", INNER_STEP, idle=True)
         await self._guardian.run()
-        await self.seat.until(lambda: False)
+        await self.seat.until(lambda: False, "nothing to guard", SWARM, idle=True)
 
     async def _live(self) -> None:
         seat = self.seat
@@ -155,7 +168,8 @@ class Node:
     # === the stage and its weights ==================================================================================
 
     async def _make_weights(self) -> None:
-        self.seat.stage = await self.seat.world.make_stage(self.seat.index)
+        with self.seat.waiting("weights", DEVICE):
+            self.seat.stage = await self.seat.world.make_stage(self.seat.index)
         await self._rounds.freeze(0)
 
     async def _move(self, stage: int) -> None:
@@ -179,7 +193,7 @@ class Node:
         seat = self.seat
         self._door.close()
         seat.enter("pause", "the owner needs the device")
-        await seat.until(lambda: not seat.pausing or seat.draining)
+        await seat.until(lambda: not seat.pausing or seat.draining, "device", OWNER)
         if not seat.draining:
             await self._arrival.catch_up()
         if not seat.draining:
@@ -221,7 +235,7 @@ class Node:
                 await self._pause()
                 continue
             if not self._door.may_open():
-                await seat.until(lambda: over() or seat.pausing or self._door.may_open())
+                await seat.until(lambda: over() or seat.pausing or self._door.may_open(), "origins", of_stage(0))
                 continue
             self._door.open()
             await self._door.until_ready(lambda: over() or seat.pausing)
@@ -230,7 +244,7 @@ class Node:
                     break
                 # What was admitted is finished, and applied before the pause.
                 self._door.close()
-                await seat.until(lambda: intake.in_flight == 0)
+                await self._door.until_empty()
                 if not seat.routes:
                     continue
             intake.seal()
@@ -240,7 +254,7 @@ class Node:
             # Once in a while: write a checkpoint.
             await self._saving.save_if_due()
         self._door.close()
-        await seat.until(lambda: intake.in_flight == 0)
+        await self._door.until_empty()
         if seat.routes:
             await self._inner_step(began, {})
         if not seat.draining:
@@ -276,7 +290,7 @@ class Node:
             inner.final_fraction,
         )
         label = StepLabel(seat.inner_steps + 1, seat.step, rate, seat.routes, batches)
-        with seat.span("step"):
+        with seat.span("step"), seat.computing("inner step"):
             result = await seat.stage.inner_step(label)
         seat.inner_steps += 1
         seat.routes = {}

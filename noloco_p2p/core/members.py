@@ -5,7 +5,7 @@ caller's clock in seconds. Nothing here is on the way of a call to the DHT.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 
@@ -116,6 +116,11 @@ class Members:
     def all(self) -> list[Advert]:
         """Everybody else."""
         return [self._members[peer].advert for peer in sorted(self._members)]
+
+    def seen(self, *, now: float) -> list[tuple[Advert, float]]:
+        """Everybody else with `age_s` at `now`, and until when they are set aside."""
+        found = sorted(self._members.items())
+        return [(replace(m.advert, age_s=max(0.0, now - m.announced_at)), m.aside_until) for _, m in found]
 
     # --- trust in peers -------------------------------------------------------------------------------------------
 

@@ -10,6 +10,10 @@ from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 
 DEVICE = "device"
 """`Wait.whom` of an operation on this node's own device."""
+INNER_STEP = "inner step"
+"""`Wait.whom` of what goes on when this node's own inner step does: its other waits tell why that has not ended."""
+DIRECTORY, DISK, DATA, SWARM, OWNER = "directory", "disk", "data", "swarm", "owner"
+"""`Wait.whom` of waits for what the name says: the DHT, the file system, the data set, all other nodes, a person."""
 
 
 def of_stage(stage: int) -> str:
@@ -30,15 +34,15 @@ class Wait:
     what: str
     """A noun: `gradient`, `snapshot`, `inner step`, `microbatches`."""
     whom: str
-    """Who has to act: a peer id, `stage 1` (anybody of it), `device`, or what else it is (`directory`, `disk`)."""
+    """Who has to act: a peer id, `stage 1` (anybody of it), `device`, or one of the other names above."""
     since_s: float
     """How long it has waited, seconds."""
     deadline_s: float | None
-    """How long it waits at most, or such a wait takes at most, seconds from its beginning; None: as long as it takes."""
+    """How long it waits, or such a wait takes, at most, seconds from its beginning; None: as long as it takes."""
     why: str = ""
     """On whose behalf (`of_microbatch`), or what for."""
     idle: bool = False
-    """A duty that has nothing to do until something happens: nothing is held up by it."""
+    """A duty beside the training, often one with nothing to do: nothing is held up by it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """What a node does beside its main loop, one duty a file.
 
 seat      what the duties share: who the node is, how far it has come, whom it knows
+waits     where waits are made: each has a name
+telling   what the node tells of itself
 watch     announces the node and reads the membership
 arrival   chooses a stage, waits for the others, takes up a run that has begun
 moving    decides to go to another stage

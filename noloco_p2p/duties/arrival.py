@@ -8,6 +8,7 @@ from noloco_p2p.core import balance, resume, schedule
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.messages import Advert, Checkpoint, Description, Holding, PeerId
 from noloco_p2p.core.resume import Source
+from noloco_p2p.core.status import DATA, DISK, SWARM
 from noloco_p2p.duties.guardian import Guardian
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.seat import Seat
@@ -37,7 +38,8 @@ class Arrival:
         Others choose as well: two readings in a row must show that nobody need move.
         """
         seat, manifest, quiet = self._seat, self._seat.manifest, 0
-        self._own = await seat.world.checkpoints.held()
+        with seat.waiting("own checkpoints", DISK):
+            self._own = await seat.world.checkpoints.held()
         if seat.index < 0 and self._own:
             seat.update(stage=self._own[-1].stage, settled=True)
         self._show_own()
@@ -84,7 +86,7 @@ class Arrival:
                 return seat.draining
             return True
 
-        await seat.until(may_begin)
+        await seat.until(may_begin, "replicas of every stage", SWARM)
         if seat.draining:
             return
         if seat.advert.state == "waiting":
@@ -173,7 +175,8 @@ class Arrival:
 
         async def ask(advert: Advert) -> None:
             try:
-                told[advert.peer_id] = await seat.world.transport.describe(advert)
+                with seat.waiting("description", advert.peer_id):
+                    told[advert.peer_id] = await seat.world.transport.describe(advert)
             except Declined:
                 pass
             except PeerError:
@@ -222,26 +225,31 @@ class Arrival:
         seat, donor = self._seat, source.peer
         assert donor is not None
         expected = seat.stage.state.replica
-        state = await seat.world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, expected)
+        with seat.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
+            state = await seat.world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, expected)
         if state.stage != seat.index:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
-        await seat.stage.restore(state)
+        with seat.computing("restored state"):
+            await seat.stage.restore(state)
         await self._stand_at(state.round, state.step, state.inner_steps, partner_from_round=state.round + 2)
         own = [held for held in self._own if held.stage == seat.index]
         if seat.index == 0 and own and seat.batches is None:
-            mine = await seat.world.checkpoints.load(own[-1])
+            with seat.waiting("checkpoint", DISK):
+                mine = await seat.world.checkpoints.load(own[-1])
             await self._open_data(mine)
 
     async def _from_shard(self, source: Source) -> bool:
         """My own checkpoint, unless it turns out damaged."""
         seat = self._seat
         assert source.holding is not None
-        mine = await seat.world.checkpoints.load(source.holding)
+        with seat.waiting("checkpoint", DISK):
+            mine = await seat.world.checkpoints.load(source.holding)
         if mine is None:
             self._own.remove(source.holding)
             self._show_own()
             return False
-        await seat.stage.restore(mine.state)
+        with seat.computing("restored state"):
+            await seat.stage.restore(mine.state)
         seat.rng.setstate(mine.random_state)
         state = mine.state
         await self._stand_at(state.round, state.step, state.inner_steps)
@@ -254,11 +262,13 @@ class Arrival:
         theirs = self._guardian.snapshot_of(seat.index)
         if source.peer is not None:
             deadline_s = seat.manifest.outer.deadline_s
-            theirs = await seat.world.transport.fetch_snapshot(
-                source.peer, seat.index, None, 0.0, deadline_s, seat.stage.state.snapshot
-            )
+            with seat.waiting("snapshot", source.peer.peer_id, deadline_s, "the weights of a lost stage"):
+                theirs = await seat.world.transport.fetch_snapshot(
+                    source.peer, seat.index, None, 0.0, deadline_s, seat.stage.state.snapshot
+                )
         assert theirs is not None, "a source without a peer is held here"
-        await seat.stage.adopt(theirs)
+        with seat.computing("adopted snapshot"):
+            await seat.stage.adopt(theirs)
         step = max(float(theirs.step), self._clock_of_others())
         await self._stand_at(theirs.round, step, seat.inner_steps)
 
@@ -292,4 +302,5 @@ class Arrival:
         seat = self._seat
         if seat.index != 0 or seat.batches is not None:
             return
-        seat.batches = await seat.world.make_batches(checkpoint.cursor if checkpoint is not None else None)
+        with seat.waiting("opened data", DATA):
+            seat.batches = await seat.world.make_batches(checkpoint.cursor if checkpoint is not None else None)

@@ -31,6 +31,7 @@ class Clock:
         if microbatches and busy_s > 0:
             seat.update(microbatches_per_s=_smooth(seat.advert.microbatches_per_s, microbatches / busy_s))
         self._stepped_at = now
+        seat.stepped()
         seat.update(step=step)
 
 

@@ -102,7 +102,8 @@ class Donor:
     async def _capture(self, number: int) -> ReplicaState:
         """The labels are read when the copy is there: device operations before it have been counted by then."""
         seat = self._seat
-        state = await seat.stage.capture(seat.advert.outer_round, seat.advert.step, seat.inner_steps)
+        with seat.computing("copy of the state", "for a newcomer"):
+            state = await seat.stage.capture(seat.advert.outer_round, seat.advert.step, seat.inner_steps)
         return replace(
             state,
             number=number,

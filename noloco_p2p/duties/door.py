@@ -14,6 +14,7 @@ from noloco_p2p.core import routing
 from noloco_p2p.core.intake import Answer, Intake, Key
 from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, PeerId, TensorSpec
 from noloco_p2p.core.patience import WAIT_SHARE, Patience
+from noloco_p2p.core.status import INNER_STEP, of_microbatch, of_stage
 from noloco_p2p.core.streak import NonFiniteStreak
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat, to_the_end
@@ -69,13 +70,21 @@ class Door:
         seat, began, limits = self._seat, self._seat.now(), self._seat.config.limits
         silence_s = self._patience.deadline_s(SILENT_READINGS * seat.config.directory.refresh_s)
         silence_s = silence_s or limits.microbatch_deadline_s
-        while not await seat.until(lambda: self.intake.ready or over(), silence_s):
-            silent = [o for o in self.intake.missing_origins if not self._was_heard(o, seat.now() - (silence_s or 0.0))]
-            self._admit(self.intake.strike(silent.__contains__))
-            if not self.intake.missing_origins:
-                silence_s = None
+        with seat.waiting("microbatches", of_stage(seat.index - 1)):
+            while not await seat.until(
+                lambda: self.intake.ready or over(), "word of the origins", of_stage(0), silence_s, idle=True
+            ):
+                since = seat.now() - (silence_s or 0.0)
+                silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
+                self._admit(self.intake.strike(silent.__contains__))
+                if not self.intake.missing_origins:
+                    silence_s = None
         if self.intake.ready:
             self._patience.observe(seat.now() - began)
+
+    async def until_empty(self) -> None:
+        """Until what was admitted has ended; the door is closed."""
+        await self._seat.until(lambda: self.intake.in_flight == 0, "end of what was admitted", INNER_STEP)
 
     def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
         """How many microbatches this step takes, and under `balanced` which.
@@ -152,7 +161,8 @@ class Door:
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(key, call, task))
         self._gauge()
-        return await self._wait(call)
+        with seat.serving(caller, of_microbatch(header.microbatch)):
+            return await self._wait(call)
 
     def _ended(self, key: Key, call: _Call, task: asyncio.Task[Gradient]) -> None:
         """An attempt's task is over. One that was cancelled before its first line ran still holds its place."""
@@ -180,7 +190,8 @@ class Door:
         seat = self._seat
         deadline = seat.now() + call.header.time_left_s
         try:
-            activation = await call.body()
+            with seat.waiting("activation", caller, call.header.time_left_s, of_microbatch(key.microbatch)):
+                activation = await call.body()
             await self._admission(call, deadline)
             contribution, reply, below_finite = await self._compute(activation, deadline)
         except BaseException as error:
@@ -209,9 +220,10 @@ class Door:
     async def _admission(self, call: _Call, deadline: float) -> None:
         """Wait at the door, but not so long that the caller takes this node for hung: Busy is an answer too."""
         seat = self._seat
-        with seat.span("wait"):
+        longest_s, why = WAIT_SHARE * (deadline - seat.now()), of_microbatch(call.header.microbatch)
+        with seat.span("wait"), seat.waiting("place in the inner step", INNER_STEP, longest_s, why):
             try:
-                async with asyncio.timeout(WAIT_SHARE * (deadline - seat.now())):
+                async with asyncio.timeout(longest_s):
                     await call.admitted.wait()
             except TimeoutError:
                 raise Busy(f"stage {seat.index} replica {seat.me} has not come so far yet") from None
@@ -219,20 +231,22 @@ class Door:
     async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient, bool]:
         """What this stage added, its reply, and whether everything further on was finite."""
         seat, header, stage = self._seat, activation.header, self._seat.stage
+        why = of_microbatch(header.microbatch)
         served: tuple[PeerId, ...]
         if seat.last:
-            with seat.span("backward"):
+            with seat.span("backward"), seat.computing("backward", why):
                 done = await to_the_end(
                     stage.loss_backward(header.microbatch, activation.hidden, activation.targets, activation.mask)
                 )
             served, below_finite = (seat.me,), True
         else:
-            with seat.span("forward"):
+            with seat.span("forward"), seat.computing("forward", why):
                 graph, hidden = await stage.forward(activation.hidden, activation.mask)
             try:
                 parcel = Parcel(header.microbatch, header.origin, hidden, activation.targets, activation.mask)
-                gradient, _ = await self._sender.deliver(parcel, deadline)
-                with seat.span("backward"):
+                with seat.waiting("gradient", of_stage(seat.index + 1), deadline - seat.now(), why):
+                    gradient, _ = await self._sender.deliver(parcel, deadline)
+                with seat.span("backward"), seat.computing("backward", why):
                     done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
             except BaseException:
                 stage.discard(graph)
@@ -283,13 +297,17 @@ class Door:
         if self._evaluating >= seat.config.limits.evaluations:
             raise Busy(f"stage {seat.index} replica {seat.me} evaluates as many microbatches as it may")
         self._evaluating += 1
+        why = of_microbatch(header.microbatch)
         try:
-            deadline = seat.now() + header.time_left_s
-            activation = await body()
-            result = await seat.stage.evaluate(activation.hidden, activation.targets, activation.mask)
-            if isinstance(result, LossSum):
-                return result
-            parcel = Parcel(header.microbatch, header.origin, result, activation.targets, activation.mask)
-            return await self._sender.evaluate(parcel, deadline)
+            with seat.serving(caller, why):
+                deadline = seat.now() + header.time_left_s
+                with seat.waiting("activation", caller, header.time_left_s, why):
+                    activation = await body()
+                with seat.computing("evaluation", why):
+                    result = await seat.stage.evaluate(activation.hidden, activation.targets, activation.mask)
+                if isinstance(result, LossSum):
+                    return result
+                parcel = Parcel(header.microbatch, header.origin, result, activation.targets, activation.mask)
+                return await self._sender.evaluate(parcel, deadline)
         finally:
             self._evaluating -= 1

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.messages import Advert, Batch, LossSum, MicrobatchId, Origin
+from noloco_p2p.core.status import DEVICE, SWARM, of_microbatch, of_stage
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import Declined, PeerError
@@ -40,16 +41,19 @@ class Ending:
 
         async def one(number: int, batch: Batch) -> LossSum | None:
             nonlocal missed
-            async with gate:
+            with seat.waiting("place among the evaluations", DEVICE, idle=True):
+                await gate.acquire()
+            try:
                 if missed:
                     return None
-                try:
-                    return await self._loss(number, rank, batch)
-                except PeerError as error:
-                    # What nobody evaluates until its deadline, nobody evaluates of the others either.
-                    missed = True
-                    seat.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
-                    return None
+                return await self._loss(number, rank, batch)
+            except PeerError as error:
+                # What nobody evaluates until its deadline, nobody evaluates of the others either.
+                missed = True
+                seat.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
+                return None
+            finally:
+                gate.release()
 
         assert seat.batches is not None, "stage 0 has data"
         flights = [one(number, batch) for number, batch in enumerate(seat.batches.validation())]
@@ -62,19 +66,21 @@ class Ending:
 
     async def _loss(self, number: int, rank: int, batch: Batch) -> LossSum:
         seat = self._seat
-        result = await seat.stage.evaluate(batch.inputs, batch.targets, batch.mask)
+        # Evaluations have ids of their own kind: no incarnation has number 0 (the wiring draws from 1).
+        microbatch = MicrobatchId(seat.me, 0, number)
+        why = of_microbatch(microbatch)
+        with seat.computing("evaluation", why):
+            result = await seat.stage.evaluate(batch.inputs, batch.targets, batch.mask)
         if isinstance(result, LossSum):
             return result
-        # Evaluations have ids of their own kind: no incarnation has number 0 (the wiring draws from 1).
-        parcel = Parcel(
-            MicrobatchId(seat.me, 0, number), Origin(seat.me, seat.step, rank), result, batch.targets, batch.mask
-        )
-        while True:
-            try:
-                return await self._sender.evaluate(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
-            except Declined:
-                if seat.draining or not await self._sender.until_served():
-                    raise
+        parcel = Parcel(microbatch, Origin(seat.me, seat.step, rank), result, batch.targets, batch.mask)
+        with seat.waiting("loss", of_stage(seat.index + 1), None, why):
+            while True:
+                try:
+                    return await self._sender.evaluate(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
+                except Declined:
+                    if seat.draining or not await self._sender.until_served():
+                        raise
 
     async def finish(self) -> None:
         """Stay until the others no longer need this node, at most `linger_s` for each thing waited for."""
@@ -85,16 +91,23 @@ class Ending:
 
         at_work = membership.STAGE_0_AT_WORK | membership.READY
         if seat.index == 0:
-            if not await seat.until(lambda: seat.draining or not others(lambda s: s > 0, at_work), linger_s):
+            if not await seat.until(
+                lambda: seat.draining or not others(lambda s: s > 0, at_work),
+                "end of the later stages",
+                SWARM,
+                linger_s,
+            ):
                 seat.event("warning", message="evaluates although a later stage has not finished")
             await self.evaluate()
             seat.update(evaluated=True)
             seat.pulse()
-            await seat.until(lambda: seat.draining or not others(lambda s: s == 0, at_work), linger_s)
+            await seat.until(
+                lambda: seat.draining or not others(lambda s: s == 0, at_work), "end of stage 0", SWARM, linger_s
+            )
             return
 
         def all_evaluated() -> bool:
             first = others(lambda s: s == 0, membership.PRESENT)
             return all(a.evaluated for a in first if a.state == "finished") and not others(lambda s: s == 0, at_work)
 
-        await seat.until(lambda: seat.draining or all_evaluated(), linger_s)
+        await seat.until(lambda: seat.draining or all_evaluated(), "last evaluations", of_stage(0), linger_s)

@@ -8,6 +8,7 @@ from math import floor
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_of
 from noloco_p2p.core.messages import Advert, Holding, Snapshot
+from noloco_p2p.core.status import SWARM
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import PeerError, Unreachable, Violation
 
@@ -50,7 +51,10 @@ class Guardian:
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
             await seat.until(
                 lambda round=round: self._read or seat.advert.outer_round != round,  # type: ignore[misc]
+                "something to guard",
+                SWARM,
                 AGAIN_S if leaving else None,
+                idle=True,
             )
 
     # --- whom -------------------------------------------------------------------------------------------------------
@@ -125,7 +129,8 @@ class Guardian:
         seat = self._seat
         size = seat.stage.state.snapshot_bytes[stage]
         deadline_s = seat.manifest.outer.deadline_s
-        theirs = await seat.world.transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
+        with seat.waiting("snapshot", donor.peer_id, wait_s + deadline_s, f"guards stage {stage}", idle=True):
+            theirs = await seat.world.transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
         if theirs.peer != donor.peer_id:
             raise Violation(f"{donor.peer_id} sent the snapshot of {theirs.peer}")
         return theirs

@@ -3,6 +3,7 @@
 import asyncio
 
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId, Origin, PeerId
+from noloco_p2p.core.status import DATA, INNER_STEP, of_microbatch, of_stage
 from noloco_p2p.core.streak import NonFiniteStreak
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat, to_the_end
@@ -27,12 +28,14 @@ class Beginnings:
         gate = asyncio.Semaphore(self._seat.config.limits.max_in_flight)
         async with asyncio.TaskGroup() as flights:
             for index in range(self._seat.manifest.microbatches_per_step):
-                await gate.acquire()
+                with self._seat.waiting("place in flight", INNER_STEP):
+                    await gate.acquire()
                 if self._seat.draining:
                     break
                 microbatch = MicrobatchId(self._seat.me, self._incarnation, self._counter)
                 self._counter += 1
-                batches[microbatch] = await data.next()
+                with self._seat.waiting("batch", DATA):
+                    batches[microbatch] = await data.next()
                 flight = flights.create_task(self._microbatch(microbatch, index, batches[microbatch]))
                 flight.add_done_callback(lambda _: gate.release())
         return batches
@@ -60,16 +63,16 @@ class Beginnings:
 
         Raises PeerError when nobody could serve it.
         """
-        seat, stage = self._seat, self._seat.stage
+        seat, stage, why = self._seat, self._seat.stage, of_microbatch(microbatch)
         if seat.last:
-            with seat.span("backward"):
+            with seat.span("backward"), seat.computing("backward", why):
                 done = await to_the_end(stage.loss_backward(microbatch, batch.inputs, batch.targets, batch.mask))
             return None, done.finite
-        with seat.span("forward"):
+        with seat.span("forward"), seat.computing("forward", why):
             graph, hidden = await stage.forward(batch.inputs, batch.mask)
         try:
             gradient, through = await self._deliver(Parcel(microbatch, origin, hidden, batch.targets, batch.mask))
-            with seat.span("backward"):
+            with seat.span("backward"), seat.computing("backward", why):
                 done = await to_the_end(stage.backward(graph, microbatch, gradient))
         except BaseException:
             stage.discard(graph)
@@ -79,15 +82,16 @@ class Beginnings:
     async def _deliver(self, parcel: Parcel) -> tuple[Gradient, PeerId]:
         """Busy is no failure, and a stage that nobody serves comes back: try again as long as this node trains."""
         seat = self._seat
-        while True:
-            try:
-                return await self._sender.deliver(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
-            except Busy:
-                if seat.draining:
-                    raise
-            except Declined:
-                if seat.draining or not await self._sender.until_served():
-                    raise
+        with seat.waiting("gradient", of_stage(seat.index + 1), None, of_microbatch(parcel.microbatch)):
+            while True:
+                try:
+                    return await self._sender.deliver(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
+                except Busy:
+                    if seat.draining:
+                        raise
+                except Declined:
+                    if seat.draining or not await self._sender.until_served():
+                        raise
 
     def _why(self, error: BaseException) -> str:
         """The reason for which a microbatch was dropped, as a label."""

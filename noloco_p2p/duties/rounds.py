@@ -7,6 +7,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
 from noloco_p2p.core.patience import Patience
+from noloco_p2p.core.status import INNER_STEP
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import Declined, PeerError, Violation
 
@@ -36,7 +37,8 @@ class Rounds:
 
     async def freeze(self, round: int) -> Snapshot:
         """Take this replica's snapshot of `round` and keep it for others."""
-        mine = await self._seat.stage.snapshot(round, self._seat.step)
+        with self._seat.computing("snapshot"):
+            mine = await self._seat.stage.snapshot(round, self._seat.step)
         self._kept[round] = mine
         for old in sorted(self._kept)[:-KEPT_ROUNDS]:
             del self._kept[old]
@@ -67,11 +69,12 @@ class Rounds:
         mine = await self.freeze(round)
         pull = await self._pull(round)
         seat.event("idle", cause="partner", seconds=seat.now() - began)
-        try:
-            merged = await seat.stage.merge(mine, pull.theirs)
-        except Violation as error:
-            pull = Pull("alone", f"refused: {error}")
-            merged = await seat.stage.merge(mine, None)
+        with seat.computing("merge"):
+            try:
+                merged = await seat.stage.merge(mine, pull.theirs)
+            except Violation as error:
+                pull = Pull("alone", f"refused: {error}")
+                merged = await seat.stage.merge(mine, None)
         self.done = round
         seat.update(outer_round=round)
         seat.pulse()
@@ -132,9 +135,10 @@ class Rounds:
         floor_s = seat.config.limits.patience_floor_s + wait_s
         deadline_s = min(outer.deadline_s, self._patience.deadline_s(floor_s) or outer.deadline_s)
         began = seat.now()
-        theirs = await seat.world.transport.fetch_snapshot(
-            peer, seat.index, round, wait_s, deadline_s, seat.stage.state.snapshot
-        )
+        with seat.waiting("snapshot", peer.peer_id, wait_s + deadline_s, f"outer round {round}"):
+            theirs = await seat.world.transport.fetch_snapshot(
+                peer, seat.index, round, wait_s, deadline_s, seat.stage.state.snapshot
+            )
         self._patience.observe(seat.now() - began)
         if theirs.peer != peer.peer_id:
             raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
@@ -152,8 +156,15 @@ class Rounds:
     async def serve(self, round: int | None, wait_s: float) -> Snapshot:
         """See ports.Handler.fetch_snapshot."""
         if round is not None:
-            longest_s = self._seat.manifest.outer.deadline_s
-            await self._seat.until(lambda: any(kept >= round for kept in self._kept), min(wait_s, longest_s))
+            longest_s = min(wait_s, self._seat.manifest.outer.deadline_s)
+            await self._seat.until(
+                lambda: any(kept >= round for kept in self._kept),
+                "outer round",
+                INNER_STEP,
+                longest_s,
+                why=f"asked for outer round {round}",
+                idle=True,
+            )
         if not self._kept:
             raise Declined("this replica has no snapshot yet")
         return self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]

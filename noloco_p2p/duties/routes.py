@@ -20,6 +20,7 @@ from noloco_p2p.core.messages import (
     PeerId,
 )
 from noloco_p2p.core.patience import ANSWER_SHARE, Patience, attempt_s
+from noloco_p2p.core.status import of_microbatch, of_stage
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 
@@ -81,7 +82,7 @@ class Sender:
         we send breaks the protocol: then nobody retries it.
         """
         seat, heard = self._seat, _Attempts(set(), set())
-        patience = self._patience
+        patience, why = self._patience, of_microbatch(parcel.microbatch)
         deadline = self._before_my_caller(deadline)
         while True:
             if seat.drain_by is not None:
@@ -95,7 +96,7 @@ class Sender:
                 await self._pause(heard)
                 continue
             try:
-                with seat.span("send"):
+                with seat.span("send"), seat.waiting("gradient", peer.peer_id, longest_s, why):
                     gradient = await seat.world.transport.propagate(peer, self._activation(parcel, longest_s))
             except Busy:
                 self._answered(peer)
@@ -184,7 +185,8 @@ class Sender:
         seat = self._seat
         if seat.saw_the_end or not any(stage > seat.index for stage in seat.deserted):
             return False
-        await seat.until(lambda: seat.draining or not self.nobody_there())
+        empty = min(stage for stage in seat.deserted if stage > seat.index)
+        await seat.until(lambda: seat.draining or not self.nobody_there(), "replica", of_stage(empty))
         return not seat.draining
 
     def _comes_late(self, peer: PeerId, heard: _Attempts) -> bool:
@@ -224,7 +226,8 @@ class Sender:
 
     async def _pause(self, heard: _Attempts) -> None:
         """Let time pass, then everybody may be asked again."""
-        await asyncio.sleep(heard.pause_s)
+        with self._seat.waiting("free replica", of_stage(self._seat.index + 1), heard.pause_s):
+            await asyncio.sleep(heard.pause_s)
         heard.pause_s = min(2 * heard.pause_s, LONGEST_PAUSE_S if heard.busy else LONGEST_WITH_NOBODY_S)
         if not heard.busy:
             heard.failed.clear()
@@ -257,7 +260,8 @@ class Sender:
             peer = self._evaluator(parcel.origin.index + skip)
             if peer is not None:
                 try:
-                    loss = await seat.world.transport.evaluate(peer, self._activation(parcel, longest_s))
+                    with seat.waiting("loss", peer.peer_id, longest_s, of_microbatch(parcel.microbatch)):
+                        loss = await seat.world.transport.evaluate(peer, self._activation(parcel, longest_s))
                 except Busy:
                     self._answered(peer)
                     failure = "busy"
@@ -276,7 +280,8 @@ class Sender:
                     patience.observe(seat.now() - began)
                     self._answered(peer)
                     return loss
-            await asyncio.sleep(pause_s)
+            with seat.waiting("free replica", of_stage(seat.index + 1), pause_s):
+                await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise Declined(f"no replica of stage {seat.index + 1} evaluated a microbatch in time: {failure}")
 

@@ -6,6 +6,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.guardians import guardians_of, holders
 from noloco_p2p.core.messages import Checkpoint, PeerId
+from noloco_p2p.core.status import DISK, SWARM
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import LocalError
@@ -37,7 +38,8 @@ class Saving:
     async def settle(self) -> None:
         """Wait until what is being written has been written."""
         if self._writing is not None:
-            await asyncio.wait([self._writing])
+            with self._seat.waiting("checkpoint", DISK):
+                await asyncio.wait([self._writing])
 
     async def hand_over(self) -> None:
         """Before this node leaves: its checkpoint is written, and a last replica's weights are pulled by a guardian.
@@ -58,7 +60,10 @@ class Saving:
         seat.event("info", message=f"waits until a guardian has the weights of stage {seat.index}")
         assert seat.drain_by is not None, "only who leaves hands over"
         left_s = seat.drain_by - seat.now() + seat.config.limits.drain_s / 2 - LAST_WORDS_S
-        if not await seat.until(lambda: self._is_guarded(final.round), max(0.0, left_s)):
+        guarded = f"outer round {final.round}"
+        if not await seat.until(
+            lambda: self._is_guarded(final.round), "guardian", SWARM, max(0.0, left_s), why=guarded
+        ):
             seat.event("warning", message="leaves although no guardian has pulled its weights")
 
     def _is_guarded(self, round: int) -> bool:
@@ -75,7 +80,8 @@ class Saving:
         seat = self._seat
         await self.settle()
         began = seat.now()
-        state = await seat.stage.capture(round, seat.advert.step, seat.inner_steps)
+        with seat.computing("copy of the state", "checkpoint"):
+            state = await seat.stage.capture(round, seat.advert.step, seat.inner_steps)
         cursor = seat.batches.cursor if seat.batches is not None else None
         checkpoint = Checkpoint(state, cursor, seat.rng.getstate())
         self.newest = round
@@ -85,9 +91,11 @@ class Saving:
         """A checkpoint that cannot be written is told, and the node trains on: the next one may fit."""
         seat, state = self._seat, checkpoint.state
         try:
-            await seat.world.checkpoints.save(checkpoint)
+            with seat.waiting("checkpoint", DISK, idle=True):
+                await seat.world.checkpoints.save(checkpoint)
         except LocalError as error:
-            seat.event("warning", message=f"no checkpoint of outer round {state.round}: {error}")
+            seat.trouble("disk", f"no checkpoint of outer round {state.round}: {error}")
             return
+        seat.trouble("disk", None)
         size = sum(tensor.data.nbytes for tensor in state.tensors)
         seat.event("checkpoint", round=state.round, step=state.step, seconds=seat.now() - began, bytes=size)

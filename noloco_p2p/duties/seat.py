@@ -1,11 +1,13 @@
 """What the duties of one node share: who it is, how far it has come, whom it knows. The node owns it.
 
-Every wait of a duty for something inside this node goes through `until`, and every change ends in `pulse`.
+Every wait of a duty for something inside this node goes through `until`, and every change ends in `pulse`. A wait for
+something else stands inside `waiting`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import floor
 from random import Random
@@ -16,9 +18,14 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.status import DEVICE
+from noloco_p2p.duties.waits import Waiting, Waits
 from noloco_p2p.ports import Batches, Stage, World
 
 R = TypeVar("R")
+
+STEPS_TIMED = 32
+"""Inner steps whose median is what a step takes."""
 
 
 async def to_the_end(awaitable: Awaitable[R]) -> R:
@@ -73,6 +80,15 @@ class Seat:
         self.saw_the_end = False
         """Somebody of stage 0 was seen finished; by now it may be gone."""
         self.error: BaseException | None = None
+        self.waits = Waits()
+        self.calls: dict[object, tuple[PeerId, str, float]] = {}
+        """Calls of peers that this node has in hand: (caller, on whose behalf, since when)."""
+        self.troubles: dict[str, tuple[str, float]] = {}
+        """What is wrong although the node goes on, by name: (message, since when)."""
+        self.stepped_at: float | None = None
+        """When the last inner step ended, or training began; None while not training."""
+        self.steps_took: deque[float] = deque(maxlen=STEPS_TIMED)
+        """Seconds from one inner step to the next."""
         self._pulse = asyncio.Event()
 
     # --- who and where ----------------------------------------------------------------------------------------------
@@ -114,6 +130,7 @@ class Seat:
     def enter(self, event: str, reason: str = "") -> None:
         """Move to the next state on `event` (core/members.TRANSITIONS)."""
         self.update(state=membership.next_state(self.advert.state, event))
+        self.stepped_at = self.now() if self.advert.state == "training" else None
         self.event("state", state=self.advert.state, reason=reason or event)
         self.pulse()
 
@@ -160,12 +177,66 @@ class Seat:
             self.error = error
             self.pulse()
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until `condition` holds (checked at every pulse), at most `timeout_s`. False: the time was up."""
+    def stepped(self) -> None:
+        """An inner step has ended."""
+        now = self.now()
+        if self.stepped_at is not None:
+            self.steps_took.append(now - self.stepped_at)
+            self.stepped_at = now
+
+    def trouble(self, name: str, message: str | None) -> None:
+        """Something is wrong from now on, or (None) is so no longer; the node goes on in any case."""
+        before = self.troubles.get(name)
+        if message is None:
+            self.troubles.pop(name, None)
+            return
+        self.troubles[name] = message, before[1] if before else self.now()
+        if before is None or before[0] != message:
+            self.event("warning", message=message)
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def waiting(
+        self, what: str, whom: str, deadline_s: float | None = None, why: str = "", *, idle: bool = False
+    ) -> Waiting:
+        """A `with` around an await that is not `until`; see core.status.Wait."""
+        return self.waits.waiting(what, whom, deadline_s, why, idle=idle)
+
+    def computing(self, what: str, why: str = "") -> Waiting:
+        """A `with` around an operation of this node's device, which takes as long as a microbatch may at most."""
+        return self.waits.waiting(what, DEVICE, self.config.limits.microbatch_deadline_s, why)
+
+    @contextmanager
+    def serving(self, caller: PeerId, why: str) -> Iterator[None]:
+        """Inside, a call of a peer is in hand."""
+        key = object()
+        self.calls[key] = caller, why, self.now()
         try:
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    await self._pulse.wait()
+            yield
+        finally:
+            del self.calls[key]
+
+    async def until(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        whom: str,
+        timeout_s: float | None = None,
+        *,
+        why: str = "",
+        idle: bool = False,
+    ) -> bool:
+        """Wait until `condition` holds (checked at every pulse), at most `timeout_s`. False: the time was up.
+
+        `what`, `whom`, `why` and `idle` name the wait, see core.status.Wait.
+        """
+        try:
+            if condition():
+                return True
+            with self.waiting(what, whom, timeout_s, why, idle=idle):
+                async with asyncio.timeout(timeout_s):
+                    while not condition():
+                        await self._pulse.wait()
         except TimeoutError:
             return condition()
         return True

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from noloco_p2p.core.status import DIRECTORY
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import PeerError
 
@@ -35,7 +36,7 @@ class Watch:
                 await self._announce()
             if reading:
                 await self._read()
-            await self._seat.until(self._has_news, self._tick_s)
+            await self._seat.until(self._has_news, "time to look", DIRECTORY, self._tick_s, idle=True)
 
     def _reading_is_due(self) -> bool:
         """While training once in `refresh_s`, and at stage 0 in an outer interval; briskly when nobody calls any more,
@@ -72,8 +73,10 @@ class Watch:
     async def _announce(self) -> None:
         seat = self._seat
         self._announced, self._announced_at = self._shown(), seat.now()
+        ttl_s = seat.config.directory.ttl_s
         try:
-            await seat.world.directory.announce(seat.advert, seat.config.directory.ttl_s)
+            with seat.waiting("announcement", DIRECTORY, ttl_s, idle=True):
+                await seat.world.directory.announce(seat.advert, ttl_s)
         except PeerError as error:
             self._announced_at = float("-inf")
             seat.event("warning", message=f"this node could not be announced: {error}")
@@ -82,15 +85,18 @@ class Watch:
         seat = self._seat
         self._read_at = seat.now()
         try:
-            adverts = await seat.world.directory.peers()
+            with seat.waiting("membership", DIRECTORY, seat.config.directory.ttl_s, idle=True):
+                adverts = await seat.world.directory.peers()
         except PeerError as error:
             seat.event("warning", message=f"the membership could not be read: {error}")
             return
+        before = {a.peer_id for a in seat.members.all()}
         seat.members.update([a for a in adverts if a.run_id == seat.run_id], now=seat.now())
+        after = {a.peer_id for a in seat.members.all()}
         counts: dict[tuple[int, str], int] = {}
         for advert in (*seat.members.all(), seat.advert):
             counts[advert.stage, advert.state] = counts.get((advert.stage, advert.state), 0) + 1
-        seat.event("membership", counts=counts)
+        seat.event("membership", counts=counts, joined=len(after - before), departed=len(before - after))
         self._readings += 1
         self._changed()
         seat.pulse()
@@ -98,4 +104,6 @@ class Watch:
     async def next_reading(self) -> None:
         """Wait until the membership has been read anew, from now on."""
         seen = self._readings
-        await self._seat.until(lambda: self._readings > seen or self._seat.draining)
+        await self._seat.until(
+            lambda: self._readings > seen or self._seat.draining, "next reading of the membership", DIRECTORY
+        )
