@@ -1,0 +1,123 @@
+"""`Status` as the JSON of /status: flat, the advert's fields beside the status's own. What comes in is from strangers.
+
+Unknown fields of later versions are passed over, missing ones have their defaults. `health` is told, never read.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from noloco_p2p.core.members import STATES
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.status import Status
+from noloco_p2p.errors import Violation
+
+LIMIT_BYTES = 4 * 1024 * 1024
+"""Length of a status. A node that knows 256 others has 150 kB to tell."""
+ITEMS_LIMIT = 4_096
+"""Items of a list; of more nodes the first are told."""
+TOLD_LIMIT = 256
+"""Waits, calls and troubles that are told, the first ones."""
+FIELDS_LIMIT = 256
+"""Fields of an object."""
+TEXT_LIMIT = 1_024
+"""Letters of a text; longer ones are cut."""
+_NUMBER_LIMIT = 2.0**63
+_DEEPEST = 8
+
+_STATUS = TypeAdapter(Status)
+_ADVERT = TypeAdapter(Advert)
+_ADVERT_FIELDS = frozenset(each.name for each in fields(Advert))
+
+
+def encode(status: Status, health: str | None = None) -> bytes:
+    """A status for others. `health` is the line that says what is wrong, None when nothing is."""
+    status = replace(
+        status,
+        waits=tuple(
+            replace(each, what=_line(each.what), whom=_line(each.whom), why=_line(each.why))
+            for each in status.waits[:TOLD_LIMIT]
+        ),
+        serving=tuple(replace(each, why=_line(each.why)) for each in status.serving[:TOLD_LIMIT]),
+        seen=status.seen[:ITEMS_LIMIT],
+        troubles=tuple(
+            replace(each, name=_line(each.name), message=_line(each.message)) for each in status.troubles[:TOLD_LIMIT]
+        ),
+    )
+    parts = (
+        json.dumps({"health": None if health is None else _line(health)}).encode(),
+        _ADVERT.dump_json(status.advert),
+        _STATUS.dump_json(status, exclude={"advert"}),
+    )
+    return b"{" + b",".join(part[1:-1] for part in parts) + b"}"
+
+
+def decode(content: bytes) -> Status:
+    """A status that somebody sent. Raises Violation, in one line that names what is wrong."""
+    if len(content) > LIMIT_BYTES:
+        raise Violation(f"status of {len(content)} bytes, at most {LIMIT_BYTES} are accepted")
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        raise Violation("status is not JSON") from None
+    if not isinstance(found, dict):
+        raise Violation("status is not a JSON object")
+    _check(found, "status", 0)
+    advert = {name: value for name, value in found.items() if name in _ADVERT_FIELDS}
+    rest = {name: value for name, value in found.items() if name not in _ADVERT_FIELDS and name != "health"}
+    try:
+        # Of JSON pydantic takes lists for tuples and texts for the keys of stages, and is strict in all else.
+        status = _STATUS.validate_json(json.dumps(rest | {"advert": advert}), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "advert")
+        raise Violation(f"status whose {where[:100]} is not valid: {first['msg']}") from None
+    for each in (status.advert, *(seen.advert for seen in status.seen)):
+        if each.state not in STATES:
+            raise Violation("status with an unknown state")
+    return status
+
+
+def _line(text: str) -> str:
+    """One printable line of bounded length: what a terminal may show."""
+    if len(text) > TEXT_LIMIT:
+        text = text[: TEXT_LIMIT - 1] + "…"
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _check(value: object, where: str, depth: int) -> None:
+    """Raises Violation for what is too long, too deep, not printable, or a number that is not finite or too large."""
+    match value:
+        case bool() | None:
+            return
+        case str():
+            if len(value) > TEXT_LIMIT or not value.isprintable():
+                raise Violation(f"status whose {where} is not short printable text")
+        case int() | float():
+            if not abs(value) < _NUMBER_LIMIT:
+                raise Violation(f"status whose {where} is not a finite number below 2^63")
+        case list() | Mapping() if depth >= _DEEPEST:
+            raise Violation(f"status whose {where} is too deep")
+        case list():
+            _check_items(value, where, depth)
+        case Mapping():
+            _check_fields(value, where, depth)
+
+
+def _check_items(value: list[Any], where: str, depth: int) -> None:
+    if len(value) > ITEMS_LIMIT:
+        raise Violation(f"status whose {where} has {len(value)} items, at most {ITEMS_LIMIT} are accepted")
+    for each in value:
+        _check(each, where, depth + 1)
+
+
+def _check_fields(value: Mapping[str, Any], where: str, depth: int) -> None:
+    if len(value) > FIELDS_LIMIT:
+        raise Violation(f"status whose {where} has {len(value)} fields, at most {FIELDS_LIMIT} are accepted")
+    for name, each in value.items():
+        if len(name) > TEXT_LIMIT or not name.isprintable():
+            raise Violation(f"status with a name in {where} that is not short printable text")
+        _check(each, name[:100], depth + 1)
