@@ -116,6 +116,7 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
         ("noloco_waiting", ()): 1,
         ("noloco_parameters", ()): 321,
         ("noloco_outer_rounds_alone", ()): 1,
+        ("noloco_pulled_bytes_total", ()): 8192,
         ("noloco_peers", (("stage", "0"), ("state", "training"))): 2,
         ("noloco_peers", (("stage", "1"), ("state", "training"))): 0,
         ("noloco_peers", (("stage", "1"), ("state", "waiting"))): 1,

@@ -129,6 +129,7 @@ class Metrics:
         self.learning_rate = gauge("learning_rate", "Learning rate of the last inner step.")
         self.grad_norm = gauge("grad_norm", "L2 norm of this stage's gradient before clipping.")
         self.step = gauge("step", "The node's clock, in steps.")
+        self.pulled_bytes = counter("pulled_bytes", "Bytes of the snapshots that outer rounds merged.")
         self.parameters = gauge("parameters", "Parameters of the stage that this node holds.")
         self.rounds_alone = gauge("outer_rounds_alone", "Outer rounds in a row, up to the last, that ended alone.")
         self.in_flight = gauge("in_flight", "Autograd graphs held.")

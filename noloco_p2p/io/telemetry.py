@@ -164,6 +164,7 @@ class PrometheusTelemetry:
         result = str(fields["result"])
         self._totals.outer_rounds[result] += 1
         self._metrics.outer_rounds.add(1, result)
+        self._metrics.pulled_bytes.inc(_number(fields["bytes"]))
         if result == "alone":
             self._metrics.rounds_alone.inc()
         else:
