@@ -11,7 +11,7 @@ import pytest
 from processes import SMALL, wait_until, working_below
 
 from noloco_p2p.bench import churn, toll, watch
-from noloco_p2p.bench.fleet import Fleet
+from noloco_p2p.bench.fleet import Fleet, Node
 from noloco_p2p.bench.outcome import loss_ratio, rounds_lost
 from noloco_p2p.bench.toll import Life, Line
 from noloco_p2p.errors import ConfigError, LocalError
@@ -135,6 +135,25 @@ for n in range(1, 10_000):
     time.sleep(0.02)
 """
 """A node as the bench sees it: it tells where it is, steps, and has a process of its own below it."""
+
+
+def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be read after the kill: the node trains no more, and has not come back."""
+    fleet = Fleet(tmp_path, (1, 1), [], 1)
+    (tmp_path / "audit").mkdir()
+    monkeypatch.setattr(Node, "peer", "12D3me")
+    node = fleet.nodes["0-0"]
+    step = {"at": 2.0, "inner_step": 1, "step": 1, "microbatches": [{"id": "a", "tokens": 3}]}
+    steps = tmp_path / "audit" / "steps-12D3me.jsonl"
+    node.started_at, node.killed = 1.0, False
+    steps.write_text(json.dumps(step) + "\n")
+    fleet.tick()
+    assert (node.trains, fleet.back_s) == (True, [1.0])
+    fleet.kill(node, None)
+    with steps.open("a") as file:
+        file.write(json.dumps({**step, "at": 2.5, "inner_step": 2}) + "\n")
+    fleet.tick()
+    assert (node.trains, fleet.back_s, len(fleet.lines)) == (False, [1.0], 2)
 
 
 def disturbed_and_broken_off(run_dir: Path) -> None:

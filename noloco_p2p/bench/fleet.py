@@ -158,7 +158,8 @@ class Fleet:
             self.lines.append(line)
             self.step = max(self.step, line.step)
             node = by_peer.get(line.peer)
-            if node is not None and line.at >= node.started_at:
+            # Of a killed node the lines may be new that it wrote a moment before: they are of its old process.
+            if node is not None and not node.killed and line.at >= node.started_at:
                 if not node.trains:
                     self.back_s.append(line.at - node.started_at)
                 node.trains, node.moved_at = True, max(node.moved_at, line.at)
