@@ -123,6 +123,8 @@ class Status:
     steps: int
     """Length of the run."""
     inner_steps: int
+    start_replicas: int = 0
+    """Replicas that every stage needs before the run begins."""
     waits: tuple[Wait, ...] = ()
     """Everything it waits for, longest first."""
     serving: tuple[Serving, ...] = ()

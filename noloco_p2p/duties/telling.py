@@ -17,6 +17,7 @@ def status(seat: Seat, door: Door, now: float) -> Status:
         stages=seat.manifest.stages,
         steps=seat.manifest.steps,
         inner_steps=seat.inner_steps,
+        start_replicas=seat.manifest.start_replicas,
         waits=seat.waits.told(now),
         serving=tuple(Serving(caller, why, max(0.0, now - since)) for caller, why, since in calls),
         seen=tuple(Seen(advert, max(0.0, aside_until - now)) for advert, aside_until in members.seen(now=now)),
