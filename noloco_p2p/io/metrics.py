@@ -1,7 +1,7 @@
 """The Prometheus metrics of one node (design.md §9), in a registry of their own. What sets them is in telemetry.py."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 
@@ -52,19 +52,24 @@ class Phases:
 
     def __init__(self, metric: Histogram) -> None:
         self._children = {name: metric.labels(name) for name in self.NAMES}
+        self.heard: Callable[[str, float], None] | None = None
+        """Told of every phase as well: its name and seconds."""
 
     def span(self, name: str) -> "Span":
         """Measures the seconds inside a `with`."""
-        return Span(self._children.get(name) or self._children["other"])
+        name = name if name in self._children else "other"
+        return Span(name, self._children[name], self.heard)
 
 
 class Span:
-    """Puts the seconds inside a `with` into a histogram."""
+    """Puts the seconds inside a `with` into a histogram, and tells them to who wants to hear."""
 
-    __slots__ = ("_began", "_child")
+    __slots__ = ("_began", "_child", "_heard", "_name")
 
-    def __init__(self, child: Histogram) -> None:
+    def __init__(self, name: str, child: Histogram, heard: Callable[[str, float], None] | None) -> None:
+        self._name = name
         self._child = child
+        self._heard = heard
         self._began = 0.0
 
     def __enter__(self) -> None:
@@ -73,7 +78,10 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._child.observe(time.perf_counter() - self._began)
+        seconds = time.perf_counter() - self._began
+        self._child.observe(seconds)
+        if self._heard is not None:
+            self._heard(self._name, seconds)
 
 
 class Deserted:
