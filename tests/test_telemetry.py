@@ -179,7 +179,7 @@ def test_names_follow_the_rules(telemetry: PrometheusTelemetry) -> None:
     """Prometheus: a namespace, base units, `_total` for counters and for nothing else, a help text."""
     everything(telemetry)
     for metric in telemetry.registry.collect():
-        assert re.fullmatch(r"noloco_[a-z_]+", metric.name)
+        assert re.fullmatch(r"(noloco|process)_[a-z_]*[a-z]", metric.name)
         assert metric.documentation.endswith(".")
         assert not re.search(r"_(ms|us|kb|mb|minutes|millis\w*)(_|$)", metric.name)
         sample_names = {sample.name for sample in metric.samples if not sample.name.endswith("_created")}
@@ -259,7 +259,7 @@ class Hostile:
 
 def test_it_never_raises_into_its_caller(telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    for kind in (*telemetry._handlers, "unheard of"):
+    for kind in (*telemetry._events.handlers, "unheard of"):
         telemetry.event(kind)
         if kind != "unheard of":
             telemetry.event(kind, **dict.fromkeys(("state", "result", "message", "value", "counts", "name"), Hostile()))

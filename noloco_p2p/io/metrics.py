@@ -145,6 +145,8 @@ class Metrics:
         self.replica_std = gauge("replica_std", "Standard deviation of the weights between replicas of this stage.")
         self.lag = gauge("event_loop_lag_seconds", "How late the event loop last came to a timer.")
         self.peers = gauge("peers", "Nodes of the swarm, this one included.", "stage", "state")
+        self.joined = counter("peers_joined", "Nodes that have come into this node's view of the swarm.")
+        self.departed = counter("peers_departed", "Nodes that have gone from this node's view of the swarm.")
         self.state = gauge("state", "1 for the state that this node is in, else 0.", "state")
         self.deserted = gauge("stage_deserted_seconds", "Since when nobody serves a stage; 0 when served.", "stage")
         self.guarded_round = gauge("guarded_round", "Outer round of the snapshot held for another stage.", "stage")

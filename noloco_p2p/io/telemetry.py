@@ -1,29 +1,26 @@
-"""The Telemetry port: metrics on /metrics, totals for the node's summary, and lines for its log.
+"""The Telemetry port: what a node tells of itself goes to its metrics, its totals, its log and its journal.
 
-What an event does is in the table of handlers; an event of another kind is only logged, at debug level. `peers` has
-one series for each stage and state, other label values are bounded in metrics.py.
+What an event does is in events.py; an event of another kind is only logged, at debug level. What is answered over HTTP
+is in pages.py.
 """
 
 import logging
-import math
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from wsgiref.simple_server import WSGIServer
+from dataclasses import replace
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector
 
-from noloco_p2p.core.members import STATES
-from noloco_p2p.errors import LocalError
+from noloco_p2p.core.status import Figures, Status
+from noloco_p2p.io import figures, machine
+from noloco_p2p.io.events import QUIET_S, Events
+from noloco_p2p.io.journal import Journal
 from noloco_p2p.io.log import Limiter
-from noloco_p2p.io.metrics import Deserted, Metrics
-from noloco_p2p.io.totals import Totals
-
-QUIET_S = 5.0
-"""Seconds between two log lines about the same trouble."""
-
-Fields = dict[str, object]
+from noloco_p2p.io.metrics import Metrics
+from noloco_p2p.io.pages import Scraped, Watched, pages
+from noloco_p2p.io.web import WebServer
 
 logger = logging.getLogger("noloco_p2p")
 
@@ -34,52 +31,38 @@ class PrometheusTelemetry:
     def __init__(self, stages: int) -> None:
         self.registry = CollectorRegistry()
         self._metrics = Metrics(self.registry)
-        self._stages = stages
-        self._server: WSGIServer | None = None
+        self._events = Events(self._metrics, stages)
         self._lock = threading.Lock()
         self._limiter = Limiter(QUIET_S)
-        self._totals = Totals()
-        self._deserted = Deserted(self._metrics.deserted, stages)
-        self._guards: set[int] = set()
-        self._handlers: dict[str, Callable[[Fields], None]] = {
-            "state": self._state,
-            "inner_step": self._inner_step,
-            "microbatch": self._microbatch,
-            "reroute": self._reroute,
-            "busy": self._busy,
-            "outer_round": self._outer_round,
-            "evaluation": self._evaluation,
-            "membership": self._membership,
-            "replica_std": self._replica_std,
-            "idle": self._idle,
-            "bytes": self._bytes,
-            "gauge": self._gauge,
-            "lag": self._lag,
-            "warning": self._warning,
-            "info": self._info,
-            "deserted": self._deserted_stages,
-            "checkpoint": self._checkpoint,
-            "guarded": self._guarded,
-            "resumed": self._resumed,
-            "moved": self._moved,
-        }
+        self._journal: Journal | None = None
+        self._directory: Path | None = None
+        self._watched = Watched()
+        self._scraped = Scraped(self._watched)
+        self.registry.register(self._scraped)
+        ProcessCollector(registry=self.registry)
+        self._server = WebServer(pages(self.registry, self._watched))
 
     def serve(self, host: str, port: int) -> int:
-        """Answer scrapes from a thread of its own; returns the port (0 picks one). LocalError when it is in use."""
-        try:
-            self._server, _ = start_http_server(port, addr=host, registry=self.registry)
-        except OSError as error:
-            raise LocalError(
-                f"metrics: {host} port {port} cannot be opened ({error.strerror or error}); set listen.metrics_port"
-            ) from error
-        return int(self._server.server_port)
+        """Answer from threads of its own; returns the port (0 picks one). LocalError when it is in use."""
+        return self._server.open(host, port)
 
     def close(self) -> None:
-        """Stop to answer scrapes (half a second at most)."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        """Stop to answer (a quarter of a second at most)."""
+        self._server.close()
+
+    def watch(self, status: Callable[[], Status], directory: Path) -> None:
+        """From now on there is a node: `status` tells of it, from any thread. It works in `directory`."""
+        self._directory = directory
+        self._watched.watch(lambda: replace(status(), figures=self.figures()))
+
+    def measure_memory(self, memory: Callable[[], tuple[int, int]] | None) -> None:
+        """Where the used and total bytes of the device's memory are asked, from any thread; None: the CPU's."""
+        self._scraped.memory = memory or (lambda: (machine.rss_bytes(), machine.memory_bytes()))
+
+    def record(self, journal: Journal) -> None:
+        """Let a journal have every event from now on, and the seconds of every phase."""
+        self._journal = journal
+        self._metrics.phases.heard = lambda name, seconds: journal.note("span", {"name": name, "seconds": seconds})
 
     def identify(self, **labels: str) -> None:
         """Fill in node_info: peer id, run id, stage, version."""
@@ -88,12 +71,14 @@ class PrometheusTelemetry:
     def event(self, kind: str, /, **fields: object) -> None:
         """See `ports.Telemetry`."""
         try:
-            handler = self._handlers.get(kind)
+            handler = self._events.handlers.get(kind)
             if handler is None:
                 logger.debug("%s %s", kind, fields)
-                return
-            with self._lock:
-                handler(fields)
+            else:
+                with self._lock:
+                    handler(fields)
+            if self._journal is not None:
+                self._journal.note(kind, fields)
         except Exception:  # an instrument may never stop what it watches
             if self._limiter.admit(f"fault {kind[:40]}") is not None:
                 logger.debug("telemetry: event %s failed", kind, exc_info=True)
@@ -105,193 +90,9 @@ class PrometheusTelemetry:
     def totals(self) -> dict[str, object]:
         """See `Totals.told`."""
         with self._lock:
-            return self._totals.told()
+            return self._events.totals.told()
 
-    def _state(self, fields: Fields) -> None:
-        totals = self._totals
-        totals.state = str(fields["state"])
-        if totals.state == "training" and totals.training_at is None:
-            totals.training_at = time.time()
-        self._metrics.show_state(totals.state)
-        _log(logging.INFO, f"{totals.state}: {fields['reason']}", "state", fields)
-
-    def _inner_step(self, fields: Fields) -> None:
-        metrics, totals = self._metrics, self._totals
-        tokens, busy_s = _number(fields["tokens"]), _number(fields["busy_s"])
-        loss_sum, loss_tokens = _number(fields["loss_sum"]), _number(fields["loss_tokens"])
-        totals.inner_steps += 1
-        totals.tokens += int(tokens)
-        totals.step = _number(fields["step"])
-        totals.device_s += busy_s
-        totals.last_step_at = time.time()
-        metrics.inner_steps.inc()
-        metrics.tokens.inc(tokens)
-        metrics.device_seconds.inc(busy_s)
-        metrics.step.set(totals.step)
-        metrics.learning_rate.set(_number(fields["learning_rate"]))
-        metrics.grad_norm.set(_number(fields["grad_norm"]))
-        if loss_tokens and math.isfinite(loss_sum):
-            metrics.loss.set(loss_sum / loss_tokens)
-            self._totals.last_losses.append((loss_sum, loss_tokens))
-            if totals.first_loss is None:
-                totals.first_loss = loss_sum / loss_tokens
-
-    def _microbatch(self, fields: Fields) -> None:
-        result = str(fields["result"])
-        self._totals.microbatches[result] += 1
-        self._metrics.microbatches.add(1, result)
-        text = f"microbatch {result}"
-        if result == "dropped":
-            reason = str(fields.get("reason", "other"))
-            self._totals.dropped[reason] += 1
-            self._metrics.dropped.add(1, reason)
-            text += f" ({reason})"
-        if result not in ("done", "repeat"):
-            self._trouble(text, "microbatch", fields)
-
-    def _reroute(self, fields: Fields) -> None:
-        reason = str(fields["reason"])
-        self._totals.reroutes[reason] += 1
-        self._metrics.rerouted.add(1, reason)
-        self._trouble(f"microbatch routed again: {reason}", "reroute", fields)
-
-    def _busy(self, fields: Fields) -> None:
-        direction = str(fields["direction"])
-        self._totals.busy_replies[direction] += 1
-        self._metrics.busy_replies.add(1, direction)
-
-    def _outer_round(self, fields: Fields) -> None:
-        result = str(fields["result"])
-        self._totals.outer_rounds[result] += 1
-        self._metrics.outer_rounds.add(1, result)
-        self._metrics.pulled_bytes.inc(_number(fields["bytes"]))
-        if result == "alone":
-            self._metrics.rounds_alone.inc()
-        else:
-            self._metrics.rounds_alone.set(0)
-        partner = f" of {fields['partner']}" if fields.get("partner") else ""
-        cost = f"{_number(fields['seconds']):.2f} s, {int(_number(fields['bytes'])):,} bytes"
-        text = f"outer round {fields['round']}: {result}{partner} ({fields['reason']}), {cost}"
-        if self._totals.last_losses:
-            loss, tokens = self._totals.last_losses[-1]
-            text += f"; inner step {self._totals.inner_steps}, loss {loss / tokens:.3f}"
-        _log(logging.INFO, text, "outer_round", fields)
-
-    def _evaluation(self, fields: Fields) -> None:
-        loss = _number(fields["loss"])
-        self._totals.validation_loss = loss
-        self._totals.evaluations += 1
-        self._metrics.validation_loss.set(loss)
-        text = f"validation at step {fields['step']}: {loss:.4f} nats per token over {fields['tokens']} tokens"
-        _log(logging.INFO, text, "evaluation", fields)
-
-    def _membership(self, fields: Fields) -> None:
-        counts = fields["counts"]
-        if not isinstance(counts, Mapping):
-            raise TypeError(f"counts is {counts!r}")
-        for stage in range(self._stages):
-            for state in STATES:
-                self._metrics.peers.labels(stage, state).set(counts.get((stage, state), 0))
-
-    def _replica_std(self, fields: Fields) -> None:
-        self._totals.replica_std = _number(fields["value"])
-        self._metrics.replica_std.set(self._totals.replica_std)
-
-    def _idle(self, fields: Fields) -> None:
-        cause, seconds = str(fields["cause"]), _number(fields["seconds"])
-        self._totals.idle_s[cause] = self._totals.idle_s.get(cause, 0.0) + seconds
-        self._metrics.idle_seconds.add(seconds, cause)
-
-    def _bytes(self, fields: Fields) -> None:
-        direction, size = str(fields["direction"]), _number(fields["bytes"])
-        self._totals.bytes[direction] += int(size)
-        self._metrics.bytes.add(size, direction, str(fields["kind"]))
-
-    def _gauge(self, fields: Fields) -> None:
-        metrics = self._metrics
-        gauges = {"in_flight": metrics.in_flight, "waiting": metrics.waiting, "parameters": metrics.parameters}
-        gauges[str(fields["name"])].set(_number(fields["value"]))
-
-    def _lag(self, fields: Fields) -> None:
-        seconds = _number(fields["seconds"])
-        self._totals.largest_lag_s = max(seconds, self._totals.largest_lag_s)
-        self._metrics.lag.set(seconds)
-
-    def _deserted_stages(self, fields: Fields) -> None:
-        """A line when a stage comes or goes, none while it stays away."""
-        stages = fields["stages"]
-        if not isinstance(stages, Mapping):
-            raise TypeError(f"stages is {stages!r}")
-        gone, back = self._deserted.update({stage: _number(seconds) for stage, seconds in stages.items()})
-        for stage, seconds in gone.items():
-            text = f"stage {stage} has no replica since {seconds:.0f} s: the run waits for one"
-            _log(logging.WARNING, text, "deserted", {"stage": stage, "seconds": seconds})
-        for stage, seconds in back.items():
-            text = f"stage {stage} has a replica again, after {seconds:.0f} s"
-            _log(logging.INFO, text, "deserted", {"stage": stage, "seconds": 0.0})
-
-    def _checkpoint(self, fields: Fields) -> None:
-        """The first one is told at info level: the node does write them."""
-        self._totals.checkpoints += 1
-        seconds, size = _number(fields["seconds"]), _number(fields["bytes"])
-        self._metrics.checkpoint_round.set(_number(fields["round"]))
-        self._metrics.checkpoint_duration.set(seconds)
-        self._metrics.checkpoint_size.set(size)
-        self._metrics.checkpoint_timestamp.set(time.time())
-        text = f"checkpoint of outer round {fields['round']}: {seconds:.2f} s, {int(size):,} bytes"
-        _log(logging.INFO if self._totals.checkpoints == 1 else logging.DEBUG, text, "checkpoint", fields)
-
-    def _guarded(self, fields: Fields) -> None:
-        stage, size = int(_number(fields["stage"])), int(_number(fields["bytes"]))
-        if not 0 <= stage < self._stages:
-            raise ValueError(f"there is no stage {stage}")
-        first = stage not in self._guards
-        self._guards.add(stage)
-        self._metrics.guarded_round.labels(stage).set(_number(fields["round"]))
-        text = f"guards stage {stage}: holds its outer round {fields['round']}, {size:,} bytes"
-        _log(logging.INFO if first else logging.DEBUG, text, "guarded", fields)
-
-    def _resumed(self, fields: Fields) -> None:
-        source, step = str(fields["source"]), _number(fields["step"])
-        found = {"source": source, "round": fields["round"], "step": step, "peer": fields.get("peer")}
-        self._totals.resumed = found
-        of = f" of {fields['peer']}" if fields.get("peer") else ""
-        text = f"goes on from step {step:g} (outer round {fields['round']}), weights from: {source}{of}"
-        _log(logging.INFO, text, "resumed", fields)
-
-    def _moved(self, fields: Fields) -> None:
-        self._totals.moves += 1
-        _log(logging.INFO, f"moves to stage {fields['stage']}: {fields['reason']}", "moved", fields)
-
-    def _warning(self, fields: Fields) -> None:
-        text = str(fields["message"])
-        held = self._limiter.admit(text)
-        if held is not None:
-            _log(logging.WARNING, text + _more(held), "warning", {})
-
-    def _info(self, fields: Fields) -> None:
-        _log(logging.INFO, str(fields["message"]), "info", {})
-
-    def _trouble(self, text: str, kind: str, fields: Fields) -> None:
-        """A warning, at most one of its text in QUIET_S; who and why come from the fields."""
-        held = self._limiter.admit(text)
-        if held is not None:
-            peer = f", {fields['peer']}" if "peer" in fields else ""
-            reason = f": {fields['message']}" if "message" in fields else ""
-            _log(logging.WARNING, text + peer + reason + _more(held), kind, fields)
-
-
-def _log(level: int, text: str, kind: str, fields: Fields) -> None:
-    """`fields` go into JSON lines beside the message, which they may not replace."""
-    named = {name: value for name, value in fields.items() if name != "message"}
-    logger.log(level, "%s", text, extra={"fields": {"event": kind, **named}})
-
-
-def _more(held: int) -> str:
-    return f" (and {held} more)" if held else ""
-
-
-def _number(value: object) -> float:
-    if isinstance(value, int | float):
-        return float(value)
-    raise TypeError(f"{value!r} is not a number")
+    def figures(self) -> Figures:
+        """What has been counted until now, for the node's status; from any thread."""
+        with self._lock:
+            return figures.figures(self._events.totals, self._events.recent, self._directory)

@@ -1,0 +1,197 @@
+"""A small HTTP server in threads of its own: it answers while the event loop of the node stands.
+
+What it answers is in pages.py. One request a connection, a bounded number of them at once, each for a bounded time: a
+slow client holds a thread for DEADLINE_S at most, and loses it sooner when others come.
+"""
+
+import contextlib
+import gzip
+import http.server
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client.exposition import gzip_accepted
+
+from noloco_p2p.errors import LocalError
+
+REQUESTS_LIMIT = 16
+"""Requests at once; for one more the oldest is cut off."""
+DEADLINE_S = 10.0
+"""Longest life of a request, from its connection to the last byte of the answer."""
+SILENCE_S = 5.0
+"""Longest wait for the next bytes of a client."""
+POLL_S = 0.25
+"""How often the server looks for requests past their deadline, and whether it is to close."""
+FREED_S = 0.1
+"""Wait for the thread of a request that was cut off."""
+SMALLEST_GZIP_BYTES = 1_024
+
+TEXT = "text/plain; charset=utf-8"
+JSON = "application/json"
+
+logger = logging.getLogger("noloco_p2p")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a page says."""
+
+    body: bytes
+    content_type: str = TEXT
+    code: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a page may want to know of a request."""
+
+    query: str
+    """What stands behind the question mark."""
+    accept: str
+    """The header of that name."""
+
+
+Page = Callable[[Asked], Answer]
+"""Makes the answer of a path, in a thread of the server. It must not wait for the event loop."""
+
+
+class WebServer:
+    """Answers GET and HEAD of the paths of `pages`."""
+
+    def __init__(self, pages: Mapping[str, Page]) -> None:
+        self._pages = pages
+        self._server: _Server | None = None
+
+    def open(self, host: str, port: int) -> int:
+        """Listen, and answer from now on; returns the port (0 picks one). LocalError when it cannot be opened."""
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            self._server = _Server((host, port), family, self._pages)
+        except OSError as error:
+            raise LocalError(
+                f"metrics: {host} port {port} cannot be opened ({error.strerror or error}); set listen.metrics_port"
+            ) from error
+        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="web", daemon=True).start()
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Cut off the requests in hand and stop to listen (POLL_S at most)."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server.cut_off(time.monotonic())
+            self._server = None
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """A thread for each request, REQUESTS_LIMIT of them."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily, pages: Mapping[str, Page]) -> None:
+        self.address_family = family
+        self.pages = pages
+        self._places = threading.BoundedSemaphore(REQUESTS_LIMIT)
+        self._began: dict[Any, float] = {}
+        """Connection → when it was accepted, oldest first."""
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without the look-up of this machine's name, which can take long."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "noloco", self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give it a thread; the oldest request goes when there is none left."""
+        if not self._places.acquire(blocking=False):
+            with self._lock:
+                oldest = next(iter(self._began.values()), 0.0)
+            self.cut_off(oldest)
+            if not self._places.acquire(timeout=FREED_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._began[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, close, and give the place back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._began.pop(request, None)
+            self._places.release()
+
+    def service_actions(self) -> None:
+        """Between two connections, and every POLL_S: end what takes too long."""
+        self.cut_off(time.monotonic() - DEADLINE_S)
+
+    def cut_off(self, until: float) -> None:
+        """Break the connections that were accepted at that time or before; their threads end by it."""
+        with self._lock:
+            late = [request for request, began in self._began.items() if began <= until]
+        for request in late:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+        logger.debug("web: a request failed", exc_info=True)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """One request."""
+
+    server: _Server
+    timeout = SILENCE_S
+    error_message_format, error_content_type = "%(code)d %(message)s\n", TEXT
+
+    def do_GET(self) -> None:
+        """Answer with the page, or 404."""
+        self._send(self._answer())
+
+    def do_HEAD(self) -> None:
+        """The same without the body."""
+        self._send(self._answer())
+
+    def _answer(self) -> Answer:
+        where = urlsplit(self.path)
+        page = self.server.pages.get(where.path)
+        if page is None:
+            return Answer(f"404 no such page; there are: {' '.join(self.server.pages)}\n".encode(), code=404)
+        try:
+            return page(Asked(where.query, self.headers.get("Accept", "")))
+        except Exception as error:  # whoever watches learns of a bug and goes on to watch
+            logger.debug("web: %s failed", where.path, exc_info=True)
+            return Answer(f"500 {type(error).__name__}: {error}".splitlines()[0].encode() + b"\n", code=500)
+
+    def _send(self, answer: Answer) -> None:
+        body = answer.body
+        self.send_response(answer.code)
+        self.send_header("Content-Type", answer.content_type)
+        if len(body) >= SMALLEST_GZIP_BYTES and gzip_accepted(self.headers.get("Accept-Encoding", "")):
+            body = gzip.compress(body, 1)
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def version_string(self) -> str:
+        """Of the header `Server`."""
+        return "noloco"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a scrape is no news."""
