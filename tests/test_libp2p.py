@@ -11,9 +11,10 @@ from daemons import RUN, STRANGER, daemon, run
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io import libp2p as libp2p_module
+from noloco_p2p.io.daemon import SOCKETS_MIN_AGE_S, sweep_stale_sockets
 from noloco_p2p.io.directory import HivemindDirectory
 from noloco_p2p.io.join import DialAllowance, ask_dial_back, fetch_manifest, offer_manifest, serve_dial_back
-from noloco_p2p.io.libp2p import Libp2p, sweep_stale_sockets
+from noloco_p2p.io.libp2p import Libp2p
 
 
 def test_bad_join_addresses_each_have_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +120,6 @@ def test_only_sockets_that_nobody_listens_on_are_swept(tmp_path: Path) -> None:
         live.bind(str(tmp_path / "hivemind-p2pd-live.sock"))
         live.listen()
         (tmp_path / "other.sock").touch()
-        assert sweep_stale_sockets(tmp_path, libp2p_module._SOCKETS_MIN_AGE_S) == 0
+        assert sweep_stale_sockets(tmp_path, SOCKETS_MIN_AGE_S) == 0
         assert sweep_stale_sockets(tmp_path, 0.0) == 1
         assert sorted(path.name for path in tmp_path.iterdir()) == ["hivemind-p2pd-live.sock", "other.sock"]

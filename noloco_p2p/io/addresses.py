@@ -95,10 +95,10 @@ def announced_host(host: str, announce_host: str | None, join: JoinAddress | Non
     return host
 
 
-def reserve_port(host: str, port: int) -> socket.socket:
+def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.socket:
     """A socket bound to (host, port), 0 picks one. It does not listen: keep it until the real listener stands.
 
-    The libp2p daemon shares a port silently with another one, so the check has to be made here.
+    The libp2p daemon shares a port silently with another one, so the check has to be made here. `key` sets the port.
     Raises LocalError naming the port when it is in use, or the host when it is not one of this machine's.
     """
     try:
@@ -114,13 +114,13 @@ def reserve_port(host: str, port: int) -> socket.socket:
     except OSError as error:
         held.close()
         if error.errno == errno.EADDRINUSE:
-            raise LocalError(port_in_use(host, port)) from error
+            raise LocalError(port_in_use(host, port, key)) from error
         raise LocalError(
             f"cannot listen on {host} port {port}: {error.strerror}; change listen.host or the port"
         ) from error
     return held
 
 
-def port_in_use(host: str, port: int) -> str:
+def port_in_use(host: str, port: int, key: str) -> str:
     """The line that a user sees."""
-    return f"port {port} on {host} is in use by another process: choose another listen.dht_port, or 0 to pick one"
+    return f"port {port} on {host} is in use by another process: choose another {key}, or 0 to pick one"

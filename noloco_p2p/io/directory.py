@@ -59,24 +59,7 @@ class HivemindDirectory:
         Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable when peers
         were joined and none of them answers as a DHT node; finding nobody without a join address is a first node.
         """
-        from hivemind.dht.node import DHTNode
-        from hivemind.dht.routing import DHTID
-
-        hashed = {DHTID.generate(stage_key(run_id, stage)).to_bytes(): stage for stage in range(stages)}
-        node = await libp2p.guard(
-            DHTNode.create(
-                p2p=libp2p.p2p,
-                wait_timeout=WAIT_TIMEOUT_S,
-                record_validator=AdvertValidator(libp2p.identity, run_id, hashed, dht_time),
-                backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                reuse_get_requests=False,
-            ),
-            BOOTSTRAP_TIMEOUT_S,
-            "the libp2p daemon",
-        )
+        node = await _dht_node(libp2p, run_id, stages, None)
         known = KnownPeers(known_path)
         known.load()
         known.remember(libp2p.joined)
@@ -88,6 +71,24 @@ class HivemindDirectory:
             raise
         directory._rejoining = asyncio.create_task(directory._rejoin_forever())
         return directory
+
+    async def reopened(self, libp2p: Libp2p) -> "HivemindDirectory":
+        """This directory on a fresh daemon of the same peer, when its own has died and it was closed.
+
+        It has the same place in the DHT and all records, and dials known peers; finding none of them is no error.
+        Raises LocalError (no daemon), Unreachable.
+        """
+        node = await _dht_node(libp2p, self._run_id, len(self._keys), self._node.node_id)
+        node.protocol.storage = self._node.protocol.storage
+        fresh = HivemindDirectory(libp2p, node, self._run_id, len(self._keys), self._known)
+        fresh._expires, fresh._newest, fresh._met = self._expires, self._newest, self._met
+        try:
+            self._known.remember(address for _, address in sorted(self._met.items()))
+            await fresh.rejoin()
+        except (LocalError, PeerError) as error:
+            log.warning("rejoining: %s", error)
+        fresh._rejoining = asyncio.create_task(fresh._rejoin_forever())
+        return fresh
 
     async def announce(self, advert: Advert, ttl_s: float) -> None:
         """See `ports.Directory`. Raises ConfigError for an advert that nobody would accept, LocalError (no daemon)."""
@@ -225,6 +226,26 @@ class HivemindDirectory:
                 await self.rejoin()
             except (LocalError, PeerError) as error:
                 log.warning("rejoining: %s", error)
+
+
+async def _dht_node(libp2p: Libp2p, run_id: str, stages: int, node_id: Any) -> Any:
+    """hivemind's DHTNode on the daemon, at `node_id` (its DHTID) or a place drawn at random."""
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+
+    hashed = {DHTID.generate(stage_key(run_id, stage)).to_bytes(): stage for stage in range(stages)}
+    creating = DHTNode.create(
+        p2p=libp2p.p2p,
+        node_id=node_id,
+        wait_timeout=WAIT_TIMEOUT_S,
+        record_validator=AdvertValidator(libp2p.identity, run_id, hashed, dht_time),
+        backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        reuse_get_requests=False,
+    )
+    return await libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
 
 
 def newest_of_each(records: Iterable[Record]) -> list[Record]:

@@ -1,4 +1,4 @@
-"""The libp2p daemon (`p2pd`) of this node: start, links to peers, small authenticated calls, its death, its end.
+"""What the libp2p daemon of this node does: links to peers, small authenticated calls, its death, its end.
 
 hivemind is imported where it is used, because that takes two seconds. None of its calls has a timeout, and a dead
 daemon leaves them waiting for ever, so every one goes through `guard`. Foreign exceptions are mapped to ours here.
@@ -7,18 +7,13 @@ daemon leaves them waiting for ever, so every one goes through `guard`. Foreign 
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import socket
-import sys
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
-from noloco_p2p.io.addresses import JoinAddress, announced_host, host_multiaddress, port_in_use, reserve_port
+from noloco_p2p.io import daemon
+from noloco_p2p.io.addresses import JoinAddress, announced_host, host_multiaddress, reserve_port
 from noloco_p2p.io.identity import Identity
 
 T = TypeVar("T")
@@ -27,41 +22,18 @@ CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 
 DIAL_TIMEOUT_S = 5.0
 DAEMON_TIMEOUT_S = 5.0
-START_TIMEOUT_S = 30.0
 CALL_LIMIT_BYTES = 1 << 20
 """Largest request or response; hivemind's own limit is 4 MiB."""
-_SOCKETS = "hivemind-p2p*.sock"
-_SOCKETS_MIN_AGE_S = 60.0
 _ERROR, _ANSWER = b"\x00", b"\x01"
 
 log = logging.getLogger(__name__)
 
 
-def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = _SOCKETS_MIN_AGE_S) -> int:
-    """Remove the daemon sockets of this user that nobody listens on any more; returns how many.
-
-    hivemind puts them into /tmp by name. Young ones are left alone: their daemon may be about to listen.
-    """
-    removed = 0
-    for path in sorted(directory.glob(_SOCKETS)):
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < min_age_s:
-                continue
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(0.2)
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    path.unlink()
-                    removed += 1
-    return removed
-
-
 class Libp2p:
     """A running daemon, owned by this object from `open` to `close`."""
 
-    def __init__(self, identity: Identity, p2p: Any, address: JoinAddress) -> None:
+    def __init__(self, identity: Identity, host: str, p2p: Any, address: JoinAddress, metrics_port: int | None) -> None:
+        """See `open`; `address` is what it tells others."""
         self.identity = identity
         self.p2p = p2p
         """hivemind's `P2P`; for the DHT node only."""
@@ -69,28 +41,44 @@ class Libp2p:
         """The given join addresses that answered."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises LocalError to whoever awaits it when the daemon has died; cancelled by `close`."""
+        self.metrics_port = metrics_port
+        """TCP port of the daemon's own /metrics on the host that it listens on; None when it serves none."""
+        self._host = host
         self._address = address
+        self._death = "the libp2p daemon has ended"
         self._watch = asyncio.create_task(self._watched())
 
     @classmethod
     async def open(
-        cls, identity: Identity, *, host: str, port: int, announce_host: str | None = None, join: Sequence[str] = ()
+        cls,
+        identity: Identity,
+        *,
+        host: str,
+        port: int,
+        announce_host: str | None = None,
+        join: Sequence[str] = (),
+        metrics_port: int | None = None,
     ) -> "Libp2p":
         """Start the daemon on (host, port), 0 picks a port, and dial the addresses to join.
 
-        One live address among those given suffices. Raises LocalError (port in use, daemon does not start),
-        ConfigError (malformed address, another peer at the address) or Unreachable (nobody answers), within 10 s.
+        With `metrics_port`, 0 picks one too, it serves its own metrics there. One live address among those given
+        suffices. Raises LocalError (port in use, daemon does not start), ConfigError (malformed address, another peer
+        at the address) or Unreachable (nobody answers), within 10 s.
         """
         targets = [JoinAddress.parse(text) for text in join]
         others = [target for target in targets if target.peer_id != identity.peer_id]
         if targets and not others:
             raise ConfigError(f"join address {targets[0]} is this node's own: give the address of another node")
-        sweep_stale_sockets()
+        daemon.sweep_stale_sockets()
         told = announced_host(host, announce_host, others[0] if others else None)
-        with reserve_port(host, port) as held:
-            address = JoinAddress(told, held.getsockname()[1], identity.peer_id)
-            p2p = await _start_daemon(identity, host, address)
-        libp2p = cls(identity, p2p, address)
+        with contextlib.ExitStack() as held:
+            own = held.enter_context(reserve_port(host, port, "listen.dht_port"))
+            address = JoinAddress(told, own.getsockname()[1], identity.peer_id)
+            if metrics_port is not None:
+                metrics = held.enter_context(reserve_port(host, metrics_port, "listen.libp2p_metrics_port"))
+                metrics_port = metrics.getsockname()[1]
+            p2p = await daemon.start(identity, host, address, metrics_port)
+        libp2p = cls(identity, host, p2p, address, metrics_port)
         try:
             if others:
                 libp2p.joined = await libp2p._join(others)
@@ -98,6 +86,17 @@ class Libp2p:
             await libp2p.close()
             raise
         return libp2p
+
+    async def reopened(self) -> "Libp2p":
+        """A fresh daemon in place of this one, which has ended: the same peer on the same ports. Raises LocalError."""
+        told = self._address
+        return await Libp2p.open(
+            self.identity,
+            host=self._host,
+            port=told.port,
+            announce_host=told.host,
+            metrics_port=self.metrics_port,
+        )
 
     @property
     def peer_id(self) -> PeerId:
@@ -189,7 +188,7 @@ class Libp2p:
         try:
             await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self.failed.done():
-                raise LocalError(_DEAD)
+                raise LocalError(self._death)
             if not task.done():
                 raise Unreachable(f"{what} did not come within {timeout_s:g} s")
             return await task
@@ -206,13 +205,13 @@ class Libp2p:
         self._watch.cancel()
         if not self.failed.done():
             self.failed.cancel()
-        await _stop_daemon(self.p2p)
+        await daemon.stop(self.p2p)
 
     async def _watched(self) -> None:
-        await self.p2p._child.wait()
-        log.error(_DEAD)
+        code = await self.p2p._child.wait()
+        self._death = f"the libp2p daemon (p2pd) has died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
         if not self.failed.done():
-            self.failed.set_exception(LocalError(_DEAD))
+            self.failed.set_exception(LocalError(self._death))
             self.failed.exception()  # marks it as seen: whoever wants to know awaits it
 
     async def _join(self, targets: Sequence[JoinAddress]) -> tuple[JoinAddress, ...]:
@@ -230,49 +229,3 @@ class Libp2p:
 
 def _nobody(target: JoinAddress, reason: str) -> str:
     return f"join address {target}: nobody answers ({reason}); check that the node runs and its port is open"
-
-
-_DEAD = "the libp2p daemon (p2pd) has died: this node is cut off from the directory and has to be started again"
-
-
-async def _start_daemon(identity: Identity, host: str, address: JoinAddress) -> Any:
-    """hivemind's P2P, listening on `host` and the port of `address`, which it announces. Raises LocalError."""
-    from hivemind.p2p import P2P
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-    from hivemind.utils.logging import use_hivemind_log_handler
-
-    class OwnGroup(P2P):  # type: ignore[misc]  # hivemind is untyped
-        """Its daemon is in a process group of its own: Ctrl-C in a terminal must reach the node alone, which then
-        still needs the daemon to say that it leaves."""
-
-        @staticmethod
-        def _make_process_args(*args: Any, **options: Any) -> list[str]:
-            program = "import os, sys; os.setpgrp(); os.execv(sys.argv[1], sys.argv[1:])"
-            return [sys.executable, "-I", "-S", "-c", program, *P2P._make_process_args(*args, **options)]
-
-    use_hivemind_log_handler("nowhere")
-    try:
-        return await OwnGroup.create(
-            identity_path=str(identity.path),
-            check_if_identity_free=False,  # it knows RSA keys only; the lock file beside the key does this
-            host_maddrs=[host_multiaddress(host, address.port)],
-            announce_maddrs=[address.multiaddress],
-            startup_timeout=START_TIMEOUT_S,
-            nat_port_map=False,
-            auto_nat=False,
-            use_relay=False,
-        )
-    except P2PDaemonError as error:
-        if "address already in use" in str(error):
-            raise LocalError(port_in_use(host, address.port)) from error
-        raise LocalError(f"the libp2p daemon did not start: {' '.join(str(error).split())[:300]}") from error
-
-
-async def _stop_daemon(p2p: Any) -> None:
-    """SIGTERM, and SIGKILL to a daemon that is not gone after that."""
-    try:
-        await asyncio.wait_for(p2p.shutdown(), DAEMON_TIMEOUT_S)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(p2p._child.pid, signal.SIGKILL)
-        await p2p._child.wait()
