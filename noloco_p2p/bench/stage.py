@@ -57,6 +57,35 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
     }
 
 
+def time_one(manifest: RunManifest, index: int, device: str, *, limit_s: float = 2.0, repeats: int = 10) -> float:
+    """Median seconds that stage `index` takes for the forward and backward of one microbatch of random values.
+
+    Measures `repeats` times, or once at least until `limit_s` are over. Raises ConfigError and LocalError as
+    `make_torch_stage`.
+    """
+    stage, batch = make_torch_stage(manifest, index, "bench", device=device, self_test=False), _make_batch(manifest)
+    spec = stage.state.hidden
+    values_BTD = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0)).to(host.DTYPES[spec.dtype])
+    flow = batch.inputs if index == 0 else host.from_torch("hidden", values_BTD)
+    grad = host.from_torch("grad", values_BTD)
+    took: list[float] = []
+    give_up_at = time.perf_counter() + limit_s
+    for number in range(repeats + 1):
+        identity = MicrobatchId("bench", 0, number)
+        began_at = time.perf_counter()
+        if index == manifest.stages - 1:
+            stage.loss_backward(identity, flow, batch.targets, None)
+        else:
+            graph, _ = stage.forward(flow, None)
+            stage.backward(graph, identity, Gradient(identity, grad, 0.0, 1, ()))
+        _synchronise(pick_device(device))
+        if number:
+            took.append(time.perf_counter() - began_at)
+        if took and time.perf_counter() > give_up_at:
+            break
+    return statistics.median(took)
+
+
 def _make_stages(manifest: RunManifest, device: str) -> list[TorchStage]:
     indices = range(manifest.stages)
     return [make_torch_stage(manifest, i, "bench", device=device, self_test=i == 0) for i in indices]

@@ -57,7 +57,7 @@ async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> Collection:
             libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=home / "known-peers.json"
         )
         closing.push_async_callback(directory.close)
-        transport = GrpcTransport(identity.peer_id, manifest.run_id, ListenSettings(), _Silent(), 0)
+        transport = GrpcTransport(identity.peer_id, manifest.run_id, ListenSettings(), Silent(), 0)
         closing.push_async_callback(transport.close)
         specs = await asyncio.to_thread(_specs, manifest)
         return await _Fetching(manifest, specs, directory, transport, say).collect(one=one)
@@ -173,7 +173,7 @@ def _specs(manifest: RunManifest) -> list[tuple[TensorSpec, ...]]:
     return [export.stage_specs(manifest, stage) for stage in range(manifest.stages)]
 
 
-class _Silent:
+class Silent:
     """Telemetry that nobody watches."""
 
     def event(self, kind: str, /, **fields: object) -> None:

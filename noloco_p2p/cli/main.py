@@ -1,6 +1,7 @@
 """`noloco`: a swarm on this machine, and measurements. What is heavy is imported inside the commands."""
 
 import json
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -137,6 +138,28 @@ def generate_text(
     from noloco_p2p.cli.evaluation import run_generate
 
     print(run_generate(out, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
+
+
+@app.command()
+def doctor(
+    join: Annotated[
+        list[str] | None, typer.Option(metavar="ADDR", help="Address of a node of the swarm to look at; repeatable.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The YAML file with which the node would be started.")
+    ] = None,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
+    dir: Annotated[
+        Path | None, typer.Option(help="Directory of a node, or that of noloco swarm: how it is, and its swarm.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all findings.")] = False,
+) -> None:
+    """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
+    from noloco_p2p.cli import settings
+    from noloco_p2p.cli.doctor.examination import Order, run_doctor
+
+    given = settings.read(config, os.environ, set or ())
+    raise typer.Exit(run_doctor(Order(tuple(join or ()), given, dir, as_json)))
 
 
 @bench.command("pipeline")

@@ -1,0 +1,221 @@
+"""The order of the checks: the machine, the node's directory, the swarm, what the run needs, what holds it up."""
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from noloco_p2p.cli import records, settings
+from noloco_p2p.cli.collect import Silent
+from noloco_p2p.cli.doctor import home, machine, needs, peers, speed
+from noloco_p2p.cli.doctor.telling import Telling
+from noloco_p2p.cli.node import HOME
+from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.core import diagnosis
+from noloco_p2p.core.balance import stage_to_take
+from noloco_p2p.core.members import PRESENT, READY
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.errors import LocalError, NolocoError
+from noloco_p2p.io import survey
+from noloco_p2p.io.addresses import JoinAddress, announced_host
+from noloco_p2p.io.directory import HivemindDirectory
+from noloco_p2p.io.identity import KEY, Identity
+from noloco_p2p.io.libp2p import Libp2p
+from noloco_p2p.io.rates import Gauge
+from noloco_p2p.io.transport import GrpcTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the command line asks for."""
+
+    join: tuple[str, ...]
+    given: settings.Given
+    dir: Path | None
+    as_json: bool
+
+
+def run_doctor(order: Order) -> int:
+    """Examine, tell, return the exit code. Raises ConfigError for settings or addresses that are none."""
+    import uvloop
+
+    telling = Telling(as_json=order.as_json)
+    for noisy in ("hivemind", "transformers", "datasets", "grpc", "noloco_p2p"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    uvloop.run(examine(order, telling))
+    return telling.end()
+
+
+async def examine(order: Order, telling: Telling) -> None:
+    """Every check that the order allows, told as it ends. Raises ConfigError as `run_doctor`."""
+    local, targets = order.given.node(), [JoinAddress.parse(text) for text in order.join]
+    stored = None if order.dir is None else records.stored_manifest(order.dir)
+    own = stored if stored is not None and not order.given.names_the_run else None
+    manifest = None if targets else own or order.given.manifest()
+    telling.group("machine")
+    machine.check_python(telling)
+    device = await machine.check_device(telling, local)
+    machine.check_files(telling)
+    machine.check_time(telling)
+    running = []
+    if order.dir is not None:
+        telling.group("node")
+        running = await home.check_home(telling, order.dir)
+    if running and not targets:
+        targets = [JoinAddress.parse(text) for text in running[0].join]
+    telling.group("network")
+    listen = machine.check_ports(telling, local.listen, own_node=bool(running))
+    async with AsyncExitStack() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-doctor-")))
+        identity = Identity.open(folder / KEY)
+        closing.callback(identity.close)
+        libp2p = await peers.open_daemon(telling, identity, listen, targets)
+        place = Place(order, telling, local, device, bool(running))
+        if libp2p is not None:
+            closing.push_async_callback(libp2p.close)
+            if targets:
+                await _Visit(place, libp2p, listen, folder).make(closing, targets)
+        if manifest is not None and not running:
+            telling.group("run")
+            what = "the run of this directory" if own is not None else "the run of these settings"
+            telling.ok("run", f"{what}: {manifest.name}, {manifest.stages} stages, id {manifest.run_id}")
+            await place.check_needs(manifest, local.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What all parts of one examination know."""
+
+    order: Order
+    telling: Telling
+    local: NodeConfig
+    device: str | None
+    runs_here: bool
+    """A node of the directory in question runs on this machine: what it has, it has."""
+
+    async def check_needs(self, manifest: RunManifest, stage: int | None) -> needs.Sizes | None:
+        """What the run asks of this machine at a stage, or at any."""
+        telling, local = self.telling, self.local
+        sizes = await needs.sizes_of(telling, manifest)
+        if sizes is None:
+            return None
+        if stage is not None and stage >= manifest.stages:
+            told = f"stage {stage} is asked for, the run has stages 0 to {manifest.stages - 1}"
+            telling.error("stage", told, "set stage to one of these, or leave it out")
+            stage = None
+        if self.device is not None and not self.runs_here:
+            needs.check_memory(telling, manifest, self.device, stage)
+        stages = range(manifest.stages) if stage is None else [stage]
+        folder = self.order.dir or HOME
+        needs.check_disk(telling, folder, local, max(sizes.checkpoint_bytes(index) for index in stages))
+        if 0 in stages and not self.runs_here:
+            await needs.check_data(telling, manifest, local, "doctor")
+        return sizes
+
+
+class _Visit:
+    """The part of an examination that asks a swarm."""
+
+    def __init__(self, place: Place, libp2p: Libp2p, listen: ListenSettings, folder: Path) -> None:
+        self._place = place
+        self._libp2p = libp2p
+        self._listen = listen
+        self._folder = folder
+
+    async def make(self, closing: AsyncExitStack, targets: Sequence[JoinAddress]) -> None:
+        """Join as an observer; what is opened is closed by `closing`."""
+        place, telling, libp2p = self._place, self._place.telling, self._libp2p
+        await peers.dial(telling, libp2p, targets)
+        if not libp2p.joined:
+            return
+        telling.group("swarm")
+        manifest, ahead = await peers.ask_run(telling, libp2p, place.order.given)
+        if manifest is None:
+            return
+        directory = await self._directory(closing, manifest)
+        for finding in peers.judge_clocks(await peers.clocks(telling, libp2p, ahead), place.local.directory.ttl_s):
+            telling.tell(finding)
+        everybody = [] if directory is None else await peers.read_directory(telling, directory)
+        everybody = [advert for advert in everybody if advert.state in PRESENT]
+        if not place.runs_here:
+            await self._check_reached(manifest)
+        await peers.check_reaches(telling, everybody, manifest.run_id)
+        await self._diagnose(everybody)
+        telling.group("run")
+        stage = self._stage(manifest, everybody)
+        sizes = await place.check_needs(manifest, stage)
+        if sizes is not None and place.device is not None:
+            gauge = Gauge(libp2p.peer_id, manifest.run_id)
+            closing.push_async_callback(gauge.close)
+            await self._expect(manifest, stage, everybody, sizes, gauge)
+
+    async def _directory(self, closing: AsyncExitStack, manifest: RunManifest) -> HivemindDirectory | None:
+        telling = self._place.telling
+        try:
+            with telling.step("joining the directory (DHT)"):
+                directory = await HivemindDirectory.open(
+                    self._libp2p,
+                    run_id=manifest.run_id,
+                    stages=manifest.stages,
+                    known_path=self._folder / "known-peers.json",
+                )
+        except NolocoError as error:
+            telling.error("directory", str(error), "join another node")
+            return None
+        closing.push_async_callback(directory.close)
+        return directory
+
+    async def _check_reached(self, manifest: RunManifest) -> None:
+        """Listen where the node would, and be dialled back."""
+        libp2p, listen = self._libp2p, self._listen
+        transport = GrpcTransport(libp2p.peer_id, manifest.run_id, listen, Silent(), 0)
+        try:
+            await transport.listen()
+            host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
+            await peers.check_reached(self._place.telling, libp2p, f"{host}:{transport.port}")
+        except LocalError as error:
+            self._place.telling.error("port", str(error), "set listen.grpc_port")
+        finally:
+            await transport.close()
+
+    async def _diagnose(self, everybody: Sequence[Advert]) -> None:
+        """What the nodes wait for, and who is the cause. Clocks have been compared already."""
+        telling = self._place.telling
+        telling.group("diagnosis")
+        with telling.step(f"asking {len(everybody)} nodes what they wait for"):
+            reports = await survey.ask(everybody)
+        found = [finding for finding in diagnosis.findings(reports) if finding.name != "clock"]
+        for finding in found:
+            telling.tell(finding)
+        if not any(finding.severity != "ok" for finding in found):
+            telling.ok("swarm", diagnosis.sentence(reports))
+
+    def _stage(self, manifest: RunManifest, everybody: Sequence[Advert]) -> int:
+        """The stage that a node with these settings would take; that of the node that runs here."""
+        stage = self._place.local.stage
+        if stage is not None and stage < manifest.stages:
+            return stage
+        me = Advert(self._libp2p.peer_id, manifest.run_id, -1, ())
+        return stage_to_take(me, everybody, manifest.stages)
+
+    async def _expect(
+        self, manifest: RunManifest, stage: int, everybody: Sequence[Advert], sizes: needs.Sizes, gauge: Gauge
+    ) -> None:
+        """Round trips and bandwidth to the own and the next stage, hence the speed to be expected."""
+        place, telling = self._place, self._place.telling
+        of = {index: [a for a in everybody if a.stage == index and a.state in READY] for index in (stage, stage + 1)}
+        links = {
+            index: await speed.measure_links(telling, gauge, index, replicas)
+            for index, replicas in of.items()
+            if replicas
+        }
+        assert place.device is not None, "asked only where there is one"
+        measured = await speed.device_seconds(telling, manifest, stage, of[stage], sizes, place.device)
+        if measured is None:
+            told = f"stage {stage} is too large to be made for a measurement, and nobody tells its speed"
+            telling.ok("speed", f"no speed is expected: {told}")
+            return
+        pair = (links.get(stage), links.get(stage + 1))
+        await speed.tell_expected(telling, manifest, place.local, stage, measured, pair, sizes)

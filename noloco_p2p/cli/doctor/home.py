@@ -1,0 +1,86 @@
+"""A node's own directory: whose it is, whether its process lives, how it is."""
+
+import http.client
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from noloco_p2p.cli import control
+from noloco_p2p.cli.doctor.telling import Telling, in_time
+from noloco_p2p.core.findings import short
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.io import scrape
+from noloco_p2p.io.scrape import Endpoints
+
+HEALTH_S = 5.0
+"""Longest wait for a node's word about its health: it answers from a thread of its own."""
+HEALTH_BYTES = 4096
+
+
+async def check_home(telling: Telling, directory: Path) -> list[Endpoints]:
+    """The nodes whose directory this is, or that have theirs just below it; returns those that run."""
+    node_dirs = list(control.node_dirs(directory))
+    if not node_dirs:
+        telling.ok("node", f"no node has been in {directory} yet")
+        return []
+    running = []
+    for node_dir in node_dirs:
+        endpoints = scrape.read_endpoints(node_dir)
+        if control.running_pid(node_dir) is not None and endpoints is not None:
+            running.append(endpoints)
+            await _check_health(telling, node_dir, endpoints)
+        elif control.in_use(node_dir):
+            telling.ok("node", f"{node_dir}: its process has started, and is not reachable yet")
+        else:
+            _tell_ended(telling, node_dir, endpoints)
+    return running
+
+
+def _tell_ended(telling: Telling, node_dir: Path, endpoints: Endpoints | None) -> None:
+    """Of a node that does not run: how it ended."""
+    summary = scrape.read_json(node_dir / scrape.SUMMARY)
+    written = _age_order(node_dir)
+    if endpoints is not None and (summary is None or not written):
+        told = f"{node_dir}: the node's process {endpoints.pid} is gone, and did not end by itself"
+        telling.warning("node", told, "start it again with the same --dir: it goes on from its checkpoint")
+    else:
+        state = "" if summary is None else f", it ended {summary.get('state')}"
+        telling.ok("node", f"{node_dir}: no node runs here{state}")
+
+
+def _age_order(node_dir: Path) -> bool:
+    """Whether the summary is of the last process that told where it can be reached."""
+    try:
+        told, ended = ((node_dir / name).stat().st_mtime for name in (scrape.ENDPOINTS, scrape.SUMMARY))
+    except OSError:
+        return False
+    return ended >= told
+
+
+async def _check_health(telling: Telling, node_dir: Path, endpoints: Endpoints) -> None:
+    url = endpoints.metrics.removesuffix("/metrics") + "/health"
+    who = f"{node_dir}: node {short(endpoints.peer_id)} (process {endpoints.pid})"
+    try:
+        with telling.step(f"asking {url}"):
+            ailment = await in_time(f"asking {url}", HEALTH_S, lambda: _health(url))
+    except Unreachable as error:
+        advice = "its process may be stopped (SIGSTOP, a debugger) or without memory: look at it, or start it again"
+        telling.error("node", f"{who} runs and does not answer: {error}", advice, endpoints.peer_id)
+        return
+    if ailment is None:
+        telling.ok("node", f"{who} is well")
+    else:
+        telling.warning("node", f"{who}: {ailment}", "see below for the cause, and its log", endpoints.peer_id)
+
+
+def _health(url: str) -> str | None:
+    """None when the node says that it is well, else its one line. Raises Unreachable."""
+    try:
+        with urllib.request.urlopen(url, timeout=HEALTH_S):
+            return None
+    except urllib.error.HTTPError as error:
+        with error:
+            text = error.read(HEALTH_BYTES).decode(errors="replace")
+        return "".join(letter if letter.isprintable() else " " for letter in text).strip() or f"HTTP {error.code}"
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(f"{url}: {error}") from None
