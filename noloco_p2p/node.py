@@ -14,7 +14,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Advert, Batch, MicrobatchId
-from noloco_p2p.core.status import DEVICE, DIRECTORY, INNER_STEP, OWNER, SWARM, Status, of_stage
+from noloco_p2p.core.status import DEVICE, INNER_STEP, OWNER, Status, of_stage
 from noloco_p2p.duties import telling
 from noloco_p2p.duties.answers import Answers
 from noloco_p2p.duties.arrival import Arrival
@@ -22,6 +22,7 @@ from noloco_p2p.duties.clock import Clock
 from noloco_p2p.duties.donor import Donor
 from noloco_p2p.duties.door import Door
 from noloco_p2p.duties.ending import Ending
+from noloco_p2p.duties.examiner import Examiner
 from noloco_p2p.duties.guardian import Guardian
 from noloco_p2p.duties.moving import Moving
 from noloco_p2p.duties.origin import Beginnings
@@ -30,7 +31,6 @@ from noloco_p2p.duties.routes import Sender
 from noloco_p2p.duties.saving import Saving
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.duties.watch import Watch
-from noloco_p2p.errors import PeerError
 from noloco_p2p.ports import StepLabel, World
 
 
@@ -68,7 +68,8 @@ class Node:
         self._saving = Saving(self.seat, self._rounds)
         self._donor = Donor(self.seat, self._incarnation)
         self._beginnings = Beginnings(self.seat, self._sender, self._incarnation)
-        self.answers.give_to(self._door, self._rounds, self._donor)
+        examiner = Examiner(self.seat, self._sender)
+        self.answers.give_to(self._door, examiner, self._rounds, self._donor)
 
     # === life =======================================================================================================
 
@@ -76,7 +77,7 @@ class Node:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
         seat = self.seat
         tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._live())]
-        tasks += [asyncio.create_task(self._watch_failure()), asyncio.create_task(self._guard())]
+        tasks += [asyncio.create_task(self._watch_failure()), asyncio.create_task(self._guardian.stand_by())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -95,11 +96,7 @@ class Node:
             if not seat.draining:
                 seat.enter("drain", "the run has ended")
             seat.enter("leave")
-            try:
-                with seat.waiting("withdrawal", DIRECTORY):
-                    await seat.world.directory.withdraw()
-            except PeerError as error:
-                seat.event("warning", message=f"could not tell the others that this node leaves: {error}")
+            await self._watch.withdraw()
 
     @property
     def evaluated_s(self) -> float:
@@ -140,12 +137,6 @@ class Node:
         if seat.error is not None:
             raise seat.error
         seat.event("warning", message=f"left after {seat.config.limits.drain_s:g} s with work in hand")
-
-    async def _guard(self) -> None:
-        """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
-        await self.seat.until(lambda: self.seat.advert.state == "training", "training", INNER_STEP, idle=True)
-        await self._guardian.run()
-        await self.seat.until(lambda: False, "nothing to guard", SWARM, idle=True)
 
     async def _live(self) -> None:
         seat = self.seat
@@ -282,12 +273,9 @@ class Node:
     async def _inner_step(self, began: float, batches: dict[MicrobatchId, Batch]) -> None:
         """AdamW on what was added since `began`, then the clock moves (design.md, The step is a clock)."""
         seat, manifest, inner = self.seat, self.seat.manifest, self.seat.manifest.inner
+        step = min(seat.step + 1, manifest.steps)
         rate = schedule.learning_rate(
-            min(seat.step + 1, manifest.steps),
-            manifest.steps,
-            inner.peak_learning_rate,
-            inner.warmup_steps,
-            inner.final_fraction,
+            step, manifest.steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
         )
         label = StepLabel(seat.inner_steps + 1, seat.step, rate, seat.routes, batches)
         with seat.span("step"), seat.computing("inner step"):

@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from noloco_p2p.core.messages import Description, Gradient, Header, LossSum, PeerId, ReplicaState, Snapshot
 from noloco_p2p.duties.donor import Donor
 from noloco_p2p.duties.door import Door
+from noloco_p2p.duties.examiner import Examiner
 from noloco_p2p.duties.guardian import Guardian
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.seat import Seat
@@ -19,9 +20,9 @@ class Answers:
         self._seat = seat
         self._guardian = guardian
 
-    def give_to(self, door: Door, rounds: Rounds, donor: Donor) -> None:
+    def give_to(self, door: Door, examiner: Examiner, rounds: Rounds, donor: Donor) -> None:
         """From now on these duties answer. Called before anybody can ask."""
-        self._door, self._rounds, self._donor = door, rounds, donor
+        self._door, self._examiner, self._rounds, self._donor = door, examiner, rounds, donor
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler."""
@@ -31,7 +32,7 @@ class Answers:
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """See ports.Handler."""
         self._check_stage()
-        return await self._door.evaluate(caller, header, body)
+        return await self._examiner.evaluate(caller, header, body)
 
     async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
         """See ports.Handler."""

@@ -4,21 +4,16 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from noloco_p2p.core import balance, resume, schedule
+from noloco_p2p.core import balance, resume
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.messages import Advert, Checkpoint, Description, Holding, PeerId
-from noloco_p2p.core.resume import Source
-from noloco_p2p.core.status import DATA, DISK, SWARM
+from noloco_p2p.core.messages import Advert, Description, PeerId
+from noloco_p2p.core.status import DISK, SWARM
 from noloco_p2p.duties.guardian import Guardian
 from noloco_p2p.duties.rounds import Rounds
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.duties.watch import Watch
+from noloco_p2p.duties.weights import Weights
 from noloco_p2p.errors import Declined, PeerError
-
-TRANSFER_DEADLINE_S = 1800.0
-"""Longest transfer of a replica's whole state; a peer that falls silent is given up in seconds."""
-HOLDINGS_SHOWN = 4
-"""Checkpoints that an advert lists: the newest ones."""
 
 
 class Arrival:
@@ -28,9 +23,8 @@ class Arrival:
         self._seat = seat
         self._watch = watch
         self._rounds = rounds
-        self._guardian = guardian
+        self._weights = Weights(seat, rounds, guardian)
         self._said = ""
-        self._own: list[Holding] = []
 
     async def choose_stage(self) -> None:
         """Settle on a stage: that of my newest checkpoint, else the one that needs a node most.
@@ -39,10 +33,10 @@ class Arrival:
         """
         seat, manifest, quiet = self._seat, self._seat.manifest, 0
         with seat.waiting("own checkpoints", DISK):
-            self._own = await seat.world.checkpoints.held()
-        if seat.index < 0 and self._own:
-            seat.update(stage=self._own[-1].stage, settled=True)
-        self._show_own()
+            self._weights.own = await seat.world.checkpoints.held()
+        if seat.index < 0 and self._weights.own:
+            seat.update(stage=self._weights.own[-1].stage, settled=True)
+        self._weights.show_own()
         await self._watch.next_reading()
         while not (seat.advert.settled or seat.draining):
             others = seat.members.all()
@@ -70,11 +64,11 @@ class Arrival:
         A run begins with `start_replicas` a stage; one that has begun needs one.
         """
         seat, manifest = self._seat, self._seat.manifest
-        self._show_own()
+        self._weights.show_own()
         # Who was there before the others began starts with them, whatever is announced meanwhile.
         late = any(a.state in membership.TRAINED for a in seat.members.all())
-        if not any(held.stage == seat.index for held in self._own):
-            await self._open_data(None)
+        if not any(held.stage == seat.index for held in self._weights.own):
+            await self._weights.open_data(None)
         if seat.advert.state == "starting":
             seat.enter("made", "the weights are made")
 
@@ -96,7 +90,7 @@ class Arrival:
             told = await self._take_up()
         if seat.draining:
             return
-        await self._open_data(None)
+        await self._weights.open_data(None)
         seat.update(holds=())
         seat.enter("synced", told)
 
@@ -108,7 +102,7 @@ class Arrival:
         if ahead - self._rounds.done <= resume.NEAR_ROUNDS:
             return
         for source in resume.sources(seat.advert, seat.members.all(), [], seat.manifest.stages):
-            if source.kind == "peer" and await self._tried(source):
+            if source.kind == "peer" and await self._weights.tried(source):
                 return
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -119,12 +113,6 @@ class Arrival:
     def _run_had_begun(self) -> bool:
         """Before everybody was stopped: somebody has weights to go on from."""
         return any(a.holds for a in (*self._seat.members.all(), self._seat.advert))
-
-    def _show_own(self) -> None:
-        """Tell the others what I have, until I train."""
-        seat = self._seat
-        own = [held for held in self._own if held.stage == seat.index]
-        seat.update(holds=tuple(own[-HOLDINGS_SHOWN:]))
 
     def _say_missing(self, missing: dict[int, int]) -> None:
         self._say("waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items())))
@@ -139,15 +127,15 @@ class Arrival:
         seat, began = self._seat, self._seat.now()
         while not seat.draining:
             others = await self._asked()
-            own = [held for held in self._own if held.stage == seat.index]
-            for source in resume.sources(seat.advert, others, own, seat.manifest.stages, self._guarded()):
+            own = [held for held in self._weights.own if held.stage == seat.index]
+            for source in resume.sources(seat.advert, others, own, seat.manifest.stages, self._weights.guarded()):
                 if seat.draining:
                     return ""
                 if source.kind == "wait":
                     self._say(f"waiting: {source.reason}")
                 elif source.kind == "fresh" and self._may_come_back(others, began):
                     self._say(f"waiting for somebody who has weights of stage {seat.index}")
-                elif await self._tried(source):
+                elif await self._weights.tried(source):
                     return f"goes on at outer round {self._rounds.done}, step {seat.step}"
             await self._watch.next_reading()
         return ""
@@ -198,109 +186,3 @@ class Arrival:
         # Asking who hangs takes seconds: the membership is that of now.
         found = [answered(advert) for advert in seat.members.all()]
         return [advert for advert in found if advert is not None]
-
-    async def _tried(self, source: Source) -> bool:
-        """Whether the source gave its weights; they are this replica's now."""
-        seat = self._seat
-        try:
-            match source.kind:
-                case "peer":
-                    await self._from_peer(source)
-                case "shard":
-                    if not await self._from_shard(source):
-                        return False
-                case "guardian":
-                    await self._from_guardian(source)
-                case _:
-                    await self._fresh()
-        except PeerError as error:
-            seat.event("warning", message=f"could not start from {source.kind}: {error}")
-            return False
-        peer = source.peer.peer_id if source.peer else None
-        seat.event("resumed", source=source.kind, round=self._rounds.done, step=seat.advert.step, peer=peer)
-        return True
-
-    async def _from_peer(self, source: Source) -> None:
-        """Everything of a living replica; partners may pull from here after the first whole outer interval."""
-        seat, donor = self._seat, source.peer
-        assert donor is not None
-        expected = seat.stage.state.replica
-        with seat.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
-            state = await seat.world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, expected)
-        if state.stage != seat.index:
-            raise Declined(f"{donor.peer_id} holds stage {state.stage}")
-        with seat.computing("restored state"):
-            await seat.stage.restore(state)
-        await self._stand_at(state.round, state.step, state.inner_steps, partner_from_round=state.round + 2)
-        own = [held for held in self._own if held.stage == seat.index]
-        if seat.index == 0 and own and seat.batches is None:
-            with seat.waiting("checkpoint", DISK):
-                mine = await seat.world.checkpoints.load(own[-1])
-            await self._open_data(mine)
-
-    async def _from_shard(self, source: Source) -> bool:
-        """My own checkpoint, unless it turns out damaged."""
-        seat = self._seat
-        assert source.holding is not None
-        with seat.waiting("checkpoint", DISK):
-            mine = await seat.world.checkpoints.load(source.holding)
-        if mine is None:
-            self._own.remove(source.holding)
-            self._show_own()
-            return False
-        with seat.computing("restored state"):
-            await seat.stage.restore(mine.state)
-        seat.rng.setstate(mine.random_state)
-        state = mine.state
-        await self._stand_at(state.round, state.step, state.inner_steps)
-        await self._open_data(mine)
-        return True
-
-    async def _from_guardian(self, source: Source) -> None:
-        """A lost stage's weights from who pulled them in time; the optimizer begins anew."""
-        seat = self._seat
-        theirs = self._guardian.snapshot_of(seat.index)
-        if source.peer is not None:
-            deadline_s = seat.manifest.outer.deadline_s
-            with seat.waiting("snapshot", source.peer.peer_id, deadline_s, "the weights of a lost stage"):
-                theirs = await seat.world.transport.fetch_snapshot(
-                    source.peer, seat.index, None, 0.0, deadline_s, seat.stage.state.snapshot
-                )
-        assert theirs is not None, "a source without a peer is held here"
-        with seat.computing("adopted snapshot"):
-            await seat.stage.adopt(theirs)
-        step = max(float(theirs.step), self._clock_of_others())
-        await self._stand_at(theirs.round, step, seat.inner_steps)
-
-    async def _fresh(self) -> None:
-        """Nobody has the weights: the stage begins with its initial ones, at the clock of the others."""
-        seat, step = self._seat, self._clock_of_others()
-        await self._stand_at(int(step) // seat.manifest.outer.inner_steps, step, seat.inner_steps)
-        seat.event(
-            "warning", message=f"nobody has the weights of stage {seat.index}: it begins with its initial weights"
-        )
-
-    def _guarded(self) -> Holding | None:
-        """What this node holds, as a guardian, of the stage that it comes to."""
-        held = self._guardian.snapshot_of(self._seat.index)
-        return None if held is None else Holding(self._seat.index, held.round, held.step)
-
-    def _clock_of_others(self) -> float:
-        """The median over those who train, in steps: one liar among them does not move it."""
-        clocks = [a.step for a in self._seat.members.all() if a.state in membership.TRAINED]
-        median = schedule.clock_median(clocks)
-        return 0.0 if median is None else min(median, float(self._seat.manifest.steps))
-
-    async def _stand_at(self, round: int, step: float, inner_steps: int, partner_from_round: int = 0) -> None:
-        seat = self._seat
-        seat.inner_steps = inner_steps
-        seat.update(step=min(float(seat.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
-        await self._rounds.go_on_from(round)
-
-    async def _open_data(self, checkpoint: Checkpoint | None) -> None:
-        """At stage 0: the data from where the checkpoint was, or from the beginning. What is open stays open."""
-        seat = self._seat
-        if seat.index != 0 or seat.batches is not None:
-            return
-        with seat.waiting("opened data", DATA):
-            seat.batches = await seat.world.make_batches(checkpoint.cursor if checkpoint is not None else None)

@@ -7,15 +7,15 @@ leaves no trace unless its backward pass has been handed to the device: from the
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isfinite
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import routing
 from noloco_p2p.core.intake import Answer, Intake, Key
-from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, PeerId, TensorSpec
+from noloco_p2p.core.messages import Activation, Gradient, Header, PeerId
 from noloco_p2p.core.patience import WAIT_SHARE, Patience
 from noloco_p2p.core.status import INNER_STEP, of_microbatch, of_stage
 from noloco_p2p.core.streak import NonFiniteStreak
+from noloco_p2p.duties.examiner import check
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat, to_the_end
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
@@ -36,7 +36,7 @@ class _Call:
 
 
 class Door:
-    """Serves `propagate` and `evaluate` for one node of a later stage."""
+    """Serves `propagate` for one node of a later stage."""
 
     def __init__(self, seat: Seat, sender: Sender) -> None:
         limits = seat.config.limits
@@ -44,7 +44,6 @@ class Door:
         self._sender = sender
         self.intake: Intake[Gradient] = Intake(limits.max_in_flight, limits.waiting_places)
         self._calls: dict[Key, _Call] = {}
-        self._evaluating = 0
         self._streak = NonFiniteStreak()
         self._patience = Patience()
 
@@ -136,7 +135,7 @@ class Door:
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler."""
-        self._check(header)
+        check(self._seat, header)
         seat = self._seat
         seat.heard_at = seat.now()
         seat.members.heard(header.origin, now=seat.heard_at)
@@ -264,50 +263,6 @@ class Door:
         if reason is not None:
             self._seat.fail(LocalError(reason))
 
-    def _check(self, header: Header) -> None:
-        """Refuse what is not for this node, on the header alone."""
-        seat = self._seat
-        if header.run_id != seat.run_id:
-            raise Violation(f"this node works on run {seat.run_id[:12]}, not {header.run_id[:12]}")
-        if header.stage != seat.index:
-            raise Declined(f"this node holds stage {seat.index}, not {header.stage}")
-        if seat.advert.state in ("starting", "waiting", "syncing"):
-            raise Busy(f"stage {seat.index} replica {seat.me} is {seat.advert.state}")
-        if seat.draining or seat.advert.state not in ("training", "finished"):
-            what = "leaving" if seat.draining else seat.advert.state
-            raise Declined(f"stage {seat.index} replica {seat.me} is {what}")
-        hidden = seat.stage.state.hidden
-        rows = hidden.shape[:2]
-        expected = (hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))
-        if header.specs not in (expected, expected[:2]):
-            raise Violation(f"an activation of this run is {expected[:2]} with or without a mask, not {header.specs}")
-        if not (isfinite(header.time_left_s) and header.time_left_s > 0):
-            raise Violation("an activation needs a positive time left")
-
     def _gauge(self) -> None:
         self._seat.event("gauge", name="in_flight", value=self.intake.in_flight)
         self._seat.event("gauge", name="waiting", value=self.intake.waiting)
-
-    # --- evaluate ---------------------------------------------------------------------------------------------------
-
-    async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
-        """See ports.Handler. Past the intake, with its own small limit."""
-        self._check(header)
-        seat = self._seat
-        if self._evaluating >= seat.config.limits.evaluations:
-            raise Busy(f"stage {seat.index} replica {seat.me} evaluates as many microbatches as it may")
-        self._evaluating += 1
-        why = of_microbatch(header.microbatch)
-        try:
-            with seat.serving(caller, why):
-                deadline = seat.now() + header.time_left_s
-                with seat.waiting("activation", caller, header.time_left_s, why):
-                    activation = await body()
-                with seat.computing("evaluation", why):
-                    result = await seat.stage.evaluate(activation.hidden, activation.targets, activation.mask)
-                if isinstance(result, LossSum):
-                    return result
-                parcel = Parcel(header.microbatch, header.origin, result, activation.targets, activation.mask)
-                return await self._sender.evaluate(parcel, deadline)
-        finally:
-            self._evaluating -= 1

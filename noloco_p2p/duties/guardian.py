@@ -8,7 +8,7 @@ from math import floor
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_of
 from noloco_p2p.core.messages import Advert, Holding, Snapshot
-from noloco_p2p.core.status import SWARM
+from noloco_p2p.core.status import INNER_STEP, SWARM
 from noloco_p2p.duties.seat import Seat
 from noloco_p2p.errors import PeerError, Unreachable, Violation
 
@@ -36,6 +36,12 @@ class Guardian:
     def noticed(self) -> None:
         """The membership has been read anew."""
         self._read = True
+
+    async def stand_by(self) -> None:
+        """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
+        await self._seat.until(lambda: self._seat.advert.state == "training", "training", INNER_STEP, idle=True)
+        await self.run()
+        await self._seat.until(lambda: False, "something to guard", SWARM, idle=True)
 
     async def run(self) -> None:
         """Pull after each outer round and whenever the membership asks for it; until cancelled."""

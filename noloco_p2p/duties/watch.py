@@ -101,6 +101,14 @@ class Watch:
         self._changed()
         seat.pulse()
 
+    async def withdraw(self) -> None:
+        """Tell the others that this node has left."""
+        try:
+            with self._seat.waiting("withdrawal", DIRECTORY, self._seat.config.directory.ttl_s):
+                await self._seat.world.directory.withdraw()
+        except PeerError as error:
+            self._seat.event("warning", message=f"could not tell the others that this node leaves: {error}")
+
     async def next_reading(self) -> None:
         """Wait until the membership has been read anew, from now on."""
         seen = self._readings
