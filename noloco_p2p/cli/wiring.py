@@ -9,6 +9,7 @@ import importlib
 import logging
 import secrets
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from noloco_p2p.io.batches import make_batches
 from noloco_p2p.io.checkpoints import FileCheckpoints
 from noloco_p2p.io.directory import HivemindDirectory
 from noloco_p2p.io.identity import Identity
+from noloco_p2p.io.journal import FileJournal
 from noloco_p2p.io.libp2p import Libp2p
 from noloco_p2p.io.telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport import GrpcTransport, probe, tune_allocator
@@ -83,6 +85,7 @@ async def run(order: Order) -> None:
         telemetry = PrometheusTelemetry(manifest.stages)
         metrics_port = telemetry.serve(listen.host, listen.metrics_port)
         closing.callback(telemetry.close)
+        closing.callback(asyncio.create_task(_watch_lag(telemetry)).cancel)
         transport = GrpcTransport(identity.peer_id, manifest.run_id, listen, telemetry, LARGEST_ACTIVATION_BYTES)
         await transport.listen()
         closing.push_async_callback(transport.close)
@@ -103,7 +106,14 @@ async def run(order: Order) -> None:
             version=__version__,
         )
         records.store_manifest(order.dir, manifest)
+        journal = FileJournal(order.dir)
+        journal.open(
+            peer_id=identity.peer_id, run_id=manifest.run_id, name=manifest.name, version=__version__, stage=local.stage
+        )
+        closing.callback(journal.close)
+        telemetry.record(journal)
         node = _node(advert, manifest, (order, local), (transport, directory, telemetry), data, imports)
+        telemetry.watch(lambda: node.status(time.monotonic()), order.dir)
         await transport.serve(node.answers)
         await _check_reachable(libp2p, advert)
         await joining.serve_dial_back(
@@ -112,7 +122,7 @@ async def run(order: Order) -> None:
         records.introduce(order.dir, advert, libp2p)
         closing.callback(lambda: records.write_json(order.dir / "summary.json", records.summary(node, telemetry)))
         early.node = node
-        await _until_the_end(node, libp2p, telemetry)
+        await _until_the_end(node, libp2p)
 
 
 async def _own_run(order: Order, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
@@ -213,9 +223,11 @@ def _node(
     async def stage(index: int) -> Stage:
         await imports
         device = importlib.import_module("noloco_p2p.compute.device")
+        telemetry.event("stage", stage=index)
         telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
         made: Stage = await device.make_stage(manifest, local, index, advert.peer_id)
         telemetry.event("gauge", name="parameters", value=made.state.parameters)
+        telemetry.measure_memory(importlib.import_module("noloco_p2p.compute.memory").meter(local.device))
         return made
 
     async def batches(cursor: Mapping[str, object] | None) -> Batches:
@@ -253,17 +265,15 @@ async def _check_reachable(libp2p: Libp2p, advert: Advert) -> None:
         log.warning("nobody could be asked whether others reach this node at %s: %s", address, failure)
 
 
-async def _until_the_end(node: Node, libp2p: Libp2p, telemetry: PrometheusTelemetry) -> None:
+async def _until_the_end(node: Node, libp2p: Libp2p) -> None:
     """The node's life, unless the libp2p daemon dies before."""
     life = asyncio.create_task(node.run())
-    lag = asyncio.create_task(_watch_lag(telemetry))
     try:
         await asyncio.wait([life, libp2p.failed], return_when=asyncio.FIRST_COMPLETED)
         (life if life.done() else libp2p.failed).result()
     finally:
-        for task in (life, lag):
-            task.cancel()
-        await asyncio.gather(life, lag, return_exceptions=True)
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
 
 
 async def _watch_lag(telemetry: PrometheusTelemetry) -> None:
