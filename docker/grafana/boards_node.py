@@ -1,0 +1,260 @@
+"""The dashboards *Outer rounds* and *Node*: what replicas exchange, and what one process needs."""
+
+from panels import (
+    BAD,
+    BY_NODE,
+    BY_STAGE,
+    GOOD,
+    LOOK,
+    NODE,
+    RESULT_COLOURS,
+    RUN,
+    STAGE,
+    Json,
+    Query,
+    chart,
+    dashboard,
+    stat,
+)
+
+GIB = 1024**3
+PULLED = (
+    f'sum(rate(noloco_outer_rounds_total{{{STAGE}, result!="alone"}}[5m]))'
+    f" / (sum(rate(noloco_outer_rounds_total{{{STAGE}}}[5m])) > 0)"
+)
+
+
+def outer_rounds() -> Json:
+    """Do the replicas stay together, and what does it cost?"""
+    return dashboard(
+        "noloco-outer-rounds",
+        "3 Outer rounds",
+        "Do the replicas find partners, do they stay together, and what does it cost.",
+        [
+            [
+                stat("Rounds that found a partner", PULLED, "percentunit", [(0.5, LOOK), (0.9, GOOD)], decimals=0),
+                stat(
+                    "Rounds per minute and replica",
+                    f"60 * avg(sum by (node) (rate(noloco_outer_rounds_total{{{STAGE}}}[5m])))",
+                    "none",
+                    decimals=1,
+                ),
+                stat("Seconds of a round", f"avg(stage:noloco_outer_round_seconds:mean{{{STAGE}}})", "s"),
+                stat(
+                    "of these, waiting for the partner", f"avg(stage:noloco_partner_wait_seconds:mean{{{STAGE}}})", "s"
+                ),
+                stat(
+                    "Bytes per parameter and round",
+                    f"avg(stage:noloco_pulled_bytes:per_parameter_and_round{{{STAGE}}})",
+                    "none",
+                    decimals=2,
+                ),
+                stat("Largest spread of the replicas", f"max(stage:noloco_replica_std:mean{{{STAGE}}})", "sci"),
+            ],
+            [
+                chart(
+                    "Rounds by result",
+                    "cpm",
+                    Query(
+                        f"60 * sum by (result) (stage_result:noloco_outer_rounds:rate5m{{{STAGE}}})",
+                        "{{result}}",
+                    ),
+                    about="partner: its snapshot of this round; stale: of another round; other: of another replica.",
+                    colours=RESULT_COLOURS,
+                    stack=True,
+                ),
+                chart(
+                    "Rounds in a row that ended alone",
+                    "none",
+                    Query(f"noloco_outer_rounds_alone{{{NODE}}}", BY_NODE),
+                    about="Of an odd number of replicas one is alone each round, by turns.",
+                    steps=[(3, LOOK)],
+                ),
+            ],
+            [
+                chart(
+                    "Spread of the replicas, and the learning rate",
+                    "sci",
+                    Query(f"stage:noloco_replica_std:mean{{{STAGE}}}", BY_STAGE),
+                    Query(f"avg(stage:noloco_learning_rate:mean{{{STAGE}}})", "learning rate"),
+                    about="Standard deviation of the weights between replicas. It must not grow while the rate falls.",
+                    colours={"learning rate": "gray"},
+                    right=("learning rate", "sci"),
+                ),
+                chart(
+                    "Spread that each replica sees",
+                    "sci",
+                    Query(f"noloco_replica_std{{{NODE}}} > 0", BY_NODE),
+                ),
+            ],
+            [
+                chart(
+                    "Seconds of a round",
+                    "s",
+                    Query(f'stage_phase:noloco_phase_seconds:p50{{{STAGE}, phase="outer"}}', f"{BY_STAGE}, median"),
+                    Query(f'stage_phase:noloco_phase_seconds:p95{{{STAGE}, phase="outer"}}', f"{BY_STAGE}, 95 of 100"),
+                ),
+                chart(
+                    "Wait for the partner's snapshot",
+                    "s",
+                    Query(f"stage:noloco_partner_wait_seconds:mean{{{STAGE}}}", BY_STAGE),
+                    about="Mean of the rounds of five minutes, the transfer included.",
+                ),
+            ],
+            [
+                chart(
+                    "Bytes per parameter and round",
+                    "none",
+                    Query(f"stage:noloco_pulled_bytes:per_parameter_and_round{{{STAGE}}}", BY_STAGE),
+                    about="8 for two vectors in float32; less by the part of the rounds that end alone.",
+                ),
+                chart(
+                    "Bytes received, by kind",
+                    "Bps",
+                    Query(
+                        f'sum by (kind) (rate(noloco_bytes_total{{{NODE}, direction="in"}}[$__rate_interval]))',
+                        "{{kind}}",
+                    ),
+                    about="Snapshots: of partners, and of the stages that a node guards. State: for newcomers.",
+                    stack=True,
+                ),
+            ],
+            [
+                chart(
+                    "Guarded rounds",
+                    "none",
+                    Query(f"max by (stage) (noloco_guarded_round{{{RUN}}})", "of stage {{stage}}"),
+                    about="The newest snapshot of a stage that another stage holds for it, in case all its nodes die.",
+                ),
+                chart(
+                    "Checkpointed rounds",
+                    "none",
+                    Query(f"noloco_checkpoint_round{{{NODE}}}", BY_NODE),
+                ),
+            ],
+        ],
+    )
+
+
+def node() -> Json:
+    """Is this machine the problem?"""
+    process = f'job="noloco", {NODE}'
+    age = f"time() - (noloco_checkpoint_timestamp_seconds{{{NODE}}} > 0)"
+    return dashboard(
+        "noloco-node",
+        "4 Node",
+        "What one process uses, and what it has left. Choose it above.",
+        [
+            [
+                stat("Up since", f"min(time() - process_start_time_seconds{{{process}}})", "s"),
+                stat("Largest memory (RSS)", f"max(process_resident_memory_bytes{{{process}}})", "bytes"),
+                stat(
+                    "Least disk left", f"min(noloco_disk_free_bytes{{{NODE}}})", "bytes", [(GIB, LOOK), (5 * GIB, GOOD)]
+                ),
+                stat("Oldest checkpoint", f"max({age})", "s"),
+                stat(
+                    "Largest event-loop lag",
+                    f"max(noloco_event_loop_lag_seconds{{{NODE}}})",
+                    "s",
+                    [(0, GOOD), (0.1, LOOK), (0.5, BAD)],
+                ),
+                stat(
+                    "Longest wait",
+                    f"max(noloco_longest_wait_seconds{{{NODE}}})",
+                    "s",
+                    [(0, GOOD), (10, LOOK), (60, BAD)],
+                ),
+            ],
+            [
+                chart(
+                    "CPU cores",
+                    "none",
+                    Query(f"rate(process_cpu_seconds_total{{{process}}}[$__rate_interval])", BY_NODE),
+                ),
+                chart("Memory (RSS)", "bytes", Query(f"process_resident_memory_bytes{{{process}}}", BY_NODE)),
+            ],
+            [
+                chart(
+                    "Device at work",
+                    "percentunit",
+                    Query(f"rate(noloco_device_seconds_total{{{NODE}}}[$__rate_interval])", BY_NODE),
+                    about="Part of the time that the GPU, or the CPU's compute thread, works for inner steps.",
+                    high=1,
+                ),
+                chart(
+                    "Memory of the device",
+                    "bytes",
+                    Query(f'noloco_device_memory_bytes{{{NODE}, kind="used"}}', f"{BY_NODE}, used"),
+                    Query(f'noloco_device_memory_bytes{{{NODE}, kind="total"}}', f"{BY_NODE}, in all"),
+                ),
+            ],
+            [
+                chart(
+                    "Queue: microbatches in flight",
+                    "none",
+                    Query(f"noloco_in_flight{{{NODE}}}", BY_NODE),
+                    about="Autograd graphs held, at most limits.max_in_flight.",
+                ),
+                chart(
+                    "Queue: microbatches at the door",
+                    "none",
+                    Query(f"noloco_waiting{{{NODE}}}", BY_NODE),
+                ),
+            ],
+            [
+                chart(
+                    "Busy replies per second",
+                    "cps",
+                    Query(
+                        f'rate(noloco_busy_replies_total{{{NODE}, direction="in"}}[$__rate_interval])',
+                        f"{BY_NODE}, said",
+                    ),
+                    Query(
+                        f'rate(noloco_busy_replies_total{{{NODE}, direction="out"}}[$__rate_interval])',
+                        f"{BY_NODE}, heard",
+                    ),
+                    about="Back-pressure: a replica that says it often is slower than those before it.",
+                ),
+                chart(
+                    "Event-loop lag",
+                    "s",
+                    Query(f"noloco_event_loop_lag_seconds{{{NODE}}}", BY_NODE),
+                    about="How late the loop comes to a timer. Above half a second peers take the node for hung.",
+                    steps=[(0.5, BAD)],
+                ),
+            ],
+            [
+                chart(
+                    "Network",
+                    "Bps",
+                    Query(
+                        f'sum by (node_stage, node_name) (rate(noloco_bytes_total{{{NODE}, direction="in"}}'
+                        "[$__rate_interval]))",
+                        f"{BY_NODE}, in",
+                    ),
+                    Query(
+                        f'-sum by (node_stage, node_name) (rate(noloco_bytes_total{{{NODE}, direction="out"}}'
+                        "[$__rate_interval]))",
+                        f"{BY_NODE}, out",
+                    ),
+                    low=None,
+                ),
+                chart(
+                    "Memory (RSS) of the libp2p daemon",
+                    "bytes",
+                    Query(f'process_resident_memory_bytes{{job="libp2p", {NODE}}}', BY_NODE),
+                    about="Of the nodes that serve its metrics (listen.libp2p_metrics_port).",
+                ),
+            ],
+            [
+                chart(
+                    "Disk: free, and what the next checkpoint needs",
+                    "bytes",
+                    Query(f"noloco_disk_free_bytes{{{NODE}}}", f"{BY_NODE}, free"),
+                    Query(f"noloco_checkpoint_size_bytes{{{NODE}}} > 0", f"{BY_NODE}, checkpoint"),
+                    log=True,
+                ),
+                chart("Age of the last checkpoint", "s", Query(age, BY_NODE)),
+            ],
+        ],
+    )

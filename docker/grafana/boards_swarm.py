@@ -1,0 +1,259 @@
+"""The dashboards *Swarm* and *Training*: the run as a whole."""
+
+from panels import (
+    BAD,
+    BY_NODE,
+    BY_SEEN_STAGE,
+    BY_STAGE,
+    CAUSE_COLOURS,
+    GOOD,
+    LOOK,
+    NODE,
+    RUN,
+    SEEN_STAGE,
+    STAGE,
+    STATE_COLOURS,
+    Json,
+    Query,
+    chart,
+    dashboard,
+    stat,
+    timeline,
+)
+
+PROGRESS = f"run:noloco_step:max{{{RUN}}} / on (run) max by (run) (noloco_run_steps{{{RUN}}})"
+NO_TROUBLE = 'label_replace(vector(0), "name", "none", "", "")'
+
+
+def swarm() -> Json:
+    """Who is there, and does it go well?"""
+    state = " + ".join(
+        f'{value} * max by (node_stage, node_name) (noloco_state{{{NODE}, state="{name}"}})'
+        for value, name in enumerate(STATE_COLOURS)
+    )
+    return dashboard(
+        "noloco-swarm",
+        "1 Swarm",
+        "Who is there, in which state, and what goes wrong.",
+        [
+            [
+                stat("Nodes that answer", f'count(up{{job="noloco", {RUN}}} == 1)', "none", [(1, GOOD)]),
+                stat(
+                    "Replicas of the thinnest stage",
+                    f"min(stage:noloco_replicas:median{{{RUN}}})",
+                    "none",
+                    [(1, LOOK), (2, GOOD)],
+                ),
+                stat("Nodes in trouble", f"sum(1 - noloco_healthy{{{RUN}}})", "none", [(0, GOOD), (1, BAD)]),
+                stat(
+                    "Alerts",
+                    'sum(ALERTS{alertstate="firing"}) or vector(0)',
+                    "none",
+                    [(0, GOOD), (1, LOOK)],
+                ),
+                stat("Tokens per second", f"run:noloco_tokens:rate1m{{{RUN}}}", "short"),
+                stat("Progress", PROGRESS, "percentunit", decimals=1),
+            ],
+            [
+                timeline(
+                    "State of each node",
+                    [*STATE_COLOURS.items()],
+                    Query(state, BY_NODE),
+                    about="As each node tells it of itself.",
+                )
+            ],
+            [
+                chart(
+                    "Replicas by stage",
+                    "none",
+                    Query(f"stage:noloco_replicas:median{{{SEEN_STAGE}}}", BY_SEEN_STAGE),
+                    about="With fewer than two, one more failure stops the run.",
+                    steps=[(2, GOOD)],
+                ),
+                chart(
+                    "Nodes by state",
+                    "none",
+                    Query(f"sum by (state) (stage_state:noloco_peers:median{{{SEEN_STAGE}}})", "{{state}}"),
+                    colours=STATE_COLOURS,
+                    stack=True,
+                ),
+            ],
+            [
+                chart(
+                    "Joins and departures",
+                    "none",
+                    Query(f"quantile(0.5, increase(noloco_peers_joined_total{{{NODE}}}[1m]))", "joined"),
+                    Query(f"-quantile(0.5, increase(noloco_peers_departed_total{{{NODE}}}[1m]))", "departed"),
+                    about="In a minute, as half of the nodes see it.",
+                    colours={"joined": GOOD, "departed": LOOK},
+                    bars=True,
+                ),
+                chart(
+                    "Stages without a replica",
+                    "s",
+                    Query(f"stage:noloco_deserted_seconds:median{{{SEEN_STAGE}}}", BY_SEEN_STAGE),
+                    about="Since when nobody serves a stage: the run waits for one.",
+                    steps=[(10, BAD)],
+                ),
+            ],
+            [
+                chart(
+                    "Microbatches routed again, by reason",
+                    "cps",
+                    Query(f"sum by (reason) (rate(noloco_rerouted_total{{{NODE}}}[$__rate_interval]))", "{{reason}}"),
+                    about="The first choice of a replica failed, or came too late.",
+                    stack=True,
+                ),
+                chart(
+                    "Microbatches given up, by reason",
+                    "cps",
+                    Query(f"sum by (reason) (rate(noloco_dropped_total{{{NODE}}}[$__rate_interval]))", "{{reason}}"),
+                    stack=True,
+                ),
+            ],
+            [
+                timeline(
+                    "Health of each node",
+                    [("in trouble", BAD), ("ok", GOOD)],
+                    Query(f"max by (node_stage, node_name) (noloco_healthy{{{NODE}}})", BY_NODE),
+                    about="0 while its /health says what is wrong.",
+                )
+            ],
+            [
+                chart(
+                    "Troubles",
+                    "none",
+                    Query(f"sum by (name) (noloco_trouble{{{NODE}}}) or {NO_TROUBLE}", "{{name}}"),
+                    about="What is wrong although the nodes go on: how many nodes have it.",
+                    stack=True,
+                ),
+                chart(
+                    "Longest wait that holds something up",
+                    "s",
+                    Query(f"max by (node_stage, node_name) (noloco_longest_wait_seconds{{{NODE}}})", BY_NODE),
+                    about="`noloco doctor` says for what and for whom.",
+                ),
+            ],
+        ],
+    )
+
+
+def training() -> Json:
+    """Does it learn, and where does the time go?"""
+    return dashboard(
+        "noloco-training",
+        "2 Training",
+        "Does it learn, how fast, and where does the time go.",
+        [
+            [
+                stat("Loss, nats per token", f"run:noloco_loss:mean{{{RUN}}}", "none", decimals=3),
+                stat("Validation loss", f"run:noloco_validation_loss:mean{{{RUN}}}", "none", decimals=3),
+                stat("Validation perplexity", f"exp(run:noloco_validation_loss:mean{{{RUN}}})", "none", decimals=2),
+                stat("Tokens per second", f"run:noloco_tokens:rate1m{{{RUN}}}", "short"),
+                stat("Step", f"floor(run:noloco_step:max{{{RUN}}})", "none"),
+                stat("Progress", PROGRESS, "percentunit", decimals=1),
+            ],
+            [
+                chart(
+                    "Loss of each replica of stage 0",
+                    "none",
+                    Query(f'noloco_loss{{{RUN}, node_stage="0"}} > 0', "{{node_name}}"),
+                    Query(f"run:noloco_loss:mean{{{RUN}}}", "mean"),
+                    about="Nats per token of the last inner step.",
+                    colours={"mean": "text"},
+                    low=None,
+                ),
+                chart(
+                    "Validation loss",
+                    "none",
+                    Query(f'noloco_validation_loss{{{RUN}, node_stage="0"}} > 0', "{{node_name}}"),
+                    Query(f"run:noloco_validation_loss:mean{{{RUN}}}", "mean"),
+                    about="Nats per token on held-out data, every evaluation.every_steps.",
+                    colours={"mean": "text"},
+                    low=None,
+                ),
+            ],
+            [
+                chart(
+                    "Tokens per second",
+                    "short",
+                    Query(
+                        f'sum by (node_name) (rate(noloco_tokens_total{{{RUN}, node_stage="0"}}[$__rate_interval]))',
+                        "{{node_name}}",
+                    ),
+                    about="Trained tokens, by the replica of stage 0 that read them.",
+                    stack=True,
+                ),
+                chart(
+                    "Clock of each replica of stage 0",
+                    "none",
+                    Query(f'noloco_step{{{RUN}, node_stage="0"}}', "{{node_name}}"),
+                    about="In steps. A replica that lags behind is pulled along.",
+                ),
+            ],
+            [
+                chart(
+                    "Devices at work, by stage",
+                    "percentunit",
+                    Query(f"stage:noloco_utilisation:ratio{{{STAGE}}}", BY_STAGE),
+                    about="Part of the time. A stage near 100 % holds the others back: give it another replica.",
+                    high=1,
+                ),
+                chart(
+                    "Bubbles: devices that wait, by cause",
+                    "percentunit",
+                    Query(f"avg by (cause) (stage_cause:noloco_idle:ratio{{{STAGE}}})", "{{cause}}"),
+                    about="Part of the time of the chosen stages: for microbatches, for gradients, for the partner.",
+                    colours=CAUSE_COLOURS,
+                    stack=True,
+                    high=1,
+                ),
+            ],
+            [
+                chart(
+                    "Phases, median",
+                    "s",
+                    Query(f"avg by (phase) (stage_phase:noloco_phase_seconds:p50{{{STAGE}}})", "{{phase}}"),
+                    log=True,
+                ),
+                chart(
+                    "Phases, 95 of 100",
+                    "s",
+                    Query(f"max by (phase) (stage_phase:noloco_phase_seconds:p95{{{STAGE}}})", "{{phase}}"),
+                    log=True,
+                ),
+            ],
+            [
+                chart(
+                    "Gradient norm, before clipping",
+                    "none",
+                    Query(f"noloco_grad_norm{{{NODE}}} > 0", BY_NODE),
+                    log=True,
+                ),
+                chart(
+                    "Learning rate",
+                    "sci",
+                    Query(f"stage:noloco_learning_rate:mean{{{STAGE}}}", BY_STAGE),
+                ),
+            ],
+            [
+                chart(
+                    "Microbatches by how they ended",
+                    "cps",
+                    Query(
+                        f"sum by (result) (rate(noloco_microbatches_total{{{NODE}}}[$__rate_interval]))", "{{result}}"
+                    ),
+                    colours={"done": GOOD, "repeat": "blue", "nonfinite": BAD, "violation": "purple", "dropped": LOOK},
+                    stack=True,
+                ),
+                chart(
+                    "Inner steps per second",
+                    "cps",
+                    Query(
+                        f"sum by (node_stage, node_name) (rate(noloco_inner_steps_total{{{NODE}}}[$__rate_interval]))",
+                        BY_NODE,
+                    ),
+                ),
+            ],
+        ],
+    )

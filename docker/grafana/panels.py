@@ -1,0 +1,270 @@
+"""Grafana's JSON for the few kinds of panel that the dashboards use, and their arrangement. No dashboard is in here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Json = dict[str, object]
+
+DATASOURCE: Json = {"type": "prometheus", "uid": "noloco"}
+"""As provisioned in provisioning/datasources/prometheus.yml."""
+COLUMNS = 24
+STAT_HEIGHT, CHART_HEIGHT = 4, 8
+
+RUN = 'run="$run"'
+STAGE = f'{RUN}, node_stage=~"$stage"'
+NODE = f'{STAGE}, node_name=~"$node"'
+"""Label selectors of the variables, from wide to narrow."""
+SEEN_STAGE = f'{RUN}, stage=~"$stage"'
+"""Where the stage is one that a node sees, not its own."""
+BY_NODE = "{{node_stage}} · {{node_name}}"
+BY_STAGE = "stage {{node_stage}}"
+BY_SEEN_STAGE = "stage {{stage}}"
+"""Legends."""
+
+GOOD, LOOK, BAD, CALM = "green", "orange", "red", "blue"
+STATE_COLOURS = {
+    "starting": "light-blue",
+    "waiting": "blue",
+    "syncing": "purple",
+    "training": "green",
+    "paused": "yellow",
+    "finished": "dark-green",
+    "draining": "orange",
+    "left": "gray",
+}
+"""The states in their order, `core.members.STATES`."""
+RESULT_COLOURS = {"partner": "green", "stale": "yellow", "other": "orange", "alone": "red"}
+CAUSE_COLOURS = {"gradients": "blue", "microbatches": "purple", "partner": "orange"}
+
+
+@dataclass(frozen=True)
+class Query:
+    """A PromQL expression, and what its series are called."""
+
+    expr: str
+    legend: str = "{{__name__}}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel, all but its place."""
+
+    json: Json
+    width: int
+    height: int
+
+    def at(self, x: int, y: int, number: int) -> Json:
+        """Its JSON at a place of the grid."""
+        return {"id": number, **self.json, "gridPos": {"h": self.height, "w": self.width, "x": x, "y": y}}
+
+
+def stat(
+    title: str, expr: str, unit: str, steps: Sequence[tuple[float, str]] = (), *, decimals: int | None = None
+) -> Panel:
+    """One number over a small line. `steps`: from which value which colour; below the first one it is red."""
+    base = BAD if steps else CALM
+    defaults: Json = {
+        "unit": unit,
+        "color": {"mode": "thresholds"},
+        "thresholds": _thresholds(base, steps),
+        "noValue": "–",
+    }
+    if decimals is not None:
+        defaults["decimals"] = decimals
+    options = {
+        "colorMode": "value",
+        "graphMode": "area",
+        "justifyMode": "center",
+        "textMode": "value",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    }
+    return _panel("stat", title, [Query(expr, title)], defaults, options, (4, STAT_HEIGHT))
+
+
+def chart(
+    title: str,
+    unit: str,
+    *queries: Query,
+    about: str = "",
+    colours: Mapping[str, str] | None = None,
+    stack: bool = False,
+    steps: Sequence[tuple[float, str]] = (),
+    low: float | None = 0,
+    high: float | None = None,
+    bars: bool = False,
+    log: bool = False,
+    right: tuple[str, str] | None = None,
+    width: int = 12,
+) -> Panel:
+    """Lines over time.
+
+    `colours` by legend, `steps` as dashed lines, `right`: (pattern of legends, unit) of those on the right axis.
+    """
+    custom: Json = {
+        "drawStyle": "bars" if bars else "line",
+        "lineWidth": 1 if stack else 2,
+        "fillOpacity": 60 if bars else 35 if stack else 8,
+        "gradientMode": "none" if stack or bars else "opacity",
+        "showPoints": "never",
+        "spanNulls": 30_000,
+        "stacking": {"mode": "normal" if stack else "none", "group": "A"},
+        "scaleDistribution": {"type": "log", "log": 10} if log else {"type": "linear"},
+        "thresholdsStyle": {"mode": "dashed" if steps else "off"},
+        "axisSoftMin": 0 if low == 0 and not log else None,
+    }
+    defaults: Json = {
+        "unit": unit,
+        "color": {"mode": "palette-classic"},
+        "custom": {key: value for key, value in custom.items() if value is not None},
+        "thresholds": _thresholds(GOOD, steps),
+    }
+    if low is not None and not log and not bars:
+        defaults["min"] = low
+    if high is not None:
+        defaults["max"] = high
+    options = {
+        "legend": {"displayMode": "table", "placement": "bottom", "calcs": ["lastNotNull", "max"], "showLegend": True},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+    made = _panel("timeseries", title, queries, defaults, options, (width, CHART_HEIGHT), about)
+    overrides = [_override("byName", name, color=_fixed(colour)) for name, colour in (colours or {}).items()]
+    if right is not None:
+        axis = {"custom.axisPlacement": "right", "unit": right[1]}
+        overrides.append(_override("byRegexp", right[0], **axis))
+    made.json["fieldConfig"] = {"defaults": defaults, "overrides": overrides}
+    return made
+
+
+def timeline(title: str, values: Sequence[tuple[str, str]], *queries: Query, about: str = "") -> Panel:
+    """A bar for each series, coloured by its value: `values` has the (text, colour) of 0, 1, 2, …"""
+    shown = {str(value): {"text": text, "color": colour, "index": value} for value, (text, colour) in enumerate(values)}
+    defaults: Json = {
+        "color": {"mode": "thresholds"},
+        "custom": {"fillOpacity": 75, "lineWidth": 0, "spanNulls": False},
+        "mappings": [{"type": "value", "options": shown}],
+        "thresholds": _thresholds("gray", ()),
+    }
+    options = {
+        "alignValue": "left",
+        "mergeValues": True,
+        "rowHeight": 0.85,
+        "showValue": "auto",
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "single"},
+    }
+    return _panel("state-timeline", title, queries, defaults, options, (COLUMNS, CHART_HEIGHT), about)
+
+
+def dashboard(uid: str, title: str, about: str, rows: Sequence[Sequence[Panel]]) -> Json:
+    """A dashboard of rows of panels, with the variables run, stage and node."""
+    placed: list[Json] = []
+    y = 0
+    for row in rows:
+        x = 0
+        for panel in row:
+            placed.append(panel.at(x, y, len(placed) + 1))
+            x += panel.width
+        if x != COLUMNS:
+            raise ValueError(f"{title}: a row of {x} columns")
+        y += max(panel.height for panel in row)
+    return {
+        "uid": uid,
+        "title": title,
+        "description": about,
+        "tags": ["noloco"],
+        "editable": False,
+        "graphTooltip": 1,
+        "schemaVersion": 39,
+        "version": 1,
+        "refresh": "5s",
+        "time": {"from": "now-15m", "to": "now"},
+        "timepicker": {},
+        "timezone": "browser",
+        "links": [_LINK],
+        "annotations": {"list": [_ALERTS]},
+        "templating": {
+            "list": [
+                _variable("run", "Run", 'label_values(up{job="noloco"}, run)', several=False),
+                _variable("stage", "Stage", f'label_values(up{{job="noloco", {RUN}}}, node_stage)'),
+                _variable("node", "Node", f'label_values(up{{job="noloco", {STAGE}}}, node_name)'),
+            ]
+        },
+        "panels": placed,
+    }
+
+
+_LINK: Json = {
+    "type": "dashboards",
+    "title": "noloco",
+    "tags": ["noloco"],
+    "asDropdown": False,
+    "includeVars": True,
+    "keepTime": True,
+}
+_ALERTS: Json = {
+    "name": "Alerts",
+    "datasource": DATASOURCE,
+    "enable": True,
+    "iconColor": BAD,
+    "expr": 'ALERTS{alertstate="firing"}',
+    "step": "10s",
+    "titleFormat": "{{alertname}}",
+    "textFormat": "stage {{node_stage}}{{stage}} {{node_name}}",
+}
+
+
+def _variable(name: str, label: str, query: str, *, several: bool = True) -> Json:
+    found: Json = {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "sort": 1,
+        "multi": several,
+        "includeAll": several,
+    }
+    if several:
+        found |= {"allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]}}
+    return found
+
+
+def _panel(
+    kind: str,
+    title: str,
+    queries: Sequence[Query],
+    defaults: Json,
+    options: Mapping[str, object],
+    size: tuple[int, int],
+    about: str = "",
+) -> Panel:
+    targets = [
+        {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": query.expr, "legendFormat": query.legend}
+        for index, query in enumerate(queries)
+    ]
+    json: Json = {
+        "type": kind,
+        "title": title,
+        "description": about,
+        "datasource": DATASOURCE,
+        "targets": targets,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": dict(options),
+    }
+    return Panel(json, *size)
+
+
+def _thresholds(base: str, steps: Sequence[tuple[float, str]]) -> Json:
+    shown: list[Json] = [{"color": base, "value": None}]
+    return {"mode": "absolute", "steps": [*shown, *({"color": colour, "value": value} for value, colour in steps)]}
+
+
+def _override(matcher: str, pattern: str, **properties: object) -> Json:
+    named = [{"id": name, "value": value} for name, value in properties.items()]
+    return {"matcher": {"id": matcher, "options": pattern}, "properties": named}
+
+
+def _fixed(colour: str) -> Json:
+    return {"mode": "fixed", "fixedColor": colour}
