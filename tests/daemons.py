@@ -20,10 +20,12 @@ STRANGER = peer_id_of(bytes(range(32)))
 
 
 @asynccontextmanager
-async def daemon(home: Path, *, port: int = 0, join: list[str] | None = None) -> AsyncIterator[Libp2p]:
+async def daemon(
+    home: Path, *, port: int = 0, join: list[str] | None = None, metrics_port: int | None = None
+) -> AsyncIterator[Libp2p]:
     identity = Identity.open(home / "identity.key")
     try:
-        libp2p = await Libp2p.open(identity, host="127.0.0.1", port=port, join=join or [])
+        libp2p = await Libp2p.open(identity, host="127.0.0.1", port=port, join=join or [], metrics_port=metrics_port)
         try:
             yield libp2p
         finally:

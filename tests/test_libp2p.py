@@ -1,5 +1,6 @@
 """The libp2p daemon on loopback: joining and its errors, the manifest, the dial-back, the end."""
 
+import asyncio
 import os
 import socket
 import time
@@ -15,6 +16,7 @@ from noloco_p2p.io.daemon import SOCKETS_MIN_AGE_S, sweep_stale_sockets
 from noloco_p2p.io.directory import HivemindDirectory
 from noloco_p2p.io.join import DialAllowance, ask_dial_back, fetch_manifest, offer_manifest, serve_dial_back
 from noloco_p2p.io.libp2p import Libp2p
+from noloco_p2p.io.scrape import scrape
 
 
 def test_bad_join_addresses_each_have_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +59,19 @@ def test_a_port_in_use_is_refused_even_by_another_daemon(tmp_path: Path) -> None
             port = int(a.join_addresses[0].split("/")[4])
             with pytest.raises(LocalError, match=f"port {port} on 127.0.0.1 is in use"):
                 async with daemon(tmp_path / "b", port=port):
+                    pass
+
+    run(scenario)
+
+
+def test_it_serves_its_own_metrics_where_it_is_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", metrics_port=0) as b:
+            assert a.metrics_port is None
+            found = await asyncio.to_thread(scrape, f"http://127.0.0.1:{b.metrics_port}/metrics", 5.0)
+            assert any(name.startswith("libp2p_") for name, _, _ in found.samples)
+            with pytest.raises(LocalError, match=f"port {b.metrics_port} .*choose another listen.libp2p_metrics_port"):
+                async with daemon(tmp_path / "c", metrics_port=b.metrics_port):
                     pass
 
     run(scenario)

@@ -18,6 +18,7 @@ from noloco_p2p.io import presence as presence_module
 from noloco_p2p.io.join import fetch_manifest, offer_manifest
 from noloco_p2p.io.libp2p import Libp2p
 from noloco_p2p.io.presence import Presence
+from noloco_p2p.io.scrape import scrape
 
 
 @dataclass
@@ -53,11 +54,11 @@ class Kept:
 
 
 @asynccontextmanager
-async def kept(home: Path, *, join: list[str] | None = None) -> AsyncIterator[Kept]:
+async def kept(home: Path) -> AsyncIterator[Kept]:
     async def offer(libp2p: Libp2p) -> None:
         await offer_manifest(libp2p, b"the manifest")
 
-    async with daemon(home, join=join) as libp2p:
+    async with daemon(home, metrics_port=0) as libp2p:
         presence = await Presence.open(libp2p, run_id=RUN, stages=2, known_path=home / "known.json", offer=offer)
         troubles: list[str | None] = []
         keeping = asyncio.create_task(presence.keep(troubles.append))
@@ -97,6 +98,7 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
 
             assert a.presence.libp2p is not before
             assert a.presence.libp2p.join_addresses == before.join_addresses == [a.address]
+            await asyncio.to_thread(scrape, f"http://127.0.0.1:{before.metrics_port}/metrics", 5.0)
             assert not os.path.exists(before.p2p._daemon_listen_maddr["unix"])  # noqa: ASYNC240
             assert [peer.peer_id for peer in await a.presence.peers()] == both, "what was known is kept"
             await a.presence.announce(replace(a.advert, step=9.0), 30.0)

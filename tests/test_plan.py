@@ -44,6 +44,14 @@ def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
     assert theirs.manifest().seed == 4
     assert theirs.node().data_files == ("é*.txt",)
     assert theirs.node().listen.dht_port == 0
+    assert theirs.node().listen.libp2p_metrics_port is None
+
+
+def test_nodes_of_one_machine_serve_the_metrics_of_their_daemons_on_ports_of_their_own(tmp_path: Path) -> None:
+    plan = make_plan(Asked(None, 2, 1, 9, ("listen.libp2p_metrics_port=9400",)), None, {})
+    plan.write(tmp_path)
+    arguments = plan.arguments(tmp_path)
+    assert settings.read(Path(arguments[1]), {}, arguments[3::2]).node().listen.libp2p_metrics_port == 0
 
 
 def unfinished(run_dir: Path, *sets: str) -> RunManifest:

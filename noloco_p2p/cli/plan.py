@@ -77,6 +77,8 @@ class Plan:
         told = ["--config", str(run_dir / SETTINGS)]
         for override in LOOPBACK:
             told += ["--set", override]
+        if self.local.listen.libp2p_metrics_port is not None:
+            told += ["--set", "listen.libp2p_metrics_port=0"]
         return told
 
     def environment(self, threads: int) -> dict[str, str]:

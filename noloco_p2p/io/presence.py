@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -20,8 +19,6 @@ RECOVERED_S = 60.0
 T = TypeVar("T")
 Offer = Callable[[Libp2p], Awaitable[None]]
 """Begins to answer the calls of others on a fresh daemon."""
-
-log = logging.getLogger(__name__)
 
 
 class Presence:
@@ -81,13 +78,10 @@ class Presence:
                 if starts == len(PAUSES_S):
                     raise LocalError(f"{reason}; it was {_again(starts)}: start this node again")
                 trouble(f"{reason}; it is being started again: this node is cut off from the directory")
-                log.warning("%s; it is being started again", reason)
                 await asyncio.sleep(PAUSES_S[starts])
                 starts += 1
                 reason = await self._start()
-            told = f"{died}; {_again(starts)}: find out what kills it (a lack of memory? see dmesg)"
-            log.warning("%s", told)
-            trouble(told)
+            trouble(f"{died}; {_again(starts)}: find out what kills it (a lack of memory? see dmesg)")
 
     async def close(self) -> None:
         """End the directory and the daemon of now. Does not withdraw."""
