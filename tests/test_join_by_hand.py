@@ -7,6 +7,8 @@ from pathlib import Path
 
 from processes import SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
 
+from noloco_p2p.io.identity import peer_id_of
+
 TINY = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 TERMINALS = "terminals"
 LOCAL = settings(limits__drain_s="60", directory__ttl_s="8")
@@ -30,18 +32,24 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
     terminals = tmp_path / TERMINALS
     terminals.mkdir()
     few = settings(steps="20", evaluation__microbatches="2")
+    address = tmp_path / "address"
+    address.write_text(f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}\n")
     with node_processes(tmp_path) as nodes:
-        first = nodes.start("--config", str(TINY), *few, cwd=terminals)
+        by_file = nodes.start("--join", f"@{address}", cwd=terminals)
+        by_file.wait_for(lambda: "reads the file again" in by_file.logged(), "word that the address of before is dead")
+        first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals)
         pasted = say_join_command(first)
         assert pasted[0] == "--join"
         assert len(pasted) == 2, "nothing but the address"
-        for _ in range(3):
+        for _ in range(2):
             nodes.start(*pasted, cwd=terminals)
         nodes.all_end_well()
         nodes.nothing_left()
+    assert address.read_text() == f"{pasted[1]}\n"
     homes = sorted((terminals / "noloco-runs").iterdir())
     assert [home.name for home in homes] == ["node-1", "node-2", "node-3", "node-4"]
     told = [NodeProcess(first.process, home, first.out, first.err).summary() for home in homes]
+    assert by_file.logged().count("nobody answers") == 1, "said once"
     assert sorted(str(one["stage"]) for one in told) == ["0", "0", "1", "1"]
     assert len({one["peer_id"] for one in told}) == 4
     assert {one["state"] for one in told} == {"finished"}

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,7 +32,14 @@ def node(
     ] = None,
     join: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDR", help="Address of a node of the swarm, /ip4/…/tcp/…/p2p/…; repeatable."),
+        typer.Option(
+            metavar="ADDR",
+            help="Address of a node of the swarm, /ip4/…/tcp/…/p2p/…, or @FILE: waits for a file with it; repeatable.",
+        ),
+    ] = None,
+    address_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the address for --join there, as soon as others can join."),
     ] = None,
     run: Annotated[
         str | None, typer.Option(metavar="ID", help="Insist on this run id (sha256 of the manifest).")
@@ -65,14 +74,16 @@ def node(
     if describe:
         _describe(given)
         return
+    from noloco_p2p.cli import join_file
     from noloco_p2p.cli.wiring import Order
 
     given.node()
+    join_file.check(join or ())
     if not join:
         given.manifest()
     identity = _own_identity(dir)
     try:
-        _live(Order(tuple(join or ()), run, identity, watch_stdin, given), log_json)
+        _live(Order(tuple(join or ()), run, identity, watch_stdin, given, address_file), log_json)
     finally:
         identity.close()
 
@@ -121,8 +132,15 @@ def _describe(given: "Given") -> None:
         )
 
 
+def _stopped(number: int, frame: FrameType | None) -> None:
+    """SIGTERM while the node still imports what it needs: nothing is begun, nothing is to be told."""
+    raise SystemExit(0)
+
+
 def main() -> None:
     """The command `noloco-node`."""
+    # The first process of a container ignores a signal that it has not asked for.
+    signal.signal(signal.SIGTERM, _stopped)
     try:
         run_app(app, "noloco-node")
     except SystemExit as end:

@@ -108,16 +108,17 @@ def summary(node: "Node", telemetry: "PrometheusTelemetry") -> dict[str, object]
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Atomically: a reader sees the old file or the whole new one. Raises LocalError (a full disk)."""
-    _write(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
+    """A JSON object, see `write_whole`."""
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
 
 
 def store_manifest(directory: Path, manifest: RunManifest) -> None:
     """The run that this directory belongs to from now on, as it is hashed. Raises LocalError (a full disk)."""
-    _write(directory / MANIFEST, manifest.canonical_json())
+    write_whole(directory / MANIFEST, manifest.canonical_json())
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Atomically: a reader sees the old file or the whole new one. Raises LocalError (a full disk)."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         fresh.write_bytes(content)

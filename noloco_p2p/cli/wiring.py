@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_p2p import __version__
-from noloco_p2p.cli import records, settings
+from noloco_p2p.cli import join_file, records, settings
 from noloco_p2p.cli.signals import EarlyEnd
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert
@@ -50,12 +50,15 @@ class Order:
     """What the command line asks for."""
 
     join: tuple[str, ...]
+    """Addresses, and `@FILE` for files with them."""
     run_id: str | None
     identity: Identity
     """Held by this process; its directory is the node's."""
     watch_stdin: bool
     given: settings.Given
     """Settings as given: file, environment, `--set`."""
+    address_file: Path | None = None
+    """Gets the join addresses, once others can join."""
 
     @property
     def dir(self) -> Path:
@@ -69,6 +72,8 @@ async def run(order: Order) -> None:
     Raises what made it fail, always a NolocoError or a bug.
     """
     early = EarlyEnd(order.watch_stdin)
+    if order.address_file is not None:
+        join_file.remove(order.address_file)
     tune_allocator()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     local, identity = order.given.node(), order.identity
@@ -120,6 +125,8 @@ async def run(order: Order) -> None:
             libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
         )
         records.introduce(order.dir, advert, libp2p)
+        if order.address_file is not None:
+            join_file.write(order.address_file, libp2p.join_addresses)
         closing.callback(lambda: records.write_json(order.dir / "summary.json", records.summary(node, telemetry)))
         early.node = node
         await _until_the_end(node, libp2p)
@@ -162,13 +169,18 @@ async def _opened(order: Order, listen: ListenSettings) -> Libp2p:
             order.identity, host=listen.host, port=listen.dht_port, announce_host=listen.announce_host, join=join
         )
 
-    try:
-        return await opened(order.join)
-    except Unreachable as error:
-        if not order.join or records.stored_manifest(order.dir) is None:
-            raise
-        log.warning("%s; the peers known from before are tried", error)
-        return await opened(())
+    was_here = records.stored_manifest(order.dir) is not None
+    addresses = join_file.JoinAddresses(order.join, patience_s=join_file.PATIENCE_S if was_here else None)
+    while True:
+        try:
+            return await opened(await addresses.come())
+        except Unreachable as error:
+            if await addresses.may_change(error):
+                continue
+            if not order.join or not was_here:
+                raise
+            log.warning("%s; the peers known from before are tried", error)
+            return await opened(())
 
 
 async def _joined_run(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
