@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.addresses import JoinAddress, announced_host, local_host_towards, reserve_port
+from noloco_p2p.io.addresses import JoinAddress, announced_host, from_here, local_host_towards, reserve_port
 from noloco_p2p.io.identity import peer_id_of
 from noloco_p2p.io.join import DialAllowance, check_clock
 from noloco_p2p.io.known_peers import PEERS_LIMIT, KnownPeers
@@ -117,3 +117,15 @@ def test_strangers_cannot_have_much_dialled() -> None:
     allowance.end()
     assert not allowance.begin(now=59.0)
     assert allowance.begin(now=60.0)
+
+
+def test_what_listens_everywhere_is_reached_at_loopback() -> None:
+    hosts = ("0.0.0.0", "::", "127.0.0.1", "10.0.0.5", "fd00::3", "node.example")
+    assert [from_here(host) for host in hosts] == [
+        "127.0.0.1",
+        "[::1]",
+        "127.0.0.1",
+        "10.0.0.5",
+        "[fd00::3]",
+        "node.example",
+    ]

@@ -1,6 +1,5 @@
 """`noloco-node`: one node of a swarm (design.md §8). Heavy imports happen once the options are right."""
 
-import asyncio
 import logging
 import os
 import signal
@@ -25,8 +24,9 @@ HOME = Path("noloco-runs")
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def node(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
     ] = None,
@@ -65,6 +65,8 @@ def node(
 
     Without --join it begins a swarm, and prints the command with which others join it.
     """
+    if context.invoked_subcommand is not None:
+        return
     if version:
         print(__version__)
         return
@@ -88,6 +90,23 @@ def node(
         identity.close()
 
 
+@app.command()
+def health(
+    context: typer.Context,
+    dir: Annotated[
+        Path | None, typer.Option(help="Directory of the node; default: the one below noloco-runs that came last.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Where a node serves its metrics, instead of --dir.")] = None,
+) -> None:
+    """Ask a running node whether it is well: prints ok, or what is wrong and ends with exit code 1."""
+    from noloco_p2p.cli.health import ask
+
+    before: Path | None = context.parent.params["dir"] if context.parent is not None else None
+    well, line = ask(dir or before, url, HOME)
+    print(line)
+    raise typer.Exit(0 if well else 1)
+
+
 def _own_identity(home: Path | None) -> "Identity":
     """That of a node's directory; without one, the first `node-<n>` is taken that no running node holds."""
     from noloco_p2p.io.identity import KEY, Identity
@@ -102,6 +121,8 @@ def _own_identity(home: Path | None) -> "Identity":
 
 def _live(order: "Order", log_json: bool) -> None:
     """Run the node on uvloop until it has left. gRPC and hivemind are quiet; our own lines go to stderr."""
+    import asyncio
+
     import uvloop
 
     from noloco_p2p.cli import wiring

@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from noloco_p2p.cli import settings
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io import scrape
-from noloco_p2p.io.addresses import reserve_port
+from noloco_p2p.io.addresses import from_here, reserve_port
 
 if TYPE_CHECKING:
     from noloco_p2p.core.messages import Advert
@@ -60,8 +61,11 @@ def _is_free(host: str, port: int) -> bool:
         return False
 
 
-def introduce(directory: Path, advert: "Advert", libp2p: "Libp2p") -> None:
-    """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`."""
+def introduce(directory: Path, advert: "Advert", libp2p: "Libp2p", host: str) -> None:
+    """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`.
+
+    `host` is where it listens: `noloco-node health` asks there, also where what is announced does not lead back here.
+    """
     try:
         print(f"peer id  {advert.peer_id}")
         print(f"run      {advert.run_id}")
@@ -77,6 +81,7 @@ def introduce(directory: Path, advert: "Advert", libp2p: "Libp2p") -> None:
             "pid": os.getpid(),
             "join": libp2p.join_addresses,
             "metrics": advert.metrics,
+            "health": f"http://{from_here(host)}:{urlsplit(advert.metrics).port}/health",
             "grpc": advert.addresses[0],
         },
     )

@@ -124,7 +124,7 @@ async def run(order: Order) -> None:
         await joining.serve_dial_back(
             libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
         )
-        records.introduce(order.dir, advert, libp2p)
+        records.introduce(order.dir, advert, libp2p, listen.host)
         if order.address_file is not None:
             join_file.write(order.address_file, libp2p.join_addresses)
         closing.callback(lambda: records.write_json(order.dir / "summary.json", records.summary(node, telemetry)))

@@ -95,6 +95,17 @@ def announced_host(host: str, announce_host: str | None, join: JoinAddress | Non
     return host
 
 
+def from_here(host: str) -> str:
+    """How a process of this machine reaches what listens on `host`, as it stands in a URL."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "[::1]"
+    return host if address.version == 4 else f"[{host}]"
+
+
 def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.socket:
     """A socket bound to (host, port), 0 picks one. It does not listen: keep it until the real listener stands.
 

@@ -1,0 +1,70 @@
+"""`noloco-node health`: asks a running node on this machine whether it is well. For a container's HEALTHCHECK.
+
+It runs every few seconds beside a node that needs the processor: nothing heavy is imported here.
+"""
+
+import http.client
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from noloco_p2p.errors import ConfigError
+
+ENDPOINTS = "endpoints.json"
+ANSWER_S = 5.0
+"""Longest wait for the answer, seconds."""
+LONGEST_LINE = 1_000
+
+
+def ask(directory: Path | None, url: str | None, home: Path) -> tuple[bool, str]:
+    """Whether a node is well, and one line: `ok`, what is wrong with it, or why it cannot be asked.
+
+    The node at `url`, else that of `directory`, else the one that came last below `home`. Raises ConfigError for what
+    is no address.
+    """
+    if url is None:
+        found = _newest(home) if directory is None else directory / ENDPOINTS
+        url = None if found is None else _address(found)
+        if url is None:
+            return False, f"no node has told where it is in {found or home / 'node-*' / ENDPOINTS}"
+    return _answer(_checked(url))
+
+
+def _newest(home: Path) -> Path | None:
+    """The `endpoints.json` that was written last."""
+    return max(home.glob(f"node-*/{ENDPOINTS}"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _address(endpoints: Path) -> str | None:
+    """The node's own address, better the one on this machine than the one that it announces."""
+    try:
+        told = json.loads(endpoints.read_bytes())
+        return str(told.get("health") or told["metrics"]) or None
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+
+
+def _checked(url: str) -> tuple[str, int]:
+    """Host and port of a URL, whatever its path is."""
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if host is None or parts.scheme not in ("", "http"):
+        raise ConfigError(f"{url!r} is not the address of a node: give http://HOST:PORT, as the node prints it")
+    return host, port or 80
+
+
+def _answer(address: tuple[str, int]) -> tuple[bool, str]:
+    connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        line = answer.read(LONGEST_LINE).decode(errors="replace").strip().partition("\n")[0]
+    except (OSError, http.client.HTTPException) as error:
+        where = f"http://{address[0]}:{address[1]}/health"
+        return False, f"no node answers at {where}: {getattr(error, 'strerror', None) or error}"
+    finally:
+        connection.close()
+    return answer.status == http.client.OK, line
