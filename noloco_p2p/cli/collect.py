@@ -1,27 +1,21 @@
 """Where the weights of an export come from: a swarm that is alive. `holdings.py` has the other source, directories.
 
-The collector is an observer: it joins the DHT and calls nodes as a peer does, but announces nothing and serves nothing.
+The collector is an observer (observer.py) that also calls nodes as a peer does.
 """
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 
-from noloco_p2p.cli import settings
 from noloco_p2p.cli.collection import Collection, Replica, Say, better, common
+from noloco_p2p.cli.observer import observing
 from noloco_p2p.cli.progress import bar
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
 from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
 from noloco_p2p.duties.rounds import KEPT_ROUNDS
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
-from noloco_p2p.io import join as joining
-from noloco_p2p.io.addresses import JoinAddress, local_host_towards
 from noloco_p2p.io.directory import HivemindDirectory
-from noloco_p2p.io.identity import KEY, Identity
-from noloco_p2p.io.libp2p import Libp2p
 from noloco_p2p.io.transport import GrpcTransport, tune_allocator
 
 ATTEMPTS = 6
@@ -40,27 +34,18 @@ async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> Collection:
     common round could be had).
     """
     tune_allocator()
-    async with AsyncExitStack() as closing:
-        home = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-export-")))
-        identity = Identity.open(home / KEY)
-        closing.callback(identity.close)
-        here = local_host_towards(JoinAddress.parse(join[0]).host)
-        libp2p = await Libp2p.open(identity, host=here, port=0, join=join)
-        closing.push_async_callback(libp2p.close)
-        received, _ = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)
-        manifest = settings.manifest_from_json(received)
+    async with observing(join) as observer:
+        manifest = observer.manifest
         if manifest.outer.pairing == "none":
             raise ConfigError(
                 "this run has no outer rounds (outer.pairing: none), so its nodes give no snapshots: use --from"
             )
-        directory = await HivemindDirectory.open(
-            libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=home / "known-peers.json"
-        )
-        closing.push_async_callback(directory.close)
-        transport = GrpcTransport(identity.peer_id, manifest.run_id, ListenSettings(), Silent(), 0)
-        closing.push_async_callback(transport.close)
-        specs = await asyncio.to_thread(_specs, manifest)
-        return await _Fetching(manifest, specs, directory, transport, say).collect(one=one)
+        transport = GrpcTransport(observer.peer_id, manifest.run_id, ListenSettings(), Silent(), 0)
+        try:
+            specs = await asyncio.to_thread(_specs, manifest)
+            return await _Fetching(manifest, specs, observer.directory, transport, say).collect(one=one)
+        finally:
+            await transport.close()
 
 
 class _Fetching:
