@@ -20,16 +20,16 @@ from noloco_p2p.cli import join_file, records, settings
 from noloco_p2p.cli.signals import EarlyEnd
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable
+from noloco_p2p.errors import Busy, ConfigError, Unreachable
 from noloco_p2p.io import join as joining
 from noloco_p2p.io.addresses import announced_host
 from noloco_p2p.io.adverts import dht_time
 from noloco_p2p.io.batches import make_batches
 from noloco_p2p.io.checkpoints import FileCheckpoints
-from noloco_p2p.io.directory import HivemindDirectory
 from noloco_p2p.io.identity import Identity
 from noloco_p2p.io.journal import FileJournal
 from noloco_p2p.io.libp2p import Libp2p
+from noloco_p2p.io.presence import Offer, Presence
 from noloco_p2p.io.telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport import GrpcTransport, probe, tune_allocator
 from noloco_p2p.node import Node
@@ -37,7 +37,6 @@ from noloco_p2p.ports import Batches, Stage, World
 
 LARGEST_ACTIVATION_BYTES = 1 << 30
 """An activation that claims to be larger is refused before its stage is asked."""
-DIAL_BACK_TRIES = 3
 LAG_PERIOD_S = 0.5
 SWITCH_INTERVAL_S = 0.0005
 """Python's thread switch interval: with the default the loop waits up to 13 ms for the device thread (measured)."""
@@ -94,12 +93,11 @@ async def run(order: Order) -> None:
         transport = GrpcTransport(identity.peer_id, manifest.run_id, listen, telemetry, LARGEST_ACTIVATION_BYTES)
         await transport.listen()
         closing.push_async_callback(transport.close)
-        directory = await HivemindDirectory.open(
-            libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=order.dir / "known-peers.json"
+        known_path = order.dir / "known-peers.json"
+        presence = await Presence.open(
+            libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path, offer=_offer(manifest)
         )
-        closing.push_async_callback(directory.close)
-        # After the directory: whoever gets a manifest finds a DHT as well.
-        await joining.offer_manifest(libp2p, manifest.canonical_json())
+        closing.push_async_callback(presence.close)
 
         host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
         advert = Advert(
@@ -108,6 +106,7 @@ async def run(order: Order) -> None:
             -1,
             (f"{host}:{transport.port}",),
             metrics=f"http://{host}:{metrics_port}/metrics",
+            libp2p_metrics=f"http://{host}:{libp2p.metrics_port}/metrics" if libp2p.metrics_port else "",
             version=__version__,
         )
         records.store_manifest(order.dir, manifest)
@@ -117,19 +116,28 @@ async def run(order: Order) -> None:
         )
         closing.callback(journal.close)
         telemetry.record(journal)
-        node = _node(advert, manifest, (order, local), (transport, directory, telemetry), data, imports)
+        node = _node(advert, manifest, (order, local), (transport, presence, telemetry), data, imports)
         telemetry.watch(lambda: node.status(time.monotonic()), order.dir)
         await transport.serve(node.answers)
-        await _check_reachable(libp2p, advert)
-        await joining.serve_dial_back(
-            libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
-        )
-        records.introduce(order.dir, advert, libp2p, listen.host)
+        await joining.check_reachable(libp2p, advert.addresses[0])
+        records.introduce(order.dir, advert, libp2p)
         if order.address_file is not None:
             join_file.write(order.address_file, libp2p.join_addresses)
         closing.callback(lambda: records.write_json(order.dir / "summary.json", records.summary(node, telemetry)))
         early.node = node
-        await _until_the_end(node, libp2p)
+        await _until_the_end(node, presence)
+
+
+def _offer(manifest: RunManifest) -> Offer:
+    """What this node answers over libp2p beside the DHT: the manifest, and whether a joining node can be reached."""
+
+    async def offer(libp2p: Libp2p) -> None:
+        await joining.offer_manifest(libp2p, manifest.canonical_json())
+        await joining.serve_dial_back(
+            libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
+        )
+
+    return offer
 
 
 async def _own_run(order: Order, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
@@ -166,7 +174,12 @@ async def _opened(order: Order, listen: ListenSettings) -> Libp2p:
 
     async def opened(join: tuple[str, ...]) -> Libp2p:
         return await Libp2p.open(
-            order.identity, host=listen.host, port=listen.dht_port, announce_host=listen.announce_host, join=join
+            order.identity,
+            host=listen.host,
+            port=listen.dht_port,
+            announce_host=listen.announce_host,
+            join=join,
+            metrics_port=listen.libp2p_metrics_port,
         )
 
     was_here = records.stored_manifest(order.dir) is not None
@@ -220,7 +233,7 @@ def _node(
     advert: Advert,
     manifest: RunManifest,
     asked: tuple[Order, NodeConfig],
-    ports: tuple[GrpcTransport, HivemindDirectory, PrometheusTelemetry],
+    ports: tuple[GrpcTransport, Presence, PrometheusTelemetry],
     data: Batches | None,
     imports: asyncio.Task[None],
 ) -> Node:
@@ -229,7 +242,7 @@ def _node(
     No stage is made before `imports` is done: those libraries may not be imported by two threads at once.
     """
     order, local = asked
-    transport, directory, telemetry = ports
+    transport, presence, telemetry = ports
     ready = [data] if data is not None else []
 
     async def stage(index: int) -> Stage:
@@ -248,44 +261,22 @@ def _node(
         return await asyncio.to_thread(make_batches, manifest, local, advert.peer_id, cursor)
 
     checkpoints = FileCheckpoints(order.dir, manifest.run_id, advert.peer_id, local.checkpoint.keep)
-    world = World(transport, directory, telemetry, checkpoints, stage, batches)
+    world = World(transport, presence, telemetry, checkpoints, stage, batches)
     return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
 
 
-async def _check_reachable(libp2p: Libp2p, advert: Advert) -> None:
-    """Let a joined peer dial this node's gRPC address back; refuse to go on with one that nobody can reach.
-
-    A peer that cannot be asked (it has just died, or is busy) says nothing about the address: the next one is asked.
-    """
-    address, failure = advert.addresses[0], ""
-    for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
-        await asyncio.sleep(attempt)
-        for peer in libp2p.joined:
-            try:
-                reason = await joining.ask_dial_back(libp2p, peer.peer_id, address)
-            except (Busy, Unreachable) as error:
-                failure = str(error)
-                continue
-            if reason is None:
-                return
-            port = address.rpartition(":")[2]
-            raise LocalError(
-                f"others cannot reach this node at {address} ({reason}): open TCP port {port}, "
-                "or set listen.announce_host and listen.grpc_port to what leads here"
-            )
-    if failure:
-        log.warning("nobody could be asked whether others reach this node at %s: %s", address, failure)
-
-
-async def _until_the_end(node: Node, libp2p: Libp2p) -> None:
-    """The node's life, unless the libp2p daemon dies before."""
+async def _until_the_end(node: Node, presence: Presence) -> None:
+    """The node's life, unless its libp2p daemon cannot be kept alive."""
     life = asyncio.create_task(node.run())
+    kept = asyncio.create_task(presence.keep(lambda message: node.trouble("libp2p", message)))
     try:
-        await asyncio.wait([life, libp2p.failed], return_when=asyncio.FIRST_COMPLETED)
-        (life if life.done() else libp2p.failed).result()
+        await asyncio.wait([life, kept], return_when=asyncio.FIRST_COMPLETED)
+        (life if life.done() else kept).result()
     finally:
         life.cancel()
         await asyncio.gather(life, return_exceptions=True)
+        kept.cancel()
+        await asyncio.gather(kept, return_exceptions=True)
 
 
 async def _watch_lag(telemetry: PrometheusTelemetry) -> None:

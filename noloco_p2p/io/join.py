@@ -4,13 +4,14 @@ whether its gRPC address can be reached. Both ends of these calls; they go over 
 
 import asyncio
 import json
+import logging
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.errors import Busy, ConfigError, Unreachable, Violation
+from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.adverts import dht_time
 from noloco_p2p.io.libp2p import Libp2p
 
@@ -22,12 +23,15 @@ DIAL_BACK_CALL = "noloco/dial-back/1"
 MANIFEST_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 4.0
 DIAL_BACK_TIMEOUT_S = 6.0
+DIAL_BACK_TRIES = 3
 DIALS_AT_ONCE = 4
 DIALS_PER_MINUTE = 60
 """Strangers can make a node dial an address of their choice: few at once, few a minute, and they learn one line."""
 _ADDRESS_LIMIT = 256
 _REASON_LIMIT = 200
 _BUSY = "busy"
+
+log = logging.getLogger(__name__)
 
 
 async def offer_manifest(libp2p: Libp2p, manifest: bytes) -> None:
@@ -133,3 +137,28 @@ async def ask_dial_back(libp2p: Libp2p, peer_id: PeerId, address: str) -> str | 
     if reason is None:
         return None
     return "".join(letter if letter.isprintable() else "?" for letter in reason[:_REASON_LIMIT])
+
+
+async def check_reachable(libp2p: Libp2p, address: str) -> None:
+    """Let a joined peer dial this node's gRPC address (`host:port`) back. Raises LocalError when it cannot reach it.
+
+    A peer that cannot be asked (it has just died, or is busy) says nothing about the address: the next one is asked.
+    """
+    failure = ""
+    for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
+        await asyncio.sleep(attempt)
+        for peer in libp2p.joined:
+            try:
+                reason = await ask_dial_back(libp2p, peer.peer_id, address)
+            except (Busy, Unreachable) as error:
+                failure = str(error)
+                continue
+            if reason is None:
+                return
+            port = address.rpartition(":")[2]
+            raise LocalError(
+                f"others cannot reach this node at {address} ({reason}): open TCP port {port}, "
+                "or set listen.announce_host and listen.grpc_port to what leads here"
+            )
+    if failure:
+        log.warning("nobody could be asked whether others reach this node at %s: %s", address, failure)
