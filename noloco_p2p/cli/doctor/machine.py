@@ -160,18 +160,19 @@ def check_ports(telling: Telling, listen: ListenSettings, *, own_node: bool) -> 
     `own_node`: the node for which this is asked runs, and has them.
     """
     told, free = [], {}
-    for name in ("dht_port", "grpc_port", "metrics_port"):
+    for name in ("dht_port", "grpc_port", "metrics_port", "libp2p_metrics_port"):
         port = getattr(listen, name)
+        if port is None:
+            continue
         if own_node and port:
             free[name] = 0
             continue
         try:
-            reserve_port(listen.host, port).close()
+            reserve_port(listen.host, port, f"listen.{name}").close()
         except LocalError as error:
             free[name] = 0
-            reason = f"{listen.host} port {port} is in use" if "in use" in str(error) else str(error).partition(";")[0]
-            advice = "stop what uses it, or choose another (0 picks a free one)"
-            telling.error("port", f"listen.{name}: {reason}", advice if "in use" in reason else "see listen.host")
+            reason, _, advice = str(error).replace(": choose", "; choose").partition("; ")
+            telling.error("port", f"listen.{name}: {reason}", advice)
         else:
             told.append(f"{name} {port or 'any'}")
     if told:
