@@ -120,7 +120,7 @@ async def run(order: Order) -> None:
         telemetry.watch(lambda: node.status(time.monotonic()), order.dir)
         await transport.serve(node.answers)
         await joining.check_reachable(libp2p, advert.addresses[0])
-        records.introduce(order.dir, advert, libp2p)
+        records.introduce(order.dir, advert, libp2p, listen.host)
         if order.address_file is not None:
             join_file.write(order.address_file, libp2p.join_addresses)
         closing.callback(lambda: records.write_json(order.dir / "summary.json", records.summary(node, telemetry)))
