@@ -75,6 +75,22 @@ def _told(what: str, nodes: list[str]) -> None:
         print(f"told to {what}: {node}")
 
 
+@app.command()
+def report(
+    dir: Annotated[
+        list[Path], typer.Argument(metavar="DIR", help="Directory of noloco swarm, or of a node; repeatable.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """One page about a run, from what its nodes wrote into their directories; it needs no network.
+
+    Also while the run goes on, and for nodes that were killed.
+    """
+    from noloco_p2p.report.page import make
+
+    print(f"{out}: {make(dir, out):,} bytes")
+
+
 @app.command("export")
 def export_model(
     out: Annotated[Path, typer.Option("--out", help="Directory to write; it must not exist yet, or be empty.")],
