@@ -137,7 +137,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "no status": (
         "unreachable",
         "warning",
-        "node 12D3…xS1R0 of stage 1 does not tell its status at http://192.0.2.1:9101/metrics: Connection refused",
+        "node 12D3…xS1R0 of stage 1 does not tell its status at http://192.0.2.1:9101: Connection refused",
         _set("S1R0", silent),
         _set("S1R0", lambda r: silent(with_advert(r, state="left"))),
     ),

@@ -178,6 +178,25 @@ def doctor(
     raise typer.Exit(run_doctor(Order(tuple(join or ()), given, dir, as_json)))
 
 
+@app.command()
+def top(
+    join: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDR", help="Address of a node of the swarm, or @FILE with it; repeatable."),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A node's metrics address, http://HOST:PORT; quicker than --join.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print the swarm once, as without a terminal.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, once.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds from one reading to the next.")] = 2.0,
+) -> None:
+    """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
+    from noloco_p2p.cli.top import Wish, run_top
+
+    run_top(Wish(tuple(join or ()), url, once or as_json, as_json, interval))
+
+
 @bench.command("pipeline")
 def bench_pipeline(
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per stage-0 replica and inner step.")] = 4,

@@ -151,7 +151,8 @@ def _unreachable(swarm: Swarm) -> Iterator[Cause]:
         if report.status is not None or (advert is not None and advert.state in ("draining", "left")):
             continue
         failure = report.failure or "it tells no status address"
-        at = f" at {advert.metrics}" if advert is not None and advert.metrics not in failure else ""
+        address = "" if advert is None else advert.metrics.removesuffix("/metrics")
+        at = f" at {address}" if address not in failure else ""
         age = "" if advert is None else f"; it announced itself {lasted(advert.age_s)} ago"
         told = f"{who(report)} does not tell its status{at}: {failure}{age}"
         advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
