@@ -28,7 +28,7 @@ def outer_rounds() -> Json:
     """Do the replicas stay together, and what does it cost?"""
     return dashboard(
         "noloco-outer-rounds",
-        "3 Outer rounds",
+        "Outer rounds",
         "Do the replicas find partners, do they stay together, and what does it cost.",
         [
             [
@@ -142,7 +142,7 @@ def node() -> Json:
     age = f"time() - (noloco_checkpoint_timestamp_seconds{{{NODE}}} > 0)"
     return dashboard(
         "noloco-node",
-        "4 Node",
+        "Node",
         "What one process uses, and what it has left. Choose it above.",
         [
             [

@@ -33,7 +33,7 @@ def swarm() -> Json:
     )
     return dashboard(
         "noloco-swarm",
-        "1 Swarm",
+        "Swarm",
         "Who is there, in which state, and what goes wrong.",
         [
             [
@@ -142,7 +142,7 @@ def training() -> Json:
     """Does it learn, and where does the time go?"""
     return dashboard(
         "noloco-training",
-        "2 Training",
+        "Training",
         "Does it learn, how fast, and where does the time go.",
         [
             [

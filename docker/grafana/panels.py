@@ -110,12 +110,11 @@ def chart(
         "stacking": {"mode": "normal" if stack else "none", "group": "A"},
         "scaleDistribution": {"type": "log", "log": 10} if log else {"type": "linear"},
         "thresholdsStyle": {"mode": "dashed" if steps else "off"},
-        "axisSoftMin": 0 if low == 0 and not log else None,
     }
     defaults: Json = {
         "unit": unit,
         "color": {"mode": "palette-classic"},
-        "custom": {key: value for key, value in custom.items() if value is not None},
+        "custom": custom,
         "thresholds": _thresholds(GOOD, steps),
     }
     if low is not None and not log and not bars:

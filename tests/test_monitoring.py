@@ -1,0 +1,200 @@
+"""What docker/prometheus and docker/grafana ship: checked by promtool, and on a real Prometheus of a real swarm."""
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from processes import SMALL, NodeProcess, node_processes, settings, wait_until
+from real_prometheus import SHIPPED, Prometheus, promtool, running_prometheus
+
+from noloco_p2p.core.members import STATES
+from noloco_p2p.io.metrics import KNOWN
+
+GRAFANA = SHIPPED.parent / "grafana"
+GENERATE = (sys.executable, str(GRAFANA / "generate.py"))
+BOARDS = ("swarm", "training", "outer-rounds", "node")
+RUN = [
+    *settings(steps="1000000", evaluation__every_steps="20"),
+    *SMALL,
+]
+LOCAL = settings(
+    checkpoint__every_rounds="1", directory__ttl_s="12", directory__refresh_s="1", listen__libp2p_metrics_port="0"
+)
+PATIENCE_S = 60.0
+
+
+def rules_of(name: str) -> list[dict[str, Any]]:
+    loaded = yaml.safe_load((SHIPPED / name).read_text())
+    return [rule for group in loaded["groups"] for rule in group["rules"]]
+
+
+def board(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text())
+    return found
+
+
+def expressions() -> dict[str, str]:
+    """Where it stands → expression, of every panel of every dashboard."""
+    return {
+        f"{name}: {panel['title']} ({panel['type']}): {target['refId']}": target["expr"]
+        for name in BOARDS
+        for panel in board(name)["panels"]
+        for target in panel["targets"]
+    }
+
+
+def test_promtool_finds_no_fault_with_configuration_and_rules() -> None:
+    told = promtool("check", "config", "prometheus.yml")
+    assert f"{len(rules_of('alerts.yml'))} rules found" in told
+
+
+def test_each_alert_fires_when_it_should_and_only_then() -> None:
+    files = sorted(path.name for path in SHIPPED.glob("*_test.yml"))
+    promtool("test", "rules", *files)
+    cases: dict[str, set[bool]] = {}
+    for file in files:
+        for test in yaml.safe_load((SHIPPED / file).read_text())["tests"]:
+            for case in test["promql_expr_test"]:
+                name = re.search(r'alertname="(\w+)"', case["expr"])
+                assert name is not None
+                cases.setdefault(name[1], set()).add(bool(case["exp_samples"]))
+    assert cases == {rule["alert"]: {True, False} for rule in rules_of("alerts.yml")}
+
+
+def test_each_alert_says_how_bad_it_is_and_what_to_do() -> None:
+    for rule in rules_of("alerts.yml"):
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert len(rule["annotations"]["summary"]) < 160
+        assert len(rule["annotations"]["description"]) > 60
+        assert not rule["annotations"]["summary"].endswith(".")
+
+
+def test_the_dashboards_are_as_generated() -> None:
+    subprocess.run([*GENERATE, "--check"], check=True, timeout=30)
+    for name in BOARDS:
+        made = board(name)
+        assert made["uid"] == f"noloco-{name}"
+        assert [one["name"] for one in made["templating"]["list"]] == ["run", "stage", "node"]
+        shown = [(panel["title"], panel["type"]) for panel in made["panels"]]
+        assert len(set(shown)) == len(shown)
+    source = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())
+    uids = re.findall(r'"uid": "(\w+)"', (GRAFANA / "dashboards" / "node.json").read_text())
+    assert set(uids) == {source["datasources"][0]["uid"]}
+
+
+def test_a_dashboard_that_was_edited_by_hand_is_told(tmp_path: Path) -> None:
+    copy = tmp_path / "grafana"
+    (copy / "dashboards").mkdir(parents=True)
+    for path in (*GRAFANA.glob("*.py"), *GRAFANA.glob("dashboards/*.json")):
+        (copy / path.relative_to(GRAFANA)).write_bytes(path.read_bytes())
+    edited = copy / "dashboards" / "swarm.json"
+    edited.write_text(edited.read_text().replace('"refresh": "5s"', '"refresh": "10s"'))
+    command = [sys.executable, str(copy / "generate.py")]
+    done = subprocess.run([*command, "--check"], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert "swarm.json is not as generated" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    subprocess.run(command, check=True, timeout=30)
+    assert edited.read_bytes() == (GRAFANA / "dashboards" / "swarm.json").read_bytes()
+
+
+def test_the_dashboards_know_all_states_and_results() -> None:
+    (timeline,) = (p for p in board("swarm")["panels"] if p["title"] == "State of each node")
+    (mapping,) = timeline["fieldConfig"]["defaults"]["mappings"]
+    assert tuple(mapping["options"][str(value)]["text"] for value in range(len(STATES))) == STATES
+    coloured = {"Rounds by result": "outer_rounds", "Microbatches by how they ended": "microbatches"}
+    coloured["Bubbles: devices that wait, by cause"] = "idle_seconds"
+    for name in BOARDS:
+        for panel in board(name)["panels"]:
+            metric = coloured.pop(panel["title"], None)
+            if metric is not None:
+                overrides = panel["fieldConfig"]["overrides"]
+                assert {one["matcher"]["options"] for one in overrides} == set(KNOWN[metric])
+    assert not coloured
+
+
+def test_a_real_prometheus_finds_a_real_swarm_and_every_expression_has_data(tmp_path: Path) -> None:
+    """2 × 2 nodes; nobody but the first one is named to Prometheus. One is killed on the way."""
+    with node_processes(tmp_path) as nodes:
+        a = nodes.start("--stage", "0", *RUN, *LOCAL, own_dir="a")
+        discovery_url = a.endpoints().metrics.replace("/metrics", "/sd")
+        with running_prometheus(tmp_path / "prometheus", discovery_url) as prometheus:
+            others = [
+                nodes.start("--join", a.endpoints().join[0], "--stage", stage, *LOCAL, own_dir=name)
+                for name, stage in (("b", "0"), ("c", "1"), ("d", "1"))
+            ]
+            alive, d = [a, *others[:2]], others[2]
+            all_are_found(prometheus, [*alive, d])
+            d.wait_for_steps(10)
+            for node in (a, d):
+                names_are_right(node)
+            d.process.kill()
+            every_expression_has_data(prometheus)
+            figures_are_true(prometheus)
+            the_killed_one_is_told_and_goes(prometheus, d, alive)
+
+
+def peer_ids(nodes: list[NodeProcess]) -> set[str]:
+    return {node.endpoints().peer_id for node in nodes}
+
+
+def all_are_found(prometheus: Prometheus, nodes: list[NodeProcess]) -> None:
+    expected = dict.fromkeys(peer_ids(nodes), True)
+    for job in ("noloco", "libp2p"):
+        wait_until(lambda job=job: prometheus.targets(job) == expected, f"all {job} targets", PATIENCE_S)  # type: ignore[misc]
+
+
+def names_are_right(node: NodeProcess) -> None:
+    with urllib.request.urlopen(node.endpoints().metrics, timeout=10) as reply:
+        promtool("check", "metrics", given=reply.read().decode())
+
+
+def every_expression_has_data(prometheus: Prometheus) -> None:
+    """All panels and recording rules; all alerts can be evaluated."""
+    (run,) = {sample.labels["run"] for sample in prometheus.query("up")}
+    missing = expressions() | {rule["record"]: rule["record"] for rule in rules_of("rules.yml")}
+    for name, value in (("run", run), ("stage", ".*"), ("node", ".*"), ("__rate_interval", "20s")):
+        missing = {where: expr.replace(f"${name}", value) for where, expr in missing.items()}
+    assert not [expr for expr in missing.values() if "$" in expr]
+
+    def none_missing() -> bool:
+        for where, expr in [*missing.items()]:
+            if prometheus.query(expr):
+                del missing[where]
+        return not missing
+
+    try:
+        wait_until(none_missing, "data for every expression", PATIENCE_S)
+    except AssertionError:
+        pytest.fail(f"no data for {json.dumps(missing, indent=1)}")
+    rules = prometheus.rules()
+    assert {rule["name"] for rule in rules} >= {rule["alert"] for rule in rules_of("alerts.yml")}
+    assert [rule for rule in rules if rule["health"] != "ok"] == []
+
+
+def figures_are_true(prometheus: Prometheus) -> None:
+    """A few that are known beforehand, and no label that stood both on a target and on a metric."""
+    series = prometheus.query('{__name__=~"noloco_.+|go_info|up"}')
+    assert not [s.labels for s in series if any(label.startswith("exported_") for label in s.labels)]
+    assert {len(s.labels["node_name"]) for s in series} == {8}
+    assert {s.labels["node_stage"] for s in prometheus.query('up{job="noloco"}')} == {"0", "1"}
+    assert {s.labels["stage"] for s in prometheus.query("stage:noloco_replicas:median")} == {"0", "1"}
+    for sample in prometheus.query("stage:noloco_pulled_bytes:per_parameter_and_round"):
+        assert 0 < sample.value <= 8.01, "two vectors in float32, less for rounds that ended alone"
+    for sample in prometheus.query("stage:noloco_utilisation:ratio"):
+        assert 0 < sample.value <= 1
+    (loss,) = prometheus.query("run:noloco_loss:mean")
+    assert 0 < loss.value < 8
+
+
+def the_killed_one_is_told_and_goes(prometheus: Prometheus, killed: NodeProcess, alive: list[NodeProcess]) -> None:
+    expected = dict.fromkeys(peer_ids(alive), True)
+    wait_until(lambda: prometheus.targets("noloco") == expected, "the end of the killed node's target", PATIENCE_S)
+    down = prometheus.query('ALERTS{alertname="NodeDown", alertstate="firing"}')
+    assert [sample.labels["node"] for sample in down] == [killed.endpoints().peer_id]
