@@ -101,6 +101,8 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
             await asyncio.to_thread(scrape, f"http://127.0.0.1:{before.metrics_port}/metrics", 5.0)
             assert not os.path.exists(before.p2p._daemon_listen_maddr["unix"])  # noqa: ASYNC240
             assert [peer.peer_id for peer in await a.presence.peers()] == both, "what was known is kept"
+            await a.presence.withdraw()
+            assert [(p.peer_id, p.state) for p in await b.directory.peers() if p.peer_id == me] == [(me, "left")]
             await a.presence.announce(replace(a.advert, step=9.0), 30.0)
             assert await step_seen_by(b, me) == 9.0
             async with daemon(tmp_path / "c", join=[a.address]) as newcomer:
@@ -110,8 +112,6 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
             assert "has died (signal 9); it is being started again" in str(died)
             assert "has died (signal 9); started again 1 time" in str(again)
             assert well is None
-            await a.presence.withdraw()
-            assert [(p.peer_id, p.state) for p in await b.directory.peers() if p.peer_id == me] == [(me, "left")]
 
     run(scenario)
 
