@@ -80,16 +80,16 @@ async def _live(source: Source, found: Overview, interval_s: float) -> None:
 
     console = _console()
     loop = asyncio.get_running_loop()
-    note = ""
+    seen_at, note = loop.time(), ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             began = loop.time()
             live.update(render(found, console.size.height, note), refresh=True)
             await asyncio.sleep(max(0.0, interval_s - (loop.time() - began)))
             try:
-                found, note = overview(await source.reports()), ""
+                found, seen_at, note = overview(await source.reports()), loop.time(), ""
             except PeerError as error:
-                note = f"as it was {lasted(loop.time() - began)} ago or more: {line(str(error))}"
+                note = f"as it was {lasted(loop.time() - seen_at)} ago: {line(str(error))}"
 
 
 def _console() -> "Console":
