@@ -83,6 +83,15 @@ class Prometheus:
         return [rule for group in self.ask("rules")["groups"] for rule in group["rules"]]
 
 
+def answers(url: str) -> bool:
+    """Somebody says that all is well there."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except (OSError, ValueError):  # nobody is there, or not ready, or where it will be is not known yet
+        return False
+
+
 @contextmanager
 def running_prometheus(home: Path, discovery_url: str) -> Iterator[Prometheus]:
     """A server with the shipped configuration and rules, every second instead of every five, until the `with` ends."""
@@ -106,13 +115,13 @@ def running_prometheus(home: Path, discovery_url: str) -> Iterator[Prometheus]:
         process = subprocess.Popen(command, cwd=home, stdout=to_log, stderr=to_log, process_group=0)
     try:
 
-        def address() -> str | None:
+        def url() -> str:
             assert process.poll() is None, log.read_text()
             found = re.search(r'msg="Listening on" address=(\S+)', log.read_text())
-            return found[1] if found else None
+            return f"http://{found[1]}" if found else ""
 
-        wait_until(lambda: address() is not None, "Prometheus", 20)
-        yield Prometheus(f"http://{address()}")
+        wait_until(lambda: answers(f"{url()}/-/ready"), "Prometheus", 30)
+        yield Prometheus(url())
     finally:
         process.terminate()
         process.wait(20)
