@@ -1,15 +1,20 @@
 """SVG of horizontal bars: shares of a whole, and the life of every node."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from noloco_p2p.report.chart import WIDTH, canvas, element, markup
 from noloco_p2p.report.chart import ticks as round_numbers
 from noloco_p2p.report.chart import time_ticks_unit as unit_of
 from noloco_p2p.report.story import Story
 
+T = TypeVar("T")
+
 LEFT, RIGHT = 74.0, 10.0
 ROW, GAP = 16.0, 6.0
 LABEL_CHARACTERS = 11
+MOST_PIECES = 3_000
+"""Of all lives together; of more, those that would lie upon one another are left out."""
 NARROWEST_TOLD = 34.0
 """A piece of a bar at least so wide has its share written on it."""
 
@@ -49,21 +54,33 @@ def lives(title: str, stories: Sequence[Story], whole: tuple[float, float], colo
         element(svg, "line", x1=x, x2=x, y1=GAP, y2=bottom, class_="grid")
         element(svg, "text", f"{value:g}", x=x, y=bottom + 14, class_="tick middle")
     element(svg, "text", f"{unit} since the start", x=WIDTH - RIGHT, y=bottom + 29, class_="tick end")
+    pieces = sum(len(process.spans) + 2 for story in stories for process in story.processes)
+    apart_s = 0.0 if pieces <= MOST_PIECES else 3 * len(stories) * span_s / MOST_PIECES
     for n, story in enumerate(stories):
         top = GAP + n * (ROW + GAP)
         element(svg, "text", story.name[-LABEL_CHARACTERS:], x=LEFT - 6, y=top + 12, class_="tick end")
-        for process in story.processes:
-            for span in process.spans:
-                x = across(span.began_at)
-                width = max(0.6, across(span.ended_at) - x)
-                bar = element(svg, "rect", x=x, y=top, width=width, height=ROW, class_=f"f{colours[span.state]}")
-                seconds = f"{span.began_at - began_at:.0f} to {span.ended_at - began_at:.0f} s"
-                element(bar, "title", f"{story.name}: {span.state}, {seconds}")
-            start = across(process.began_at)
-            element(svg, "line", x1=start, x2=start, y1=top - 2, y2=top + ROW + 2, class_="start")
-            if not process.ended:
-                x, y = across(process.ended_at), top + ROW / 2
-                path = f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"
-                cross = element(svg, "path", d=path, class_="cross")
-                element(cross, "title", f"{story.name}: its last word at {process.ended_at - began_at:.0f} s")
+        spans = [span for process in story.processes for span in process.spans]
+        for span in apart(spans, lambda span: span.began_at, apart_s):
+            x = across(span.began_at)
+            width = max(0.6, across(span.ended_at) - x)
+            bar = element(svg, "rect", x=x, y=top, width=width, height=ROW, class_=f"f{colours[span.state]}")
+            seconds = f"{span.began_at - began_at:.0f} to {span.ended_at - began_at:.0f} s"
+            element(bar, "title", f"{story.name}: {span.state}, {seconds}")
+        for process in apart(story.processes, lambda process: process.began_at, apart_s):
+            x = across(process.began_at)
+            element(svg, "line", x1=x, x2=x, y1=top - 2, y2=top + ROW + 2, class_="start")
+        killed = [process for process in story.processes if not process.ended]
+        for process in apart(killed, lambda process: process.ended_at, apart_s):
+            x, y = across(process.ended_at), top + ROW / 2
+            cross = element(svg, "path", d=f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8", class_="cross")
+            element(cross, "title", f"{story.name}: its last word at {process.ended_at - began_at:.0f} s")
     return markup(svg)
+
+
+def apart(items: Sequence[T], at: Callable[[T], float], least_s: float) -> Iterator[T]:
+    """Those that are at least so far from the one before that is kept."""
+    before = float("-inf")
+    for item in items:
+        if at(item) - before >= least_s:
+            before = at(item)
+            yield item

@@ -58,9 +58,9 @@ class Chart:
         self._y = _widened(y_range)
         self._axes(x_told, y_told, x_title)
 
-    def curve(self, curve: Curve, colour: int, name: str, *, faint: bool = False) -> None:
-        """A line through the points; a single one is a dot."""
-        points = thin(curve, MOST_POINTS)
+    def curve(self, curve: Curve, colour: int, name: str, *, most: int = MOST_POINTS, faint: bool = False) -> None:
+        """A line through at most so many points; a single one is a dot."""
+        points = thin(curve, most)
         if len(points) == 1:
             self.dots(points, colour, name)
         elif points:

@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from noloco_p2p.report import bars, series, written
-from noloco_p2p.report.chart import Chart, time_ticks_unit
+from noloco_p2p.report.chart import MOST_POINTS, Chart, time_ticks_unit
 from noloco_p2p.report.run import Run
 from noloco_p2p.report.story import UNKNOWN, Curve, Span
 
 BINS, COLUMNS = 150, 50
 MOST_ROWS = 60
 """Nodes that have a row of their own."""
+MOST_PIECES, ALL_POINTS = 400, 16_000
+"""Of curves in one chart; a replica has one for each of its lives."""
 MOST_CURVES = 6
 """Replicas that have a colour of their own; of more, all have the same."""
 
@@ -54,12 +56,12 @@ class Drawings:
     def loss(self) -> Drawing:
         """Loss of every replica of stage 0, and validation, by step."""
         stories = self._run.of_stage(0)
-        pieces = [(n, story, piece) for n, story in enumerate(stories) for piece in story.loss]
+        pieces = _longest([(n, piece) for n, story in enumerate(stories) for piece in story.loss])
         dots = sorted(point for story in stories for piece in story.validation for point in piece)
-        chart = self._by_step("Loss by step", [p for _, _, p in pieces] + [dots], written.short, from_zero=False)
+        chart = self._by_step("Loss by step", [p for _, p in pieces] + [dots], written.short, from_zero=False)
         own = len(stories) <= MOST_CURVES
-        for n, story, piece in pieces:
-            chart.curve(piece, _of(n) if own else BLUE, story.name, faint=not own)
+        for n, piece in pieces:
+            chart.curve(piece, _of(n) if own else BLUE, stories[n].name, most=_share(pieces), faint=not own)
         chart.dots(dots, GREY, "validation")
         names = (
             [(_of(n), story.name) for n, story in enumerate(stories)] if own else [(BLUE, f"{len(stories)} replicas")]
@@ -118,15 +120,15 @@ class Drawings:
 
     def spread(self) -> list[Drawing]:
         """Standard deviation between replicas, and below it the learning rate, by step."""
-        found = [(stage, piece) for stage in self._run.stages for s in self._run.of_stage(stage) for piece in s.spread]
+        stages = self._run.stages
+        found = _longest([(stage, piece) for stage in stages for s in self._run.of_stage(stage) for piece in s.spread])
         longest = max(self._run.stories, key=lambda story: sum(map(len, story.rate)))
         chart = self._by_step("Spread of the replicas", [piece for _, piece in found], written.short)
         for stage, piece in found:
-            chart.curve(piece, _of(stage), f"stage {stage}")
+            chart.curve(piece, _of(stage), f"stage {stage}", most=_share(found))
         below = self._by_step("Learning rate", longest.rate, written.short)
-        for piece in longest.rate:
+        for _, piece in _longest([(0, piece) for piece in longest.rate]):
             below.curve(piece, GREY, "learning rate")
-        stages = dict.fromkeys(stage for stage, _ in found)
         note = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
         return [
             Drawing("Spread of the replicas", chart.markup(), [(_of(s), f"stage {s}") for s in stages], note),
@@ -209,6 +211,16 @@ class Drawings:
 def _of(n: int) -> int:
     """The colour of the n-th replica or stage."""
     return (BLUE, ORANGE, GREEN, PINK, SKY, RED)[n % MOST_CURVES]
+
+
+def _longest(pieces: list[tuple[int, Curve]]) -> list[tuple[int, Curve]]:
+    """Pieces of curves, at most MOST_PIECES of them."""
+    return sorted(sorted(pieces, key=lambda one: -len(one[1]))[:MOST_PIECES], key=lambda one: one[0])
+
+
+def _share(pieces: Sequence[object]) -> int:
+    """Points for each of so many pieces."""
+    return max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(pieces))))
 
 
 def _stacked(counts: Counter[str], names: Sequence[str]) -> Iterable[tuple[str, float, float]]:

@@ -126,5 +126,7 @@ def tally(value: object) -> dict[str, float]:
 
 def clean(value: object) -> str:
     """A text of one line, bounded, without what cannot be seen."""
-    text = value if isinstance(value, str) else str(value)
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:MOST_CHARACTERS])
+    text = (value if isinstance(value, str) else str(value))[:MOST_CHARACTERS]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -20,6 +20,7 @@ from noloco_p2p.report.run import Run, read
 from noloco_p2p.report.story import Story
 
 TEMPLATE = "page.html"
+MOST_RUNS = 5
 MOST_NODES = 300
 """Rows of the table of nodes."""
 
@@ -39,6 +40,12 @@ class Table(NamedTuple):
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+
+
+MOST_ROWS = 40
+"""Of any other table."""
+MOST_CONFIGURATION = 100_000
+"""Characters of the manifest."""
 
 
 class Section(NamedTuple):
@@ -73,7 +80,8 @@ def render(run: Run) -> str:
     stories = run.stories[:MOST_NODES]
     return template.render(
         name=run.name,
-        run_ids=run.run_ids,
+        run_ids=run.run_ids[:MOST_RUNS],
+        runs=len(run.run_ids),
         period=f"{written.clock(run.began_at)} to {written.clock(run.ended_at)} UTC",
         headline=_headline(run),
         sections=_sections(run),
@@ -81,7 +89,7 @@ def render(run: Run) -> str:
         nodes=[(story.peer_id, _node(story)) for story in stories],
         node_head=NODE_HEAD,
         nodes_left_out=len(run.stories) - len(stories),
-        configuration=json.dumps(run.manifest, indent=2, ensure_ascii=True) if run.manifest else "",
+        configuration=json.dumps(run.manifest, indent=2)[:MOST_CONFIGURATION] if run.manifest else "",
         version=__version__,
     )
 
@@ -125,7 +133,7 @@ def _sections(run: Run) -> list[Section]:
 
 def _section(title: str, drawn: list[Drawing], *tables: Table) -> Section:
     shown = [Shown(each.title, Markup(each.svg), list(each.legend), each.note) for each in drawn]
-    return Section(title, shown, [table for table in tables if table.rows])
+    return Section(title, shown, [table._replace(rows=table.rows[:MOST_ROWS]) for table in tables if table.rows])
 
 
 def _times(run: Run) -> Table:

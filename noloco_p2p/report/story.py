@@ -139,6 +139,8 @@ class _Teller:
         """The line of progress before."""
         self._since_at = 0.0
         """When that was written, or this life began."""
+        self._counts: dict[str, float] = {}
+        """What this life has counted so far, by name; it only grows."""
         self._validation: Curve = []
         self._loss: Curve = []
         self._spread: Curve = []
@@ -202,23 +204,28 @@ class _Teller:
             self._story.training_at = line.at
 
     def _progress(self, line: Line) -> None:
-        story, before = self._story, self._before
-        self._before = line
+        story, self._before = self._story, line
         self._stage(line)
         since_at, self._since_at = self._since_at, line.at
         self._stands(line)
-        gained = (line.number("tokens") or 0.0) - ((before.number("tokens") if before else None) or 0.0)
+        gained = self._gained("tokens", line.number("tokens") or 0.0)
         if gained > 0 and story.stage == 0:
             story.tokens += int(gained)
             story.token_gains.append(Gain(since_at, line.at, gained))
             story.stepped_at = line.at
+        sizes = line.tally("bytes")
         for way, gains in story.byte_gains.items():
-            moved = _ways(line, way) - (_ways(before, way) if before else 0.0)
-            gains.append(Gain(since_at, line.at, max(0.0, moved)))
-        was = before.tally("rounds") if before else {}
+            size = sum(each for label, each in sizes.items() if label.startswith(way))
+            gains.append(Gain(since_at, line.at, self._gained(way, size)))
         for result, count in line.tally("rounds").items():
-            if count > was.get(result, 0.0):
-                story.round_gains.append((line.at, result, count - was.get(result, 0.0)))
+            if (new := self._gained(f"rounds {result}", count)) > 0:
+                story.round_gains.append((line.at, result, new))
+
+    def _gained(self, name: str, count: float) -> float:
+        """What has come to a count since the line before; nothing where this line does not tell it."""
+        gained = max(0.0, count - self._counts.get(name, 0.0))
+        self._counts[name] = self._counts.get(name, 0.0) + gained
+        return gained
 
     def _stands(self, line: Line) -> None:
         story, step = self._story, line.number("step")
@@ -256,10 +263,6 @@ class _Teller:
         for place, count in line.tally("counts").items():
             counts[_known(place.rpartition(" ")[2])] += int(count)
         self._story.membership.append((line.at, dict(counts)))
-
-
-def _ways(line: Line, way: str) -> float:
-    return sum(size for label, size in line.tally("bytes").items() if label.split(" ")[0] == way)
 
 
 def _known(name: str) -> str:
