@@ -31,6 +31,16 @@ def test_a_steady_stream_has_its_rate_at_any_moment(gap_s: float, phase: float) 
     assert rate.per_s(last + phase * gap_s) == pytest.approx(7.0 / gap_s, rel=0.3 if gap_s > 3 else 0.15)
 
 
+def test_what_goes_up_and_down_has_its_mean_over_ten_seconds() -> None:
+    rate = Rate()
+    found = []
+    for second in range(60):
+        for part in range(10):
+            rate.add(second + part / 10, 4.0 if second % 2 else 0.0)
+        found.append(rate.per_s(second + 0.95))
+    assert all(18.0 < each < 22.5 for each in found[20:]), found[20:]
+
+
 def test_it_follows_a_change_within_about_ten_seconds() -> None:
     rate = Rate()
     last = stream(rate, 0.1, 1.0, 100.0)

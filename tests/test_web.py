@@ -220,9 +220,11 @@ def test_the_usual_manners(asker: Asker, telemetry: PrometheusTelemetry) -> None
     assert all(path in body.decode() for path in ("/metrics", "/sd", "/health", "/status"))
     assert asker.ask("/nothing")[0] == 404
     assert asker.ask("/metrics", "POST")[0] == 501
-    code, headers, body = asker.ask("/sd", "HEAD")
-    assert (code, body) == (200, b"")
-    assert int(headers["Content-Length"]) == len(asker.ask("/sd")[2]) > 1000
+    with socket.create_connection(("127.0.0.1", asker.port), timeout=5) as client:
+        client.sendall(b"HEAD /sd HTTP/1.0\r\n\r\n")
+        head, _, body = b"".join(iter(lambda: client.recv(65_536), b"")).partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(asker.ask('/sd')[2])}".encode() in head.splitlines()
+    assert body == b""
     code, headers, packed = asker.ask("/sd", **{"Accept-Encoding": "gzip"})
     assert headers["Content-Encoding"] == "gzip"
     assert gzip.decompress(packed) == asker.ask("/sd")[2]
@@ -256,7 +258,7 @@ def test_slow_clients_hold_nothing(asker: Asker) -> None:
     finally:
         for each in slow:
             each.close()
-    wait_until(lambda: threading.active_count() == before)
+    wait_until(lambda: threading.active_count() <= before)
 
 
 def test_a_client_that_drips_is_cut_off_in_time(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
