@@ -5,16 +5,33 @@ The rest is planted in one swarm of real processes, and taken back.
 """
 
 import asyncio
-from collections.abc import Callable
+import io
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import uvloop
+from processes import SMALL, NodeProcess, node_processes, settings, wait_until
 from test_swarm_simulated import LIMITS, manifest_for
 
+from noloco_p2p.cli.doctor import examination
+from noloco_p2p.cli.doctor.examination import Order, examine
+from noloco_p2p.cli.doctor.telling import Telling
+from noloco_p2p.cli.settings import read
 from noloco_p2p.config import DirectorySettings, NodeConfig
 from noloco_p2p.core import diagnosis
 from noloco_p2p.core.findings import Finding, Report
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.io import survey
 from noloco_p2p.sim.network import Link
 from noloco_p2p.sim.world import Life, Swarm, SwarmPlan, peer_id
 
@@ -124,3 +141,148 @@ def test_9_a_device_that_is_stuck_is_named_and_not_those_who_wait_for_it() -> No
     for seen in looked((2, 2), lambda swarm: swarm.slow("s1r0", FOR_EVER), 15.0, 20.0, 30.0):
         assert seen.bad[0] == ("device", "s1r0"), seen.findings
         assert "its device is stuck in" in seen.sentence
+
+
+# --- real processes -----------------------------------------------------------------------------------------------
+
+NODE_WITH_CLOCK = ("nice", "-n", "10", sys.executable, str(Path(__file__).parent / "node_with_clock.py"))
+"""They train as fast as they can, and are to leave the processor to the tests."""
+CHECKPOINT_LIMIT_BYTES = 300_000
+"""Less than a checkpoint of SMALL takes, more than the rest of what a node writes."""
+OFF_S = 120.0
+PLANTED = {"clock", "disk", "port", "run", "libp2p"}
+SEEN_S = 40.0
+"""In so long a planted cause must be seen, and be over once it is taken back."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A swarm of one stage with two replicas, each a process, which train until the end of the tests."""
+
+    first: NodeProcess
+    second: NodeProcess
+
+    @property
+    def clock(self) -> Path:
+        """What this file says, in seconds, the second node's clock is ahead."""
+        return self.second.dir.with_suffix(".clock")
+
+    @property
+    def address(self) -> str:
+        """To join it."""
+        return self.first.endpoints().join[0]
+
+    def with_cause(self, cause: str) -> list[PeerId | None]:
+        """Whom the diagnosis of both nodes' statuses names for this cause."""
+        told = diagnosis.findings(uvloop.run(survey.by_url(self.first.endpoints().metrics)))
+        return [finding.peer for finding in told if finding.name == cause]
+
+    @contextmanager
+    def names(self, cause: str, node: NodeProcess) -> Iterator[None]:
+        """Something is planted inside the `with`: then this node, and no other, is named for it, and nobody before."""
+        assert not self.with_cause(cause), "nothing was planted yet"
+        me = node.endpoints().peer_id
+        yield
+        wait_until(lambda: self.with_cause(cause) == [me], f"{cause} of {me} in the diagnosis", SEEN_S)
+
+    def forgets(self, cause: str) -> None:
+        """What was planted has been taken back: after a while nobody is named for it any more."""
+        wait_until(lambda: not self.with_cause(cause), f"the end of {cause} in the diagnosis", SEEN_S)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """Starting two nodes takes longer than all that is done with them."""
+    with tempfile.TemporaryDirectory(prefix="noloco-planted-") as name, node_processes(Path(name)) as nodes:
+        run = settings(stages="1", steps="1000000", checkpoint__every_rounds="1")
+
+        def start(own_dir: str, *arguments: str) -> NodeProcess:
+            clock = str(nodes.home / f"{own_dir}.clock")
+            return nodes.start(clock, *arguments, command=NODE_WITH_CLOCK, own_dir=own_dir)
+
+        first = start("first", *SMALL, *run)
+        second = start("second", "--join", first.endpoints().join[0], *settings(checkpoint__every_rounds="1"))
+        for node in (first, second):
+            node.wait_for_steps(1)
+        yield Pair(first, second)
+
+
+def doctor(pair: Pair, *, config: Path | None = None, sets: tuple[str, ...] = ()) -> list[Finding]:
+    """What `noloco doctor` finds about the swarm, with these settings."""
+    telling = Telling(out=io.StringIO())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examination, "LOOK_AGAIN_S", 0.1)
+        uvloop.run(examine(Order((pair.address,), read(config, {}, sets), None, as_json=False), telling))
+    return [finding for _, finding in telling.found]
+
+
+@pytest.fixture(scope="module")
+def misled(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
+    """What the doctor finds on a machine with three faults at once; without them it finds nothing."""
+    well = doctor(pair)
+    assert not [finding for finding in well if finding.severity != "ok" and finding.name in PLANTED]
+    assert {"run", "clock", "port", "libp2p", "peers", "latency", "bandwidth", "round"} <= {f.name for f in well}
+    config = tmp_path_factory.mktemp("misled") / "other.yaml"
+    config.write_text("stages: 1\nouter:\n  inner_steps: 7\n")
+    with pytest.MonkeyPatch.context() as patch:
+        right_time = time.time
+        patch.setattr(time, "time", lambda: right_time() + OFF_S)
+        return doctor(pair, config=config, sets=("listen.announce_host=127.0.0.77",))
+
+
+def errors(findings: list[Finding], name: str) -> list[Finding]:
+    return [finding for finding in findings if finding.name == name and finding.severity == "error"]
+
+
+def test_4_a_clock_that_is_two_minutes_ahead_is_this_machines(misled: list[Finding]) -> None:
+    (found,) = errors(misled, "clock")
+    assert found.peer is None
+    off = re.search(r"this machine's clock is ([0-9.]+) s ahead of those of 2 nodes", found.sentence)
+    assert off is not None
+    assert float(off[1]) == pytest.approx(OFF_S, abs=2.0)
+    assert "NTP" in found.advice
+
+
+def test_6_an_announced_port_that_leads_nowhere_is_named(misled: list[Finding], pair: Pair) -> None:
+    (found,) = errors(misled, "port")
+    assert "cannot reach this machine at 127.0.0.77:" in found.sentence
+    assert found.peer not in (None, pair.first.endpoints().peer_id, pair.second.endpoints().peer_id)
+    assert "listen.announce_host" in found.advice
+
+
+def test_7_a_configuration_of_another_run_is_named_by_its_key(misled: list[Finding], pair: Pair) -> None:
+    (found,) = errors(misled, "run")
+    assert "other.yaml:3: outer.inner_steps is 7 here, 4 in the swarm" in found.sentence
+    assert found.peer == pair.first.endpoints().peer_id
+
+
+def test_5_a_disk_that_takes_no_checkpoint_is_named(pair: Pair) -> None:
+    node = pair.second
+    limits = resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE)
+    with pair.names("disk", node):
+        resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (CHECKPOINT_LIMIT_BYTES, limits[1]))
+    resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, limits)
+    pair.forgets("disk")
+
+
+def test_8_a_killed_libp2p_daemon_is_named(pair: Pair) -> None:
+    node = pair.second
+    with pair.names("libp2p", node):
+        os.kill(daemon_of(node), signal.SIGKILL)
+    assert node.process.poll() is None, "the node outlives its daemon"
+
+
+def daemon_of(node: NodeProcess) -> int:
+    """The process id of a node's p2pd."""
+    for task in Path(f"/proc/{node.process.pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if "p2pd" in Path(f"/proc/{child}/cmdline").read_text():
+                return int(child)
+    raise AssertionError(f"no p2pd below process {node.process.pid}")
+
+
+def test_4_the_node_whose_clock_is_two_minutes_ahead_is_named(pair: Pair) -> None:
+    with pair.names("clock", pair.second):
+        pair.clock.write_text(str(OFF_S))
+    pair.clock.write_text("0")
+    pair.forgets("clock")

@@ -1,20 +1,17 @@
 """A node's own directory: whose it is, whether its process lives, how it is."""
 
-import http.client
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-from noloco_p2p.cli import control
+from noloco_p2p.cli import control, health
 from noloco_p2p.cli.doctor.telling import Telling, in_time
+from noloco_p2p.cli.node import HOME
 from noloco_p2p.core.findings import short
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io import scrape
 from noloco_p2p.io.scrape import Endpoints
 
-HEALTH_S = 5.0
+HEALTH_S = 6.0
 """Longest wait for a node's word about its health: it answers from a thread of its own."""
-HEALTH_BYTES = 4096
 
 
 async def check_home(telling: Telling, directory: Path) -> list[Endpoints]:
@@ -58,29 +55,16 @@ def _age_order(node_dir: Path) -> bool:
 
 
 async def _check_health(telling: Telling, node_dir: Path, endpoints: Endpoints) -> None:
-    url = endpoints.metrics.removesuffix("/metrics") + "/health"
     who = f"{node_dir}: node {short(endpoints.peer_id)} (process {endpoints.pid})"
     try:
-        with telling.step(f"asking {url}"):
-            ailment = await in_time(f"asking {url}", HEALTH_S, lambda: _health(url))
+        with telling.step(f"asking the node of {node_dir} how it is"):
+            well, line = await in_time("its word about its health", HEALTH_S, lambda: health.ask(node_dir, None, HOME))
     except Unreachable as error:
-        advice = "its process may be stopped (SIGSTOP, a debugger) or without memory: look at it, or start it again"
-        telling.error("node", f"{who} runs and does not answer: {error}", advice, endpoints.peer_id)
-        return
-    if ailment is None:
+        well, line = False, str(error)
+    if well:
         telling.ok("node", f"{who} is well")
     else:
-        telling.warning("node", f"{who}: {ailment}", "see below for the cause, and its log", endpoints.peer_id)
-
-
-def _health(url: str) -> str | None:
-    """None when the node says that it is well, else its one line. Raises Unreachable."""
-    try:
-        with urllib.request.urlopen(url, timeout=HEALTH_S):
-            return None
-    except urllib.error.HTTPError as error:
-        with error:
-            text = error.read(HEALTH_BYTES).decode(errors="replace")
-        return "".join(letter if letter.isprintable() else " " for letter in text).strip() or f"HTTP {error.code}"
-    except (OSError, http.client.HTTPException) as error:
-        raise Unreachable(f"{url}: {error}") from None
+        advice = (
+            "see below what it waits for, and its log; a process that is stopped or blocked has to be started again"
+        )
+        telling.error("node", f"{who}: {line}", advice, endpoints.peer_id)

@@ -175,8 +175,8 @@ def check_ports(telling: Telling, listen: ListenSettings, *, own_node: bool) -> 
             telling.error("port", f"listen.{name}: {reason}", advice)
         else:
             told.append(f"{name} {port or 'any'}")
-    if told:
-        telling.ok("port", f"can be bound on {listen.host}: {', '.join(told)}")
     if own_node:
         telling.ok("port", "the ports are those of the node that runs")
+    elif told:
+        telling.ok("port", f"can be bound on {listen.host}: {', '.join(told)}")
     return listen.model_copy(update=free)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from noloco_p2p.cli.doctor.telling import Telling, in_time
 from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.findings import counted
 from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 
@@ -18,7 +19,6 @@ DATA_S = 15.0
 """Longest wait for the held-out data, which a hub may have to send."""
 PROBE_BYTES = 1 << 16
 """Written beside the checkpoints, and removed: whether they can be written at all."""
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def check_memory(telling: Telling, manifest: RunManifest, device: str, stage: in
             faults.append(str(error))
     if fit:
         largest = max(fit, key=lambda size: size.device_bytes + size.host_bytes)
-        need = f"{largest.device_bytes / GIB:.2f} GiB on the device and {largest.host_bytes / GIB:.2f} GiB on the host"
+        need = f"{counted(largest.device_bytes)}B on the device and {counted(largest.host_bytes)}B on the host"
         telling.ok("memory", f"stage {largest.index} ({largest.parameters:,} parameters) needs {need}, and fits")
     for fault in faults:
         told, _, advice = fault.partition(": ")
@@ -92,9 +92,9 @@ def check_disk(telling: Telling, home: Path, local: NodeConfig, checkpoint_bytes
         telling.error("disk", told, "free some space, see to its permissions, or name another --dir")
         return
     here = sum(_lengths(home))
-    told = f"{where} has {free / GIB:.2f} GiB free; {local.checkpoint.keep + 1} checkpoints need {wanted / GIB:.2f} GiB"
+    told = f"{where} has {counted(free)}B free; {local.checkpoint.keep + 1} checkpoints need {counted(wanted)}B"
     if wanted == 0:
-        telling.ok("disk", f"{where} has {free / GIB:.2f} GiB free; no checkpoints are written")
+        telling.ok("disk", f"{where} has {counted(free)}B free; no checkpoints are written")
     elif free < min(wanted, checkpoint_bytes):
         telling.error("disk", told, "free some space, or name another --dir: not even the next checkpoint fits")
     elif free + here < wanted:

@@ -51,9 +51,8 @@ async def open_daemon(
     except (LocalError, Unreachable, ConfigError) as error:
         telling.error("libp2p", str(error), "see listen.host and listen.dht_port, and whether p2pd may run here")
         return None
-    telling.ok(
-        "libp2p", f"the libp2p daemon (p2pd) starts, and listens on {libp2p.join_addresses[0].partition('/p2p/')[0]}"
-    )
+    where = JoinAddress.parse(libp2p.join_addresses[0]).multiaddress
+    telling.ok("libp2p", f"the libp2p daemon (p2pd) starts; others would find it at {where}")
     return libp2p
 
 
@@ -212,6 +211,10 @@ async def read_directory(telling: Telling, directory: HivemindDirectory) -> list
                     break
     except NolocoError as error:
         telling.error("directory", str(error), "try again; the swarm's directory does not answer")
+    else:
+        if not any(advert.state in PRESENT for advert in found.values()):
+            advice = "set this machine's clock if it is wrong: all adverts look expired by it; else try again"
+            telling.warning("directory", "the directory lists no node that is there", advice)
     return [found[peer] for peer in sorted(found)]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from noloco_p2p.cli.doctor.needs import Sizes
 from noloco_p2p.cli.doctor.telling import Telling, in_time
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.findings import short
+from noloco_p2p.core.findings import counted, short
 from noloco_p2p.core.messages import ITEM_BYTES, Advert
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.io.rates import Gauge, Transfer
@@ -29,7 +29,6 @@ LARGEST_TIMED_PARAMETERS = 50_000_000
 """A larger stage is not made only to measure the device: its making takes longer than the rest of the examination."""
 TIMING_S = 12.0
 """Longest time to make a stage and to measure it."""
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +126,20 @@ async def _bandwidth(telling: Telling, gauge: Gauge, giver: Advert) -> float | N
 def _told(got: Transfer) -> str:
     least = "at least " if got.bytes < TELLING_BYTES else ""
     part = "" if got.whole else ", cut off there"
-    rate = f"{least}{got.bytes_per_s / MIB:.1f} MiB/s"
-    return f"{rate} ({got.bytes / MIB:.2f} MiB of its snapshot in {got.seconds:.2f} s{part})"
+    rate = f"{least}{counted(got.bytes_per_s)}B/s"
+    return f"{rate} ({counted(got.bytes)}B of its snapshot in {got.seconds:.3f} s{part})"
 
 
 async def device_seconds(
-    telling: Telling, manifest: RunManifest, stage: int, replicas: Sequence[Advert], sizes: Sizes, device: str
+    telling: Telling, manifest: RunManifest, stage: int, replicas: Sequence[Advert], sizes: Sizes, device: str | None
 ) -> tuple[float, str] | None:
     """(device seconds for one microbatch of a stage, where the figure is from): measured here, or as others announce.
 
-    None when the stage is too large to be made for it and nobody of it has announced a speed.
+    None when nobody of the stage has announced a speed, and it is too large to be made for a measurement or there is no
+    `device` that could be measured.
     """
     announced = [a.microbatches_per_s for a in replicas if a.microbatches_per_s > 0]
-    if sizes.parameters[stage] <= LARGEST_TIMED_PARAMETERS:
+    if device is not None and sizes.parameters[stage] <= LARGEST_TIMED_PARAMETERS:
         try:
             with telling.step(f"measuring this device on stage {stage}"):
                 return await in_time("measuring the device", TIMING_S, lambda: _timed(manifest, stage, device)), "here"
@@ -180,7 +180,7 @@ async def tell_expected(
     if took_s is None:
         return
     telling.figures["expected_s_per_outer_round"] = took_s
-    told = f"an outer round moves {sizes.snapshot_bytes(stage) / MIB:.2f} MiB, about {took_s:.2f} s"
+    told = f"an outer round moves {counted(sizes.snapshot_bytes(stage))}B, about {took_s:.2f} s"
     if took_s > manifest.outer.deadline_s:
         advice = "use a faster link, or take a run with more stages: its rounds would all end alone"
         telling.error("round", f"{told}, more than outer.deadline_s ({manifest.outer.deadline_s:g} s)", advice)
