@@ -1,10 +1,16 @@
 """The watchdog: one line when a node is not well, one when it is again."""
 
+import logging
 import threading
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import wait_until
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Figures, Status, Wait
+from noloco_p2p.io.telemetry import PrometheusTelemetry
 from noloco_p2p.io.watchdog import Watchdog
 
 WELL = Status(Advert("12D3me", "run", 0, ("h:1",), state="training"), "tiny", 2, 100, 7)
@@ -37,3 +43,22 @@ def test_it_looks_by_itself_and_ends() -> None:
     assert heard.wait(10.0)
     dog.close()
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_log_says_it(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    telemetry = PrometheusTelemetry(2)
+    ill = threading.Event()
+    stuck = replace(WELL, waits=(Wait("gradient", "12D3other", 12.0, 10.0),))
+    with caplog.at_level(logging.INFO, "noloco_p2p"):
+        telemetry.watch(lambda: stuck if ill.is_set() else WELL, tmp_path)
+        try:
+            ill.set()
+            wait_until(lambda: len(caplog.records) == 1, "the watchdog's line", 10.0)
+            ill.clear()
+            wait_until(lambda: len(caplog.records) == 2, "its line when that is over", 10.0)
+        finally:
+            telemetry.close()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "watchdog: overdue: gradient of 12D3other since 12 s of at most 10 s"),
+        ("INFO", "watchdog: goes on"),
+    ]

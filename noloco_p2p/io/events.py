@@ -49,6 +49,7 @@ class Events:
             "lag": self._lag,
             "warning": self._warning,
             "info": self._info,
+            "stuck": self._stuck,
             "deserted": self._deserted_stages,
             "checkpoint": self._checkpoint,
             "guarded": self._guarded,
@@ -223,6 +224,10 @@ class Events:
         held = self._limiter.admit(text)
         if held is not None:
             _log(logging.WARNING, text + _more(held), "warning", {})
+
+    def _stuck(self, fields: Fields) -> None:
+        """The watchdog tells each of its lines once."""
+        _log(logging.INFO if fields["well"] else logging.WARNING, f"watchdog: {fields['message']}", "stuck", fields)
 
     def _info(self, fields: Fields) -> None:
         _log(logging.INFO, str(fields["message"]), "info", {})

@@ -20,6 +20,7 @@ from noloco_p2p.io.journal import Journal
 from noloco_p2p.io.log import Limiter
 from noloco_p2p.io.metrics import Metrics
 from noloco_p2p.io.pages import Scraped, Watched, pages
+from noloco_p2p.io.watchdog import Watchdog
 from noloco_p2p.io.web import WebServer
 
 logger = logging.getLogger("noloco_p2p")
@@ -41,19 +42,28 @@ class PrometheusTelemetry:
         self.registry.register(self._scraped)
         ProcessCollector(registry=self.registry)
         self._server = WebServer(pages(self.registry, self._watched))
+        self._watchdog: Watchdog | None = None
 
     def serve(self, host: str, port: int) -> int:
         """Answer from threads of its own; returns the port (0 picks one). LocalError when it is in use."""
         return self._server.open(host, port)
 
     def close(self) -> None:
-        """Stop to answer (a quarter of a second at most)."""
+        """Stop to look and to answer (a quarter of a second at most)."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._server.close()
 
     def watch(self, status: Callable[[], Status], directory: Path) -> None:
         """From now on there is a node: `status` tells of it, from any thread. It works in `directory`."""
+
+        def whole() -> Status:
+            return replace(status(), figures=self.figures())
+
         self._directory = directory
-        self._watched.watch(lambda: replace(status(), figures=self.figures()))
+        self._watched.watch(whole)
+        self._watchdog = Watchdog(whole, lambda line, well: self.event("stuck", message=line, well=well))
+        self._watchdog.start()
 
     def measure_memory(self, memory: Callable[[], tuple[int, int]] | None) -> None:
         """Where the used and total bytes of the device's memory are asked, from any thread; None: the CPU's."""

@@ -1,5 +1,6 @@
 """Says in the log when the node is not well. A thread of its own: a stuck event loop is noticed, too."""
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -7,6 +8,8 @@ from noloco_p2p.core.health import Ailment, examine
 from noloco_p2p.core.status import Status
 
 PERIOD_S = 1.0
+
+logger = logging.getLogger("noloco_p2p")
 
 
 class Watchdog:
@@ -46,4 +49,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._ended.wait(self._period_s):
-            self.look()
+            try:
+                self.look()
+            except Exception:  # an instrument may never stop what it watches
+                logger.debug("the watchdog could not look", exc_info=True)
