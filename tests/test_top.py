@@ -5,22 +5,27 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from daemons import daemon, run
 from diagnosed import advert, gradient_of, peer, silent, swarm, wait, waiting, with_advert, with_figures, with_status
 from rich.console import Console
 
 from noloco_p2p.cli import main, top
 from noloco_p2p.cli.overview import Overview, overview
+from noloco_p2p.config import RunManifest
 from noloco_p2p.core.findings import Report
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Seen
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io import status_json
+from noloco_p2p.io.directory import HivemindDirectory
+from noloco_p2p.io.join import offer_manifest
 
 
 def _drawn(found: Overview, height: int | None = None, note: str = "", width: int = top.WIDTH) -> list[str]:
@@ -79,6 +84,10 @@ def test_a_node_tells_what_it_waits_for() -> None:
     nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused")
     drawn = _drawn(_overview(nodes))
     assert next(row for row in drawn if row.startswith("12D3…xS0R0")).endswith("20s 12D3…xS1R1: gradient")
+    nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused" * 4)
+    cut = next(row for row in _drawn(_overview(nodes)) if row.startswith("12D3…xS1R0"))
+    assert len(cut) == top.WIDTH
+    assert cut.split()[1:4] == ["1", "training", "–"], "only the last column gives way"
     row = next(row for row in drawn if row.startswith("12D3…xS1R0"))
     assert row.split()[1:4] == ["1", "training", "–"]
     assert row.endswith("silent: Connection refused")
@@ -231,6 +240,32 @@ def test_errors_are_one_line(
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {told}")
     assert err.count("\n") == 1
+
+
+def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real libp2p daemon and directory; what the node says over HTTP is made up."""
+    manifest = RunManifest()
+
+    async def test() -> None:
+        async with AsyncExitStack() as closing:
+            libp2p = await closing.enter_async_context(daemon(tmp_path))
+            directory = await HivemindDirectory.open(
+                libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=tmp_path / "known.json"
+            )
+            closing.push_async_callback(directory.close)
+            await offer_manifest(libp2p, manifest.canonical_json())
+            mine = with_advert(swarm(1, 1)["S0R0"], peer_id=libp2p.peer_id, run_id=manifest.run_id)
+            served = closing.enter_context(_served({"S0R0": mine}))
+            assert mine.advert is not None
+            await directory.announce(replace(mine.advert, metrics=f"{served.urls['S0R0']}/metrics"), 30.0)
+            join_file = tmp_path / "address"
+            join_file.write_text(f"{libp2p.join_addresses[0]}\n")
+            await top._top(top.Wish((f"@{join_file}",), None, once=True, as_json=True, interval_s=2.0))
+        told = json.loads(capsys.readouterr().out)
+        assert [(node["peer"], node["answers"]) for node in told["nodes"]] == [(libp2p.peer_id, True)]
+        assert told["sentence"].startswith("training: step 1234 of 5000 (25 %), 1 node")
+
+    run(test)
 
 
 def test_when_the_node_at_the_url_goes_the_others_are_watched_on() -> None:

@@ -208,9 +208,12 @@ def _nodes_table(nodes: Sequence[Node]) -> "Table":
     from rich.text import Text
 
     table = _table(COLUMNS, ("node", "state", "rounds", "waits for"))
+    # Where the screen is narrow the columns that may wrap give way first: this one, whose text is cut instead.
+    table.columns[-1].no_wrap = False
     for node in nodes:
         # Text, not markup: what a node says of itself is not to be read as such.
-        table.add_row(*(Text(cell) for cell in cells(node)), style=None if node.answers else "dim")
+        texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells(node)]
+        table.add_row(*texts, style=None if node.answers else "dim")
     return table
 
 

@@ -183,10 +183,10 @@ def _versions(swarm: Swarm) -> Iterator[Cause]:
 
 def _slow(swarm: Swarm) -> Iterator[Cause]:
     speeds: dict[int, dict[PeerId, float]] = {}
-    for report in swarm.reports:
-        advert = report.newest
-        if advert is not None and advert.state == "training" and number(advert.microbatches_per_s) > 0:
-            speeds.setdefault(advert.stage, {})[report.peer] = number(advert.microbatches_per_s)
+    for peer, status in swarm.statuses:
+        advert = status.advert
+        if advert.state == "training" and number(advert.microbatches_per_s) > 0:
+            speeds.setdefault(advert.stage, {})[peer] = number(advert.microbatches_per_s)
     for stage, mine in sorted(speeds.items()):
         for peer, speed in mine.items():
             mates = [other for mate, other in mine.items() if mate != peer]
