@@ -70,8 +70,10 @@ class Asker:
 
 
 @pytest.fixture
-def telemetry() -> PrometheusTelemetry:
-    return PrometheusTelemetry(stages=2)
+def telemetry() -> Iterator[PrometheusTelemetry]:
+    made = PrometheusTelemetry(stages=2)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -149,6 +151,16 @@ def test_discovery_has_one_target_for_each_live_node(asker: Asker, telemetry: Pr
         },
         {"targets": ["[fd00::3]:41003"], "labels": labels(3, "")},
     ]
+
+
+def test_a_newcomer_that_has_seen_nobody_yet_lists_nobody(asker: Asker, telemetry: PrometheusTelemetry) -> None:
+    now = [replace(status(), advert=replace(advert(0), state="starting"), seen=())]
+    telemetry.watch(lambda: now[0], Path())
+    assert asker.line("/sd") == (503, f"{pages.STARTING}\n")
+    now[0] = replace(now[0], seen=(Seen(advert(1)),))
+    assert len(json.loads(asker.ask("/sd")[2])) == 2
+    now[0] = replace(status(), seen=())
+    assert len(json.loads(asker.ask("/sd")[2])) == 1, "the first node, that waits for others"
 
 
 def test_what_is_made_at_a_scrape(telemetry: PrometheusTelemetry, tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def pages(registry: CollectorRegistry, watched: Watched) -> Mapping[str, Page]:
 
     def discovery(asked: Asked) -> Answer:
         status, _ = watched.now()
-        if status is None:
-            return _line(STARTING, 503)
+        if status is None or (status.advert.state == "starting" and not status.seen):
+            return _line(STARTING, 503)  # it would know of itself only: Prometheus keeps the targets that it had
         return Answer(json.dumps(targets(status), separators=(",", ":")).encode(), JSON)
 
     def health(asked: Asked) -> Answer:
