@@ -145,8 +145,7 @@ def test_9_a_device_that_is_stuck_is_named_and_not_those_who_wait_for_it() -> No
 
 # --- real processes -----------------------------------------------------------------------------------------------
 
-NODE_WITH_CLOCK = ("nice", "-n", "10", sys.executable, str(Path(__file__).parent / "node_with_clock.py"))
-"""They train as fast as they can, and are to leave the processor to the tests."""
+NODE_WITH_CLOCK = (sys.executable, str(Path(__file__).parent / "node_with_clock.py"))
 CHECKPOINT_LIMIT_BYTES = 300_000
 """Less than a checkpoint of SMALL takes, more than the rest of what a node writes."""
 OFF_S = 120.0
@@ -204,6 +203,8 @@ def pair() -> Iterator[Pair]:
         second = start("second", "--join", first.endpoints().join[0], *settings(checkpoint__every_rounds="1"))
         for node in (first, second):
             node.wait_for_steps(1)
+            for thread in Path(f"/proc/{node.process.pid}/task").iterdir():
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)  # they train as fast as they can
         yield Pair(first, second)
 
 

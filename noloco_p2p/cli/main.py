@@ -159,7 +159,8 @@ def generate_text(
 @app.command()
 def doctor(
     join: Annotated[
-        list[str] | None, typer.Option(metavar="ADDR", help="Address of a node of the swarm to look at; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="ADDR", help="Address of a node of the swarm to look at, or @FILE; repeatable."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The YAML file with which the node would be started.")

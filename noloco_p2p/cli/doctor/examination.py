@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_p2p.cli import records, settings
+from noloco_p2p.cli import join_file, records, settings
 from noloco_p2p.cli.collect import Silent
 from noloco_p2p.cli.doctor import home, machine, needs, peers, speed
 from noloco_p2p.cli.doctor.telling import Telling
@@ -18,7 +18,7 @@ from noloco_p2p.core import diagnosis
 from noloco_p2p.core.balance import stage_to_take
 from noloco_p2p.core.members import PRESENT, READY
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.errors import LocalError, NolocoError
+from noloco_p2p.errors import ConfigError, LocalError, NolocoError
 from noloco_p2p.io import survey
 from noloco_p2p.io.addresses import JoinAddress, announced_host
 from noloco_p2p.io.directory import HivemindDirectory
@@ -54,7 +54,9 @@ def run_doctor(order: Order) -> int:
 
 async def examine(order: Order, telling: Telling) -> None:
     """Every check that the order allows, told as it ends. Raises ConfigError as `run_doctor`."""
-    local, targets = order.given.node(), [JoinAddress.parse(text) for text in order.join]
+    local, targets = order.given.node(), [JoinAddress.parse(text) for text in join_file.JoinAddresses(order.join)]
+    if order.join and not targets:
+        raise ConfigError(f"no join address is in {' or '.join(order.join)} yet: is its node running?")
     stored = None if order.dir is None else records.stored_manifest(order.dir)
     own = stored if stored is not None and not order.given.names_the_run else None
     manifest = None if targets else own or order.given.manifest()
@@ -85,7 +87,7 @@ async def examine(order: Order, telling: Telling) -> None:
             telling.group("run")
             what = "the run of this directory" if own is not None else "the run of these settings"
             telling.ok("run", f"{what}: {manifest.name}, {manifest.stages} stages, id {manifest.run_id}")
-            await place.check_needs(manifest, local.stage)
+            await place.check_needs(manifest, place.stage_of(manifest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +101,21 @@ class Place:
     runs_here: bool
     """A node of the directory in question runs on this machine: what it has, it has."""
 
+    def stage_of(self, manifest: RunManifest) -> int | None:
+        """The stage that the settings ask for; None when they ask for none, or, told, for one that is not there."""
+        asked = self.local.stage
+        if asked is not None and asked >= manifest.stages:
+            told = f"stage {asked} is asked for, the run has stages 0 to {manifest.stages - 1}"
+            self.telling.error("stage", told, "set stage to one of these, or leave it out")
+            return None
+        return asked
+
     async def check_needs(self, manifest: RunManifest, stage: int | None) -> needs.Sizes | None:
         """What the run asks of this machine at a stage, or at any."""
         telling, local = self.telling, self.local
         sizes = await needs.sizes_of(telling, manifest)
         if sizes is None:
             return None
-        if stage is not None and stage >= manifest.stages:
-            told = f"stage {stage} is asked for, the run has stages 0 to {manifest.stages - 1}"
-            telling.error("stage", told, "set stage to one of these, or leave it out")
-            stage = None
         if self.device is not None and not self.runs_here:
             needs.check_memory(telling, manifest, self.device, stage)
         stages = range(manifest.stages) if stage is None else [stage]
@@ -205,12 +212,10 @@ class _Visit:
             telling.tell(finding)
 
     def _stage(self, manifest: RunManifest, everybody: Sequence[Advert]) -> int:
-        """The stage that a node with these settings would take; that of the node that runs here."""
-        stage = self._place.local.stage
-        if stage is not None and stage < manifest.stages:
-            return stage
+        """The stage that a node with these settings would take."""
+        asked = self._place.stage_of(manifest)
         me = Advert(self._libp2p.peer_id, manifest.run_id, -1, ())
-        return stage_to_take(me, everybody, manifest.stages)
+        return stage_to_take(me, everybody, manifest.stages) if asked is None else asked
 
     async def _expect(
         self, manifest: RunManifest, stage: int, everybody: Sequence[Advert], sizes: needs.Sizes, gauge: Gauge

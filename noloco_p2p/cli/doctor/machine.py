@@ -16,6 +16,7 @@ from pathlib import Path
 from noloco_p2p import __version__
 from noloco_p2p.cli.doctor.telling import Telling, in_time
 from noloco_p2p.config import ListenSettings, NodeConfig
+from noloco_p2p.core.findings import counted
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.io.addresses import reserve_port
 
@@ -88,20 +89,17 @@ async def check_device(telling: Telling, local: NodeConfig) -> str | None:
 
 
 def _device(telling: Telling, local: NodeConfig) -> str:
-    import torch
+    from noloco_p2p.compute.hardware import hardware
 
-    from noloco_p2p.compute.factory import pick_device
-
-    device = pick_device(local.device)
-    if device.type == "cuda":
-        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
-        told = f"{torch.cuda.get_device_name(device)}, {free:.1f} of {total:.1f} GiB free, driver {_driver() or '?'}"
-        telling.ok("device", f"{device}: {told}, torch {torch.__version__} for CUDA {torch.version.cuda}")
-        return str(device)
-    cores, threads = len(_cores()), local.threads or torch.get_num_threads()
+    found, driver = hardware(local.device), _driver()
+    if found.device != "cpu":
+        room = f"{counted(found.free_bytes)}B of {counted(found.total_bytes)}B free"
+        built = f"torch {found.torch_version} for CUDA {found.cuda_version}"
+        telling.ok("device", f"{found.device}: {found.name}, {room}, driver {driver or 'unknown'}, {built}")
+        return found.device
+    cores, threads = len(_cores()), local.threads or found.threads
     asked = os.environ.get("OMP_NUM_THREADS", "not set")
-    told = f"cpu: {threads} threads on {cores} cores (OMP_NUM_THREADS {asked}), torch {torch.__version__}"
-    driver = _driver()
+    told = f"cpu: {threads} threads on {cores} cores (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
     if local.device == "auto" and driver is not None:
         advice = "install the CUDA build of torch, or set device to cpu"
         telling.warning("device", f"a GPU is here (driver {driver}), but torch does not see it; {told}", advice)
@@ -109,7 +107,7 @@ def _device(telling: Telling, local: NodeConfig) -> str:
         telling.warning("device", told, f"set threads to {cores} or less: more of them wait for one another")
     else:
         telling.ok("device", told)
-    return "cpu"
+    return found.device
 
 
 def _cores() -> Sequence[int]:

@@ -58,14 +58,13 @@ def _sizes(manifest: RunManifest) -> Sizes:
 
 def check_memory(telling: Telling, manifest: RunManifest, device: str, stage: int | None) -> None:
     """Whether the stage fits into the memory that is free; without one, whether every stage does."""
-    import torch
-
+    from noloco_p2p.compute.factory import pick_device
     from noloco_p2p.compute.size import check_fits
 
     fit, faults = [], []
     for index in range(manifest.stages) if stage is None else [stage]:
         try:
-            fit.append(check_fits(manifest, index, torch.device(device)))
+            fit.append(check_fits(manifest, index, pick_device(device)))
         except LocalError as error:
             faults.append(str(error))
     if fit:
