@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,16 @@ DEFINITIONS = {
 
 def measure_swarm(run_dir: Path, microbatches: int, seconds: float) -> dict[str, Any]:
     """Start a swarm, measure it for `seconds` in its steady state, end it."""
+    with steady_swarm(run_dir, microbatches):
+        begin = look(run_dir)
+        time.sleep(seconds)
+        end = look(run_dir)
+    return figures(begin, end)
+
+
+@contextmanager
+def steady_swarm(run_dir: Path, microbatches: int) -> Iterator[None]:
+    """Inside, a swarm trains in its steady state, without evaluations. Raises LocalError when it does not get there."""
     settings = [f"microbatches_per_step={microbatches}", "evaluation.every_steps=null"]
     command = [sys.executable, "-m", "noloco_p2p.cli.main", "swarm", "--plain", "--dir", str(run_dir)]
     command += ["--stages", str(STAGES), "--replicas", str(REPLICAS), "--steps", str(ENDLESS_STEPS)]
@@ -82,9 +93,7 @@ def measure_swarm(run_dir: Path, microbatches: int, seconds: float) -> dict[str,
     )
     try:
         _wait_until_steady(process, run_dir)
-        begin = _look(run_dir)
-        time.sleep(seconds)
-        end = _look(run_dir)
+        yield
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -93,7 +102,6 @@ def measure_swarm(run_dir: Path, microbatches: int, seconds: float) -> dict[str,
             # Its nodes end by themselves: their standard input ends with it.
             process.kill()
             process.communicate()
-    return figures(begin, end)
 
 
 def _names() -> list[str]:
@@ -107,7 +115,7 @@ def _wait_until_steady(process: "subprocess.Popen[bytes]", run_dir: Path) -> Non
             assert process.stderr is not None, "it is a pipe"
             raise LocalError(f"the swarm ended early: {process.stderr.read().decode(errors='replace').strip()}")
         if all(scrape.read_endpoints(run_dir / name) for name in _names()):
-            moments = _look(run_dir)
+            moments = look(run_dir)
             first = [moments[name] for name in _names() if name.startswith("0-")]
             if all(moment.metrics.total("inner_steps_total") >= STEADY_STEPS for moment in first):
                 return
@@ -115,7 +123,7 @@ def _wait_until_steady(process: "subprocess.Popen[bytes]", run_dir: Path) -> Non
     raise LocalError(f"the swarm did not come to {STEADY_STEPS} inner steps within {START_S:g} s")
 
 
-def _look(run_dir: Path) -> dict[str, Moment]:
+def look(run_dir: Path) -> dict[str, Moment]:
     """All nodes now, by name. Raises LocalError when one has not told where it is or does not answer."""
     moments = {}
     for name in _names():

@@ -4,10 +4,11 @@ import json
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from noloco_p2p.cli.benches import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 
 app = typer.Typer(
@@ -15,11 +16,9 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 NodeDir = Annotated[Path, typer.Option(help="Directory of the node, or that of noloco swarm: all its nodes.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
 
 
 class Merge(StrEnum):
@@ -196,88 +195,6 @@ def top(
     from noloco_p2p.cli.top import Wish, run_top
 
     run_top(Wish(tuple(join or ()), url, once or as_json, as_json, interval))
-
-
-@bench.command("pipeline")
-def bench_pipeline(
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per stage-0 replica and inner step.")] = 4,
-    seconds: Annotated[float, typer.Option(min=1, help="Length of the measurement.")] = 30.0,
-    as_json: AsJson = False,
-) -> None:
-    """Tokens/s of a 2 x 2 swarm over twice those of one process with one thread."""
-    from noloco_p2p.bench import pipeline
-
-    _report(pipeline.run(microbatches, seconds), as_json)
-
-
-@bench.command("transport")
-def bench_transport(as_json: AsJson = False) -> None:
-    """MiB/s of the transport over raw TCP and gloo, and the latency of a small call."""
-    from noloco_p2p.bench import transport
-
-    _report(transport.run(), as_json)
-
-
-@bench.command("stage")
-def bench_stage(
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Seconds per microbatch of one stage, deviation from the CPU, peak memory."""
-    from noloco_p2p.bench import stage
-
-    _report(stage.run(device), as_json)
-
-
-@bench.command("outer")
-def bench_outer(as_json: AsJson = False) -> None:
-    """Seconds and bytes of an outer round of a 1M- and a 50M-parameter stage."""
-    from noloco_p2p.bench import outer
-
-    _report(outer.run(), as_json)
-
-
-@bench.command("churn")
-def bench_churn(
-    kill_every: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds from one kill to the next.")] = 10.0,
-    minutes: Annotated[float, typer.Option(min=0.05, metavar="M", help="Minutes in which nodes are killed.")] = 5.0,
-    nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "3x3",
-    kill_last: Annotated[bool, typer.Option("--kill-last", help="Kill all replicas of a stage for good.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the run, and of who is killed when.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K seeds in a row.")] = 1,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Length of the runs; default: what an undisturbed swarm does in M minutes."),
-    ] = None,
-    cold: Annotated[bool, typer.Option(help="Measure restarts of all nodes, of 2x2 and 3x3.")] = True,
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of all nodes.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """What killing and stopping nodes costs a real swarm: stalls, losses, and the loss beside an undisturbed run's."""
-    from noloco_p2p.bench import churn
-
-    sets = tuple(set or ())
-    wish = churn.Wish(churn.shape_of(nodes), kill_every, minutes, kill_last, seed, seeds, steps, cold, sets)
-    _report(churn.run(wish), as_json)
-
-
-def _report(figures: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(figures, allow_nan=False))
-        return
-    for line in _lines(figures, ""):
-        print(line)
-
-
-def _lines(figures: dict[str, Any], indent: str) -> list[str]:
-    """The same figures for a person, nested ones indented."""
-    told: list[str] = []
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            told += [f"{indent}{name}:", *_lines(value, f"{indent}  ")]
-        else:
-            told.append(f"{indent}{name}: {f'{value:,.5g}' if isinstance(value, float) else value}")
-    return told
 
 
 def main() -> None:
