@@ -289,6 +289,8 @@ def test_a_run_that_has_ended_lacks_nobody() -> None:
     nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] == "0"}
     assert _found(nodes) == []
     assert sentence(list(nodes.values())) == "finished: step 5000 of 5000 (100 %), 3 nodes, loss 2.31"
+    nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] != "0"}
+    assert _found(nodes) == [], "stage 0 has left first"
 
 
 def _not_begun(state: str) -> Nodes:

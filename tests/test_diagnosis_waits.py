@@ -70,6 +70,10 @@ def test_a_call_that_has_not_come_is_a_half_open_link() -> None:
     nodes["S1R1"] = swarm()["S1R1"]
     nodes["S0R0"] = with_status(nodes["S0R0"], step_took_s=5.0)
     assert _found(nodes) == [], "where steps take 5 s, a call may be on its way for 9 s"
+    nodes["S0R0"] = with_status(nodes["S0R0"], step_took_s=None)
+    assert _found(nodes) == [], "before the first step nobody knows how long a call takes"
+    nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 16.0))
+    assert [f.name for f in _found(nodes)] == ["half-open-link"]
 
 
 def test_a_peer_that_is_well_and_set_aside_by_one_has_a_half_open_link() -> None:

@@ -18,6 +18,8 @@ PATIENCE_S = 2.0
 """Waits that are younger belong to training as it is."""
 PATIENCE_STEPS = 2.0
 """A call that has not come in the time of so many inner steps is not on its way: slow nodes need their seconds."""
+FIRST_PATIENCE_S = 15.0
+"""The same before the first inner step ended, when nobody knows yet how long a call takes."""
 WAITS_LIMIT = 64
 """Waits of one node that are followed, the longest ones."""
 
@@ -111,7 +113,8 @@ class Follower:
             return [(wait.whom, "")]
         caller, callee = (wait.whom, peer) if wait.what == "activation" else (peer, wait.whom)
         arrived = caller != peer or any(serving.why == wait.why for serving in other.serving)
-        late = number(wait.since_s) > max(PATIENCE_S, PATIENCE_STEPS * number(status.step_took_s))
+        step_s = number(status.step_took_s)
+        late = number(wait.since_s) > (max(PATIENCE_S, PATIENCE_STEPS * step_s) if step_s > 0 else FIRST_PATIENCE_S)
         silent = number(other.figures.loop_silent_s) > LOOP_SILENT_S
         if late and not silent and other.advert.state == "training" and (not arrived or caller != peer):
             paths.links[link(caller, callee)] = caller, callee, wait

@@ -72,8 +72,8 @@ class Swarm:
     @property
     def ended(self) -> bool:
         """Stage 0 has come to the last step: from now on nodes leave one after the other."""
-        first = self.of_stage(0, STAGE_0_AT_WORK | {"finished"})
-        return bool(first) and all(r.newest is not None and r.newest.state == "finished" for r in first)
+        finished = any(a.state == "finished" for r in self.reports if (a := r.newest) is not None)
+        return finished and not self.of_stage(0, STAGE_0_AT_WORK)
 
     def deserted_s(self, stage: int) -> float:
         """The longest time for which a node knows that nobody serves a stage; 0.0: nobody says so."""
