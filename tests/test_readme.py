@@ -152,7 +152,7 @@ def test_the_command_that_makes_the_reference_again(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
+def registry() -> Iterator[CollectorRegistry]:
     """That of a fresh node on which everything with labels has happened once."""
     telemetry = PrometheusTelemetry(1)
     telemetry.identify(peer_id="p", run_id="r", stage="0", version="1")
@@ -171,7 +171,8 @@ def registry() -> CollectorRegistry:
     trouble = Trouble("disk", "full", 1.0)
     telemetry.watch(lambda: Status(Advert("P", "ab", 0, ()), "tiny", 1, 9, 0, troubles=(trouble,)), ROOT)
     telemetry.measure_memory(None)
-    return telemetry.registry
+    yield telemetry.registry
+    telemetry.close()
 
 
 def test_the_table_of_metrics_is_that_of_a_node(registry: CollectorRegistry) -> None:

@@ -51,6 +51,7 @@ def everything(telemetry: Telemetry) -> None:
     for result, partner in (("partner", "Q"), ("alone", None)):
         telemetry.event("outer_round", round=1, result=result, partner=partner, reason="odd", seconds=0.5, bytes=4096)
     telemetry.event("evaluation", step=10, loss=1.5, tokens=64)
+    telemetry.event("membership", counts={(0, "training"): 2, (1, "waiting"): 1}, joined=3, departed=1)
     telemetry.event("membership", counts={(0, "training"): 2, (1, "waiting"): 1})
     telemetry.event("replica_std", value=0.01)
     telemetry.event("idle", cause="partner", seconds=0.5)
@@ -120,6 +121,8 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
         ("noloco_peers", (("stage", "0"), ("state", "training"))): 2,
         ("noloco_peers", (("stage", "1"), ("state", "training"))): 0,
         ("noloco_peers", (("stage", "1"), ("state", "waiting"))): 1,
+        ("noloco_peers_joined_total", ()): 3,
+        ("noloco_peers_departed_total", ()): 1,
         ("noloco_replica_std", ()): 0.01,
         ("noloco_idle_seconds_total", (("cause", "partner"),)): 0.75,
         ("noloco_event_loop_lag_seconds", ()): 0.02,
