@@ -240,7 +240,14 @@ def _panel(
     about: str = "",
 ) -> Panel:
     targets = [
-        {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": query.expr, "legendFormat": query.legend}
+        {
+            "refId": chr(ord("A") + index),
+            "datasource": DATASOURCE,
+            "editorMode": "code",
+            "range": True,
+            "expr": query.expr,
+            "legendFormat": query.legend,
+        }
         for index, query in enumerate(queries)
     ]
     json: Json = {
