@@ -60,7 +60,7 @@ def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading() -> Non
         "  error    another run",
         "           → leave it",
         "  ok       right",
-        "1 errors, 1 warnings, 2 ok",
+        "1 error, 1 warning, 2 ok",
     ]
 
 

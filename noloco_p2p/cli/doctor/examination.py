@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_p2p.cli import join_file, records, settings
+from noloco_p2p.cli import control, join_file, records, settings
 from noloco_p2p.cli.collect import Silent
 from noloco_p2p.cli.doctor import home, machine, needs, peers, speed
 from noloco_p2p.cli.doctor.telling import Telling
@@ -57,7 +57,8 @@ async def examine(order: Order, telling: Telling) -> None:
     local, targets = order.given.node(), [JoinAddress.parse(text) for text in join_file.JoinAddresses(order.join)]
     if order.join and not targets:
         raise ConfigError(f"no join address is in {' or '.join(order.join)} yet: is its node running?")
-    stored = None if order.dir is None else records.stored_manifest(order.dir)
+    node_dirs = () if order.dir is None else control.node_dirs(order.dir)
+    stored = next((found for one in node_dirs if (found := records.stored_manifest(one)) is not None), None)
     own = stored if stored is not None and not order.given.names_the_run else None
     manifest = None if targets else own or order.given.manifest()
     telling.group("machine")
@@ -158,11 +159,11 @@ class _Visit:
             await self._diagnose(everybody, ahead)
         telling.group("run")
         stage = self._stage(manifest, everybody)
+        links = await self._links(manifest, stage, everybody)
         sizes = await place.check_needs(manifest, stage)
         if sizes is not None:
-            gauge = Gauge(libp2p.peer_id, manifest.run_id)
-            closing.push_async_callback(gauge.close)
-            await self._expect(manifest, stage, everybody, sizes, gauge)
+            mates = [advert for advert in everybody if advert.stage == stage]
+            await self._expect(manifest, stage, mates, sizes, links)
 
     async def _directory(self, closing: AsyncExitStack, manifest: RunManifest) -> HivemindDirectory | None:
         telling = self._place.telling
@@ -217,23 +218,26 @@ class _Visit:
         me = Advert(self._libp2p.peer_id, manifest.run_id, -1, ())
         return stage_to_take(me, everybody, manifest.stages) if asked is None else asked
 
+    async def _links(self, manifest: RunManifest, stage: int, everybody: Sequence[Advert]) -> speed.Pair:
+        """Round trips and bandwidth to the own and the next stage."""
+        gauge, found = Gauge(self._libp2p.peer_id, manifest.run_id), list[speed.Links | None]()
+        try:
+            for index in (stage, stage + 1):
+                replicas = [a for a in everybody if a.stage == index and a.state in READY]
+                found.append(await speed.measure_links(self._place.telling, gauge, index, replicas))
+        finally:
+            await gauge.close()
+        return found[0], found[1]
+
     async def _expect(
-        self, manifest: RunManifest, stage: int, everybody: Sequence[Advert], sizes: needs.Sizes, gauge: Gauge
+        self, manifest: RunManifest, stage: int, mates: Sequence[Advert], sizes: needs.Sizes, links: speed.Pair
     ) -> None:
-        """Round trips and bandwidth to the own and the next stage, hence the speed to be expected."""
+        """The speed to be expected at a stage."""
         place, telling = self._place, self._place.telling
-        of = {index: [a for a in everybody if a.stage == index and a.state in READY] for index in (stage, stage + 1)}
-        links = {
-            index: await speed.measure_links(telling, gauge, index, replicas)
-            for index, replicas in of.items()
-            if replicas
-        }
         free = None if place.runs_here else place.device  # a device in use is not measured besides
-        measured = await speed.device_seconds(telling, manifest, stage, of[stage], sizes, free)
+        measured = await speed.device_seconds(telling, manifest, stage, mates, sizes, free)
         if measured is None:
-            telling.ok(
-                "speed", f"no speed can be told: nobody announces one for stage {stage}, and it is not measured here"
-            )
+            told = f"nobody announces one for stage {stage}, and it is not measured here"
+            telling.ok("speed", f"no speed can be told: {told}")
             return
-        pair = (links.get(stage), links.get(stage + 1))
-        await speed.tell_expected(telling, manifest, place.local, stage, measured, pair, sizes)
+        await speed.tell_expected(telling, manifest, place.local, stage, measured, links, sizes)

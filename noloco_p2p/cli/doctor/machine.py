@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_p2p import __version__
-from noloco_p2p.cli.doctor.telling import Telling, in_time
+from noloco_p2p.cli.doctor.telling import BUSY, Telling, in_time
 from noloco_p2p.config import ListenSettings, NodeConfig
 from noloco_p2p.core.findings import counted
 from noloco_p2p.errors import LocalError, Unreachable
@@ -83,9 +83,11 @@ async def check_device(telling: Telling, local: NodeConfig) -> str | None:
     try:
         with telling.step("importing torch"):
             return await in_time("importing torch", IMPORT_S, lambda: _device(telling, local))
-    except (LocalError, Unreachable) as error:
+    except LocalError as error:
         telling.error("device", str(error), "see to the driver, or set device to cpu or auto")
-        return None
+    except Unreachable as error:
+        telling.warning("device", str(error), BUSY)
+    return None
 
 
 def _device(telling: Telling, local: NodeConfig) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_p2p.cli.doctor.telling import Telling, in_time
+from noloco_p2p.cli.doctor.telling import BUSY, Telling, in_time
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.findings import counted
 from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS
@@ -42,9 +42,11 @@ async def sizes_of(telling: Telling, manifest: RunManifest) -> Sizes | None:
     try:
         with telling.step("importing the model's code"):
             return await in_time("importing the model's code", MODEL_S, lambda: _sizes(manifest))
-    except (ConfigError, Unreachable) as error:
+    except ConfigError as error:
         telling.error("model", str(error), "the run cannot be held by this version: see model.* and stages")
-        return None
+    except Unreachable as error:
+        telling.warning("model", str(error), BUSY)
+    return None
 
 
 def _sizes(manifest: RunManifest) -> Sizes:
@@ -116,8 +118,10 @@ async def check_data(telling: Telling, manifest: RunManifest, local: NodeConfig,
     try:
         with telling.step("reading the held-out data"):
             await in_time("reading the held-out data", DATA_S, lambda: _read(manifest, local, peer_id))
-    except (ConfigError, LocalError, Unreachable) as error:
+    except (ConfigError, LocalError) as error:
         telling.error("data", str(error), "see data.* of the run, and data_files and tokenizer_dir of this node")
+    except Unreachable as error:
+        telling.warning("data", str(error), "a node waits for it too: take data that lie on this machine (data_files)")
     else:
         told = f"{manifest.data.kind} with tokenizer {manifest.data.tokenizer}"
         telling.ok("data", f"tokenizer and held-out data are here ({told})")

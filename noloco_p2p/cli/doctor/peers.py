@@ -49,7 +49,8 @@ async def open_daemon(
                 announce_host=announced_host(listen.host, listen.announce_host, join[0] if join else None),
             )
     except (LocalError, Unreachable, ConfigError) as error:
-        telling.error("libp2p", str(error), "see listen.host and listen.dht_port, and whether p2pd may run here")
+        advice = "see listen.host and listen.dht_port, and whether p2pd may run here, and is not held up by other work"
+        telling.error("libp2p", str(error), advice)
         return None
     where = JoinAddress.parse(libp2p.join_addresses[0]).multiaddress
     telling.ok("libp2p", f"the libp2p daemon (p2pd) starts; others would find it at {where}")

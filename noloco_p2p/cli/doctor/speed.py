@@ -41,6 +41,10 @@ class Links:
     """From one of them; None when it could not be measured."""
 
 
+Pair = tuple[Links | None, Links | None]
+"""To the own stage, and to the next one; None where there is nobody, or nobody answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What one microbatch costs one replica of a stage."""
@@ -90,6 +94,8 @@ def hidden_bytes(manifest: RunManifest) -> int:
 async def measure_links(telling: Telling, gauge: Gauge, stage: int, replicas: Sequence[Advert]) -> Links | None:
     """Round trips to some replicas of a stage, and the bandwidth from one of them; None when none answers."""
     asked = replicas[:PEERS_MEASURED]
+    if not asked:
+        return None
     with telling.step(f"measuring round trips to {len(asked)} nodes of stage {stage}"):
         answers = await asyncio.gather(*(gauge.round_trip_s(peer, CALLS) for peer in asked), return_exceptions=True)
     found: dict[str, float] = {}
@@ -115,9 +121,8 @@ async def _bandwidth(telling: Telling, gauge: Gauge, giver: Advert) -> float | N
         with telling.step(f"fetching a snapshot from {short(giver.peer_id)} to measure the bandwidth"):
             got = await gauge.transfer(giver, TRANSFER_S)
     except PeerError as error:
-        telling.ok(
-            "bandwidth", f"not measured: {short(giver.peer_id)} of stage {giver.stage} gives no snapshot: {error}"
-        )
+        told = f"{short(giver.peer_id)} of stage {giver.stage} gives no snapshot: {error}"
+        telling.ok("bandwidth", f"not measured: {told}")
         return None
     telling.ok("bandwidth", f"from {short(giver.peer_id)} of stage {giver.stage}: {_told(got)}")
     return got.bytes_per_s or None
@@ -160,13 +165,10 @@ async def tell_expected(
     local: NodeConfig,
     stage: int,
     measured: tuple[float, str],
-    links: tuple[Links | None, Links | None],
+    links: Pair,
     sizes: Sizes,
 ) -> None:
-    """Expected tokens per second and seconds per outer round of this machine at a stage.
-
-    `measured` as `device_seconds`; `links`: to its own stage, and to the next one.
-    """
+    """What this machine can be expected to do at a stage; `measured` is what `device_seconds` gave."""
     mates, following = links
     tokens = manifest.microbatch_size * manifest.sequence_length
     load = Load(measured[0], tokens, hidden_bytes(manifest), stage, manifest.stages)

@@ -11,11 +11,13 @@ from typing import Any, TextIO, TypeVar
 
 import typer
 
-from noloco_p2p.core.findings import SEVERITIES, Finding, Severity
+from noloco_p2p.core.findings import SEVERITIES, Finding, Severity, many
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Unreachable
 
 COLOURS: Mapping[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"}
+BUSY = "stop what else keeps this machine or its disk busy, and try again"
+"""What to do when work on this machine takes much too long."""
 QUIET_S = 1.0
 """What takes longer is announced."""
 _INDENT = " " * 11
@@ -90,7 +92,7 @@ class Telling:
             self._print(json.dumps(told, ensure_ascii=False, allow_nan=False))
             return self.exit_code
         counts = {severity: sum(f.severity == severity for _, f in self.found) for severity in SEVERITIES}
-        self._print(f"{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} ok")
+        self._print(f"{many(counts['error'], 'error')}, {many(counts['warning'], 'warning')}, {counts['ok']} ok")
         return self.exit_code
 
     def _styled(self, text: str, *, fg: str | None = None, bold: bool = False) -> str:
