@@ -8,8 +8,10 @@ from functools import partial
 from typing import cast
 
 import pytest
+import torch
 from stages import SIZES, as_gradient, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
 
+from noloco_p2p.compute import memory
 from noloco_p2p.compute.device import IDLE, NORMAL, URGENT, Device, DeviceStage, make_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
@@ -275,3 +277,16 @@ def test_make_stage_that_fails_leaves_no_thread() -> None:
     for thread in [thread for thread in threading.enumerate() if thread.name == "device-0"]:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_the_memory_of_the_device_is_that_of_all_who_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory.meter("cpu") is None
+    monkeypatch.setattr(memory, "pick_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {1: (30, 100)}[device.index])
+    measure = memory.meter("cuda:1")
+    assert measure is not None
+    assert measure() == (70, 100)
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        with pytest.raises(LocalError, match="cuda is not here"):
+            memory.meter("cuda")
