@@ -369,7 +369,7 @@ def test_a_long_run_of_many_nodes_stays_a_small_page(tmp_path: Path) -> None:
             lines.append(line("replica_std", s * 60.0, step=s, value=1 / (s + 1)))
             lines.append(line("warning", s * 60.0, message="&" * 300))
         (place / NAME).write_bytes(b"".join(lines))
-    assert make([tmp_path], tmp_path / "report.html") < 1_500_000
+    assert make([tmp_path], tmp_path / "report.html") < 800_000
 
 
 # === curves ===========================================================================================================

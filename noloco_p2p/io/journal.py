@@ -246,6 +246,8 @@ def _rounded(value: float) -> float | None:
     """Six digits after the point, or six that count where it is small; whole numbers are told exactly."""
     if not math.isfinite(value):
         return None
+    if value.is_integer():
+        return int(value)
     return round(value, DIGITS) if abs(value) >= 1 else float(f"{value:.{DIGITS}g}")
 
 

@@ -49,7 +49,7 @@ def lives(title: str, stories: Sequence[Story], whole: tuple[float, float], colo
         return LEFT + (at - began_at) / span_s * (WIDTH - LEFT - RIGHT - 6)
 
     unit_s, unit = unit_of(span_s)
-    for value in round_numbers(0.0, span_s / unit_s, 5):
+    for value in round_numbers(0.0, span_s / unit_s, 7):
         x = across(began_at + value * unit_s)
         element(svg, "line", x1=x, x2=x, y1=GAP, y2=bottom, class_="grid")
         element(svg, "text", f"{value:g}", x=x, y=bottom + 14, class_="tick middle")

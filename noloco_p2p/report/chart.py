@@ -108,7 +108,7 @@ class Chart:
             y = self._up(value)
             element(self._svg, "line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
             element(self._svg, "text", y_told(value), x=LEFT - 5, y=y + 4, class_="tick end")
-        for value in ticks(*self._x, 5):
+        for value in ticks(*self._x, 7):
             x = self._across(value)
             element(self._svg, "line", x1=x, x2=x, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4, class_="axis")
             element(self._svg, "text", x_told(value), x=x, y=HEIGHT - BOTTOM + 16, class_="tick middle")
