@@ -251,7 +251,7 @@ def test_a_stage_without_replica() -> None:
     nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 42.0})
     found = _found(nodes)
     assert [f.name for f in found] == ["stage-empty"]
-    assert found[0].sentence == "stage 1 has no replica since 42 s, and holds back 1 node"
+    assert found[0].sentence == "stage 1 has no replica since 42 s; that holds back 1 node"
     assert "--stage 1" in found[0].advice
     assert sentence(list(nodes.values())) == found[0].sentence
 

@@ -43,7 +43,7 @@ def test_a_chain_of_waits_leads_to_the_stuck_device() -> None:
     nodes["S0R1"] = waiting(nodes["S0R1"], *gradient_of(1, 0, 6, 0.1))
     found = _found(nodes)
     assert [(f.name, f.peer) for f in found] == [("device", peer(2, 2))]
-    assert found[0].sentence.endswith("its device is stuck in: backward, since 19 s, and holds back 3 nodes")
+    assert found[0].sentence.endswith("its device is stuck in: backward, since 19 s; that holds back 3 nodes")
 
 
 def test_who_waits_at_the_door_waits_for_what_that_node_waits_for() -> None:
@@ -56,7 +56,7 @@ def test_who_waits_at_the_door_waits_for_what_that_node_waits_for() -> None:
     nodes["S2R0"] = silent(nodes["S2R0"])
     found = _found(nodes)
     assert [(f.severity, f.name, f.peer) for f in found] == [("error", "unreachable", peer(2, 0))]
-    assert found[0].sentence.endswith("and holds back 2 nodes")
+    assert found[0].sentence.endswith("that holds back 2 nodes")
 
 
 def test_a_call_that_has_not_come_is_a_half_open_link() -> None:
@@ -112,7 +112,7 @@ def test_what_follows_from_a_standing_loop_is_not_told_twice() -> None:
     nodes["S0R0"] = with_status(waiting(nodes["S0R0"], *gradient_of(1, 0, 5, 65.0)), since_step_s=66.0)
     found = _found(nodes)
     assert [f.name for f in found] == ["loop"]
-    assert found[0].sentence.endswith("and holds back 1 node")
+    assert found[0].sentence.endswith("that holds back 1 node")
 
 
 def test_waits_in_a_circle_end() -> None:

@@ -201,7 +201,7 @@ def test_addresses() -> None:
 
 @asynccontextmanager
 async def _swarm(reports: dict[str, Report], unseen: Sequence[str] = ()) -> AsyncIterator[dict[str, Report]]:
-    """The same nodes, each with a server of its own and all others in its view; nobody's own view has the `unseen`."""
+    """The same nodes, each with a server of its own, and all others in its view; only S0R0 sees the `unseen` too."""
     async with AsyncExitStack() as closing:
         pages: dict[str, bytes] = {}
 
@@ -216,7 +216,9 @@ async def _swarm(reports: dict[str, Report], unseen: Sequence[str] = ()) -> Asyn
         there = {name: with_advert(r, metrics=f"{urls[name]}/metrics") for name, r in reports.items()}
         adverts = {name: r.advert for name, r in there.items() if r.advert is not None}
         for name, report in there.items():
-            seen = tuple(Seen(a) for other, a in adverts.items() if other != name and other not in unseen)
+            seen = tuple(
+                Seen(a) for other, a in adverts.items() if other != name and (other not in unseen or name == "S0R0")
+            )
             pages[name] = _page(with_status(report, seen=seen))
         yield there
 

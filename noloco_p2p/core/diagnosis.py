@@ -168,7 +168,7 @@ def _with_held(each: Cause, paths: dict[PeerId, Paths]) -> Cause:
     held = sum(each.at in path.ends for peer, path in paths.items() if peer != each.at) if each.at else 0
     severity = found.severity
     if held and found.name in HOLDERS:
-        text = f"{text}, and holds back {many(held, 'node')}"
+        text = f"{text}; that holds back {many(held, 'node')}"
         severity = "error" if found.name == "unreachable" else severity
     return replace(each, finding=replace(found, severity=severity, sentence=line(text), advice=line(found.advice)))
 
