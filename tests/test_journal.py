@@ -259,7 +259,7 @@ def test_telemetry_hands_every_event_and_phase_to_the_journal_and_survives_its_f
     telemetry.record(journal)
     with telemetry.span("forward"):
         telemetry.event("state", state="training", reason="synced")
-    telemetry.event("stuck", message="nothing for 60 s")
+    telemetry.event("stuck", message="nothing for 60 s", well=False)
     telemetry.event("inner_step", tokens="many")
     journal.close()
     found = in_order(tmp_path)

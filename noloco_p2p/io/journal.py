@@ -33,7 +33,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "membership": ("counts",),
     "deserted": ("stages",),
     "warning": ("message",),
-    "stuck": ("message",),
+    "stuck": ("message", "well"),
 }
 """Events that have lines, with the fields that are written."""
 

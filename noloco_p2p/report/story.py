@@ -164,7 +164,8 @@ class _Teller:
             if line.event in heard:
                 heard[line.event](line)
             if line.event in NOTES:
-                story.notes.append(Note(line.at, story.name, NOTES[line.event], _said(line)))
+                kind = "well again" if line.fields.get("well") is True else NOTES[line.event]
+                story.notes.append(Note(line.at, story.name, kind, _said(line)))
         self._close()
         spans = tuple(_spans(lines))
         process = Process(lines[0].at, lines[-1].at, spans, life.ended)
