@@ -75,6 +75,9 @@ def test_what_can_be_no_join_is_refused_before_anything_is_begun(path: Path) -> 
         join_file.check(["@"])
     with pytest.raises(ConfigError, match="malformed join address"):
         join_file.check([ONE, str(path)])
+    path.write_text("not yet")
+    with pytest.raises(ConfigError, match=f"{path}:1: malformed join address"):
+        join_file.check([ONE, f"@{path}"])
 
 
 def test_a_node_waits_for_the_file_and_says_so_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:

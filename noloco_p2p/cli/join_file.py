@@ -35,6 +35,11 @@ class JoinAddresses:
         self._begun_at: float | None = None
         self._said: set[str] = set()
 
+    @property
+    def by_file(self) -> bool:
+        """Some of them come from a file."""
+        return bool(self._files)
+
     def __iter__(self) -> Iterator[str]:
         """The addresses that there are now. Raises ConfigError for a file that cannot be read, or has others."""
         for text in self._given:
@@ -78,7 +83,9 @@ def check(given: Sequence[str]) -> None:
     for text in given:
         if text == AT:
             raise ConfigError("--join @ names no file: write --join @FILE")
-        if not text.startswith(AT):
+        if text.startswith(AT):
+            read(Path(text.removeprefix(AT)))
+        else:
             JoinAddress.parse(text)
 
 

@@ -161,7 +161,7 @@ def _stopped(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     """The command `noloco-node`."""
     # The first process of a container ignores a signal that it has not asked for.
-    signal.signal(signal.SIGTERM, _stopped)
+    before = signal.signal(signal.SIGTERM, _stopped)
     try:
         run_app(app, "noloco-node")
     except SystemExit as end:
@@ -171,6 +171,8 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

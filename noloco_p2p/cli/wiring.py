@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_p2p import __version__
-from noloco_p2p.cli import join_file, records, settings
+from noloco_p2p.cli import join_file, opening, records, settings
 from noloco_p2p.cli.signals import EarlyEnd
-from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import Busy, ConfigError, Unreachable
 from noloco_p2p.io import join as joining
@@ -79,7 +79,7 @@ async def run(order: Order) -> None:
     listen = records.same_ports(order.dir, local.listen)
     own = None if order.join else await _own_run(order, local)
     async with AsyncExitStack() as closing:
-        libp2p = await _opened(order, listen)
+        libp2p = await opening.opened(order.join, identity, listen)
         closing.push_async_callback(libp2p.close)
         manifest, data = own if own is not None else (await _joined_run(order, libp2p, local), None)
         # What takes seconds to import is imported while a node that joins meets the others and chooses its stage.
@@ -164,36 +164,6 @@ def _try_model(manifest: RunManifest) -> None:
     # What is imported lives for ever: without this the collector walks over it again and again while training.
     gc.collect()
     gc.freeze()
-
-
-async def _opened(order: Order, listen: ListenSettings) -> Libp2p:
-    """The libp2p daemon, with links to those whom the command line names.
-
-    A node that was here before needs none of them: it knows its run, and other peers.
-    """
-
-    async def opened(join: tuple[str, ...]) -> Libp2p:
-        return await Libp2p.open(
-            order.identity,
-            host=listen.host,
-            port=listen.dht_port,
-            announce_host=listen.announce_host,
-            join=join,
-            metrics_port=listen.libp2p_metrics_port,
-        )
-
-    was_here = records.stored_manifest(order.dir) is not None
-    addresses = join_file.JoinAddresses(order.join, patience_s=join_file.PATIENCE_S if was_here else None)
-    while True:
-        try:
-            return await opened(await addresses.come())
-        except Unreachable as error:
-            if await addresses.may_change(error):
-                continue
-            if not order.join or not was_here:
-                raise
-            log.warning("%s; the peers known from before are tried", error)
-            return await opened(())
 
 
 async def _joined_run(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
