@@ -66,7 +66,8 @@ class Drawings:
         names = (
             [(_of(n), story.name) for n, story in enumerate(stories)] if own else [(BLUE, f"{len(stories)} replicas")]
         )
-        return Drawing("Loss", chart.markup(), [*names, (GREY, "validation (dots)")], "Nats per token, by step.")
+        legend = [*names, *([(GREY, "validation (dots)")] if dots else [])]
+        return Drawing("Loss", chart.markup(), legend, "Nats per token, by step.")
 
     def throughput(self) -> Drawing:
         """Tokens per second of the swarm."""
