@@ -17,7 +17,7 @@ from diagnosed import (
     with_status,
 )
 
-from noloco_p2p.core.diagnosis import findings, sentence
+from noloco_p2p.core.diagnosis import findings, progress, sentence
 from noloco_p2p.core.findings import LINE_CHARACTERS, Finding, Report, counted, lasted, line, short
 from noloco_p2p.core.status import DEVICE, SWARM, of_stage
 
@@ -265,10 +265,27 @@ def test_a_stage_whose_only_replica_is_paused() -> None:
     assert "resume" in found.advice
 
 
+def _announced(report: Report, age_s: float) -> Report:
+    """The same node, whose advert is so old."""
+    assert report.advert is not None
+    return replace(report, advert=replace(report.advert, age_s=age_s))
+
+
+def test_where_nobody_answers_that_is_all_that_is_known() -> None:
+    nodes = {name: silent(report) for name, report in swarm(2, 1).items()}
+    assert [(f.severity, f.name) for f in _found(nodes)] == [("error", "unreachable")] * 2
+    assert progress(list(nodes.values())) == "no status of 2 nodes"
+
+
 def test_a_stage_whose_replicas_do_not_answer() -> None:
     nodes = swarm()
     for name in ("S1R0", "S1R1", "S1R2"):
         nodes[name] = silent(nodes[name])
+    assert _names(nodes) == ["unreachable"] * 3, "they have just announced themselves: training may go on"
+    assert sentence(list(nodes.values())).startswith("training: ")
+    old = {name: _announced(r, 20.0) if name[1] == "1" else r for name, r in nodes.items()}
+    assert _names(old) == ["stage-empty"]
+    nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 3.0})
     found = _found(nodes)
     assert [f.name for f in found] == ["stage-empty"], "that they do not answer is told there"
     assert "12D3…xS1R0, 12D3…xS1R1 and 12D3…xS1R2 do not answer" in found[0].sentence
@@ -306,6 +323,9 @@ def test_a_run_that_waits_for_its_start() -> None:
     found = _found(nodes)
     assert [(f.severity, f.name) for f in found] == [("warning", "start")]
     assert found[0].sentence == "waiting for 1 more replica of stage 1 since 30 s: the run has not begun"
+    nodes["new"] = with_advert(replace(swarm()["S2R2"], peer=peer(2, 2)), stage=-1, state="starting")
+    nodes["new"] = with_status(nodes["new"], inner_steps=0)
+    assert _found(nodes) == [], "one that has not chosen its stage yet will take that one"
 
 
 # --- order, words, limits ---------------------------------------------------------------------------------------------

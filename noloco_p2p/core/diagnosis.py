@@ -17,6 +17,7 @@ from noloco_p2p.core.links import broken_links
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.swarm_view import Swarm
 from noloco_p2p.core.symptoms import Cause, cause, symptoms, who
+from noloco_p2p.core.vacancies import vacancies
 
 __all__ = ["Finding", "Report", "Severity", "findings", "progress", "sentence", "short"]
 
@@ -72,6 +73,8 @@ def progress(reports: Sequence[Report]) -> str:
     if not swarm.reports:
         return "no node was found"
     nodes = many(len(swarm.reports), "node")
+    if not swarm.statuses:
+        return f"no status of {nodes}"
     if not swarm.begun:
         return f"starting: {nodes}"
     steps, step = number(swarm.steps), swarm.step
@@ -93,7 +96,7 @@ def progress(reports: Sequence[Report]) -> str:
 
 def _causes(swarm: Swarm) -> list[Cause]:
     """All findings with their places, in order."""
-    shown = symptoms(swarm)
+    shown = [*symptoms(swarm), *vacancies(swarm)]
     empty = frozenset(each.at for each in shown if each.finding.name == "stage-empty")
     follower = Follower(swarm, empty)
     paths = {peer: follower.follow(peer) for peer, _ in swarm.statuses}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from noloco_p2p.core.findings import Report, number
-from noloco_p2p.core.members import IN_ROUNDS, STAGE_0_AT_WORK
+from noloco_p2p.core.members import IN_ROUNDS, STAGE_0_AT_WORK, TRAINED
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import Status
 
@@ -62,7 +62,8 @@ class Swarm:
     @property
     def begun(self) -> bool:
         """Somebody has trained, or does."""
-        return any(s.inner_steps > 0 or s.advert.state in ("training", "finished", "paused") for _, s in self.statuses)
+        at_work = any(a.state in TRAINED for r in self.reports if (a := r.newest) is not None)
+        return at_work or any(status.inner_steps > 0 for _, status in self.statuses)
 
     @property
     def training(self) -> bool:

@@ -1,4 +1,4 @@
-"""What one node, one stage or the whole swarm shows without following any wait. Pure.
+"""What nodes show without following any wait. Pure. `vacancies.py` has what stages show.
 
 Every function takes the swarm and gives what is wrong of its kind. Thresholds stand at the top, with their reason.
 """
@@ -6,11 +6,10 @@ Every function takes the swarm and gives what is wrong of its kind. Thresholds s
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from noloco_p2p.core.findings import Finding, Report, Severity, counted, lasted, line, many, named, number, short
-from noloco_p2p.core.members import IN_ROUNDS, PRESENT
+from noloco_p2p.core.findings import Finding, Report, Severity, counted, lasted, line, named, number, short
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.core.status import DEVICE, SWARM, Status, Wait, of_stage
-from noloco_p2p.core.swarm_view import Swarm, median, most_common
+from noloco_p2p.core.status import DEVICE, Status, Wait
+from noloco_p2p.core.swarm_view import Swarm, median
 
 SLOW_FACTOR = 2.0
 """So many times slower than the others of its stage is slow."""
@@ -156,7 +155,7 @@ def _unreachable(swarm: Swarm) -> Iterator[Cause]:
         age = "" if advert is None else f"; it announced itself {lasted(advert.age_s)} ago"
         told = f"{who(report)} does not tell its status{at}: {failure}{age}"
         advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
-        yield cause("warning", "unreachable", report.peer, told, advice)
+        yield cause("warning" if swarm.statuses else "error", "unreachable", report.peer, told, advice)
 
 
 def _strangers(swarm: Swarm) -> Iterator[Cause]:
@@ -213,65 +212,6 @@ def _resting(swarm: Swarm) -> Iterator[Cause]:
             yield cause("ok", state, peer, told, advice)
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
-
-
-def _stages(swarm: Swarm) -> Iterator[Cause]:
-    if not swarm.begun or swarm.ended:
-        return
-    thin: list[int] = []
-    for stage in range(swarm.stages):
-        there = swarm.of_stage(stage, IN_ROUNDS)
-        answering = [report for report in there if report.status is not None]
-        if not answering:
-            yield _empty_stage(swarm, stage, there)
-        elif len(answering) == 1:
-            thin.append(stage)
-    if thin:
-        which = f"stage {thin[0]} has" if len(thin) == 1 else f"stages {_numbers(thin)} have"
-        told = f"{which} one replica{'' if len(thin) == 1 else ' each'}: without it the run stands still"
-        yield cause("warning", "stage-thin", None, told, "start one more node, it goes where it is needed most", at="")
-
-
-def _empty_stage(swarm: Swarm, stage: int, silent: list[Report]) -> Cause:
-    since_s = swarm.deserted_s(stage)
-    since = f" since {lasted(since_s)}" if since_s > 0 else ""
-    told = f"stage {stage} has no replica{since}"
-    advice = f"start a node (it takes the stage that lacks one): noloco-node --join ADDR --stage {stage}"
-    paused = [r.peer for r in swarm.of_stage(stage, {"paused"})]
-    coming = [r.peer for r in swarm.of_stage(stage, {"starting"})]
-    if silent:
-        told += f": {named([r.peer for r in silent])} {'does' if len(silent) == 1 else 'do'} not answer"
-        advice = f"start it again, or another node in its place; {silent[0].failure}" if silent[0].failure else advice
-    elif paused:
-        told += f": {named(paused)} {'is' if len(paused) == 1 else 'are'} paused"
-        advice = "noloco resume DIR on its machine, or start another node"
-    elif coming:
-        told += f": {named(coming)} {'is' if len(coming) == 1 else 'are'} starting"
-        advice = "wait for it"
-    peer = (silent[0].peer if silent else paused[0] if paused else None) if len(silent or paused) == 1 else None
-    return cause("error", "stage-empty", peer, told, advice, at=of_stage(stage))
-
-
-def _numbers(stages: list[int]) -> str:
-    return ", ".join(map(str, stages)) if len(stages) <= 12 else many(len(stages), "stage")
-
-
-def _start(swarm: Swarm) -> Iterator[Cause]:
-    """The run has not begun, and nodes are missing for it."""
-    needed = most_common(status.start_replicas for _, status in swarm.statuses) or 0
-    if swarm.begun or not swarm.statuses:
-        return
-    missing = {s: needed - len(swarm.of_stage(s, PRESENT)) for s in range(swarm.stages)}
-    told = [f"{many(lack, 'more replica')} of stage {stage}" for stage, lack in missing.items() if lack > 0]
-    if told:
-        some = ", ".join(told[:3]) + (f" and of {many(len(told) - 3, 'other stage')}" if len(told) > 3 else "")
-        waited_s = max((number(w.since_s) for _, s in swarm.statuses for w in s.waits if w.whom == SWARM), default=0.0)
-        since = f" since {lasted(waited_s)}" if waited_s > 0 else ""
-        advice = "start more nodes: noloco-node --join ADDR; the run begins by itself"
-        yield cause("warning", "start", None, f"waiting for {some}{since}: the run has not begun", advice, at="")
-
-
 SYMPTOMS: tuple[Callable[[Swarm], Iterator[Cause]], ...] = (
     _silent_loops,
     _stuck_devices,
@@ -284,8 +224,6 @@ SYMPTOMS: tuple[Callable[[Swarm], Iterator[Cause]], ...] = (
     _versions,
     _slow,
     _resting,
-    _stages,
-    _start,
 )
 
 
