@@ -123,5 +123,5 @@ def running_prometheus(home: Path, discovery_url: str) -> Iterator[Prometheus]:
         wait_until(lambda: answers(f"{url()}/-/ready"), "Prometheus", 30)
         yield Prometheus(url())
     finally:
-        process.terminate()
-        process.wait(20)
+        process.kill()
+        process.wait()
