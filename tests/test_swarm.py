@@ -18,6 +18,8 @@ import pytest
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io import scrape
+from noloco_p2p.report.page import render
+from noloco_p2p.report.run import read as report_of
 
 SMALL = {
     "model.config": "{hidden_size: 32, num_hidden_layers: 2, intermediate_size: 64, num_attention_heads: 2, "
@@ -140,6 +142,21 @@ def launched(command: list[str], run_dir: Path) -> Iterator[Launched]:
             os.kill(pid, signal.SIGKILL)
 
 
+def the_report_agrees(run_dir: Path, told: dict[str, Any]) -> None:
+    """What the nodes wrote into their journals comes to the same figures as their summaries."""
+    run = report_of([run_dir])
+    assert (run.tokens, run.tokens_per_s, run.wall_s) == (told["tokens"], told["tokens_per_s"], told["wall_s"])
+    assert run.final_loss == pytest.approx(told["final_loss"], rel=1e-5)
+    assert run.validation_loss == pytest.approx(told["validation_loss"], rel=1e-5)
+    assert [run.replica_std(stage) for stage in (0, 1)] == pytest.approx(told["replica_std"], rel=1e-5)
+    for story, node in zip(run.stories, told["nodes"], strict=True):
+        assert (story.peer_id, story.stage, story.inner_steps) == (node["peer_id"], node["stage"], node["inner_steps"])
+        assert sum(story.tallies["rounds"].values()) == node["outer_rounds"]
+        assert story.tallies["microbatches"]["done"] == node["microbatches"]
+        assert [process.ended for process in story.processes] == [True]
+    assert "</html>" in render(run)
+
+
 def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = arguments(run_dir, 2, 2, 16, microbatches_per_step="3")
@@ -172,6 +189,7 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     assert f"summary: {run_dir / 'summary.json'}" in out
     for name in ("0-0", "0-1", "1-0", "1-1"):
         assert re.search(rf"^{name}  finished  inner step", out, re.M)
+    the_report_agrees(run_dir, told)
     with launched(command, run_dir) as again:
         code, _, err = again.end()
     assert (code, len(err.splitlines())) == (2, 1)
