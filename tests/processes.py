@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import warm_start
+from warm_start import WarmProcess
+
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io import scrape
 
@@ -51,7 +54,7 @@ def working_below(home: Path) -> list[int]:
 class NodeProcess:
     """A node that runs, or has run."""
 
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | WarmProcess"
     dir: Path
     """Its own directory: identity, endpoints.json, summary.json."""
     out: Path
@@ -128,25 +131,20 @@ class Nodes:
         cwd: Path | None = None,
         pipe_stdin: bool = False,
         pipe_output: bool = False,
+        fresh: bool = False,
     ) -> NodeProcess:
         """Start one with `--dir <home>/<own_dir>`; without `own_dir` it takes a directory in `cwd` by itself.
 
-        With `pipe_output` its output goes to pipes that the test reads, and to no file.
+        It is forked with its imports in memory (see warm_start), or `fresh`: a new interpreter, as a user has it.
+        With `pipe_output`, for a fresh one, its output goes to pipes that the test reads, and to no file.
         """
         number = len(self.started)
         out, err = self.home / f"{number}.out", self.home / f"{number}.err"
         given = [*arguments] if own_dir is None else [*arguments, "--dir", str(self.home / own_dir)]
         with out.open("wb") as to_out, err.open("wb") as to_err:
-            process = subprocess.Popen(
-                [*command, *given],
-                stdin=subprocess.PIPE if pipe_stdin else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipe_output else to_out,
-                stderr=subprocess.PIPE if pipe_output else to_err,
-                env=os.environ | ENVIRONMENT,
-                cwd=cwd or self.home,
-                # A stopped process in the tests' own group can make the system hang them all up.
-                process_group=0,
-            )
+            output = (subprocess.PIPE, subprocess.PIPE) if pipe_output else (to_out.fileno(), to_err.fileno())
+            start = _fresh if fresh or pipe_output else _warm
+            process = start([*command, *given], output, pipe_stdin, cwd or self.home)
         self.started.append(NodeProcess(process, self.home / (own_dir or ""), out, err))
         return self.started[-1]
 
@@ -163,6 +161,29 @@ class Nodes:
     def nothing_left(self) -> None:
         """Fails the test unless all processes are gone, libp2p daemons included."""
         wait_until(lambda: not working_below(self.home), "the end of all that was started", ENDING_S)
+
+
+def _fresh(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE if pipe_stdin else subprocess.DEVNULL,
+        stdout=output[0],
+        stderr=output[1],
+        env=os.environ | ENVIRONMENT,
+        cwd=cwd,
+        # A stopped process in the tests' own group can make the system hang them all up.
+        process_group=0,
+    )
+
+
+def _warm(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: Path) -> WarmProcess:
+    reading, writing = os.pipe()
+    process = warm_start.start(command[1:], (reading, *output), os.environ | ENVIRONMENT, cwd)
+    os.close(reading)
+    process.stdin = os.fdopen(writing, "wb", buffering=0)
+    if not pipe_stdin:
+        process.stdin.close()
+    return process
 
 
 @contextmanager

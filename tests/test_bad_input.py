@@ -2,6 +2,7 @@
 
 import resource
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -193,6 +194,7 @@ def test_a_full_disk_ends_a_node_with_one_line(tmp_path: Path) -> None:
 
 def last_line_of(node: NodeProcess) -> str:
     """What a node said at its end; it is an error, without a traceback."""
+    assert isinstance(node.process, subprocess.Popen)
     _, err = node.process.communicate()
     assert node.end() == 2, err
     assert b"Traceback" not in err

@@ -36,14 +36,14 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
     address = tmp_path / "address"
     address.write_text(f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}\n")
     with node_processes(tmp_path) as nodes:
-        by_file = nodes.start("--join", f"@{address}", cwd=terminals)
+        by_file = nodes.start("--join", f"@{address}", cwd=terminals, fresh=True)
         by_file.wait_for(lambda: "reads the file again" in by_file.logged(), "word that the address of before is dead")
-        first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals)
+        first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals, fresh=True)
         pasted = say_join_command(first)
         assert pasted[0] == "--join"
         assert len(pasted) == 2, "nothing but the address"
         for _ in range(2):
-            nodes.start(*pasted, cwd=terminals)
+            nodes.start(*pasted, cwd=terminals, fresh=True)
         nodes.all_end_well()
         nodes.nothing_left()
     assert address.read_text() == f"{pasted[1]}\n"
