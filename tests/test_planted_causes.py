@@ -216,6 +216,7 @@ def doctor(pair: Pair, *, config: Path | None = None, sets: tuple[str, ...] = ()
     telling, join = Telling(out=io.StringIO()), (pair.address, NOBODY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examination, "LOOK_AGAIN_S", 0.1)
+        patch.setattr(peers, "READING_PAUSE_S", 0.1)
         for module, limit in ((machine, "IMPORT_S"), (peers, "IMPORT_S"), (needs, "MODEL_S"), (needs, "DATA_S")):
             patch.setattr(module, limit, LONGEST_S)  # the tests' machine may be busy
         uvloop.run(examine(Order(join, read(config, {}, sets), None, as_json=False), telling))

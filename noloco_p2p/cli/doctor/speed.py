@@ -24,7 +24,7 @@ PEERS_MEASURED = 3
 TRANSFER_S = 3.0
 """Longest transfer from which a bandwidth is taken."""
 TELLING_BYTES = 1 << 20
-"""A snapshot smaller than this says only that the link has at least that rate."""
+"""A smaller snapshot is through before the link has shown what it can do."""
 LARGEST_TIMED_PARAMETERS = 50_000_000
 """A larger stage is not made only to measure the device: its making takes longer than the rest of the examination."""
 TIMING_S = 12.0
@@ -129,10 +129,8 @@ async def _bandwidth(telling: Telling, gauge: Gauge, giver: Advert) -> float | N
 
 
 def _told(got: Transfer) -> str:
-    least = "at least " if got.bytes < TELLING_BYTES else ""
-    part = "" if got.whole else ", cut off there"
-    rate = f"{least}{counted(got.bytes_per_s)}B/s"
-    return f"{rate} ({counted(got.bytes)}B of its snapshot in {got.seconds:.3f} s{part})"
+    part = ", cut off there" if not got.whole else ", too few to tell well" if got.bytes < TELLING_BYTES else ""
+    return f"{counted(got.bytes_per_s)}B/s ({counted(got.bytes)}B of its snapshot in {got.seconds:.3f} s{part})"
 
 
 async def device_seconds(
@@ -147,10 +145,11 @@ async def device_seconds(
     if device is not None and sizes.parameters[stage] <= LARGEST_TIMED_PARAMETERS:
         try:
             with telling.step(f"measuring this device on stage {stage}"):
-                return await in_time("measuring the device", TIMING_S, lambda: _timed(manifest, stage, device)), "here"
+                took_s = await in_time("measuring the device", TIMING_S, lambda: _timed(manifest, stage, device))
+            return took_s, "measured here"
         except (ConfigError, LocalError, Unreachable) as error:
             telling.warning("speed", f"this device was not measured: {error}", "run noloco bench stage")
-    return (1.0 / statistics.median(announced), "by its replicas' adverts") if announced else None
+    return (1.0 / statistics.median(announced), "as its replicas announce") if announced else None
 
 
 def _timed(manifest: RunManifest, stage: int, device: str) -> float:
@@ -174,7 +173,7 @@ async def tell_expected(
     load = Load(measured[0], tokens, hidden_bytes(manifest), stage, manifest.stages)
     rate, bound = expected_rate(load, following, local.limits.max_in_flight)
     telling.figures |= {"device_s_per_microbatch": load.device_s, "expected_tokens_per_s": rate}
-    told = f"{1e3 * load.device_s:.1f} ms of the device per microbatch (measured {measured[1]})"
+    told = f"{1e3 * load.device_s:.1f} ms of the device per microbatch, {measured[1]}"
     telling.ok("speed", f"at stage {stage} about {rate:,.0f} tokens/s are to be expected, bounded by {bound}: {told}")
     if mates is None or manifest.outer.pairing == "none":
         return
