@@ -1,4 +1,4 @@
-"""`noloco doctor`: what it finds on this machine, how it judges clocks and links, and how it tells it."""
+"""`noloco doctor`: what it finds on this machine and in a node's directory, and how it tells it."""
 
 import importlib.metadata
 import io
@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 import socket
+import tempfile
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -13,12 +14,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from noloco_p2p.cli.doctor import home, machine, needs, peers, speed
-from noloco_p2p.cli.doctor.speed import Links, Load
+from noloco_p2p.cli.doctor import home, machine, needs
+from noloco_p2p.cli.doctor.examination import Order, run_doctor
 from noloco_p2p.cli.doctor.telling import Telling, in_time
+from noloco_p2p.cli.settings import read
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
-from noloco_p2p.core.findings import Finding
-from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 MANY = 4096
@@ -221,74 +222,6 @@ def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "*.txt" in sentences(telling)
 
 
-# --- clocks -------------------------------------------------------------------------------------------------------
-
-TTL_S = 30.0
-
-
-def judged(**ahead: float) -> list[Finding]:
-    return peers.judge_clocks(ahead, TTL_S)
-
-
-def test_clocks_that_agree_are_well() -> None:
-    assert [(f.severity, f.peer) for f in judged(a=0.2, b=-0.4)] == [("ok", None)]
-    assert judged() == []
-
-
-@pytest.mark.parametrize(("off", "severity"), [(-120.0, "error"), (120.0, "error"), (4.0, "warning")])
-def test_this_machines_clock_is_the_wrong_one_when_the_others_agree(off: float, severity: str) -> None:
-    (found,) = judged(a=off, b=off + 0.3)
-    assert (found.severity, found.name, found.peer) == (severity, "clock", None)
-    way = "behind" if off > 0 else "ahead of"
-    assert f"this machine's clock is {abs(off):.1f} s {way} those of 2 nodes" == found.sentence
-
-
-def test_the_one_node_whose_clock_is_off_is_named() -> None:
-    (found,) = judged(a=0.1, b=120.0, c=0.0)
-    assert (found.severity, found.name, found.peer) == ("error", "clock", "b")
-    assert "119.9 s ahead of" in found.sentence
-    (found,) = judged(a=0.1, b=-121.0)
-    assert (found.peer, found.severity) == ("b", "error"), "this machine agrees with the other one"
-
-
-# --- expectations -------------------------------------------------------------------------------------------------
-
-LOAD = Load(device_s=0.1, tokens=512, hidden_bytes=1_000_000, stage=0, stages=2)
-
-
-def test_a_fast_link_leaves_the_device_as_the_bound() -> None:
-    assert speed.expected_rate(LOAD, Links(0.001, 1e9), 4) == (5120.0, "device")
-    assert speed.expected_rate(LOAD, None, 4) == (5120.0, "device")
-
-
-def test_a_thin_link_bounds_by_its_bytes_and_a_long_one_by_the_places_in_flight() -> None:
-    rate, bound = speed.expected_rate(LOAD, Links(0.001, 5e6), 8)
-    assert bound == "link"
-    assert rate == pytest.approx(5 * 512)
-    rate, bound = speed.expected_rate(LOAD, Links(1.0, 1e9), 4)
-    assert bound == "places in flight"
-    assert rate == pytest.approx(512 * 4 / (0.1 + 1.0 + 0.002 + 0.1))
-
-
-def test_a_middle_stage_sends_and_receives_twice_as_much_and_the_last_one_nothing_further() -> None:
-    middle = Load(0.1, 512, 1_000_000, stage=1, stages=3)
-    assert speed.expected_rate(middle, Links(0.001, 1e7), 8)[0] == pytest.approx(5 * 512)
-    last = Load(0.1, 512, 1_000_000, stage=2, stages=3)
-    assert speed.expected_rate(last, Links(9.0, 10.0), 1) == (5120.0, "device")
-
-
-def test_an_outer_round_takes_its_bytes_over_the_bandwidth_and_a_round_trip() -> None:
-    assert speed.round_seconds(10_000_000, Links(0.5, 1e6)) == 10.5
-    assert speed.round_seconds(10_000_000, Links(0.5, None)) is None
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_the_device_is_measured_on_the_stage_in_question(stage: int) -> None:
-    from noloco_p2p.bench.stage import time_one
-
-    assert 0 < time_one(RunManifest(), stage, "cpu", repeats=1) < 60
-
-
 # --- a node's directory -------------------------------------------------------------------------------------------
 
 
@@ -308,3 +241,38 @@ def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path
     uvloop.run(home.check_home(telling, tmp_path))
     assert told(telling) == [("ok", "node")]
     assert "finished" in sentences(telling)
+
+
+# --- all of it ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_swarm_it_tells_of_the_machine_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    code = run_doctor(Order((), read(None, {}, ["stages=1", "stage=3", "device=cpu"]), None, as_json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert code == found["exit_code"] == 2
+    errors = [one for one in found["findings"] if one["severity"] == "error"]
+    assert [one["name"] for one in errors] == ["stage"]
+    assert errors[0]["sentence"] == "stage 3 is asked for, the run has stages 0 to 0"
+    groups = {group: [one["name"] for one in found["findings"] if one["group"] == group] for group in GROUPS}
+    assert groups == GROUPS
+    assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
+
+
+GROUPS = {
+    "machine": ["python", "device", "files", "clock"],
+    "network": ["port", "libp2p"],
+    "run": ["run", "stage", "memory", "disk", "data"],
+}
+
+
+def test_what_is_no_join_address_is_refused_before_anything_is_begun(tmp_path: Path) -> None:
+    nothing = read(None, {}, [])
+    with pytest.raises(ConfigError, match="malformed join address 'nonsense'"):
+        run_doctor(Order(("nonsense",), nothing, None, as_json=False))
+    with pytest.raises(ConfigError, match="is its node running"):
+        run_doctor(Order((f"@{tmp_path / 'address'}",), nothing, None, as_json=False))

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,10 +46,23 @@ def run_doctor(order: Order) -> int:
     import uvloop
 
     telling = Telling(as_json=order.as_json)
-    for noisy in ("hivemind", "transformers", "datasets", "grpc", "noloco_p2p"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    uvloop.run(examine(order, telling))
+    with _silence():
+        uvloop.run(examine(order, telling))
     return telling.end()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What the parts would log is told as findings."""
+    loggers = [logging.getLogger(name) for name in ("hivemind", "transformers", "datasets", "grpc", "noloco_p2p")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 async def examine(order: Order, telling: Telling) -> None:
