@@ -149,6 +149,17 @@ def test_prometheus_asks_any_node_for_all_of_them() -> None:
         assert SERVICES[name]["networks"]["default"]["aliases"] == ["swarm"]
 
 
+def test_grafana_finds_prometheus_and_its_dashboards() -> None:
+    grafana = SERVICES["grafana"]
+    mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    provisioning = DOCKER / "grafana" / "provisioning"
+    (sources,) = (yaml.safe_load(path.read_text("utf-8")) for path in (provisioning / "datasources").glob("*.y*ml"))
+    (boards,) = (yaml.safe_load(path.read_text("utf-8")) for path in (provisioning / "dashboards").glob("*.y*ml"))
+    assert [source["url"] for source in sources["datasources"]] == ["http://prometheus:9090"]
+    assert [provider["options"]["path"] for provider in boards["providers"]] == [mounts["./grafana/dashboards"]]
+
+
 def test_compose_takes_every_profile_and_what_it_mounts_is_there() -> None:
     plain, full = composed(), composed("monitoring", "gpu")
     assert plain.keys() == {"bootstrap", "node"}
