@@ -186,7 +186,7 @@ class ListenSettings(Settings):
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of the gRPC server; 0 picks one."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port of /metrics; 0 picks one."""
+    """TCP port of /metrics, /sd, /health and /status; 0 picks one."""
     libp2p_metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """TCP port on which the libp2p daemon serves its own /metrics; 0 picks one, none: it serves none."""
 

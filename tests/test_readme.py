@@ -32,10 +32,10 @@ PROGRAMS = {"noloco": noloco.app, "noloco-node": noloco_node.app}
 PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|proto|jsonl?)")
 """What is taken for a path: it has a slash inside or at its end, or a known ending."""
 
-OF_A_RUN = re.compile(r"noloco-runs/.*|summary\.json")
+OF_A_RUN = re.compile(r"noloco-runs/.*|summary\.json|events\.jsonl|mine\.yaml")
 """Files that the README mentions and a run makes."""
 
-HOSTS = {"arxiv.org"}
+HOSTS = {"arxiv.org", "HOST", "localhost"}
 
 
 def blocks() -> list[str]:
@@ -81,8 +81,8 @@ def option_names(command: object) -> set[str]:
 
 def all_options() -> set[str]:
     subcommands = [
-        *(["noloco", name] for name in ("swarm", "export", "eval", "generate", "pause", "resume")),
-        *(["noloco", "bench", name] for name in ("pipeline", "transport", "stage", "churn")),
+        *(["noloco", name] for name in ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report")),
+        *(["noloco", "bench", name] for name in ("pipeline", "transport", "stage", "monitoring", "churn")),
     ]
     return set().union(*(options_of(words) for words in [["noloco-node"], *subcommands]))
 
@@ -99,7 +99,7 @@ def test_every_command_and_option_exists() -> None:
         for word in words:
             assert not word.startswith("-") or word.partition("=")[0] in known, f"{shlex.join(words)}: no option {word}"
     told = {tuple(words[:3]) for words in found}
-    assert {("noloco", "bench", name) for name in ("pipeline", "transport", "stage", "outer", "churn")} <= told
+    assert {("noloco", "bench", name) for name in ("pipeline", "transport", "stage", "outer", "monitoring", "churn")} <= told
     for option in (span for span in spans() if span.startswith("--")):
         assert option.split()[0] in all_options(), f"no command has {option}"
 
