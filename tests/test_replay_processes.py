@@ -43,6 +43,7 @@ def settings(family: str, home: Path) -> dict[str, object]:
         "evaluation": {"every_steps": None, "microbatches": 1},
         "data_files": [str(home / "*.parquet")],
         "audit": {"dir": str(home / "audit")},
+        "limits": {"patience_floor_s": 60.0},  # a busy machine is no hung node: a second route would break the lockstep
     }
 
 
