@@ -128,15 +128,18 @@ def test_every_service_is_bounded_locked_in_and_starts_again_only_after_a_failur
 def test_a_node_understands_what_it_is_told(name: str) -> None:
     service = SERVICES[name]
     context = typer.main.get_command(app).make_context("noloco-node", [*service["command"]], resilient_parsing=True)
-    assert str(context.params["dir"]) == "/data"
-    told = ([*context.params["join"]], context.params["address_file"])
-    assert told == (([], Path("/join/address")) if name == "bootstrap" else (["@/join/address"], None))
+    told = (context.params["dir"], [*context.params["join"]], context.params["address_file"])
+    first: object = (Path("/data"), [], Path("/join/address"))
+    # Without --dir, the first directory below the working directory that no other node holds.
+    assert told == (first if name == "bootstrap" else (None, ["@/join/address"], None))
+    assert dict(stages()[-1])["WORKDIR"] == "/data"
+    assert service["healthcheck"]["test"] == ["CMD", "noloco-node", "health", "--url", "http://127.0.0.1:9464"]
     own = {key: str(value) for key, value in service["environment"].items() if key.startswith("NOLOCO__")}
     config = settings.read(None, image_environment() | own, []).node()
     assert config.limits.drain_s < 20 <= int(service["stop_grace_period"].removesuffix("s"))
     assert config.device == ("cuda" if name == "node-gpu" else "auto")
     writes = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
-    assert writes == (["bootstrap:/data", "join:/join"] if name == "bootstrap" else ["/data"])
+    assert writes == (["bootstrap:/data", "join:/join"] if name == "bootstrap" else ["nodes:/data"])
     assert any(tmpfs.startswith("/tmp:") for tmpfs in service["tmpfs"]), "the libp2p daemon's sockets are there"
 
 
