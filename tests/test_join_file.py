@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import signal
 from pathlib import Path
 
 import pytest
+from processes import node_processes
 
 from noloco_p2p.cli import join_file
 from noloco_p2p.cli.join_file import FILE_LIMIT_BYTES, JoinAddresses
@@ -130,3 +132,13 @@ def test_a_node_that_was_here_before_waits_only_so_long(path: Path) -> None:
         assert not await addresses.may_change(Unreachable("nobody answers"))
 
     asyncio.run(scenario())
+
+
+def test_a_signal_ends_the_wait_at_once_and_in_order(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        node = nodes.start("--join", f"@{tmp_path / 'address'}", own_dir="node")
+        node.wait_for(lambda: "waits for the join address in" in node.logged(), "word that it waits")
+        node.process.send_signal(signal.SIGTERM)
+        assert node.end() == 0
+        assert node.logged().splitlines()[-1].endswith("stopped at once")
+        nodes.nothing_left()
