@@ -35,6 +35,9 @@ PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|
 OF_A_RUN = re.compile(r"noloco-runs/.*|summary\.json|events\.jsonl|mine\.yaml")
 """Files that the README mentions and a run makes."""
 
+COMMANDS = ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report")
+BENCHES = ("pipeline", "transport", "stage", "outer", "monitoring", "churn")
+
 HOSTS = {"arxiv.org", "HOST", "localhost"}
 
 
@@ -81,8 +84,8 @@ def option_names(command: object) -> set[str]:
 
 def all_options() -> set[str]:
     subcommands = [
-        *(["noloco", name] for name in ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report")),
-        *(["noloco", "bench", name] for name in ("pipeline", "transport", "stage", "monitoring", "churn")),
+        *(["noloco", name] for name in COMMANDS),
+        *(["noloco", "bench", name] for name in BENCHES),
     ]
     return set().union(*(options_of(words) for words in [["noloco-node"], *subcommands]))
 
@@ -99,7 +102,7 @@ def test_every_command_and_option_exists() -> None:
         for word in words:
             assert not word.startswith("-") or word.partition("=")[0] in known, f"{shlex.join(words)}: no option {word}"
     told = {tuple(words[:3]) for words in found}
-    assert {("noloco", "bench", name) for name in ("pipeline", "transport", "stage", "outer", "monitoring", "churn")} <= told
+    assert {("noloco", "bench", name) for name in BENCHES} <= told
     for option in (span for span in spans() if span.startswith("--")):
         assert option.split()[0] in all_options(), f"no command has {option}"
 
