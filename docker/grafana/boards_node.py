@@ -1,4 +1,7 @@
-"""The dashboards *Outer rounds* and *Node*: what replicas exchange, and what one process needs."""
+"""The dashboards *Outer rounds* and *Node*: what replicas exchange, and what one process needs.
+
+A dashboard is one expression, as long as it has panels.
+"""
 
 from panels import (
     BAD,

@@ -1,4 +1,7 @@
-"""The dashboards *Swarm* and *Training*: the run as a whole."""
+"""The dashboards *Swarm* and *Training*: the run as a whole.
+
+A dashboard is one expression, as long as it has panels.
+"""
 
 from panels import (
     BAD,

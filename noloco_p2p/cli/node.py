@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +26,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
-def node(
+def node(  # as long as it has options
     context: typer.Context,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
@@ -77,17 +78,15 @@ def node(
         _describe(given)
         return
     from noloco_p2p.cli import join_file
-    from noloco_p2p.cli.wiring import Order
 
     given.node()
     join_file.check(join or ())
     if not join:
         given.manifest()
-    identity = _own_identity(dir)
-    try:
+    with closing(_own_identity(dir)) as identity:
+        from noloco_p2p.cli.wiring import Order
+
         _live(Order(tuple(join or ()), run, identity, watch_stdin, given, address_file), log_json)
-    finally:
-        identity.close()
 
 
 @app.command()

@@ -110,10 +110,7 @@ async def run(order: Order) -> None:
             version=__version__,
         )
         records.store_manifest(order.dir, manifest)
-        journal = FileJournal(order.dir)
-        journal.open(
-            peer_id=identity.peer_id, run_id=manifest.run_id, name=manifest.name, version=__version__, stage=local.stage
-        )
+        journal = _journal(order.dir, advert, manifest.name, local.stage)
         closing.callback(journal.close)
         telemetry.record(journal)
         node = _node(advert, manifest, (order, local), (transport, presence, telemetry), data, imports)
@@ -126,6 +123,13 @@ async def run(order: Order) -> None:
         closing.callback(lambda: records.write_json(order.dir / "summary.json", records.summary(node, telemetry)))
         early.node = node
         await _until_the_end(node, presence)
+
+
+def _journal(directory: Path, me: Advert, run_name: str, stage: int | None) -> FileJournal:
+    """This node's journal, begun; `stage` is the one that it was told."""
+    journal = FileJournal(directory)
+    journal.open(peer_id=me.peer_id, run_id=me.run_id, name=run_name, version=me.version, stage=stage)
+    return journal
 
 
 def _offer(manifest: RunManifest) -> Offer:
