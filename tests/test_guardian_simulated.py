@@ -1,7 +1,5 @@
 """Guardians at work in swarms of real nodes under virtual time: what a stage knew is not lost with its last replica."""
 
-from collections import Counter
-
 import pytest
 
 from noloco_p2p.config import (
@@ -14,7 +12,6 @@ from noloco_p2p.config import (
 )
 from noloco_p2p.core.guardians import GUARDIANS, holders
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.sim.directory import SimDirectory
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
@@ -173,21 +170,3 @@ def test_a_hung_ward_holds_nobody_up() -> None:
     after = [at_s for at_s, peer, _ in guarded(outcome.trace, 1) if peer == guardian and at_s > failed_at_s]
     assert after[0] - failed_at_s < 0.1, "asked at once after the first one failed"
     assert {one.step for one in outcome.lives} == {60.0}
-
-
-def test_guarding_a_newer_round_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write to the DHT for each outer round of each stage would cost more than the rounds."""
-    announced: Counter[str] = Counter()
-    announce = SimDirectory.announce
-
-    async def counted(self: SimDirectory, advert: Advert, ttl_s: float) -> None:
-        announced[advert.peer_id] += advert.state == "training"
-        await announce(self, advert, ttl_s)
-
-    monkeypatch.setattr(SimDirectory, "announce", counted)
-    outcome = Swarm(plan_for((2, 2), 400)).run(limit_s=600)
-    for peer in ("s1r0", "s1r1"):
-        held = [one for one in guarded(outcome.trace, 0) if one[1] == peer]
-        lasted_s = held[-1][0] - held[0][0]
-        assert len(held) > 50, "it guards all along"
-        assert announced[peer] < 5 + lasted_s / (CONFIG.directory.ttl_s / 3)

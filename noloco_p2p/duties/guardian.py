@@ -146,9 +146,6 @@ class Guardian:
         if stage == self._seat.index or (held and (theirs.round, theirs.step) <= (held.round, held.step)):
             return
         self._held[stage] = theirs
-        if self._leaving(self._replicas(stage)):
-            # It waits for somebody who lists this before it goes.
-            self._seat.news += 1
         size = sum(t.spec.nbytes for t in theirs.tensors)
         self._seat.event("guarded", stage=stage, round=theirs.round, bytes=size)
         self._tell()

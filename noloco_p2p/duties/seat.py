@@ -80,8 +80,6 @@ class Seat:
         self.saw_the_end = False
         """Somebody of stage 0 was seen finished; by now it may be gone."""
         self.error: BaseException | None = None
-        self.news = 0
-        """Counts changes of the advert that somebody waits for, beside those of its state."""
         self.waits = Waits()
         self.calls: dict[object, tuple[PeerId, str, float]] = {}
         """Calls of peers that this node has in hand: (caller, on whose behalf, since when)."""

@@ -66,11 +66,9 @@ class Watch:
         return self._seat.index >= 0 and self._shown() != self._announced
 
     def _shown(self) -> tuple[object, ...]:
-        # While training it guards a newer round every few seconds: what matters at once is counted in `seat.news`.
         advert = self._seat.advert
         told = advert.stage, advert.state, advert.settled, advert.evaluated
-        held = tuple(holding.stage for holding in advert.holds) if advert.state == "training" else advert.holds
-        return *told, advert.partner_from_round, advert.moving_to, held, self._seat.news
+        return *told, advert.partner_from_round, advert.moving_to, advert.holds
 
     async def _announce(self) -> None:
         seat = self._seat
