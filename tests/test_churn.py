@@ -239,7 +239,8 @@ def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     told = churn.one_run(tmp_path / "run", wish, 400, 3, lambda line: None, disturbed=True)
     assert (told["kills"], told["stops"], told["duplicates"], told["crashes"], told["hangs"]) == (1, 0, 0, [], [])
     assert len(told["back_s"]) == len(told["stall_after_kill_s"]) == 1
-    assert sum(told["resumed_from"].values()) == 1
+    # Who is so slow to look that the others are an outer round ahead takes their weights at the start as well.
+    assert 1 <= sum(told["resumed_from"].values()) <= 4
     assert told["tokens"] == told["microbatches_done"] * 2 * 32
     assert told["microbatches_done"] > 400
     assert told["curve"][-1][0] <= told["tokens"]
