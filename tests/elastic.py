@@ -17,7 +17,7 @@ from elastic_record import Ledger, TakeUp, Watched, now_s, timeline
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.sim.network import Link
+from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.stage import Costs, SyncStage
 from noloco_p2p.sim.world import Life, Swarm, SwarmPlan, peer_id
 

@@ -22,8 +22,9 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.errors import PeerError
 from noloco_p2p.ports import Body
+from noloco_p2p.sim.links import Link, Uniform
 from noloco_p2p.sim.loop import run
-from noloco_p2p.sim.network import Link, Network
+from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.transport import SimTransport
 
 LATENCY_S = 0.1
@@ -119,7 +120,7 @@ def play(script: Script, answer: Callable[[Body], Awaitable[Gradient]] = at_once
     serving = Serving(answer)
 
     async def main() -> None:
-        network = Network(1, link or Link(latency_s=LATENCY_S))
+        network = Network(1, Uniform(link or Link(latency_s=LATENCY_S)))
         await SimTransport(network, "b").serve(serving)
         await script(network, SimTransport(network, "a"), serving)
 

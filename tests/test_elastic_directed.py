@@ -10,8 +10,8 @@ from elastic import COSTS, Fault, HurtSwarm, config_for, manifest_for
 from elastic_laws import check, training, watched
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.model import ModelStage
-from noloco_p2p.sim.network import Link
 from noloco_p2p.sim.world import NodeOutcome, Outcome, SwarmPlan
 
 

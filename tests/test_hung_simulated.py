@@ -13,7 +13,7 @@ from noloco_p2p.config import (
     OuterSettings,
     RunManifest,
 )
-from noloco_p2p.sim.network import Link
+from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
 

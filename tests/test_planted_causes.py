@@ -33,7 +33,7 @@ from noloco_p2p.core.findings import Finding, Report
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.io import survey
 from noloco_p2p.io.identity import peer_id_of
-from noloco_p2p.sim.network import Link
+from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.world import Life, Swarm, SwarmPlan, peer_id
 
 WELL_S, PLANTED_S = (4.0, 5.0, 6.0, 7.0), 8.05

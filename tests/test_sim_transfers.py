@@ -21,7 +21,8 @@ from noloco_p2p.core.messages import (
     TensorSpec,
 )
 from noloco_p2p.errors import Declined, Unreachable, Violation
-from noloco_p2p.sim.network import Link, Network
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.transport import SimTransport
 
 STATE_SPECS = (TensorSpec("slow/w", "float64", (1, 1, 1)),)

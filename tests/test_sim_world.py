@@ -14,9 +14,9 @@ from noloco_p2p.core.messages import Advert, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Contribution
 from noloco_p2p.sim.directory import Registry
+from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.loop import Deadlock
 from noloco_p2p.sim.model import ModelStage
-from noloco_p2p.sim.network import Link
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import NodeOutcome, Outcome, Swarm, SwarmPlan
 

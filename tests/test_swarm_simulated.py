@@ -15,7 +15,7 @@ from noloco_p2p.config import (
     RunManifest,
 )
 from noloco_p2p.core.messages import MicrobatchId
-from noloco_p2p.sim.network import Link
+from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import NodeOutcome, Outcome, Swarm, SwarmPlan, peer_id
 

@@ -15,27 +15,12 @@ from noloco_p2p.core.messages import Gradient, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.ports import Handler
+from noloco_p2p.sim.links import Geography, Link, Sizes, Uniform
 
 STREAM_PART_S = 1.0
 """A long transfer is in flight for so long at once: how often it meets the faults of its link."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a message meets on its way from one node to another, one way."""
-
-    latency_s: float = 0.001
-    """Median time on the way, seconds."""
-    spread: float = 0.0
-    """Sigma of the log-normal latency; 0: constant."""
-    bytes_per_s: float | None = None
-    """Speed of the tensors of one call; none: they take no time."""
-    request_loss: float = 0.0
-    """Chance that a call never arrives."""
-    reply_loss: float = 0.0
-    """Chance that an answer never arrives, though the callee has done the work."""
 
 
 @dataclass(slots=True)
@@ -58,11 +43,13 @@ class Flow:
 class Network:
     """The links, the nodes that serve on them, and the faults."""
 
-    def __init__(self, seed: int, link: Link | None = None) -> None:
+    def __init__(self, seed: int, geography: Geography | None = None, sizes: Sizes | None = None) -> None:
+        self.sizes = sizes
+        """What travels, where it is not what the tensors have."""
         self.bugs: list[Exception] = []
         """What handlers raised that is no PeerError a handler may raise; empty in a healthy swarm."""
         self._seed = seed
-        self._link = link or Link()
+        self._geography = geography or Uniform()
         self._links: dict[tuple[PeerId, PeerId], Link] = {}
         self._chance: dict[tuple[PeerId, PeerId], random.Random] = {}
         self._endpoints: dict[PeerId, _Endpoint] = {}
@@ -186,7 +173,9 @@ class Network:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _link_of(self, sender: PeerId, receiver: PeerId) -> Link:
-        return self._links.get((sender, receiver), self._link)
+        if (sender, receiver) not in self._links:
+            self._links[sender, receiver] = self._geography.link(sender, receiver)
+        return self._links[sender, receiver]
 
     def _rng(self, sender: PeerId, receiver: PeerId) -> random.Random:
         way = (sender, receiver)

@@ -17,9 +17,10 @@ from noloco_p2p.ports import Batches, Stage, World
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
 from noloco_p2p.sim.directory import Registry, SimDirectory
+from noloco_p2p.sim.links import Geography, Link, Sizes, Uniform
 from noloco_p2p.sim.loop import run
 from noloco_p2p.sim.model import ModelStage
-from noloco_p2p.sim.network import Link, Network
+from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
 from noloco_p2p.sim.stage import Costs, SyncStage, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
@@ -29,6 +30,8 @@ __all__ = ["Life", "NodeOutcome", "Outcome", "StageFactory", "Swarm", "SwarmPlan
 
 StageFactory = Callable[[RunManifest, int, PeerId], SyncStage]
 """Makes the synchronous stage of (manifest, stage index, peer)."""
+BatchesFactory = Callable[[RunManifest, PeerId, Mapping[str, object] | None], Batches]
+"""Makes the data of (manifest, peer, cursor to go on from)."""
 
 
 def peer_id(stage: int, replica: int) -> PeerId:
@@ -48,9 +51,13 @@ class SwarmPlan:
     config: NodeConfig = field(default_factory=NodeConfig)
     """Of every node; its `stage` is set to the node's own."""
     link: Link = field(default_factory=Link)
-    """Every link that is not replaced."""
-    costs: Costs = field(default_factory=Costs)
-    """Device seconds of every node."""
+    """Every link, where there is no `geography`."""
+    geography: Geography | None = None
+    """Who is connected how."""
+    sizes: Sizes | None = None
+    """What travels on the links, where it is not what the tensors have."""
+    costs: Costs | tuple[Costs, ...] = field(default_factory=Costs)
+    """Device seconds of every node, or of those of each stage."""
     slowness: Mapping[PeerId, float] = field(default_factory=dict)
     """Factor on a node's device seconds, 1.0 where it is not named."""
     view_age_s: float = 0.0
@@ -64,6 +71,12 @@ class SwarmPlan:
     torn_by_crash: bool = False
     """A crash in the middle of a save leaves a checkpoint that looks whole and is not; else nothing."""
     stage_factory: StageFactory = ModelStage
+    batches_factory: BatchesFactory | None = None
+    """None: small integers (`sim.batches`)."""
+
+    def costs_of(self, stage: int) -> Costs:
+        """Device seconds of a node of this stage."""
+        return self.costs[stage] if isinstance(self.costs, tuple) else self.costs
 
 
 @dataclass(slots=True)
@@ -104,7 +117,7 @@ class Swarm:
 
     def __init__(self, plan: SwarmPlan) -> None:
         self.plan = plan
-        self.network = Network(plan.seed, plan.link)
+        self.network = Network(plan.seed, plan.geography or Uniform(plan.link), plan.sizes)
         self.registry = Registry(plan.view_age_s)
         self.trace = Trace()
         self.disks: dict[PeerId, Disk] = {}
@@ -130,12 +143,16 @@ class Swarm:
 
         async def make_stage(index: int) -> Stage:
             made = plan.stage_factory(plan.manifest, index, peer)
-            timed = TimedStage(made, plan.costs, generator(plan.seed, "device", peer, incarnation, len(stages)))
+            timed = TimedStage(
+                made, plan.costs_of(index), generator(plan.seed, "device", peer, incarnation, len(stages))
+            )
             timed.slowness = stages[-1].slowness if stages else plan.slowness.get(peer, 1.0)
             stages.append(timed)
             return timed
 
         async def make_batches(cursor: Mapping[str, object] | None) -> Batches:
+            if plan.batches_factory is not None:
+                return plan.batches_factory(plan.manifest, peer, cursor)
             return SimBatches(plan.manifest, peer, unequal=plan.unequal_batches, cursor=cursor)
 
         disk = self.disks.setdefault(peer, Disk(torn_by_crash=plan.torn_by_crash))
