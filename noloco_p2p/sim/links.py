@@ -15,11 +15,13 @@ class Link:
     spread: float = 0.0
     """Sigma of the log-normal latency; 0: constant."""
     bytes_per_s: float | None = None
-    """Speed of the tensors on this way; none: they take no time."""
+    """What the tensors of all concurrent transfers on this way share; none: no limit but the access of its ends."""
     request_loss: float = 0.0
     """Chance that a call never arrives."""
     reply_loss: float = 0.0
     """Chance that an answer never arrives, though the callee has done the work."""
+    loss: float = 0.0
+    """Chance that a packet is lost: TCP sends it again, which costs time, see `network`."""
 
 
 @dataclass(frozen=True, slots=True)
