@@ -197,6 +197,27 @@ def top(
     run_top(Wish(tuple(join or ()), url, once or as_json, as_json, interval))
 
 
+@app.command()
+def experiment(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which one; without a name: the list.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller version, of minutes.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Cases that are measured at once, each with one thread.")] = 2,
+) -> None:
+    """Answer one of the questions about the method: a report with figures, plots, and every run with its seed.
+
+    A run that was stopped goes on where it was when the same command is given again.
+    """
+    from noloco_p2p.cli.experiment import list_experiments, run_experiment
+
+    if name is None:
+        print("\n".join(list_experiments()))
+    else:
+        run_experiment(name, out, quick=quick, jobs=jobs)
+
+
 def main() -> None:
     """The command `noloco`."""
     run_app(app, "noloco")
