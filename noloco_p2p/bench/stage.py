@@ -9,7 +9,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,13 +25,26 @@ from noloco_p2p.ports import Contribution, StepLabel
 
 TARGET = 0.95
 WARM_UP = 3
+COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
+"""What `costs` tells of each stage."""
+
+T = TypeVar("T")
+
+
+class Timed(Protocol):
+    """Runs an operation of a stage and notes its seconds under a name."""
+
+    def __call__(self, index: int, name: str, operation: Callable[[], T]) -> T:
+        """The operation's result."""
+        ...
 
 
 def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: int = 20) -> dict[str, Any]:
     """Measure the stages of `manifest` (default: the default run) in turn on one device.
 
     Seconds are medians per microbatch (`forward_s`, `backward_s`: all stages but the last; `loss_backward_s`: the last)
-    and per inner step of all stages (`step_s`). Deviations are max|a − b| / max|b| against the CPU in float32.
+    and per inner step of all stages (`step_s`). `stages_costs` has those of each stage alone, see `costs`: what the
+    simulator wants to know of a machine. Deviations are max|a − b| / max|b| against the CPU in float32.
     Raises ConfigError and LocalError as `make_torch_stage`.
     """
     manifest = manifest or RunManifest()
@@ -42,6 +56,7 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
     expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch)
     seconds = _measure(stages, batch, _plain(manifest, chosen, batch), repeats, chosen)
     parts = seconds["forward_s"] + seconds["loss_backward_s"] + seconds["backward_s"]
+    stages_costs = costs(stages, batch, chosen, repeats)
     return {
         "device": torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
@@ -54,7 +69,51 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
         "peak_bytes": _peak_bytes(chosen),
         "ratio": seconds["plain_s"] / parts,
         "target": TARGET,
+        "stages_costs": stages_costs,
     }
+
+
+def costs(stages: list[TorchStage], batch: Batch, device: torch.device, repeats: int) -> list[dict[str, float]]:
+    """Median seconds of each stage: a microbatch's forward and backward, an inner step, a snapshot, a merge.
+
+    The last stage does forward, loss and backward in one: its `forward_s` is an evaluation, `backward_s` the rest.
+    """
+    took: list[dict[str, list[float]]] = [{} for _ in stages]
+
+    def timed(index: int, name: str, operation: Callable[[], T]) -> T:
+        began_at = time.perf_counter()
+        result = operation()
+        _synchronise(device)
+        if number > WARM_UP:
+            took[index].setdefault(name, []).append(time.perf_counter() - began_at)
+        return result
+
+    for number in range(1, WARM_UP + repeats + 1):
+        _pass(stages, batch, MicrobatchId("bench", 1, number), timed)
+        for index, stage in enumerate(stages):
+            label = StepLabel(number, number - 1, 1e-4, {})
+            timed(index, "inner_step_s", partial(stage.inner_step, label))
+            mine = timed(index, "snapshot_s", partial(stage.snapshot, number, number))
+            timed(index, "merge_s", partial(stage.merge, mine, mine))
+    medians = [{name: statistics.median(values) for name, values in one.items()} for one in took]
+    for one in medians:
+        if "whole_s" in one:
+            one["backward_s"] = max(0.0, one.pop("whole_s") - one["forward_s"])
+    return [{name: one[name] for name in COSTS} for one in medians]
+
+
+def _pass(stages: list[TorchStage], batch: Batch, identity: MicrobatchId, timed: Timed) -> None:
+    """One microbatch through all stages and back, each operation timed; the last stage's as `whole_s`."""
+    flow, graphs, last = batch.inputs, [], len(stages) - 1
+    for index, stage in enumerate(stages[:-1]):
+        graph, flow = timed(index, "forward_s", partial(stage.forward, flow, None))
+        graphs.append(graph)
+    timed(last, "forward_s", partial(stages[-1].evaluate, flow, batch.targets, None))
+    given = end = timed(last, "whole_s", partial(stages[-1].loss_backward, identity, flow, batch.targets, None))
+    for index in reversed(range(last)):
+        assert given.grad is not None
+        gradient = Gradient(identity, given.grad, end.loss_sum, end.tokens, ())
+        given = timed(index, "backward_s", partial(stages[index].backward, graphs[index], identity, gradient))
 
 
 def time_one(manifest: RunManifest, index: int, device: str, *, limit_s: float = 2.0, repeats: int = 10) -> float:

@@ -1,9 +1,13 @@
 """`noloco bench`: measurements that a user can repeat. What is heavy is imported inside the commands."""
 
 import json
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from noloco_p2p.cli import settings
 
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 
@@ -33,12 +37,17 @@ def bench_transport(as_json: AsJson = False) -> None:
 @bench.command("stage")
 def bench_stage(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the settings of the run.")] = None,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as stages=4.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Seconds per microbatch of one stage, deviation from the CPU, peak memory."""
+    """Seconds per microbatch of the stages of a run, deviation from the CPU, peak memory.
+
+    Default: the run of noloco swarm. `stages_costs` of the JSON object is what `compute` of a scenario may name.
+    """
     from noloco_p2p.bench import stage
 
-    _report(stage.run(device), as_json)
+    _report(stage.run(device, manifest=settings.load(config, os.environ, set or ())[0]), as_json)
 
 
 @bench.command("outer")
@@ -99,6 +108,9 @@ def _lines(figures: dict[str, Any], indent: str) -> list[str]:
     for name, value in figures.items():
         if isinstance(value, dict):
             told += [f"{indent}{name}:", *_lines(value, f"{indent}  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for number, each in enumerate(value):
+                told += [f"{indent}{name} {number}:", *_lines(each, f"{indent}  ")]
         else:
             told.append(f"{indent}{name}: {f'{value:,.5g}' if isinstance(value, float) else value}")
     return told
