@@ -1,0 +1,84 @@
+"""A simulated swarm with real stages and real data, from its plan to what came of it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import cycle
+
+from noloco_p2p.compute.factory import make_torch_stage, set_threads
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Batch, PeerId
+from noloco_p2p.experiments.observed import Observed, Watch
+from noloco_p2p.experiments.told import told
+from noloco_p2p.experiments.training import CONFIG, Trained, Training
+from noloco_p2p.io.corpora import Corpus, stdlib_corpus
+from noloco_p2p.io.samples import Place, SampleStream
+from noloco_p2p.io.tokens import load_tokenizer
+from noloco_p2p.sim.world import Swarm, SwarmPlan, peer_id
+
+LIMIT_S = 1e7
+"""Virtual seconds after which a run is taken to hang."""
+
+
+class Streams:
+    """The Batches port without a thread: microbatches of several streams in turn."""
+
+    def __init__(self, streams: Sequence[SampleStream], validation: Sequence[Batch]) -> None:
+        self._streams = cycle([stream.batches(Place()) for stream in streams])
+        self._validation = validation
+        self._position = 0
+
+    async def next(self) -> Batch:
+        """See `ports.Batches`."""
+        self._position += 1
+        return next(next(self._streams))[0]
+
+    def validation(self) -> Iterator[Batch]:
+        """See `ports.Batches`."""
+        return iter(self._validation)
+
+    @property
+    def cursor(self) -> dict[str, object]:
+        """See `ports.Batches`; for information only, nobody goes on from it."""
+        return {"position": self._position}
+
+    def close(self) -> None:
+        """See `ports.Batches`."""
+
+
+@cache
+def corpus(tokenizer: str, vocabulary: int) -> Corpus:
+    """The standard library's text; looked up once in a process."""
+    return stdlib_corpus(load_tokenizer(tokenizer, None, vocabulary))
+
+
+def run(plan: Training) -> Trained:
+    """See `training.train`."""
+    set_threads(1)
+    changes = {"seed": plan.seed, "stages": len(plan.replicas), "start_replicas": min(plan.replicas)}
+    manifest = RunManifest.model_validate(plan.manifest.model_dump() | changes)
+    plan = replace(plan, manifest=manifest)
+    watch = Watch(plan)
+    text = corpus(manifest.data.tokenizer, int(str(manifest.model.config["vocab_size"])))
+    held_out = SampleStream(text, manifest, "").validation()
+    first = [peer_id(0, replica) for replica in range(plan.replicas[0])]
+
+    def make_stage(manifest: RunManifest, index: int, peer: PeerId) -> Observed:
+        return Observed(make_torch_stage(manifest, index, peer, audit_dir=plan.audit_dir, self_test=False), watch, peer)
+
+    def make_batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> Streams:
+        dealt = range(first.index(peer), plan.streams or len(first), len(first))
+        return Streams([SampleStream(text, manifest, peer_id(0, stream)) for stream in dealt], held_out)
+
+    swarm = SwarmPlan(
+        manifest,
+        plan.replicas,
+        plan.seed,
+        CONFIG,
+        plan.link,
+        costs=plan.costs,
+        slowness=plan.slowness,
+        stage_factory=make_stage,
+        batches_factory=make_batches,
+    )
+    return told(plan, watch, Swarm(swarm).run(LIMIT_S), held_out)
