@@ -6,10 +6,11 @@ from itertools import pairwise
 from statistics import pstdev
 
 import pytest
-from elastic import COSTS, Fault, HurtSwarm, config_for, manifest_for
-from elastic_laws import check, training, watched
+from elastic import COSTS, config_for, manifest_for
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.faults import Fault, HurtSwarm
+from noloco_p2p.sim.laws import check, training, watched
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.world import NodeOutcome, Outcome, SwarmPlan

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from elastic import HurtSwarm
-from elastic_laws import check
 from test_elastic_directed import plan_of
+
+from noloco_p2p.sim.faults import HurtSwarm
+from noloco_p2p.sim.laws import check
 
 
 def lopsided(steps: int = 60) -> HurtSwarm:

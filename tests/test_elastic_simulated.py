@@ -1,11 +1,13 @@
 """Issue 4, proof 7 in the simulator: 200 swarms that are hurt at random, from a seed, keep every law.
 
-The laws stand in `elastic_laws.py`; `python tests/elastic.py SEED` replays one swarm and tells its story.
+The laws stand in `noloco_p2p/sim/laws.py`; `python tests/elastic.py SEED` replays one swarm and tells its story.
 """
 
 import pytest
-from elastic import HurtSwarm, drawn
-from elastic_laws import check
+from elastic import drawn
+
+from noloco_p2p.sim.faults import HurtSwarm
+from noloco_p2p.sim.laws import check
 
 SEEDS = 200
 SWARMS_A_TEST = 10

@@ -22,7 +22,9 @@ from noloco_p2p.config import (
     Settings,
 )
 
-FaultKind = Literal["crash", "bounce", "wipe", "hang", "mute", "cut", "one_way", "split", "slow", "pause", "leave"]
+FaultKind = Literal[
+    "crash", "bounce", "wipe", "hang", "mute", "cut", "one_way", "split", "slow", "pause", "leave", "arrive", "depart"
+]
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Chance = Annotated[float, Field(ge=0, le=1)]
@@ -158,7 +160,8 @@ class FaultSettings(Settings):
     """`crash` for good; `bounce`: crash and come back; `wipe`: come back without its disk; `hang`: alive, all its
     messages are swallowed, the directory's too; `mute`: only its calls are; `cut`: nothing between each two of the
     nodes; `one_way`: nothing from the first to the others; `split`: nothing between these nodes and the rest; `slow`:
-    `factor` times the device seconds; `pause`; `leave`: told to leave, starts again afterwards."""
+    `factor` times the device seconds; `pause`; `leave`: told to leave, starts again afterwards; `depart`: told to
+    leave; `arrive`: a new node, by an id of its own."""
     peers: tuple[str, ...] = ()
     """Nodes by their ids: `s1r0` is replica 0 of stage 1."""
     region: str | None = None

@@ -1,21 +1,15 @@
-"""What must hold in every swarm of `elastic.py`, whatever is done to it."""
+"""What must hold in every simulated swarm, whatever is done to it."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from elastic import LIMIT_S, LISTED_S, HurtSwarm
-from elastic_record import Watched
-
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import NolocoError
-from noloco_p2p.sim.world import NodeOutcome, Outcome
+from noloco_p2p.sim.faults import HurtSwarm
+from noloco_p2p.sim.outcome import NodeOutcome, Outcome
+from noloco_p2p.sim.record import Watched
 
-ROUND_S = 4.0
-"""Longest outer round: its partner hangs, and the transfer ends by its deadline."""
-LONGEST_GAP_S = 15.0
-"""A microbatch lives six seconds, once more after the replica that it went to has fallen silent, and under `balanced`
-an origin is waited for that has been silent for a while."""
 COPY_ROUNDS = 3
 """A copy that a donor lends to several newcomers is two outer intervals old at most, and a round may be under way."""
 
@@ -31,7 +25,13 @@ def broken(swarm: HurtSwarm) -> str | None:
 
 def check(swarm: HurtSwarm) -> Outcome:
     """Run a swarm and check every law. Raises AssertionError, Deadlock, or what a node or a handler raised."""
-    outcome = swarm.run(limit_s=LIMIT_S)
+    outcome = swarm.run(swarm.bounds.limit_s)
+    judge(swarm, outcome)
+    return outcome
+
+
+def judge(swarm: HurtSwarm, outcome: Outcome) -> None:
+    """Check every law on what became of a swarm. Raises AssertionError, in words, for the first that does not hold."""
     everybody_finished(swarm, outcome)
     for life in outcome.lives:
         every_microbatch_ended_once(life)
@@ -41,7 +41,6 @@ def check(swarm: HurtSwarm) -> Outcome:
     weights_survive(swarm)
     newcomers_are_no_partners(swarm, outcome)
     nobody_waits_for_ever(swarm, outcome)
-    return outcome
 
 
 def watched(life: NodeOutcome) -> list[Watched]:
@@ -134,18 +133,18 @@ def newcomers_are_no_partners(swarm: HurtSwarm, outcome: Outcome) -> None:
     for life in outcome.lives:
         for merge in (merge for stage in watched(life) for merge in stage.merged):
             lives = [one for one in outcome.lives if one.peer == merge.partner]
-            partner = next((one for one in lives if ended_s(one) >= merge.at_s), lives[-1])
+            partner = next((one for one in lives if ended_s(swarm, one) >= merge.at_s), lives[-1])
             came = [h for h in partner.trace.of("resumed") if h.at_s < merge.at_s]
             if not came or came[-1].get("source") != "peer" or merge.round >= int(str(came[-1].get("round"))) + 2:
                 continue
             cut_off = [f.ends_s for f in swarm.faults if f.ends_s <= merge.at_s and f.parts(life.peer, merge.partner)]
-            known_s = max([came[-1].at_s, *cut_off]) + LISTED_S
-            assert merge.at_s - ROUND_S < known_s, f"{life.peer} merged {merge} of a newcomer: {came[-1]}"
+            known_s = max([came[-1].at_s, *cut_off]) + swarm.bounds.listed_s
+            assert merge.at_s - swarm.bounds.round_s < known_s, f"{life.peer} merged {merge} of a newcomer: {came[-1]}"
 
 
-def ended_s(life: NodeOutcome) -> float:
+def ended_s(swarm: HurtSwarm, life: NodeOutcome) -> float:
     """When it ended, or would have."""
-    return LIMIT_S if life.ended_at_s is None else life.ended_at_s
+    return swarm.bounds.limit_s if life.ended_at_s is None else life.ended_at_s
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ Spans = list[tuple[float, float]]
 def nobody_waits_for_ever(swarm: HurtSwarm, outcome: Outcome) -> None:
     """While every stage has a replica that trains and can be reached, stage 0 takes inner steps."""
     for peer, gap_s, at_s in gaps(swarm, outcome):
-        assert gap_s <= LONGEST_GAP_S, f"{peer} took no inner step for {gap_s:.1f} s up to {at_s:.1f} s"
+        assert gap_s <= swarm.bounds.gap_s, f"{peer} took no inner step for {gap_s:.1f} s up to {at_s:.1f} s"
 
 
 def gaps(swarm: HurtSwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, float]]:
@@ -189,7 +188,7 @@ def undisturbed(swarm: HurtSwarm, life: NodeOutcome, spans: Spans) -> Spans:
     """Without the times in which something was done to it."""
     for fault in swarm.faults:
         if life.peer in fault.peers or fault.kind == "split":
-            spans = common(spans, [(0.0, fault.at_s), (fault.ends_s, LIMIT_S)])
+            spans = common(spans, [(0.0, fault.at_s), (fault.ends_s, swarm.bounds.limit_s)])
     return spans
 
 

@@ -1,4 +1,4 @@
-"""Stages that write down what they froze, took up and merged: what `elastic_laws.py` judges a swarm by."""
+"""Stages that write down what they froze, took up and merged: what `laws` judges a swarm by."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -51,9 +51,9 @@ class TakeUp:
     source: str
     round: int
     living: tuple[int, ...]
-    """Of replicas of the stage that have trained for LISTED_S and can be reached."""
+    """Of replicas of the stage that have trained for a while (`Bounds.listed_s`) and can be reached."""
     guarded: tuple[int, ...]
-    """Listed for LISTED_S by nodes that can be reached."""
+    """Listed for as long by nodes that can be reached."""
     own: tuple[int, ...]
     """On its disk, not torn."""
     others: tuple[int, ...]

@@ -1,0 +1,247 @@
+"""Swarms to which things are done: single faults with their times, and what there was when a node took weights up.
+
+    swarm = HurtSwarm(plan, (Fault(5.0, "split", ("s0r0", "s1r0"), 20.0),))
+
+What must hold whatever is done stands in `laws`.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.members import TRAINED
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.sim.model import ModelStage
+from noloco_p2p.sim.record import Ledger, TakeUp, Watched, now_s
+from noloco_p2p.sim.stage import SyncStage
+from noloco_p2p.sim.transport import DESCRIBE_S
+from noloco_p2p.sim.world import Life, Swarm, SwarmPlan
+
+SETTLED_S = 2 * DESCRIBE_S
+"""A newcomer decides on answers that are as old as the longest wait for another answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is done to some nodes, undone after `for_s` seconds. The kinds are those of `FaultSettings`."""
+
+    at_s: float
+    kind: str
+    peers: tuple[PeerId, ...]
+    for_s: float = 0.0
+    factor: float = 1.0
+    """Of `slow`: on the device seconds that these nodes usually need."""
+
+    @property
+    def ends_s(self) -> float:
+        """When it is undone."""
+        return self.at_s + self.for_s
+
+    def __str__(self) -> str:
+        return f"{self.kind} {' '.join(self.peers)} for {self.for_s:.2f} s"
+
+    def parts(self, one: PeerId, other: PeerId) -> bool:
+        """While it lasts, nothing gets through between the two."""
+        match self.kind:
+            case "hang" | "mute":
+                return one in self.peers or other in self.peers
+            case "cut":
+                return one in self.peers and other in self.peers
+            case "one_way":
+                return self.peers[0] in (one, other) and one in self.peers and other in self.peers
+            case "split":
+                return (one in self.peers) != (other in self.peers)
+        return False
+
+    def cuts_off(self, peer: PeerId) -> bool:
+        """While it lasts, the node may miss what the others announce."""
+        return self.kind == "split" or (self.kind in ("hang", "mute", "cut", "one_way") and peer in self.peers)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long things may take in a sound swarm, as its nodes' own settings say."""
+
+    limit_s: float
+    """By then the run has ended."""
+    listed_s: float
+    """What has been announced for so long has been read by everybody who can read."""
+    round_s: float
+    """Longest outer round: its partner hangs, and the transfer ends by its deadline."""
+    gap_s: float
+    """Longest time without an inner step: a microbatch lives out its deadline, once more after the replica that it
+    went to has fallen silent, and under `balanced` an origin is waited for that has been silent for a while."""
+
+    @staticmethod
+    def of(plan: SwarmPlan, limit_s: float) -> "Bounds":
+        """Those of a plan."""
+        return Bounds(
+            limit_s,
+            2.0 * plan.config.directory.refresh_s,
+            plan.manifest.outer.deadline_s + 1.0,
+            2.5 * plan.config.limits.microbatch_deadline_s,
+        )
+
+
+class HurtSwarm(Swarm):
+    """A swarm with a list of faults, whose stages, where they are model stages, write down what they do."""
+
+    def __init__(self, plan: SwarmPlan, faults: tuple[Fault, ...] = (), *, limit_s: float = 400.0) -> None:
+        self.ledger = Ledger()
+
+        def factory(manifest: RunManifest, index: int, me: PeerId) -> SyncStage:
+            return Watched(manifest, index, me, self.ledger)
+
+        super().__init__(replace(plan, stage_factory=factory) if plan.stage_factory is ModelStage else plan)
+        self.faults = faults
+        self.bounds = Bounds.of(plan, limit_s)
+        self.taken_up: list[TakeUp] = []
+        self.done: list[tuple[float, str]] = []
+        """What was done to the swarm, and when."""
+        self._under_way: list[Fault] = []
+        for fault in faults:
+            self.at(fault.at_s, lambda fault=fault: self._begin(fault))  # type: ignore[misc]
+            self.at(fault.ends_s, lambda fault=fault: self._end(fault))  # type: ignore[misc]
+
+    def start(self, stage: int, replica: int) -> None:
+        """As ever; each time that the node takes weights up, it is written down what there was."""
+        super().start(stage, replica)
+        life = self._lives[-1]
+        telemetry = life.ports[2]
+        tell = telemetry.event
+
+        def event(kind: str, /, **fields: object) -> None:
+            tell(kind, **fields)
+            if kind == "resumed" and not telemetry.dead:
+                self.taken_up.append(self._take_up(life.peer, fields))
+
+        telemetry.event = event  # type: ignore[method-assign]
+
+    def _take_up(self, peer: PeerId, fields: Mapping[str, object]) -> TakeUp:
+        seat, now = self.life(peer).node.seat, now_s()
+        adverts = [life.node.seat.advert for life in self._lives if life.running and self.reach(peer, life.peer)]
+        others = [a for a in adverts if a.peer_id != peer]
+        entered = {life.peer: h.at_s for life in self._lives if life.running for h in life.trace.of("state")}
+        settled = {one for one, at_s in entered.items() if at_s <= now - self.bounds.listed_s}
+        listed = {
+            (h.peer, h.get("stage"), h.get("round"))
+            for h in self.trace.of("guarded")
+            if h.at_s <= now - self.bounds.listed_s
+        }
+        held = [(a, h) for a in others for h in a.holds]
+        return TakeUp(
+            now,
+            peer,
+            seat.index,
+            str(fields["source"]),
+            int(str(fields["round"])),
+            tuple(
+                a.outer_round for a in others if a.stage == seat.index and a.state in TRAINED and a.peer_id in settled
+            ),
+            tuple(h.round for a, h in held if h.stage == seat.index and (a.peer_id, h.stage, h.round) in listed),
+            tuple(h.round for h in self.disks[peer].held() if h.stage == seat.index),
+            tuple(self._newest(adverts, s) for s in range(self.plan.manifest.stages) if s != seat.index),
+        )
+
+    @staticmethod
+    def _newest(adverts: Sequence[Advert], stage: int) -> int:
+        living = [a.outer_round for a in adverts if a.stage == stage and a.state in TRAINED]
+        return max([*living, *(h.round for a in adverts for h in a.holds if h.stage == stage)], default=0)
+
+    def reach(self, one: PeerId, other: PeerId) -> bool:
+        """Whether messages have got through between two nodes for SETTLED_S."""
+        under_way = [*self._under_way, *(fault for fault in self.faults if 0 <= now_s() - fault.ends_s < SETTLED_S)]
+        return not any(fault.parts(one, other) for fault in under_way)
+
+    # --- what is done ---------------------------------------------------------------------------------------------
+
+    def _begin(self, fault: Fault) -> None:
+        self._under_way.append(fault)
+        self.done.append((now_s(), str(fault)))
+        first, *rest = fault.peers
+        match fault.kind:
+            case "cut":
+                for number, one in enumerate(fault.peers):
+                    for other in fault.peers[number + 1 :]:
+                        self.network.partition(one, other)
+            case "one_way":
+                for other in rest:
+                    self.network.partition_one_way(first, other)
+            case "split":
+                others = [life.peer for life in self._lives if life.peer not in fault.peers]
+                self.split(fault.peers, others)
+            case _:
+                for peer in fault.peers:
+                    self._hurt(peer, fault)
+
+    def _hurt(self, peer: PeerId, fault: Fault) -> None:
+        match fault.kind:
+            case "arrive":
+                if not self.over:
+                    self.start(*_place(peer))
+            case "crash":
+                self.crash(peer)
+            case "bounce":
+                self.bounce(peer, fault.for_s)
+            case "wipe":
+                self.bounce(peer, fault.for_s)
+                self.wipe(peer)
+            case "hang" | "mute":
+                self.network.hold(peer)
+                if fault.kind == "hang":
+                    self.registry.failing[peer] = None
+            case "pause":
+                self.pause(peer)
+            case "slow":
+                self.slow(peer, fault.factor * self.plan.slowness.get(peer, 1.0))
+            case "leave" | "depart" if self.life(peer).running:
+                self.drain(peer)
+
+    def _end(self, fault: Fault) -> None:
+        self._under_way.remove(fault)
+        if fault.kind in ("hang", "mute", "cut", "one_way", "split", "pause", "slow"):
+            self.done.append((now_s(), f"end of {fault.kind} {' '.join(fault.peers)}"))
+        for number, peer in enumerate(fault.peers):
+            match fault.kind:
+                case "cut" | "one_way":
+                    for other in fault.peers[number + 1 :]:
+                        self.network.repair(peer, other)
+                case "hang" | "mute":
+                    self.network.release(peer)
+                    self.registry.failing.pop(peer, None)
+                case "pause":
+                    self.resume(peer)
+                case "slow":
+                    self.slow(peer, self.plan.slowness.get(peer, 1.0))
+                case "leave" if not (self.life(peer).crashed or self.life(peer).running or self.over):
+                    self.start(*self.life(peer).place)
+        if fault.kind == "split":
+            self.heal()
+
+    # --- its end --------------------------------------------------------------------------------------------------
+
+    def _ahead(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
+        """Who came back, or was cut off, until the run was over and the others had left, is told to leave too."""
+        running = [life for life in self._lives if life.running]
+        if self.over and all(self._late(life) for life in running):
+            for life in running:
+                life.node.drain()
+        return super()._ahead(schedule)
+
+    def _late(self, life: Life) -> bool:
+        ended_s = min(one.trace.of("state")[-1].at_s for one in self._lives if one.node.finished)
+        missed_s = ended_s + self.plan.config.directory.ttl_s / 2
+        cut_off = any(fault.ends_s > missed_s and fault.cuts_off(life.peer) for fault in self.faults)
+        return cut_off or life.node.seat.advert.state in ("starting", "waiting")
+
+    @property
+    def over(self) -> bool:
+        """Somebody has finished the run."""
+        return any(life.node.finished for life in self._lives)
+
+
+def _place(peer: PeerId) -> tuple[int, int]:
+    """(stage, replica) of an id such as `s1r0`."""
+    stage, replica = peer.removeprefix("s").split("r")
+    return int(stage), int(replica)
