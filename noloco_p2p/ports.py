@@ -4,7 +4,7 @@
 neither. Times are seconds; a `deadline_s` counts from the call. Shape legend: B microbatch, T sequence, D hidden size.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -129,10 +129,10 @@ class Directory(Protocol):
         """Publish or renew this node's advert. Raises Unreachable when the directory cannot be written to."""
         ...
 
-    async def peers(self) -> list[Advert]:
-        """All live adverts of this run, own one included, with `age_s`, sorted by peer id. Raises Unreachable.
+    async def peers(self) -> Sequence[Advert]:
+        """All live adverts of this run, own one included, with `announced_at`, sorted by peer id. Raises Unreachable.
 
-        Who has withdrawn is listed for a while in state `left`.
+        Who has withdrawn is listed for a while in state `left`. Not to be changed: others may read the same list.
         """
         ...
 

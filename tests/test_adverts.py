@@ -71,7 +71,7 @@ def record(made: Advert) -> Record:
 
 def test_every_field_of_an_advert_travels() -> None:
     assert decode(encode(record(advert())), run_id=RUN, stage=0, peer_id=PEER) == record(advert())
-    elsewhere = {"peer_id", "run_id", "stage", "addresses", "age_s", "moving_to", "holds"}
+    elsewhere = {"peer_id", "run_id", "stage", "addresses", "announced_at", "moving_to", "holds"}
     assert {field.name for field in dataclasses.fields(Advert)} == set(PLAIN_FIELDS) | set(LATER_TEXTS) | elsewhere
 
 

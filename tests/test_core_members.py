@@ -16,6 +16,11 @@ def advert(peer: str, stage: int = 1, state: str = "training", **more: object) -
     return replace(Advert(peer, "run", stage, ("127.0.0.1:1",), state=state), **more)  # type: ignore[arg-type]
 
 
+def read(members: Members, adverts: list[Advert], now: float) -> None:
+    """A reading at `now` of adverts that are of this moment where they do not say of which."""
+    members.update([a if a.announced_at else replace(a, announced_at=now) for a in adverts], now=now)
+
+
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(STATES, EVENTS)))
 def test_every_state_and_event(state: str, event: str) -> None:
     legal = {
@@ -37,33 +42,33 @@ def test_every_state_and_event(state: str, event: str) -> None:
 
 def test_an_empty_reading_wipes_nothing_and_a_missing_peer_goes_after_two() -> None:
     members = Members("me", ttl_s=30)
-    members.update([advert("a"), advert("b"), advert("me")], now=0)
-    members.update([], now=1)
-    members.update([advert("me")], now=2)
+    read(members, [advert("a"), advert("b"), advert("me")], now=0)
+    read(members, [], now=1)
+    read(members, [advert("me")], now=2)
     assert [a.peer_id for a in members.all()] == ["a", "b"]
-    members.update([advert("b")], now=3)
+    read(members, [advert("b")], now=3)
     assert [a.peer_id for a in members.all()] == ["a", "b"]
-    members.update([advert("b")], now=4)
+    read(members, [advert("b")], now=4)
     assert [a.peer_id for a in members.all()] == ["b"]
 
 
 def test_who_says_that_it_left_is_gone_at_once() -> None:
     members = Members("me", ttl_s=30)
-    members.update([advert("a")], now=0)
-    members.update([advert("a", state="left")], now=1)
+    read(members, [advert("a")], now=0)
+    read(members, [advert("a", state="left")], now=1)
     assert members.all() == []
 
 
 def test_an_older_advert_does_not_replace_a_newer_one() -> None:
     members = Members("me", 30)
-    members.update([advert("a", step=7.0)], now=10)
-    members.update([advert("a", step=3.0, age_s=5.0)], now=11)
+    read(members, [advert("a", step=7.0)], now=10)
+    read(members, [advert("a", step=3.0, announced_at=6.0)], now=11)
     assert members.all()[0].step == 7.0
 
 
 def test_a_failing_peer_is_set_aside_for_a_growing_bounded_time() -> None:
     members = Members("me", 30)
-    members.update([advert("a"), advert("b")], now=0)
+    read(members, [advert("a"), advert("b")], now=0)
     now, waits = 0.0, []
     for _ in range(9):
         members.failed("a", now=now)
@@ -81,7 +86,7 @@ def test_a_failing_peer_is_set_aside_for_a_growing_bounded_time() -> None:
 
 def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
     members = Members("me", 30)
-    members.update([advert("a"), advert("b")], now=0)
+    read(members, [advert("a"), advert("b")], now=0)
     members.failed("b", now=0)
     members.failed("a", now=0.5)
     assert [x.peer_id for x in members.usable(1, now=0.6)] == ["b"]
@@ -90,7 +95,7 @@ def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
 
 def test_clocks_take_the_newest_sign() -> None:
     members = Members("me", 30)
-    members.update([advert("a", stage=0, step=4.5, steps_per_s=2.0, age_s=1.0)], now=10)
+    read(members, [advert("a", stage=0, step=4.5, steps_per_s=2.0, announced_at=9.0)], now=10)
     assert members.clocks(now=10) == [(4.5, 1.0, 2.0)]
     members.heard(Origin("a", 8, 0), now=12)
     assert members.clocks(now=13) == [(8.0, 1.0, 2.0)]
@@ -102,7 +107,7 @@ def test_clocks_take_the_newest_sign() -> None:
 
 def test_a_clock_without_a_measured_speed_holds_nobody_back() -> None:
     members = Members("me", 30)
-    members.update([advert("a", stage=0, step=4.0), advert("b", stage=0, step=5.0, steps_per_s=1.0)], now=0)
+    read(members, [advert("a", stage=0, step=4.0), advert("b", stage=0, step=5.0, steps_per_s=1.0)], now=0)
     assert members.clocks(now=3) == [(5.0, 3.0, 1.0)]
 
 
@@ -133,7 +138,7 @@ def used(members: Members, *, now: float) -> list[str]:
 
 def test_a_hung_peer_that_answers_again_is_used_again_soon_after_its_time() -> None:
     members = Members("me", 30)
-    members.update([advert("a"), advert("b")], now=0)
+    read(members, [advert("a"), advert("b")], now=0)
     for now in (0.0, 10.0, 20.0):
         members.failed("a", now=now)
     assert members.is_aside("a", now=23.9)
@@ -146,21 +151,21 @@ def test_a_hung_peer_that_answers_again_is_used_again_soon_after_its_time() -> N
 
 def test_a_failed_peer_that_has_gone_on_since_is_used_at_once() -> None:
     members = Members("me", 30)
-    members.update([advert("a", state="syncing"), advert("b")], now=0)
+    read(members, [advert("a", state="syncing"), advert("b")], now=0)
     for now in (5.0, 10.0, 15.0, 20.0):
         members.failed("a", now=now)
-    members.update([advert("a", age_s=3.0), advert("b")], now=21)
+    read(members, [advert("a", announced_at=18.0), advert("b")], now=21)
     assert used(members, now=21) == ["b"], "it went on before it failed"
-    members.update([advert("a", state="waiting"), advert("b")], now=22)
+    read(members, [advert("a", state="waiting"), advert("b")], now=22)
     assert used(members, now=22) == ["a", "b"], "a new process of it is there"
 
 
 def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:
     members = Members("me", 30)
-    members.update([advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "starting")], now=0)
+    read(members, [advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "starting")], now=0)
     assert members.deserted(4, 1) == [3], "who has no weights yet serves nobody"
     assert not members.anybody(3)
-    members.update([advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "waiting")], now=1)
+    read(members, [advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "waiting")], now=1)
     assert members.deserted(4, 1) == []
     for peer, now in (("b", 2.0), ("b", 4.0), ("c", 5.0)):
         members.failed(peer, now=now)
@@ -174,7 +179,7 @@ def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:
 
 def test_failures_of_a_stage_that_is_not_called_do_not_desert_it() -> None:
     members = Members("me", 30)
-    members.update([advert("a", 0), advert("b", 1), advert("c", 2)], now=0)
+    read(members, [advert("a", 0), advert("b", 1), advert("c", 2)], now=0)
     for peer in ("a", "c"):
         members.failed(peer, now=1.0)
         members.failed(peer, now=5.0)
@@ -186,8 +191,8 @@ def test_failures_of_a_stage_that_is_not_called_do_not_desert_it() -> None:
 
 def test_the_furthest_clock_of_who_left_stage_0_is_known() -> None:
     members = Members("me", ttl_s=30.0)
-    members.update([advert("a", 0, step=7.0), advert("b", 1, state="left", step=9.0)], now=0.0)
+    read(members, [advert("a", 0, step=7.0), advert("b", 1, state="left", step=9.0)], now=0.0)
     assert members.left_at_step == 0.0
-    members.update([advert("a", 0, state="left", step=8.0)], now=1.0)
-    members.update([advert("c", 0, state="left", step=5.0)], now=2.0)
+    read(members, [advert("a", 0, state="left", step=8.0)], now=1.0)
+    read(members, [advert("c", 0, state="left", step=5.0)], now=2.0)
     assert members.left_at_step == 8.0

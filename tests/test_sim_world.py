@@ -296,7 +296,9 @@ def test_a_split_swarm_goes_on_in_both_halves_and_is_one_again_after() -> None:
     swarm = Swarm(_plan((2, 2), steps=300))
     swarm.at(2.0, lambda: swarm.split(*halves))
     seen: list[dict[PeerId, float]] = []
-    swarm.at(7.0, lambda: seen.append({a.peer_id: a.age_s for a in swarm.registry.view(now=7.0, reader="s0r0")}))
+    swarm.at(
+        7.0, lambda: seen.append({a.peer_id: 7.0 - a.announced_at for a in swarm.registry.view(now=7.0, reader="s0r0")})
+    )
     swarm.at(20.0, swarm.heal)
     outcome = swarm.run(limit_s=600.0)
     assert {node.step for node in outcome.lives} == {300}

@@ -46,6 +46,7 @@ adverts = by_type(
     state=st.sampled_from(STATES),
     addresses=tuples_of(texts),
     holds=tuples_of(st.builds(Holding, stages, counts, counts)),
+    announced_at=st.just(0.0),
 )
 tallies = st.dictionaries(texts, counts, max_size=3)
 figures = by_type(

@@ -38,13 +38,14 @@ def advert(number: int, **changes: object) -> Advert:
         partner_from_round=3,
         holds=(Holding(1, 122, 1220), Holding(2, 122, 1220)),
         version="0.1.0",
-        age_s=3.2123456789,
     )
     return replace(known, **changes)  # type: ignore[arg-type]
 
 
 def status(peers: int = 2) -> Status:
-    return Status(advert(0), "tiny", 2, 1000, 12, seen=tuple(Seen(advert(number)) for number in range(1, 1 + peers)))
+    return Status(
+        advert(0), "tiny", 2, 1000, 12, seen=tuple(Seen(advert(number), 3.2123456789) for number in range(1, 1 + peers))
+    )
 
 
 class Asker:

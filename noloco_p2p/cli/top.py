@@ -136,7 +136,7 @@ class DirectorySource:
 class Reading(Protocol):
     """The part of a directory that reads."""
 
-    async def peers(self) -> list[Advert]:
+    async def peers(self) -> Sequence[Advert]:
         """See `ports.Directory`."""
         ...
 

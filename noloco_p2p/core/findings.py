@@ -30,6 +30,8 @@ class Report:
     """Why there is no status, one line."""
     clock_ahead_s: float | None = None
     """Its wall clock minus the observer's, seconds."""
+    age_s: float = 0.0
+    """How old the advert is, seconds."""
 
     @property
     def newest(self) -> Advert | None:

@@ -4,10 +4,12 @@ A snapshot of adverts that one task refreshes and everything else routes from (d
 caller's clock in seconds. Nothing here is on the way of a call to the DHT.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass
 
 from noloco_p2p.core.messages import Advert, Origin, PeerId
+from noloco_p2p.core.status import Seen
 
 STATES = ("starting", "waiting", "syncing", "training", "paused", "finished", "draining", "left")
 
@@ -59,9 +61,9 @@ def next_state(state: str, event: str) -> str:
 @dataclass(slots=True)
 class _Member:
     advert: Advert
-    announced_at: float
-    """On the reader's clock."""
     missed_reads: int = 0
+    read_in: int = 0
+    """Number of the newest reading that listed it."""
     heard: tuple[int, float] | None = None
     """Newest label that came from it: (step, when)."""
     failures: int = 0
@@ -70,57 +72,88 @@ class _Member:
 
 
 class Members:
-    """Who is in the swarm, who is set aside. Peers are always returned sorted by id."""
+    """Who is in the swarm, who is set aside. Peers are always returned sorted by id.
+
+    What is returned is not to be changed: the same list answers the same question until the membership changes.
+    """
 
     def __init__(self, me: PeerId, ttl_s: float) -> None:
         self._me = me
         self._ttl_s = ttl_s
         self._members: dict[PeerId, _Member] = {}
+        """Sorted."""
+        self._readings = 0
+        self._found: dict[tuple[int, Collection[str]] | None, list[Advert]] = {}
+        """Answers that still hold, by stage and states; None: everybody."""
         self.left_at_step = 0.0
         """The furthest clock of those of stage 0 who have left: at the last step, the run has ended without us."""
 
-    def update(self, adverts: Iterable[Advert], *, now: float) -> None:
-        """A reading of the directory. One that lists nobody else wipes nothing."""
-        listed = {a.peer_id: a for a in adverts if a.peer_id != self._me}
-        for peer, advert in listed.items():
-            member = self._members.get(peer)
+    def update(self, adverts: Sequence[Advert], *, now: float) -> tuple[int, int]:
+        """A reading of the directory; how many came and how many went. One that lists nobody else wipes nothing."""
+        members, before, joined = self._members, len(self._members), 0
+        self._readings += 1
+        listed = False
+        for advert in adverts:
+            peer = advert.peer_id
+            if peer == self._me:
+                continue
+            listed = True
+            member = members.get(peer)
             if advert.state == "left":
                 self.left_at_step = max(self.left_at_step, advert.step if advert.stage == 0 else 0.0)
-                self._members.pop(peer, None)
-            elif member is None or member.advert.stage != advert.stage:
-                self._members[peer] = _Member(advert, now - advert.age_s)
-            elif now - advert.age_s >= member.announced_at:
-                if member.advert.state != advert.state and now - advert.age_s > member.failed_at:
-                    # Who has gone on to another state since is at work, maybe in a new process.
-                    member.failures, member.aside_until = 0, 0.0
-                member.advert, member.announced_at, member.missed_reads = advert, now - advert.age_s, 0
-            else:
-                member.missed_reads = 0
-        for peer, member in list(self._members.items()):
-            if peer in listed:
+                members.pop(peer, None)
                 continue
-            member.missed_reads += bool(listed)
-            if member.missed_reads >= READS_TO_VANISH or now - member.announced_at > 3 * self._ttl_s:
-                del self._members[peer]
+            if member is None or member.advert.stage != advert.stage:
+                joined += member is None
+                members[peer] = member = _Member(advert)
+            elif member.advert is not advert:
+                self._renew(member, advert)
+            member.missed_reads, member.read_in = 0, self._readings
+        for peer, member in list(members.items()):
+            if member.read_in == self._readings:
+                continue
+            member.missed_reads += listed
+            if member.missed_reads >= READS_TO_VANISH or now - member.advert.announced_at > 3 * self._ttl_s:
+                del members[peer]
+        if joined:
+            self._members = dict(sorted(members.items()))
+        self._found.clear()
+        return joined, before + joined - len(members)
+
+    @staticmethod
+    def _renew(member: _Member, advert: Advert) -> None:
+        if advert.announced_at >= member.advert.announced_at:
+            if member.advert.state != advert.state and advert.announced_at > member.failed_at:
+                # Who has gone on to another state since is at work, maybe in a new process.
+                member.failures, member.aside_until = 0, 0.0
+            member.advert = advert
 
     def get(self, peer: PeerId) -> Advert | None:
         """The newest advert of a peer."""
         member = self._members.get(peer)
         return member.advert if member else None
 
-    def of_stage(self, stage: int, states: Collection[str] = PRESENT) -> list[Advert]:
+    def of_stage(self, stage: int, states: Set[str] = PRESENT) -> Sequence[Advert]:
         """Others of a stage that are in one of `states`."""
-        found = [m.advert for m in self._members.values() if m.advert.stage == stage and m.advert.state in states]
-        return sorted(found, key=lambda advert: advert.peer_id)
+        asked = stage, frozenset(states)
+        if asked not in self._found:
+            self._found[asked] = [a for a in self.all() if a.stage == stage and a.state in states]
+        return self._found[asked]
 
-    def all(self) -> list[Advert]:
+    def all(self) -> Sequence[Advert]:
         """Everybody else."""
-        return [self._members[peer].advert for peer in sorted(self._members)]
+        if None not in self._found:
+            self._found[None] = [member.advert for member in self._members.values()]
+        return self._found[None]
 
-    def seen(self, *, now: float) -> list[tuple[Advert, float]]:
-        """Everybody else with `age_s` at `now`, and until when they are set aside."""
-        found = sorted(self._members.items())
-        return [(replace(m.advert, age_s=max(0.0, now - m.announced_at)), m.aside_until) for _, m in found]
+    def counts(self) -> dict[tuple[int, str], int]:
+        """How many others there are of each (stage, state)."""
+        return Counter((advert.stage, advert.state) for advert in self.all())
+
+    def seen(self, *, now: float) -> tuple[Seen, ...]:
+        """Everybody else as of `now`."""
+        found = [(member.advert, member.aside_until) for member in tuple(self._members.values())]
+        return tuple(Seen(a, max(0.0, now - a.announced_at), max(0.0, aside_until - now)) for a, aside_until in found)
 
     # --- trust in peers -------------------------------------------------------------------------------------------
 
@@ -179,7 +212,7 @@ class Members:
         member = self._members.get(peer)
         if member is None:
             return None
-        return max(member.announced_at, member.heard[1] if member.heard else member.announced_at)
+        return max(member.advert.announced_at, member.heard[1] if member.heard else member.advert.announced_at)
 
     def step_of(self, peer: PeerId) -> float | None:
         """The furthest that a peer is known to have come, in steps; None for a stranger."""
@@ -198,7 +231,7 @@ class Members:
             member = self._members[advert.peer_id]
             if not advert.steps_per_s > 0:
                 continue
-            step, at = advert.step, member.announced_at
+            step, at = advert.step, member.advert.announced_at
             if member.heard is not None and member.heard[1] > at:
                 step, at = max(step, float(member.heard[0])), member.heard[1]
             found.append((step, max(0.0, now - at), advert.steps_per_s))

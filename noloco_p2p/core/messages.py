@@ -241,8 +241,8 @@ class Advert:
     holds: tuple[Holding, ...] = ()
     """Weights that it can give: before its first step those of its own checkpoints, later those that it guards."""
     version: str = ""
-    age_s: float = 0.0
-    """How old the advert was when it was read, seconds; filled in by the directory, never sent."""
+    announced_at: float = 0.0
+    """When it was announced, on the clock of the event loop that read it; filled in by the directory, never sent."""
 
 
 @dataclass(frozen=True, slots=True)

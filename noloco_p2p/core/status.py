@@ -60,6 +60,8 @@ class Seen:
     """Another node, as this one knows it."""
 
     advert: Advert
+    age_s: float = 0.0
+    """Since it announced itself like this."""
     aside_s: float = 0.0
     """It has failed, and is not asked again for so long."""
 

@@ -152,7 +152,7 @@ def _unreachable(swarm: Swarm) -> Iterator[Cause]:
         failure = report.failure or "it tells no status address"
         address = "" if advert is None else advert.metrics.removesuffix("/metrics")
         at = f" at {address}" if address not in failure else ""
-        age = "" if advert is None else f"; it announced itself {lasted(advert.age_s)} ago"
+        age = "" if advert is None else f"; it announced itself {lasted(report.age_s)} ago"
         told = f"{who(report)} does not tell its status{at}: {failure}{age}"
         advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
         yield cause("warning" if swarm.statuses else "error", "unreachable", report.peer, told, advice)

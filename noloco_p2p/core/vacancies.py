@@ -36,7 +36,7 @@ def _stages(swarm: Swarm) -> Iterator[Cause]:
 
 def _is_old(report: Report) -> bool:
     """It has not announced itself for so long that it may be gone; else only its status port may be closed to us."""
-    return report.advert is None or number(report.advert.age_s) > ADVERT_OLD_S
+    return report.advert is None or number(report.age_s) > ADVERT_OLD_S
 
 
 def _empty_stage(swarm: Swarm, stage: int, silent: list[Report]) -> Cause:

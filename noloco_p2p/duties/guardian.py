@@ -3,6 +3,7 @@
 Who guards whom is core/guardians.py. Nothing here makes a ward wait, and nothing that fails here stops the node.
 """
 
+from collections.abc import Sequence
 from math import floor
 
 from noloco_p2p.core import members as membership
@@ -76,11 +77,11 @@ class Guardian:
         seat = self._seat
         return [s for s in range(seat.manifest.stages) if s != seat.index and seat.me in self._guardians(s)]
 
-    def _replicas(self, stage: int) -> list[Advert]:
+    def _replicas(self, stage: int) -> Sequence[Advert]:
         return self._seat.members.of_stage(stage, WITH_WEIGHTS)
 
     @staticmethod
-    def _leaving(replicas: list[Advert]) -> bool:
+    def _leaving(replicas: Sequence[Advert]) -> bool:
         return bool(replicas) and all(a.state == "draining" for a in replicas)
 
     # --- pulling ----------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class Guardian:
             self._keep(stage, theirs)
             return
 
-    def _due(self, stage: int, replicas: list[Advert]) -> int | None:
+    def _due(self, stage: int, replicas: Sequence[Advert]) -> int | None:
         """The round to ask for; None while nothing new can be there. Round 0 is made from the seed by anybody."""
         if not replicas:
             return None
@@ -121,7 +122,7 @@ class Guardian:
         goal = max(mine, newest)
         return goal if goal > have and self._asked.get(stage) != (mine, newest) else None
 
-    def _in_turn(self, stage: int, replicas: list[Advert], round: int) -> list[Advert]:
+    def _in_turn(self, stage: int, replicas: Sequence[Advert], round: int) -> list[Advert]:
         """In which order to ask: who stays and answers first; the rounds and the two guardians alternate."""
         seat = self._seat
         guardians = self._guardians(stage)

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from noloco_p2p.core.status import Seen, Serving, Status, Trouble
+from noloco_p2p.core.status import Serving, Status, Trouble
 from noloco_p2p.duties.door import Door
 from noloco_p2p.duties.seat import Seat
 
@@ -20,7 +20,7 @@ def status(seat: Seat, door: Door, now: float) -> Status:
         start_replicas=seat.manifest.start_replicas,
         waits=seat.waits.told(now),
         serving=tuple(Serving(caller, why, max(0.0, now - since)) for caller, why, since in calls),
-        seen=tuple(Seen(advert, max(0.0, aside_until - now)) for advert, aside_until in members.seen(now=now)),
+        seen=members.seen(now=now),
         deserted={stage: max(0.0, now - since) for stage, since in sorted(seat.deserted.items())},
         step_took_s=median(took) if took else None,
         since_step_s=None if stepped_at is None else max(0.0, now - stepped_at),

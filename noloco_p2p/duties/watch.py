@@ -90,13 +90,10 @@ class Watch:
         except PeerError as error:
             seat.event("warning", message=f"the membership could not be read: {error}")
             return
-        before = {a.peer_id for a in seat.members.all()}
-        seat.members.update([a for a in adverts if a.run_id == seat.run_id], now=seat.now())
-        after = {a.peer_id for a in seat.members.all()}
-        counts: dict[tuple[int, str], int] = {}
-        for advert in (*seat.members.all(), seat.advert):
-            counts[advert.stage, advert.state] = counts.get((advert.stage, advert.state), 0) + 1
-        seat.event("membership", counts=counts, joined=len(after - before), departed=len(before - after))
+        joined, departed = seat.members.update([a for a in adverts if a.run_id == seat.run_id], now=seat.now())
+        counts = seat.members.counts()
+        counts[seat.index, seat.advert.state] = counts.get((seat.index, seat.advert.state), 0) + 1
+        seat.event("membership", counts=counts, joined=joined, departed=departed)
         self._readings += 1
         self._changed()
         seat.pulse()

@@ -126,8 +126,8 @@ class HivemindDirectory:
             for record in self._records(self._keys[key], entry.value)
         )
         self._met = {address.peer_id: address for record in records for address in libp2p_addresses(record)[:1]}
-        now = dht_time()
-        return [replace(record.advert, age_s=max(0.0, now - record.announced_at)) for record in records]
+        now, unix_s = asyncio.get_running_loop().time(), dht_time()
+        return [replace(record.advert, announced_at=now - max(0.0, unix_s - record.announced_at)) for record in records]
 
     async def rejoin(self) -> None:
         """Dial some known peers that are not linked, make all linked ones known to the DHT, note who is there.

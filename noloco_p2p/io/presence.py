@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,7 +53,7 @@ class Presence:
         """See `ports.Directory`. Raises ConfigError for an advert that nobody would accept."""
         await self._asked(self._directory.announce(advert, ttl_s))
 
-    async def peers(self) -> list[Advert]:
+    async def peers(self) -> Sequence[Advert]:
         """See `ports.Directory`."""
         return await self._asked(self._directory.peers())
 

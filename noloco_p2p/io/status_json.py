@@ -30,7 +30,9 @@ _DEEPEST = 8
 
 _STATUS = TypeAdapter(Status)
 _ADVERT = TypeAdapter(Advert)
-_ADVERT_FIELDS = frozenset(each.name for each in fields(Advert))
+_NOT_TOLD = "announced_at"
+"""Field of an advert that means something in one process only."""
+_ADVERT_FIELDS = frozenset(each.name for each in fields(Advert)) - {_NOT_TOLD}
 
 
 def encode(status: Status, health: str | None = None) -> bytes:
@@ -49,8 +51,8 @@ def encode(status: Status, health: str | None = None) -> bytes:
     )
     parts = (
         json.dumps({"health": None if health is None else _line(health)}).encode(),
-        _ADVERT.dump_json(status.advert),
-        _STATUS.dump_json(status, exclude={"advert"}),
+        _ADVERT.dump_json(status.advert, exclude={_NOT_TOLD}),
+        _STATUS.dump_json(status, exclude={"advert": True, "seen": {"__all__": {"advert": {_NOT_TOLD}}}}),
     )
     return b"{" + b",".join(part[1:-1] for part in parts) + b"}"
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from noloco_p2p.core.findings import Report, line, number, short
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.status import Status
+from noloco_p2p.core.status import Seen, Status
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
 from noloco_p2p.io import status_json
 
@@ -85,7 +85,7 @@ async def by_url(url: str) -> list[Report]:
         raise Unreachable(f"{error}: give the metrics address that a running node prints") from None
     mine = answer.status.advert
     first = Report(mine.peer_id, mine, answer.status, "", answer.clock_ahead_s)
-    return await by_adverts([seen.advert for seen in answer.status.seen], known=[first])
+    return await by_adverts([_here(seen) for seen in answer.status.seen], known=[first])
 
 
 async def by_adverts(adverts: Iterable[Advert], known: Sequence[Report] = ()) -> list[Report]:
@@ -115,15 +115,25 @@ def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
     newest: dict[PeerId, Advert] = {}
     statuses = [report.status for report in found.values() if report.status is not None]
     for status in statuses:
-        for advert in {seen.advert.peer_id: seen.advert for seen in status.seen}.values():
+        for advert in {seen.advert.peer_id: _here(seen) for seen in status.seen}.values():
             counts[advert.peer_id] += 1
-            if advert.peer_id not in newest or advert.age_s < newest[advert.peer_id].age_s:
+            if advert.peer_id not in newest or advert.announced_at > newest[advert.peer_id].announced_at:
                 newest[advert.peer_id] = advert
     return [newest[peer] for peer in sorted(counts) if 2 * counts[peer] > len(statuses)]
 
 
+def _here(seen: Seen) -> Advert:
+    """The advert of a node that another one told of, as if it had been read here."""
+    return replace(seen.advert, announced_at=asyncio.get_running_loop().time() - seen.age_s)
+
+
 async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
     """Ask one node; never raises, what went wrong is in the report."""
+    report = await _asked(advert, places)
+    return replace(report, age_s=max(0.0, asyncio.get_running_loop().time() - advert.announced_at))
+
+
+async def _asked(advert: Advert, places: asyncio.Semaphore) -> Report:
     if not advert.metrics:
         return Report(advert.peer_id, advert, None, "it announces no metrics address")
     try:
@@ -135,8 +145,7 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
     told = answer.status.advert
     if told.peer_id != advert.peer_id:
         return Report(advert.peer_id, advert, None, f"another node answers at {address}: {short(told.peer_id)}")
-    status = replace(answer.status, advert=replace(told, age_s=0.0))
-    return Report(advert.peer_id, advert, status, "", answer.clock_ahead_s)
+    return Report(advert.peer_id, advert, answer.status, "", answer.clock_ahead_s)
 
 
 # --- one request ------------------------------------------------------------------------------------------------------
