@@ -1,0 +1,124 @@
+"""The figures of simulated runs for a person: a few tables."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from noloco_p2p.sim.figures import Figures, StageFigures
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+NONE = "–"
+UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+def amount(value: float) -> str:
+    """Three digits and a decimal prefix: `1.23 M`."""
+    for prefix, size in UNITS:
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def percent(share: float | None) -> str:
+    """A share as it is read."""
+    return NONE if share is None else f"{100 * share:.1f} %"
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """`3 alone, 117 partner`, or a dash."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or NONE
+
+
+def duration(seconds: float) -> str:
+    """Virtual seconds as a person says them."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def of_run(found: Figures) -> "list[RenderableType]":
+    """One run: what it came to, its stages, its bytes."""
+    return [_summary(found), "", _stages(found.stages), "", _bytes(found)]
+
+
+def of_seeds(runs: Sequence[Mapping[str, float]]) -> "list[RenderableType]":
+    """Several runs that differ in their seed, as `figures.flat` has them: mean, standard deviation and extremes."""
+    table = _table(("figure", "mean", "std", "least", "most"), left=1)
+    for name, spread in spreads(runs).items():
+        table.add_row(name, *(f"{spread[key]:.4g}" for key in ("mean", "std", "least", "most")))
+    return [table]
+
+
+def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """By figure, over the runs that have it: `mean`, `std` (of a sample; 0 for one run), `least`, `most`, `runs`."""
+    names = {name: None for run in runs for name in run}
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        values = [run[name] for run in runs if name in run]
+        found[name] = {
+            "mean": statistics.fmean(values),
+            "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "least": min(values),
+            "most": max(values),
+            "runs": len(values),
+        }
+    return found
+
+
+def _table(columns: Sequence[str], left: int) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
+def _summary(found: Figures) -> "Table":
+    table = _table(("", ""), left=2)
+    table.show_header = False
+    table.columns[1].no_wrap = False
+    micro, rounds = found.microbatches, found.round_s
+    lines = {
+        "virtual time": f"{duration(found.virtual_s)}, of which training {duration(found.train_s)}",
+        "tokens/s": f"{found.tokens_per_s:,.0f} ({amount(found.tokens)}tokens in {found.step:g} steps)",
+        "nodes": f"{found.nodes:,}; processes: {counted(found.ends)}",
+        "microbatches": f"{micro.done:,} done; dropped: {counted(micro.dropped)}",
+        "calls tried again": f"after a failure: {counted(micro.rerouted)}; after Busy: {micro.busy:,}",
+        "outer rounds": counted(found.rounds),
+        "outer round": ", ".join(f"{name} {duration(seconds)}" for name, seconds in rounds.items()) or NONE,
+    }
+    if micro.nonfinite:
+        lines["not finite"] = f"{micro.nonfinite:,} microbatches"
+    for name, text in lines.items():
+        table.add_row(name, text)
+    return table
+
+
+def _stages(stages: Sequence[StageFigures]) -> "Table":
+    """Shares are of the time that a stage's nodes trained."""
+    causes = sorted({cause for one in stages for cause in one.idle})
+    real = any(one.replica_std is not None for one in stages)
+    columns = ["stage", "processes", "inner steps", "microbatches", "in use", *(f"idle: {cause}" for cause in causes)]
+    table = _table([*columns, "replica std"] if real else columns, left=0)
+    for one in stages:
+        cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
+        cells += [percent(one.utilisation), *(percent(one.idle.get(cause)) for cause in causes)]
+        if real:
+            cells.append(NONE if one.replica_std is None else f"{one.replica_std:.2e}")
+        table.add_row(*cells)
+    return table
+
+
+def _bytes(found: Figures) -> "Table":
+    table = _table(("bytes per node", "sent", "received", "lost in all"), left=1)
+    traffic = found.traffic
+    for kind in traffic.sent_per_node:
+        values = traffic.sent_per_node[kind], traffic.received_per_node[kind], traffic.lost[kind]
+        table.add_row(kind, *(f"{amount(value)}B" for value in values))
+    return table
