@@ -1,6 +1,6 @@
 """Single settings as somebody wrote them, each with the place where it stands: YAML read with line numbers.
 
-Which keys there are comes from the models of config.py; their values are not looked at here.
+Which keys there are comes from the models, of config.py by default; their values are not looked at here.
 """
 
 import difflib
@@ -54,11 +54,25 @@ def fields(model: type[BaseModel], key: Key = ()) -> Iterator[tuple[Key, FieldIn
             yield (*key, name), field
 
 
-KEYS = {key: field for model in (RunManifest, NodeConfig) for key, field in fields(model)}
-SECTIONS = {key[:n] for key in KEYS for n in range(len(key))}
+class Vocabulary(NamedTuple):
+    """The keys that somebody may set."""
+
+    keys: dict[Key, FieldInfo]
+    """In the order of the source."""
+    sections: set[Key]
+    """What keys stand in, () included."""
 
 
-def from_file(path: Path, faults: list[str]) -> list[Entry]:
+def vocabulary(*models: type[BaseModel]) -> Vocabulary:
+    """Of a file that may hold the keys of all these models."""
+    keys = {key: field for model in models for key, field in fields(model)}
+    return Vocabulary(keys, {key[:n] for key in keys for n in range(len(key))})
+
+
+SETTINGS = KEYS, SECTIONS = vocabulary(RunManifest, NodeConfig)
+
+
+def from_file(path: Path, faults: list[str], known: Vocabulary = SETTINGS) -> list[Entry]:
     """The entries of a YAML file. ConfigError when it cannot be read at all; a key that stands twice is a fault."""
     try:
         loader = Loader(path.read_text("utf-8"))
@@ -66,7 +80,7 @@ def from_file(path: Path, faults: list[str]) -> list[Entry]:
         if root is None:
             return []
         if isinstance(root, yaml.MappingNode):
-            return list(_walk(loader, (), root, str(path), faults))
+            return list(_walk(loader, (), root, str(path), faults, known))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -76,34 +90,37 @@ def from_file(path: Path, faults: list[str]) -> list[Entry]:
     raise ConfigError(f"{path}:{root.start_mark.line + 1}: a file with lines `key: value` is wanted")
 
 
-def from_text(key: Key, text: str, where: str, faults: list[str]) -> list[Entry]:
+def from_text(key: Key, text: str, where: str, faults: list[str], known: Vocabulary = SETTINGS) -> list[Entry]:
     """The entries of one variable or option; a whole section may be given as `{a: 1, b: 2}`."""
     try:
         loader = Loader(text)
         node = loader.get_single_node()
-        found = [Entry(key, None, where)] if node is None else list(_walk(loader, key, node, where, faults))
+        found = [Entry(key, None, where)] if node is None else list(_walk(loader, key, node, where, faults, known))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         faults.append(f"{where}: not valid YAML: {_problem(error)}")
         return []
     return [entry._replace(where=where) for entry in found]
 
 
-def unknown(entry: Entry) -> str | None:
+def unknown(entry: Entry, known: Vocabulary = SETTINGS) -> str | None:
     """The fault of an entry whose key does not exist, with the nearest one that does; None when it exists."""
-    if entry.key in KEYS or entry.key in SECTIONS or (entry.key[:-1] == FREE_SECTION):
+    free = entry.key[:-1] == FREE_SECTION and FREE_SECTION in known.keys
+    if entry.key in known.keys or entry.key in known.sections or free:
         return None
-    names = {".".join(key): key for key in KEYS}
+    names = {".".join(key): key for key in known.keys}
     near = difflib.get_close_matches(entry.name, names, 1, 0.75)
     if not near:  # the right name in the wrong section, or the section left out
-        last = difflib.get_close_matches(entry.key[-1], [key[-1] for key in KEYS], 1)
+        last = difflib.get_close_matches(entry.key[-1], [key[-1] for key in known.keys], 1)
         near = [name for name, key in names.items() if last and key[-1] == last[0]]
     near = near or difflib.get_close_matches(entry.name, names, 1, 0.0)
     return f"{entry.where}: there is no key {entry.name}; the nearest is {near[0]}"
 
 
-def _walk(loader: Loader, key: Key, node: yaml.Node, path: str, faults: list[str]) -> Iterator[Entry]:
+def _walk(
+    loader: Loader, key: Key, node: yaml.Node, path: str, faults: list[str], known: Vocabulary
+) -> Iterator[Entry]:
     where = f"{path}:{node.start_mark.line + 1}"
-    is_section = key in SECTIONS or key == FREE_SECTION
+    is_section = key in known.sections or key == FREE_SECTION
     if isinstance(node, yaml.MappingNode):
         names = [str(name.value) for name, _ in node.value]
         for i, (name, _) in enumerate(node.value):
@@ -115,11 +132,11 @@ def _walk(loader: Loader, key: Key, node: yaml.Node, path: str, faults: list[str
                 yield Entry(key, {}, where)
             for name, value in node.value:
                 inner = (*key, str(name.value))
-                for entry in _walk(loader, inner, value, path, faults):
+                for entry in _walk(loader, inner, value, path, faults, known):
                     place = f"{path}:{name.start_mark.line + 1}"
                     yield entry._replace(where=place) if entry.key == inner else entry
             return
-    if key in SECTIONS and isinstance(node, yaml.ScalarNode) and node.value == "":
+    if key in known.sections and isinstance(node, yaml.ScalarNode) and node.value == "":
         return  # a section whose lines are all comments
     yield Entry(key, loader.construct_object(node, deep=True), where)
 

@@ -57,7 +57,7 @@ class Given:
     def check_agrees(self, swarm: RunManifest) -> None:
         """For a node that joins: ConfigError, a line for each manifest key given here that differs from the swarm's."""
         theirs = swarm.model_dump(mode="json")
-        mine = json.loads(json.dumps(_overlaid(_of(RunManifest, self.entries), theirs), default=str))
+        mine = json.loads(json.dumps(overlaid(_of(RunManifest, self.entries), theirs), default=str))
         lines: dict[Key, str] = {}
         for entry in _of(RunManifest, self.entries):
             keys = [entry.key]
@@ -72,7 +72,7 @@ class Given:
                     )
                 else:
                     lines.pop(key, None)
-        _refuse(list(lines.values()))
+        refuse(list(lines.values()))
 
 
 def read(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> Given:
@@ -93,8 +93,8 @@ def read(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> 
     known = tuple(entry for entry in entries if unknown(entry) is None)
     for model in (RunManifest, NodeConfig):
         base = model().model_dump(mode="json")
-        faults += [f"{_where(known, key)}: {fault}" for key, fault in _faults(model, known, base) if key]
-    _refuse(faults)
+        faults += [f"{where(known, key)}: {fault}" for key, fault in _faults(model, known, base) if key]
+    refuse(faults)
     return Given(known)
 
 
@@ -121,15 +121,16 @@ def manifest_from_json(data: bytes) -> RunManifest:
 
 def _made(model: type[Model], entries: Sequence[Entry], base: dict[str, Any]) -> Model:
     faults = _faults(model, entries, base)
-    _refuse([f"{_where(entries, key)}: {fault}" if key else fault for key, fault in faults])
-    return model.model_validate_json(json.dumps(_overlaid(_of(model, entries), base), default=str), strict=True)
+    refuse([f"{where(entries, key)}: {fault}" if key else fault for key, fault in faults])
+    return model.model_validate_json(json.dumps(overlaid(_of(model, entries), base), default=str), strict=True)
 
 
 def _of(model: type[BaseModel], entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.key[0] in model.model_fields]
 
 
-def _overlaid(entries: Sequence[Entry], base: dict[str, Any]) -> dict[str, Any]:
+def overlaid(entries: Sequence[Entry], base: dict[str, Any]) -> dict[str, Any]:
+    """A model's values with what somebody has set."""
     found: dict[str, Any] = json.loads(json.dumps(base))
     for entry in entries:
         section = found
@@ -144,13 +145,13 @@ def _overlaid(entries: Sequence[Entry], base: dict[str, Any]) -> dict[str, Any]:
 def _faults(model: type[BaseModel], entries: Sequence[Entry], base: dict[str, Any]) -> list[tuple[Key, str]]:
     """(key, what is wrong) for each fault; the key is () when values do not go together."""
     try:
-        model.model_validate_json(json.dumps(_overlaid(_of(model, entries), base), default=str), strict=True)
+        model.model_validate_json(json.dumps(overlaid(_of(model, entries), base), default=str), strict=True)
     except ValidationError as error:
         found: dict[Key, str] = {}
         for each in error.errors(include_url=False):
             loc = tuple(str(part) for part in each["loc"])
             key = loc[:3] if loc[:2] == FREE_SECTION else _longest_known(loc)
-            found.setdefault(key, _in_words(key, dict(each)))
+            found.setdefault(key, in_words(key, dict(each)))
         return list(found.items())
     return []
 
@@ -159,7 +160,7 @@ def _longest_known(loc: Key) -> Key:
     return next((loc[:n] for n in range(len(loc), 0, -1) if loc[:n] in KEYS or loc[:n] in SECTIONS), ())
 
 
-def _in_words(key: Key, error: dict[str, Any]) -> str:
+def in_words(key: Key, error: dict[str, Any]) -> str:
     """A fault of pydantic's in plain words."""
     kind, limits = str(error["type"]), dict(error.get("ctx", {}))
     value = "" if isinstance(error.get("input"), dict) else f", not {error.get('input')!r}"
@@ -179,7 +180,7 @@ def _in_words(key: Key, error: dict[str, Any]) -> str:
     return f"{name} must be {wanted}{value}" if wanted else f"{name}: {error['msg']}"
 
 
-def _where(entries: Sequence[Entry], key: Key) -> str:
+def where(entries: Sequence[Entry], key: Key) -> str:
     """The place of the last entry for this key, or of one above or below it."""
     for exact in (True, False):
         for entry in reversed(entries):
@@ -200,6 +201,7 @@ def _shown(value: object) -> str:
     return "not set" if value is None else repr(value)
 
 
-def _refuse(lines: list[str]) -> None:
+def refuse(lines: list[str]) -> None:
+    """ConfigError with these lines, if there are any."""
     if lines:
         raise ConfigError("\n".join(lines))

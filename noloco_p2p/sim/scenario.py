@@ -94,7 +94,8 @@ class ComputeSettings(Settings):
     outer_s: PerStage = 0.2
     """Freezing a snapshot, or merging one, seconds."""
     measured: str | None = None
-    """JSON of `noloco bench stage --json`, by its path from this file, from which the four above are taken."""
+    """JSON of `noloco bench stage --json`, by its path from this file, from which the four above are taken, but
+    for those that are set after it."""
     spread: NotNegative = 0.0
     """Sigma of the log-normal factor of each operation; 0: constant."""
     node_spread: NotNegative = 0.0
