@@ -1,0 +1,120 @@
+"""Where the replicas of a stage part: the outer round without training, by theory and by playing it through.
+
+Training adds Δ, which is curvature and noise; what is left without it is linear. With x and δ a replica's deviations
+from the mean over N replicas, and g that of its φ from its pair's mean, one round of N1 and N2 (method.md §3) is
+δ ← α·δ − γ·g, x ← x + δ. Over matchings drawn anew each round E[g²] = E[x·g] = k·E[x²] and E[δ·g] = k·E[δ·x], where
+k = ½·N/(N − 1): so the second moments E[x²], E[x·δ], E[δ²] follow a 3×3 matrix, and the replicas stay together in mean
+square iff its spectral radius is below one. For N → ∞ that is S1.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noloco_p2p.core import outer, pairing
+from noloco_p2p.core.messages import PeerId
+
+Array = NDArray[np.float64]
+
+GROUP = 2
+"""Replicas of a group: a pair."""
+
+
+def s1(alpha: float, replicas: int | None = None) -> float:
+    """γ_max of S1 for pairs among an even number of matched replicas; None: among very many, as in method.md."""
+    if replicas is None:
+        return outer.largest_gamma(alpha=alpha, group=GROUP)
+    return 2 * (1 - alpha * alpha) / (1 - alpha / (replicas - 1))
+
+
+def equation_74(alpha: float, group: int = GROUP) -> tuple[float, float]:
+    """The range of γ that eq. 74 of arXiv 2506.10911 gives: √(n/(2(n−1)))·α < γ < √(n/(2(n−1)))·(2 + α)."""
+    factor = math.sqrt(group / (2 * (group - 1)))
+    return factor * alpha, factor * (2 + alpha)
+
+
+def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
+    """Factor per round on the root mean square deviation, in the long run; below one: together in mean square."""
+    k = 0.5 if replicas is None else 0.5 * replicas / (replicas - 1)
+    squared_momentum = np.array([gamma * gamma * k, -2 * alpha * gamma * k, alpha * alpha])
+    moved = np.array([-gamma * k, alpha, 0.0])  # E[x·δ after]
+    kept = np.array([1.0, 0.0, 0.0])
+    matrix = np.array([kept + 2 * moved + squared_momentum, moved + squared_momentum, squared_momentum])
+    return math.sqrt(float(np.abs(np.linalg.eigvals(matrix)).max()))
+
+
+def noise_spreads(
+    factors: tuple[float, float, float],
+    *,
+    seed: int,
+    members: Sequence[PeerId],
+    scales: Sequence[float],
+    coordinates: int = 512,
+) -> list[float]:
+    """Std of θ before the merge of each round, in the pairs of a run with this seed, when Δ is white noise.
+
+    `factors` are α, β and γ, `scales` the noise's std in each round. It is what a run would measure (method.md §5) if
+    training did nothing but add noise.
+    """
+    generator = np.random.default_rng(seed)
+    order = sorted(members)
+    phi, momentum = np.zeros((2, len(order), coordinates))
+    found = []
+    for round, scale in enumerate(scales, start=1):
+        delta = scale * generator.standard_normal(phi.shape)
+        theta = phi + delta
+        found.append(float(np.sqrt(np.square(theta - theta.mean(0)).mean())))
+        phi, momentum = play(phi, momentum, delta, partners(seed, round, order), factors)
+    return found
+
+
+def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, rounds: int = 2000) -> float:
+    """Factor per round on the deviation of nearly every run, in the long run, without Δ (the Lyapunov exponent's exp).
+
+    Below `growth`, because few unlucky sequences of pairs carry the mean square.
+    """
+    order = [f"{number:04d}" for number in range(replicas)]
+    generator = np.random.default_rng(seed)
+    phi = generator.standard_normal((replicas, 1))
+    phi -= phi.mean(0)
+    momentum, nothing, log = np.zeros_like(phi), np.zeros_like(phi), 0.0
+    for round in range(1, rounds + 1):
+        phi, momentum = play(phi, momentum, nothing, partners(seed, round, order), (alpha, 0.0, gamma))
+        size = float(np.sqrt(np.square(phi).sum() + np.square(momentum).sum()))
+        phi, momentum, log = phi / size, momentum / size, log + math.log(size)
+    return math.exp(log / rounds)
+
+
+def typical_bound(alpha: float, replicas: int, *, seed: int, accuracy: float = 0.01) -> float:
+    """The γ up to which nearly every run stays together without Δ: bisection from half of S1 to four times S1."""
+    low, high = 0.5 * s1(alpha), 4.0 * s1(alpha)
+    while high - low > accuracy * low:
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if typical_growth(alpha, middle, replicas, seed=seed) < 1 else (low, middle)
+    return 0.5 * (low + high)
+
+
+def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
+    """The place of each member's partner in the matching of this round."""
+    found = pairing.matching(seed, round, members)
+    places = {peer: place for place, peer in enumerate(members)}
+    return [places[found[peer]] for peer in members]
+
+
+def play(
+    phi: Array, momentum: Array, delta: Array, partner: Sequence[int], factors: tuple[float, float, float]
+) -> tuple[Array, Array]:
+    """N1 and N2 for all replicas at once: (φ after, δ after); rows are replicas, `factors` are α, β and γ."""
+    alpha, beta, gamma = factors
+    chosen = list(partner)
+    group = [(phi, delta), (phi[chosen], delta[chosen])]
+    phi_after, momentum_after = outer.outer_step(phi, momentum, group, alpha=alpha, beta=beta, gamma=gamma)
+    return np.asarray(phi_after), np.asarray(momentum_after)
+
+
+def slope(values: Sequence[float]) -> float:
+    """Factor per round on positive values, from the least-squares line through their logarithms."""
+    logs = np.log(np.asarray(values, dtype=np.float64))
+    return math.exp(float(np.polyfit(np.arange(len(logs)), logs, 1)[0]))
