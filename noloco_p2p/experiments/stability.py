@@ -95,9 +95,10 @@ def _growth(spreads: Sequence[float]) -> float:
 SETTING = f"""One stage (a byte-level Llama of one layer, hidden {SIZES["hidden_size"]}, on the standard library's text,
 real torch weights, the node's own code in the simulator), 8 and 16 replicas, matched pairs, β = {BETA:g},
 m = {SIZES["inner_steps"]}, {ROUNDS} outer rounds, {SLOW_ROUNDS} from α = {SLOW_ALPHA:g} on. The learning rate begins at
-{PEAK_LEARNING_RATE:g} without warm-up and falls to 0 as a cosine, so that a spread that does not fall with it is kept up by the outer rounds alone.
-Growth is the factor per round of the replicas' weight std before the merge, over the last third of the run (least
-squares on its logarithm); the spread *grew* where that is 1 or more, or where nodes stopped because nothing was finite.
+{PEAK_LEARNING_RATE:g} without warm-up and falls to 0 as a cosine, so that a spread that does not fall with it is kept
+up by the outer rounds alone. Growth is the factor per round of the replicas' weight std before the merge, over the last
+third of the run (least squares on its logarithm); the spread *grew* where that is 1 or more, or where nodes stopped
+because nothing was finite.
 
 - *S1*: γ_max = 2(1−α²), mean square, many replicas. *S1 for N*: the same algebra for N matched replicas, whose partners
   are one another's N−1 others: γ_max = 2(1−α²) / (1−α/(N−1)).
@@ -108,9 +109,9 @@ squares on its logarithm); the spread *grew* where that is 1 or more, or where n
 
 LIMITS = """One stage of a tiny model and few inner steps per round: with longer rounds the loss's own curvature pulls
 replicas together more strongly between two merges. Near the bound the runs are too short: a factor of 1.01 and one of
-0.99 cannot be told apart. Pairs are matched; with one-sided random
-pulls the mean of the replicas is not kept, and the bound is another one. A γ inside the bound is no promise of a good
-loss. Eq. 74 could not be compared with the paper's text when this was written."""
+0.99 cannot be told apart. Pairs are matched; with one-sided random pulls the mean of the replicas is not kept, and the
+bound is another one. A γ inside the bound is no promise of a good loss. Eq. 74 could not be compared with the paper's
+text when this was written."""
 
 EXPERIMENT = Experiment(
     "stability",
