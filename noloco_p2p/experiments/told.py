@@ -73,8 +73,9 @@ def _bytes(plan: Training, watch: Watch, stages: Sequence[Sequence[NodeOutcome]]
 
 
 def _uneven(served: Sequence[Sequence[int]]) -> float:
-    """Largest over mean of the replicas' microbatches in the same inner step, averaged over the steps that had any."""
-    return fmean(max(same) / fmean(same) for same in zip(*served, strict=False) if any(same))
+    """Largest over mean of what the replicas served."""
+    loads = [sum(steps) for steps in served]
+    return max(loads) / fmean(loads)
 
 
 def _waiting(node: NodeOutcome, ended_at_s: float) -> float:

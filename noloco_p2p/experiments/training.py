@@ -84,7 +84,7 @@ class Trained:
     load: Mapping[PeerId, int]
     """Microbatches that were counted, by replica."""
     uneven: tuple[float, ...]
-    """Of each stage: the most loaded replica's microbatches over the mean, in the same inner step, averaged."""
+    """Of each stage: the most loaded replica's microbatches over the mean."""
     waiting: tuple[float, ...]
     """Of each stage: microbatches that wait at one replica's door, averaged over time and replicas."""
     busy: int
