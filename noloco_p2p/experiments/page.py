@@ -8,12 +8,16 @@ from typing import Literal
 Scale = Literal["linear", "log", "log2"]
 
 
+Cell = str | int | float | None
+"""A float is written with four significant digits, None as a dash."""
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells; a float is written with four significant digits, None as a dash."""
+    """Rows of cells."""
 
     columns: tuple[str, ...]
-    rows: Sequence[Sequence[str | int | float | None]]
+    rows: Sequence[Sequence[Cell]]
     caption: str = ""
     """A sentence of Markdown above the table."""
 
@@ -108,7 +112,7 @@ def _table(table: Table) -> str:
     return "\n".join([*([table.caption, ""] if table.caption else []), *lines])
 
 
-def _cell(cell: str | int | float | None) -> str:
+def _cell(cell: Cell) -> str:
     if cell is None:
         return "–"
     if isinstance(cell, float):

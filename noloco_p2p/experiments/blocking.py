@@ -1,0 +1,288 @@
+"""Experiment 2: the share of their time that replicas stand still, with the node's pair pulls and with barriers."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.pairing import matching
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.experiments.allreduce import Times, Wire, dice
+from noloco_p2p.experiments.page import Block, Cell, Curve, Plot, Table, mean_std
+from noloco_p2p.experiments.spec import Case, Experiment, Figures, Result, Results
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.outcome import Outcome
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import Swarm, SwarmPlan, peer_id
+
+STEP_S = 1.0
+"""Mean time of an inner step of an average node."""
+FOREVER_S = 1e6
+ROUNDS = 12
+INNER_STEPS = 10
+"""m, where it is not varied."""
+POLICIES = {"default": "node, default", "patient": "node, waits for its partner"}
+"""`default`: as a user gets it. `patient`: the paper's rule, m steps a round, however long the partner takes."""
+
+
+def runs(quick: bool) -> list[Case]:
+    """Numbers of replicas by spread of the steps, then nodes of unequal speed, then longer rounds; large ones first."""
+    nodes, seeds = ((4, 16, 64), 1) if quick else ((4, 16, 64, 256), 3)
+    grid = [(n, step, 0.0, INNER_STEPS) for n in nodes for step in (0.5, 1.0, 2.0)]
+    grid += [(n, 0.5, speed, INNER_STEPS) for n in nodes for speed in (0.25, 0.5)]
+    grid += [(16, 1.0, 0.0, m) for m in (1, 50)]
+    return [
+        Case(
+            f"{policy}-{n}-{step:g}-{speed:g}-m{m}-{seed}",
+            {
+                "policy": policy,
+                "nodes": n,
+                "step_std": step,
+                "speed_std": speed,
+                "inner_steps": m,
+                "seed": seed,
+            },
+        )
+        for n, step, speed, m in sorted(grid, reverse=True)
+        for policy in POLICIES
+        for seed in range(seeds if n < 256 else 1)
+    ]
+
+
+# --- one case ---------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case) -> Figures:
+    """Idle share and throughput of the node's code, and of two models with steps from the same distribution."""
+    given = case.settings
+    outcome = swarm(given).run(limit_s=FOREVER_S)
+    rng = dice(given["seed"], "blocking", given["nodes"])
+    factors = np.array([slowness(given)[peer] for peer in peers(given)])
+    # One row a round: the seconds of m steps of each node.
+    work = np.stack([_steps_s(given, factors, rng) for _ in range(ROUNDS)])
+    barrier_s, pairs_s = barrier(work), in_pairs(work, peers(given), int(given["seed"]))
+    busy_s = float(work.sum(axis=0).mean())
+    return {
+        "node": _figures(outcome),
+        "barrier_idle": 1 - busy_s / barrier_s,
+        "pairs_idle": 1 - busy_s / float(pairs_s.mean()),
+    }
+
+
+def peers(given: Mapping[str, Any]) -> list[PeerId]:
+    """The replicas of the one stage, sorted."""
+    return sorted(peer_id(0, replica) for replica in range(given["nodes"]))
+
+
+def slowness(given: Mapping[str, Any]) -> dict[PeerId, float]:
+    """What each node's step times are multiplied by: log-normal of mean 1."""
+    wire = Wire(1.0, given["speed_std"])
+    rng = generator(given["seed"], "speed")
+    return {peer: wire.median_s * float(np.exp(wire.sigma * rng.gauss(0.0, 1.0))) for peer in peers(given)}
+
+
+def swarm(given: Mapping[str, Any]) -> Swarm:
+    """A swarm of one stage in which only inner steps take time."""
+    steps, patient = Wire(STEP_S, given["step_std"]), given["policy"] == "patient"
+    manifest = RunManifest.model_validate(
+        {
+            "stages": 1,
+            "start_replicas": given["nodes"],
+            "seed": given["seed"],
+            "steps": ROUNDS * given["inner_steps"],
+            "sequence_length": 1,
+            "microbatch_size": 1,
+            "microbatches_per_step": 1,
+            # `balanced` leaves the pull of the median out of the clock: everybody does m steps a round.
+            "routing": "balanced" if patient else "random",
+            "outer": {
+                "inner_steps": given["inner_steps"],
+                "partner_wait_s": FOREVER_S if patient else None,
+                "deadline_s": FOREVER_S,
+            },
+            "evaluation": {"every_steps": None, "microbatches": 1},
+        }
+    )
+    plan = SwarmPlan(
+        manifest,
+        (given["nodes"],),
+        seed=given["seed"],
+        config=NodeConfig.model_validate({"checkpoint": {"every_rounds": None}, "directory": {"ttl_s": FOREVER_S}}),
+        link=Link(0.0),
+        costs=Costs(0.0, 0.0, steps.median_s, 0.0, spread=steps.sigma),
+        slowness=slowness(given),
+        save_s=0.0,
+    )
+    return Swarm(plan)
+
+
+def _steps_s(given: Mapping[str, Any], factors: Times, rng: np.random.Generator) -> Times:
+    """The seconds of the m inner steps of a round, of each node."""
+    drawn = Wire(STEP_S, given["step_std"]).draw(rng, (int(given["inner_steps"]), len(factors)))
+    return np.asarray(factors * drawn.sum(axis=0))
+
+
+def barrier(work_s: Times) -> float:
+    """Time of all rounds (rows) when every node (column) waits for the last one at the end of each."""
+    return float(work_s.max(axis=1).sum())
+
+
+def in_pairs(work_s: Times, replicas: Sequence[PeerId], seed: int) -> Times:
+    """When each node has done all rounds, when it waits at the end of each for its partner of that round only.
+
+    The pairs are those that the nodes of this run seed draw.
+    """
+    place = {peer: column for column, peer in enumerate(replicas)}
+    at = np.zeros(len(replicas))
+    for number, seconds in enumerate(work_s, start=1):
+        mates = matching(seed, number, replicas)
+        done = at + seconds
+        at = np.maximum(done, done[[place[mates.get(peer, peer)] for peer in replicas]])
+    return at
+
+
+def _figures(outcome: Outcome) -> Figures:
+    shares, steps, waits = [], 0, list[float]()
+    span_s = idle_s = 0.0
+    for node in outcome.of_stage(0):
+        done = node.trace.of("inner_step")
+        rounds = node.trace.of("outer_round")
+        mine_s = [_number(h.get("seconds")) for h in rounds]
+        whole_s = rounds[-1].at_s - (done[0].at_s - _number(done[0].get("busy_s")))
+        shares.append(sum(mine_s) / whole_s)
+        waits += mine_s
+        span_s, idle_s, steps = span_s + whole_s, idle_s + sum(mine_s), steps + len(done)
+    manifest_steps = outcome.of_stage(0)[0].step
+    return {
+        "idle": idle_s / span_s,
+        "idle_most": max(shares),
+        "steps_per_node_s": steps / span_s,
+        "steps_per_clock": steps / (len(shares) * manifest_steps),
+        "wait_p50_s": statistics.median(waits),
+        "wait_most_s": max(waits),
+        "results": dict(sorted(outcome.trace.totals("outer_round", "result").items())),
+    }
+
+
+def _number(value: object) -> float:
+    return float(str(value))
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def tell(results: Results) -> list[Block]:
+    """A table for each question, and plots over the number of replicas."""
+    even = [one for one in results if one["speed_std"] == 0 and one["inner_steps"] == INNER_STEPS]
+    uneven = [one for one in results if one["speed_std"] > 0]
+    lengths = [one for one in results if (one["nodes"], one["step_std"], one["speed_std"]) == (16, 1.0, 0.0)]
+    return [
+        _EXPLAINED,
+        _table(even, "### Equal nodes, steps of log-normal length"),
+        *(_plot(even, spread) for spread in sorted({float(one["step_std"]) for one in even})),
+        _table(uneven, "### Nodes of unequal speed, which they keep"),
+        _table(lengths, "### Longer and shorter rounds"),
+        _rounds(results),
+    ]
+
+
+_EXPLAINED = (
+    "Idle share: of the time from a node's first inner step to the end of its last outer round, what it waited for"
+    " others; mean ± standard deviation over seeds. *Barrier* and *pairs* are models on step times drawn from the same"
+    " distribution: at the end of each round everybody waits for the last of all, or for its partner of the round,"
+    " however long. *Waits for its partner* is the node's own code under that same rule; *default* is the node as it"
+    " comes: it waits at most the device time of two inner steps, then takes the newest snapshot that there is, and its"
+    " clock follows the median of the others, so that quick nodes do more steps a round and slow ones fewer."
+)
+
+
+def _grouped(results: Results) -> dict[tuple[int, float, float, int], list[Result]]:
+    """By (replicas, step std, speed std, m), sorted."""
+    groups: dict[tuple[int, float, float, int], list[Result]] = {}
+    for one in results:
+        key = (int(one["nodes"]), float(one["step_std"]), float(one["speed_std"]), int(one["inner_steps"]))
+        groups.setdefault(key, []).append(one)
+    return dict(sorted(groups.items(), key=lambda entry: (entry[0][2], entry[0][1], entry[0][3], entry[0][0])))
+
+
+def _idle(group: Sequence[Result], policy: str) -> list[float]:
+    return [100 * one["node"]["idle"] for one in group if one["policy"] == policy]
+
+
+def _modelled(group: Sequence[Result], name: str) -> list[float]:
+    """One figure a seed: both policies carry the same."""
+    return [100 * value for value in {one["seed"]: one[name] for one in group}.values()]
+
+
+def _table(results: Results, caption: str) -> Table:
+    rows: list[list[Cell]] = []
+    for (nodes, step, speed, m), group in _grouped(results).items():
+        own = [mean_std(_idle(group, policy), 3) for policy in POLICIES]
+        models = [mean_std(_modelled(group, name), 3) for name in ("pairs_idle", "barrier_idle")]
+        rows.append([nodes, f"{step:g}", f"{speed:g}", m, *own, *models])
+    columns = ("N", "step std/mean", "speed std/mean", "m", *(f"{title}, %" for title in POLICIES.values()))
+    return Table((*columns, "pairs (model), %", "barrier (model), %"), rows, caption)
+
+
+def _plot(results: Results, step_std: float) -> Plot:
+    groups = {key[0]: group for key, group in _grouped(results).items() if key[1] == step_std}
+    nodes = sorted(groups)
+    curves = [
+        Curve(title, nodes, [statistics.fmean(_idle(groups[n], policy)) for n in nodes])
+        for policy, title in POLICIES.items()
+    ]
+    for name, title in (("pairs_idle", "pairs (model)"), ("barrier_idle", "global barrier (model)")):
+        idle = [statistics.fmean(_modelled(groups[n], name)) for n in nodes]
+        curves.append(Curve(title, nodes, idle, style="dashed"))
+    title = f"Time lost waiting, steps of std/mean {step_std:g}, m = {INNER_STEPS}"
+    return Plot(f"idle-{step_std:g}", title, ("replicas", "idle share, %"), curves, ("log2", "linear"))
+
+
+def _rounds(results: Results) -> Table:
+    """What the bounded wait and the clock cost: rounds that merged an old snapshot, and inner steps a round."""
+    rows: list[list[Cell]] = []
+    for (nodes, step, speed, m), group in _grouped(results).items():
+        for policy, title in POLICIES.items():
+            mine = [one["node"] for one in group if one["policy"] == policy]
+            count = sum(sum(one["results"].values()) for one in mine)
+            share = [100 * sum(one["results"].get(kind, 0) for one in mine) / count for kind in _KINDS]
+            clock = statistics.fmean(one["steps_per_clock"] for one in mine)
+            most = max(100 * one["idle_most"] for one in mine)
+            rows.append([nodes, f"{step:g}", f"{speed:g}", m, title, *share, clock, most])
+    return Table(
+        (
+            *("N", "step std/mean", "speed std/mean", "m", "policy"),
+            *(f"{kind}, %" for kind in _KINDS),
+            *("inner steps per step of the clock", "most idle node, %"),
+        ),
+        rows,
+        "### What the shorter waits cost\n\nRounds by result, and how many inner steps a replica did for each step of"
+        " the clock that ends the run:",
+    )
+
+
+_KINDS = ("partner", "stale", "other", "alone")
+
+
+EXPERIMENT = Experiment(
+    name="blocking",
+    question="How much of their time do replicas stand still at outer rounds: with pair pulls, with a global barrier?",
+    setting=(
+        f"One stage, N replicas, {ROUNDS} outer rounds of m inner steps each, matched pairs. An inner step takes"
+        f" {STEP_S:g} s in the mean, log-normal with the given std/mean, times the node's own speed, log-normal too and"
+        " the same over the whole run. Links take no time: only the waiting for others is left. (The paper's figure 5B"
+        " asks the same; it gives no numbers that could stand here.)"
+    ),
+    limits=(
+        "One stage: in a pipeline replicas also wait for microbatches, and a slow node holds its neighbours up (see the"
+        " scenario of stragglers of `noloco sim`). The barrier is the best one there can be: it ends at the very moment"
+        " at which the last replica arrives. What an old snapshot or a different number of inner steps does to the loss"
+        " is not seen here (see `staleness`)."
+    ),
+    runs=runs,
+    measure=measure,
+    tell=tell,
+)
