@@ -197,6 +197,41 @@ def top(
     run_top(Wish(tuple(join or ()), url, once or as_json, as_json, interval))
 
 
+@app.command("sim")
+def simulate(
+    scenario: Annotated[
+        Path | None, typer.Argument(metavar="[SCENARIO]", help="YAML file as in configs/sim; default: a LAN.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Nodes in all, shared out over the stages.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="What everything follows from; default: 0.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="A:B", help="One run for each seed from A up to B, which is left out.")
+    ] = None,
+    set: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as run.outer.inner_steps=50.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every event; sha256sum of the file is the trace_hash.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run twice, in two processes; the first event that differs.")
+    ] = False,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the run as PNGs; needs matplotlib.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Of --seeds: runs that are made at once.")] = 2,
+) -> None:
+    """Simulate a swarm: real nodes in one process under virtual time, with a network, faults, and a seed.
+
+    Exit code 1 when a law that must hold in every run does not, or two runs differ.
+    """
+    from noloco_p2p.cli.sim import Order, run_sim
+
+    order = Order(scenario, nodes, tuple(set or ()), seed, seeds, as_json, trace, check, plots, jobs)
+    raise typer.Exit(run_sim(order))
+
+
 @app.command()
 def experiment(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which one; without a name: the list.")] = None,

@@ -102,7 +102,7 @@ def _summary(found: Figures) -> "Table":
 
 def _stages(stages: Sequence[StageFigures]) -> "Table":
     """Shares are of the time that a stage's nodes trained."""
-    causes = sorted({cause for one in stages for cause in one.idle})
+    causes = sorted({cause for one in stages for cause in one.idle}, key=lambda cause: (cause == "other", cause))
     real = any(one.replica_std is not None for one in stages)
     columns = ["stage", "processes", "inner steps", "microbatches", "in use", *(f"idle: {cause}" for cause in causes)]
     table = _table([*columns, "replica std"] if real else columns, left=0)

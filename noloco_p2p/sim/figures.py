@@ -7,12 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
 from noloco_p2p.sim.telemetry import Happening
+from noloco_p2p.sim.traffic import Account
 
 Shares = dict[str, float]
 """By name, parts of a whole."""
@@ -37,7 +38,8 @@ class StageFigures:
     utilisation: float | None
     """Share in which the devices worked; none: nobody trained."""
     idle: Shares
-    """Share that was waited, by cause: `gradients` (stage 0), `microbatches` (later stages), `partner`."""
+    """Share that was waited, by cause: `gradients` (stage 0), `microbatches` (later stages), `partner`; `other` is what
+    is left: waits that end in no inner step, such as the last one, and an outer round but for its partner."""
     replica_std: float | None
     """Mean of what its nodes last measured between themselves and their partner; none: the weights are no real ones."""
 
@@ -97,16 +99,7 @@ class Figures:
     trace_hash: str
 
 
-class Moved(Protocol):
-    """Bytes of one kind that one node sent and received, that were lost on the way from it, or are still under way."""
-
-    sent: int
-    received: int
-    lost: int
-    in_flight: int
-
-
-Ledger = Mapping[PeerId, Mapping[str, Moved]]
+Ledger = Mapping[PeerId, Mapping[str, Account]]
 """By node and kind."""
 
 
@@ -155,7 +148,7 @@ def parts(life: NodeOutcome, ended_at_s: float) -> Iterator[Part]:
 def training(part: Part) -> list[tuple[float, float]]:
     """From when to when it trained, virtual seconds."""
     states = [one for one in part.told if one.kind == "state"]
-    ends = [one.at_s for one in states[1:]] + [part.ends_s]
+    ends = [*(one.at_s for one in states), part.ends_s][1:]
     return [(one.at_s, end) for one, end in zip(states, ends, strict=True) if one.get("state") == "training"]
 
 
@@ -240,6 +233,8 @@ def _gather(part: Part, sums: _Sums) -> None:
 
 def _of_stage(stage: int, sums: _Sums, real: bool) -> StageFigures:
     seconds = sums.training_s
+    idle_s = dict(sorted(sums.idle_s.items()))
+    idle_s["other"] = max(0.0, seconds - sums.busy_s - sum(idle_s.values()))
     return StageFigures(
         stage=stage,
         lives=sums.lives,
@@ -247,25 +242,23 @@ def _of_stage(stage: int, sums: _Sums, real: bool) -> StageFigures:
         microbatches=sums.done + sums.nonfinite,
         training_s=seconds,
         utilisation=sums.busy_s / seconds if seconds else None,
-        idle={cause: idle_s / seconds for cause, idle_s in sorted(sums.idle_s.items())} if seconds else {},
+        idle={cause: waited_s / seconds for cause, waited_s in idle_s.items()} if seconds else {},
         replica_std=sum(sums.stds) / len(sums.stds) if real and sums.stds else None,
     )
 
 
 def _traffic(ledger: Ledger, nodes: int) -> Traffic:
-    sums: dict[str, Counter[str]] = {name: Counter() for name in ("sent", "received", "lost", "in_flight")}
+    sums: dict[str, Account] = {}
     for of_node in ledger.values():
-        for kind, moved in of_node.items():
-            for name, counts in sums.items():
-                counts[kind] += getattr(moved, name)
-    kinds = sorted({kind for counts in sums.values() for kind in counts})
-    sent, received, lost, in_flight = ({kind: counts[kind] for kind in kinds} for counts in sums.values())
+        for kind, account in of_node.items():
+            sums.setdefault(kind, Account()).add(account)
+    totals = sorted(sums.items())
     return Traffic(
-        sent_per_node={kind: count / nodes for kind, count in sent.items()},
-        received_per_node={kind: count / nodes for kind, count in received.items()},
-        most_sent=max((sum(moved.sent for moved in of_node.values()) for of_node in ledger.values()), default=0),
-        lost=lost,
-        in_flight=in_flight,
+        sent_per_node={kind: total.sent / nodes for kind, total in totals},
+        received_per_node={kind: total.received / nodes for kind, total in totals},
+        most_sent=max((sum(one.sent for one in of_node.values()) for of_node in ledger.values()), default=0),
+        lost={kind: total.lost for kind, total in totals},
+        in_flight={kind: total.in_flight for kind, total in totals},
     )
 
 
