@@ -1,43 +1,28 @@
 """The links between the nodes of one process, the calls that travel on them, and the faults.
 
 A message that is lost or swallowed leaves its caller waiting until the deadline; a node that is not there refuses
-after one round trip; one that crashes breaks its connections at once.
+after one round trip; one that crashes breaks its connections at once. Tensors flow through the bandwidth that there is,
+and stall while nothing gets through. A packet that a link loses is sent again (`tcp`).
 """
 
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from noloco_p2p.core.messages import Gradient, PeerId
 from noloco_p2p.core.seeds import generator
-from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Handler
+from noloco_p2p.sim.calls import Call, Endpoint, Flow, Request
+from noloco_p2p.sim.cuts import Cuts
 from noloco_p2p.sim.links import Geography, Link, Sizes, Uniform
-
-STREAM_PART_S = 1.0
-"""A long transfer is in flight for so long at once: how often it meets the faults of its link."""
+from noloco_p2p.sim.tcp import resend_s
+from noloco_p2p.sim.traffic import Account, Traffic
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Endpoint:
-    handler: Handler
-    work: dict[asyncio.Task[Any], None] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Flow:
-    """What the caller of a transfer has heard of it, and how long it waits for more."""
-
-    patience_s: float
-    """Longest silence before the transfer begins, seconds."""
-    silence_s: float
-    """Longest silence in it."""
-    heard_at: float = 0.0
 
 
 class Network:
@@ -50,49 +35,71 @@ class Network:
         """What handlers raised that is no PeerError a handler may raise; empty in a healthy swarm."""
         self._seed = seed
         self._geography = geography or Uniform()
+        self._cuts = Cuts()
+        self.traffic = Traffic(self._geography, self.link, self._cuts)
+        """The tensors under way."""
         self._links: dict[tuple[PeerId, PeerId], Link] = {}
-        self._chance: dict[tuple[PeerId, PeerId], random.Random] = {}
-        self._endpoints: dict[PeerId, _Endpoint] = {}
-        self._held: dict[PeerId, None] = {}
-        self._cut: dict[tuple[PeerId, PeerId], None] = {}
-        self._group: dict[PeerId, int] = {}
+        self._chance: dict[PeerId, random.Random] = {}
+        self._endpoints: dict[PeerId, Endpoint] = {}
         self._lose_next: list[tuple[PeerId | None, PeerId | None]] = []
-        self._couriers: dict[asyncio.Task[None], None] = {}
+
+    @property
+    def ledger(self) -> Mapping[PeerId, Mapping[str, Account]]:
+        """What became of the bytes of every node that had any, by kind (activation, gradient, snapshot, state)."""
+        return self.traffic.ledger()
 
     # --- the fault vocabulary -------------------------------------------------------------------------------------
 
     def set_link(self, sender: PeerId, receiver: PeerId, link: Link) -> None:
         """Replace the link of one direction."""
         self._links[sender, receiver] = link
+        self.traffic.relink(sender, receiver)
+
+    def slow_link(self, sender: PeerId, receiver: PeerId, slowness: float) -> None:
+        """One direction has so many times its latency, and its bandwidth divided by as much; 1.0: as it was made."""
+        link = self._geography.link(sender, receiver)
+        speed = link.bytes_per_s / slowness if link.bytes_per_s else None
+        self.set_link(sender, receiver, replace(link, latency_s=link.latency_s * slowness, bytes_per_s=speed))
 
     def hold(self, peer: PeerId) -> None:
-        """Swallow all messages from and to a node until `release`; its callers wait until their deadlines."""
-        self._held[peer] = None
+        """Swallow all messages from and to a node until `release`; its callers wait until their deadlines.
+
+        Tensors that are on their way stall, and go on when the hold ends.
+        """
+        self._cuts.hold(peer)
+        self.traffic.review()
 
     def release(self, peer: PeerId) -> None:
         """End a hold. What was swallowed stays lost."""
-        self._held.pop(peer, None)
+        self._cuts.release(peer)
+        self.traffic.review()
 
     def partition(self, one: PeerId, other: PeerId) -> None:
         """Swallow all messages between two nodes until `repair`."""
-        self._cut[one, other] = self._cut[other, one] = None
+        self._cuts.cut(one, other)
+        self._cuts.cut(other, one)
+        self.traffic.review()
 
     def partition_one_way(self, sender: PeerId, receiver: PeerId) -> None:
         """Swallow the messages from one node to another, not those back, until `repair`."""
-        self._cut[sender, receiver] = None
+        self._cuts.cut(sender, receiver)
+        self.traffic.review()
 
     def repair(self, one: PeerId, other: PeerId) -> None:
         """End a partition, of both ways or of one."""
-        self._cut.pop((one, other), None)
-        self._cut.pop((other, one), None)
+        self._cuts.repair(one, other)
+        self._cuts.repair(other, one)
+        self.traffic.review()
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
         """Swallow all messages between nodes of different groups until `heal`; who is in none is reached by all."""
-        self._group = {peer: number for number, group in enumerate(groups) for peer in group}
+        self._cuts.split(groups)
+        self.traffic.review()
 
     def heal(self) -> None:
         """End a split."""
-        self._group = {}
+        self._cuts.heal()
+        self.traffic.review()
 
     def lose_next_reply(self, caller: PeerId | None = None, callee: PeerId | None = None) -> None:
         """The next answer to `caller` from `callee` (None: anybody) is lost after the work is done."""
@@ -103,6 +110,7 @@ class Network:
         endpoint = self._endpoints.pop(peer, None)
         for task in endpoint.work if endpoint else ():
             task.cancel()
+        self.traffic.crash(peer)
 
     # --- for the transports ---------------------------------------------------------------------------------------
 
@@ -110,7 +118,7 @@ class Network:
         """Answer calls to `peer` with `handler`. Raises LocalError when somebody does already."""
         if peer in self._endpoints:
             raise LocalError(f"{peer} is served already")
-        self._endpoints[peer] = _Endpoint(handler)
+        self._endpoints[peer] = Endpoint(handler)
 
     async def stop(self, peer: PeerId) -> None:
         """Answer no more calls; the handlers at work are cancelled and waited for."""
@@ -119,163 +127,83 @@ class Network:
         if endpoint:
             await asyncio.gather(*endpoint.work, return_exceptions=True)
 
-    async def call(
-        self,
-        caller: PeerId,
-        callee: PeerId,
-        invoke: Callable[[Handler], Awaitable[T]],
-        deadline_s: float,
-        what: str,
-        flow: Flow | None = None,
-    ) -> T:
-        """One call and its answer. Raises Unreachable after `deadline_s`, at once when the callee crashes.
+    async def call(self, request: Request[T]) -> T:
+        """One call and its answer. Raises Unreachable after its deadline, at once when the callee crashes.
 
-        With a `flow`, which the callee's part of the call hands to `stream`, also when that is silent for too long.
+        With a `flow`, also when its stream is silent for too long.
         """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        courier = loop.create_task(self._carry(caller, callee, invoke, deadline_s, answer))
-        self._couriers[courier] = None
-        courier.add_done_callback(lambda done: self._couriers.pop(done, None))
+        call = Call(self, request)
         try:
-            async with asyncio.timeout(deadline_s):
-                return await (answer if flow is None else _unless_silent(answer, flow, callee, what))
-        except TimeoutError:
-            raise Unreachable(f"{callee} gave no answer to {what} within {deadline_s:.3g} s") from None
+            return await call.answer
         finally:
-            # Nobody waits for it any more: what still comes is not an error that nobody looked at.
-            answer.cancel()
-            if not courier.done():
-                loop.call_later(self.latency_s(caller, callee), self._hang_up, caller, callee, courier)
+            call.end()
+
+    async def stream(self, sender: PeerId, receiver: PeerId, kind: str, nbytes: int, flow: Flow) -> None:
+        """Takes the time of `nbytes` of tensors, at their sender, which is the callee of the call that has the flow."""
+        flow.letter = letter = self.traffic.depart(sender, receiver, kind, nbytes)
+        if flow.listen is not None:
+            flow.listen()
+        try:
+            await self.traffic.whole(letter)
+        except asyncio.CancelledError:
+            self.traffic.drop(letter)
+            raise
+
+    # --- for the calls --------------------------------------------------------------------------------------------
+
+    def link(self, sender: PeerId, receiver: PeerId) -> Link:
+        """What lies between two nodes, in one direction."""
+        way = (sender, receiver)
+        link = self._links.get(way)
+        if link is None:
+            link = self._links[way] = self._geography.link(sender, receiver)
+        return link
 
     def latency_s(self, sender: PeerId, receiver: PeerId) -> float:
-        """Time on the way for one message; draws from the link's own generator."""
-        link = self._link_of(sender, receiver)
-        return link.latency_s * (math.exp(self._rng(sender, receiver).gauss(0.0, link.spread)) if link.spread else 1.0)
+        """Time on the way for one message; draws from the sender's own generator."""
+        link = self.link(sender, receiver)
+        latency_s = link.latency_s
+        if link.spread:
+            latency_s *= math.exp(self._rng(sender).gauss(0.0, link.spread))
+        if link.loss:
+            round_trip_s = link.latency_s + self.link(receiver, sender).latency_s
+            latency_s += resend_s(link.loss, round_trip_s, self._rng(sender))
+        return latency_s
 
-    def transfer_s(self, sender: PeerId, receiver: PeerId, nbytes: int) -> float:
-        """Time that `nbytes` of tensors take beyond the latency."""
-        speed = self._link_of(sender, receiver).bytes_per_s
-        return nbytes / speed if speed else 0.0
+    def endpoint(self, peer: PeerId) -> Endpoint | None:
+        """Who serves there; None: nobody."""
+        return self._endpoints.get(peer)
 
-    async def stream(self, sender: PeerId, receiver: PeerId, nbytes: int, flow: Flow) -> None:
-        """Takes the time of `nbytes` of tensors, at their sender. What is swallowed is sent again, as TCP does."""
-        loop = asyncio.get_running_loop()
-        left_s = self.transfer_s(sender, receiver, nbytes)
-        flow.patience_s, flow.heard_at = flow.silence_s, loop.time()
-        while left_s > 0:
-            part_s = min(STREAM_PART_S, left_s)
-            await asyncio.sleep(part_s)
-            if not self._swallowed(sender, receiver, 0.0):
-                flow.heard_at = loop.time()
-                left_s -= part_s
+    def cut(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Nothing gets through from the one to the other."""
+        return self._cuts.between(sender, receiver)
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    def request_lost(self, caller: PeerId, callee: PeerId) -> bool:
+        """A call that arrives now is swallowed."""
+        return self._swallowed(caller, callee, self.link(caller, callee).request_loss)
 
-    def _link_of(self, sender: PeerId, receiver: PeerId) -> Link:
-        if (sender, receiver) not in self._links:
-            self._links[sender, receiver] = self._geography.link(sender, receiver)
-        return self._links[sender, receiver]
-
-    def _rng(self, sender: PeerId, receiver: PeerId) -> random.Random:
-        way = (sender, receiver)
-        if way not in self._chance:
-            self._chance[way] = generator(self._seed, "link", sender, receiver)
-        return self._chance[way]
-
-    def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:
-        if sender in self._held or receiver in self._held or (sender, receiver) in self._cut:
-            return True
-        if sender in self._group and receiver in self._group and self._group[sender] != self._group[receiver]:
-            return True
-        return chance > 0 and self._rng(sender, receiver).random() < chance
-
-    def _reply_lost(self, caller: PeerId, callee: PeerId) -> bool:
+    def reply_lost(self, caller: PeerId, callee: PeerId) -> bool:
+        """An answer that sets out now is swallowed."""
         for wanted in self._lose_next:
             if wanted[0] in (None, caller) and wanted[1] in (None, callee):
                 self._lose_next.remove(wanted)
                 return True
-        return self._swallowed(callee, caller, self._link_of(callee, caller).reply_loss)
+        return self._swallowed(callee, caller, self.link(callee, caller).reply_loss)
 
-    def _hang_up(self, caller: PeerId, callee: PeerId, courier: asyncio.Task[None]) -> None:
-        """The callee learns that its caller is gone, unless nothing gets through: then its deadline ends the work."""
-        if not self._swallowed(caller, callee, 0.0):
-            courier.cancel()
+    def reply_bytes(self, reply: object) -> int:
+        """Bytes of the tensors in an answer that is no stream."""
+        if not isinstance(reply, Gradient):
+            return 0
+        return self.sizes.gradient_bytes if self.sizes else reply.grad.data.nbytes
 
-    async def _carry(
-        self,
-        caller: PeerId,
-        callee: PeerId,
-        invoke: Callable[[Handler], Awaitable[T]],
-        deadline_s: float,
-        answer: asyncio.Future[T],
-    ) -> None:
-        """One call's way there, its work, and the answer's way back. Cancelled when the caller is known to be gone."""
-        await asyncio.sleep(self.latency_s(caller, callee))
-        if self._swallowed(caller, callee, self._link_of(caller, callee).request_loss):
-            return
-        endpoint = self._endpoints.get(callee)
-        if endpoint is None:
-            await asyncio.sleep(self.latency_s(callee, caller))
-            _settle(answer, Unreachable(f"{callee} refused the connection"))
-            return
-        outcome = await self._work(endpoint, callee, invoke, deadline_s)
-        if outcome is None:
-            _settle(answer, Unreachable(f"{callee} broke the connection"))
-            return
-        if self._reply_lost(caller, callee):
-            return
-        way_s = self.latency_s(callee, caller) + self.transfer_s(callee, caller, _reply_bytes(outcome))
-        await asyncio.sleep(way_s)
-        _settle(answer, outcome)
+    # --- inside ---------------------------------------------------------------------------------------------------
 
-    async def _work(
-        self, endpoint: _Endpoint, callee: PeerId, invoke: Callable[[Handler], Awaitable[T]], deadline_s: float
-    ) -> T | PeerError | None:
-        """What the handler gave within the deadline; None when it was cancelled."""
-        task = asyncio.ensure_future(invoke(endpoint.handler))
-        endpoint.work[task] = None
-        task.add_done_callback(lambda done: endpoint.work.pop(done, None))
-        try:
-            await asyncio.wait([task], timeout=deadline_s)
-        finally:
-            task.cancel()
-        if not task.done() or task.cancelled():
-            return None
-        error = task.exception()
-        match error:
-            case None:
-                return task.result()
-            case Violation():
-                return Violation(str(error), ours=True)
-            case Busy() | Declined():
-                return type(error)(str(error))
-            case Exception():
-                self.bugs.append(error)
-                return Declined(f"{callee} failed: {type(error).__name__}: {error}")
-        raise error
+    def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:
+        if self._cuts.between(sender, receiver):
+            return True
+        return chance > 0 and self._rng(sender).random() < chance
 
-
-def _settle(answer: "asyncio.Future[T]", outcome: "T | PeerError") -> None:
-    if answer.done():
-        return
-    if isinstance(outcome, PeerError):
-        answer.set_exception(outcome)
-    else:
-        answer.set_result(outcome)
-
-
-async def _unless_silent(answer: "asyncio.Future[T]", flow: Flow, callee: PeerId, what: str) -> T:
-    """The answer. Raises Unreachable when nothing has come of it for as long as the flow allows."""
-    loop = asyncio.get_running_loop()
-    flow.heard_at = loop.time()
-    while not answer.done():
-        left_s = flow.heard_at + flow.patience_s - loop.time()
-        if left_s <= 0:
-            raise Unreachable(f"nothing more of {what} came from {callee} for {flow.patience_s:g} s")
-        await asyncio.wait([answer], timeout=left_s)
-    return answer.result()
-
-
-def _reply_bytes(reply: object) -> int:
-    return reply.grad.data.nbytes if isinstance(reply, Gradient) else 0
+    def _rng(self, sender: PeerId) -> random.Random:
+        if sender not in self._chance:
+            self._chance[sender] = generator(self._seed, "link", sender)
+        return self._chance[sender]

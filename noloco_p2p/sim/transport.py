@@ -5,10 +5,10 @@ cancelled when its caller is gone or the deadline has passed, and what a reply s
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import (
@@ -25,7 +25,9 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.ports import Body, Handler
-from noloco_p2p.sim.network import Flow, Network
+from noloco_p2p.sim.calls import Flow, Request
+from noloco_p2p.sim.network import Network
+from noloco_p2p.sim.traffic import Letter
 
 DESCRIBE_S = 3.0
 """How long `describe` waits for an answer."""
@@ -74,11 +76,12 @@ class SimTransport:
     async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
         """See `ports.Transport`."""
         sent = _sent(activation)
+        letter = self._departs(peer, sent)
 
         async def invoke(handler: Handler) -> Gradient:
-            return await handler.propagate(self._me, sent.header, self._body(peer.peer_id, sent))
+            return await handler.propagate(self._me, sent.header, self._body(sent, letter))
 
-        gradient = await self._call(peer, invoke, sent.header.time_left_s, "propagate")
+        gradient = await self._call(peer, invoke, sent.header.time_left_s, "propagate", body=letter)
         if gradient.microbatch != sent.header.microbatch:
             raise Violation(f"{peer.peer_id} answered for another microbatch")
         if gradient.grad.spec[1:] != sent.hidden.spec[1:]:
@@ -88,11 +91,12 @@ class SimTransport:
     async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
         """See `ports.Transport`."""
         sent = _sent(activation)
+        letter = self._departs(peer, sent)
 
         async def invoke(handler: Handler) -> LossSum:
-            return await handler.evaluate(self._me, sent.header, self._body(peer.peer_id, sent))
+            return await handler.evaluate(self._me, sent.header, self._body(sent, letter))
 
-        return await self._call(peer, invoke, sent.header.time_left_s, "evaluate")
+        return await self._call(peer, invoke, sent.header.time_left_s, "evaluate", body=letter)
 
     async def fetch_snapshot(
         self,
@@ -108,10 +112,12 @@ class SimTransport:
 
         async def invoke(handler: Handler) -> Snapshot:
             snapshot = await handler.fetch_snapshot(self._me, stage, round, wait_s)
-            await self._network.stream(peer.peer_id, self._me, _nbytes(snapshot.tensors), flow)
+            sizes = self._network.sizes
+            nbytes = sizes.snapshot_bytes[stage] if sizes else _nbytes(snapshot.tensors)
+            await self._network.stream(peer.peer_id, self._me, "snapshot", nbytes, flow)
             return replace(snapshot, tensors=tuple(_copy(tensor) for tensor in snapshot.tensors))
 
-        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot", flow)
+        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot", flow=flow)
         specs = tuple(tensor.spec for tensor in snapshot.tensors)
         if isinstance(expected, int):
             wire.check_snapshot(specs, expected)
@@ -125,10 +131,12 @@ class SimTransport:
 
         async def invoke(handler: Handler) -> ReplicaState:
             async with handler.lend_state(self._me, None) as state:
-                await self._network.stream(peer.peer_id, self._me, _nbytes(state.tensors), flow)
+                sizes = self._network.sizes
+                nbytes = sizes.state_bytes[state.stage] if sizes else _nbytes(state.tensors)
+                await self._network.stream(peer.peer_id, self._me, "state", nbytes, flow)
                 return replace(state, tensors=tuple(_copy(tensor) for tensor in state.tensors), spent=())
 
-        state = await self._call(peer, invoke, deadline_s, "fetch_state", flow)
+        state = await self._call(peer, invoke, deadline_s, "fetch_state", flow=flow)
         if state.stage != peer.stage:
             raise Declined(f"{peer.peer_id} holds stage {state.stage} now, not {peer.stage}")
         wire.check_same(tuple(tensor.spec for tensor in state.tensors), expected, "state")
@@ -154,23 +162,36 @@ class SimTransport:
     async def _call(
         self,
         peer: Advert,
-        invoke: Callable[[Handler], Awaitable[T]],
+        invoke: Callable[[Handler], Coroutine[Any, Any, T]],
         deadline_s: float,
         what: str,
+        *,
+        body: Letter | None = None,
         flow: Flow | None = None,
     ) -> T:
         if self.dead:
             raise Unreachable(f"{self._me} has crashed")
-        return await self._network.call(self._me, peer.peer_id, invoke, deadline_s, what, flow)
+        return await self._network.call(Request(self._me, peer.peer_id, invoke, deadline_s, what, body, flow))
 
-    def _body(self, callee: PeerId, sent: Activation) -> Body:
-        """Ready once the tensors have had the time to follow their header, with which it is made."""
-        loop = asyncio.get_running_loop()
-        nbytes = sum(tensor.data.nbytes for tensor in sent.tensors)
-        arrives_at = loop.time() + self._network.transfer_s(self._me, callee, nbytes)
+    def _departs(self, peer: Advert, sent: Activation) -> Letter:
+        """The tensors follow their header without waiting for a yes."""
+        if self.dead:
+            raise Unreachable(f"{self._me} has crashed")
+        sizes = self._network.sizes
+        nbytes = sizes.activation_bytes if sizes else _nbytes(sent.tensors)
+        return self._network.traffic.depart(self._me, peer.peer_id, "activation", nbytes)
+
+    def _body(self, sent: Activation, letter: Letter) -> Body:
+        """Made when the header arrives: what that took, the last byte of the tensors takes after it has left."""
+        loop, traffic = asyncio.get_running_loop(), self._network.traffic
+        arrives_at = loop.time()
 
         async def body() -> Activation:
-            await asyncio.sleep(max(0.0, arrives_at - loop.time()))
+            await traffic.whole(letter)
+            left_s = arrives_at + letter.flow_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            traffic.take(letter)
             return sent
 
         return body
