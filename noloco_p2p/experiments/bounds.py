@@ -35,14 +35,18 @@ def equation_74(alpha: float, group: int = GROUP) -> tuple[float, float]:
     return factor * alpha, factor * (2 + alpha)
 
 
-def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
-    """Factor per round on the root mean square deviation, in the long run; below one: together in mean square."""
+def moments(alpha: float, gamma: float, replicas: int | None = None) -> Array:
+    """The 3×3 matrix that carries Σx², Σx·δ and Σδ² through one round, in the mean over the matchings."""
     k = 0.5 if replicas is None else 0.5 * replicas / (replicas - 1)
     squared_momentum = np.array([gamma * gamma * k, -2 * alpha * gamma * k, alpha * alpha])
-    moved = np.array([-gamma * k, alpha, 0.0])  # E[x·δ after]
+    moved = np.array([-gamma * k, alpha, 0.0])  # Σx·δ with the new δ and the old x
     kept = np.array([1.0, 0.0, 0.0])
-    matrix = np.array([kept + 2 * moved + squared_momentum, moved + squared_momentum, squared_momentum])
-    return math.sqrt(float(np.abs(np.linalg.eigvals(matrix)).max()))
+    return np.array([kept + 2 * moved + squared_momentum, moved + squared_momentum, squared_momentum])
+
+
+def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
+    """Factor per round on the root mean square deviation, in the long run; below one: together in mean square."""
+    return math.sqrt(float(np.abs(np.linalg.eigvals(moments(alpha, gamma, replicas))).max()))
 
 
 def noise_spreads(

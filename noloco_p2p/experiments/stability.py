@@ -105,7 +105,8 @@ because nothing was finite.
 - *Nearly every run*: the γ at which the outer rounds without training neither shrink nor grow deviations in one long
   run (their Lyapunov exponent is 0), found by bisection. It lies above S1, because the mean square is carried by few
   unlucky sequences of pairs.
-- *Eq. 74* of arXiv 2506.10911: √(n/(2(n−1)))·α < γ < √(n/(2(n−1)))·(2+α), n the size of the group."""
+- *Eq. 74* of arXiv 2506.10911, as far as it is known here: √(n/(2(n−1)))·α < γ < √(n/(2(n−1)))·(2+α), with n the size
+  of the group; beside it, the same with n read as the number of replicas."""
 
 LIMITS = """One stage of a tiny model and few inner steps per round: with longer rounds the loss's own curvature pulls
 replicas together more strongly between two merges. Near the bound the runs are too short: a factor of 1.01 and one of

@@ -142,7 +142,6 @@ def _cells(points: Sequence[Point], count: int, typical: dict[tuple[int, float],
         rows,
         marked=[key for key, point in sorted(found.items()) if point.grew],
         curves=_curves(count, typical, bounds.s1),
-        log_values=True,
     )
 
 

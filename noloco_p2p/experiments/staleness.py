@@ -257,7 +257,7 @@ held-out microbatches.
 - *Outer step* (derived): a stale φ_j lies behind by s rounds of the common motion, so that N1's consensus pull brakes
   it. For a steady Δ the mean moves by β·Δ / (1 − α + γ·s/2) a round; the column has that against s = 0."""
 
-LIMITS = """In a real swarm few snapshots are stale, and of mixed age; here all are equally old, which is the worst case.
+LIMITS = """In a real swarm few snapshots are stale, and of mixed age; all of them equally old is the worst case.
 The runs are short, in the phase in which the weights still move fast: where they have settled the brake of staleness
 has nothing to hold. Lost partners are independent of one another; a partition is not. One stage: what routing mixes
 between stages is experiment 4. β is not retuned for stale snapshots. Few seeds of one tiny model: differences smaller
