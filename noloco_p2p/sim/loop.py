@@ -6,14 +6,18 @@ the sets inside asyncio (TaskGroup, `asyncio.wait`) are walked in an order that 
 """
 
 import asyncio
+import gc
 import inspect
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from noloco_p2p.errors import NolocoError
 
+COLLECT_EVERY = 1_000_000
+"""Objects made, less those freed, from one collection of cyclic garbage to the next."""
 LIVELOCK_TURNS = 200_000
 """Turns of the loop in a row at one and the same virtual time after which it is taken to spin."""
 
@@ -114,5 +118,23 @@ def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
     Raises Deadlock, which lists what every task waits for, when it cannot end or takes more than `limit_s` virtual
     seconds. Tasks that are left over are cancelled.
     """
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner:
-        return runner.run(main)
+    found: list[T] = []
+
+    async def keep() -> None:
+        # The runner takes the `repr` of its task for the signal module: its result must be short.
+        found.append(await main)
+
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner, _rare_collections():
+        runner.run(keep())
+    return found[0]
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A swarm is a million objects that live on: looking through them for garbage cost half of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(COLLECT_EVERY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
