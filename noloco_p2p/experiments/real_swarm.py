@@ -16,8 +16,8 @@ from noloco_p2p.io.samples import Place, SampleStream
 from noloco_p2p.io.tokens import load_tokenizer
 from noloco_p2p.sim.world import Swarm, SwarmPlan, peer_id
 
-LIMIT_S = 1e7
-"""Virtual seconds after which a run is taken to hang."""
+STEP_LIMIT_S = 100.0
+"""Virtual seconds for each step of the clock after which a run is taken to hang."""
 
 
 class Streams:
@@ -81,4 +81,4 @@ def run(plan: Training) -> Trained:
         stage_factory=make_stage,
         batches_factory=make_batches,
     )
-    return told(plan, watch, Swarm(swarm).run(LIMIT_S), held_out)
+    return told(plan, watch, Swarm(swarm).run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)

@@ -40,6 +40,7 @@ def told(plan: Training, watch: Watch, outcome: Outcome, held_out: Sequence[Batc
         merged_loss=merged_loss([[_torch(node) for node in nodes] for nodes in stages], held_out),
         training=tuple((step, loss_sum / tokens) for step, (loss_sum, tokens) in sorted(steps.items()) if tokens),
         spreads=tuple(spread for _, spread in sorted(watch.spreads.items())),
+        parameters=tuple(_torch(nodes[0]).state.parameters for nodes in stages),
         tokens=int(sum(tokens for _, tokens in steps.values())),
         bytes=_bytes(plan, watch, stages, int(sum(_number(h, "bytes") for h in trace.of("outer_round")))),
         rounds=dict(sorted(rounds.items())),

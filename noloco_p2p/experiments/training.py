@@ -75,6 +75,8 @@ class Trained:
     """(inner step, mean training loss of the stage-0 replicas)."""
     spreads: tuple[Spread, ...]
     """By round, then stage; rounds that a replica skipped are left out. Empty where every stage has one replica."""
+    parameters: tuple[int, ...]
+    """Of each stage's model."""
     tokens: int
     """Tokens trained on, all replicas together."""
     bytes: Mapping[str, int]
@@ -138,7 +140,11 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
 
 
 def train(plan: Training) -> Trained:
-    """Run it to its end. Deterministic on one machine. Raises ConfigError for a model or data that do not fit."""
+    """Run it to its end. Deterministic on one machine.
+
+    Raises ConfigError for a model or data that do not fit, LocalError when a node stops because ten results in a row
+    were not finite, Deadlock when the run hangs.
+    """
     from noloco_p2p.experiments.real_swarm import run  # here, because it imports torch
 
     return run(plan)
