@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from noloco_p2p.experiments import bounds
 from noloco_p2p.experiments.page import Block, Curve, Heatmap, Plot, Table, mean_std
@@ -54,7 +55,7 @@ def tell(results: Results) -> list[Block]:
         mine = [point for point in points if point.replicas == count]
         blocks += [_plane(mine, count, typical), _cells(mine, count, typical), _by_round(mine, count)]
     named = [point for point in points if (point.alpha, point.gamma) == NAMED]
-    return [*blocks, *(_named(point) for point in named), _noise(points), _all(points)]
+    return [*blocks, *(_named(point) for point in named), _noise(points), _foretold(points), _all(points)]
 
 
 def _verdicts(points: Sequence[Point], typical: dict[tuple[int, float], float]) -> Table:
@@ -114,9 +115,10 @@ def _curves(count: int, typical: dict[tuple[int, float], float], unit: Callable[
         ("eq. 74, lower", drawn, lambda alpha: bounds.equation_74(alpha)[0]),
         ("eq. 74, upper", drawn, lambda alpha: bounds.equation_74(alpha)[1]),
     ]
+    styles: list[Literal["line", "points", "dashed"]] = ["line", "line", "points", "dashed", "dashed"]
     return [
-        Curve(label, xs, [bound(x) / unit(x) for x in xs], style="dashed" if label.startswith("eq.") else "line")
-        for label, xs, bound in kinds
+        Curve(label, xs, [bound(x) / unit(x) for x in xs], style=style)
+        for (label, xs, bound), style in zip(kinds, styles, strict=True)
     ]
 
 
@@ -185,6 +187,18 @@ def _noise(points: Sequence[Point]) -> str:
         f" place of training, give the same verdict in {same} of {len(pairs)} runs; their factor per round differs by"
         f" {math.expm1(statistics.median(gaps)):.1%} in the median and {math.expm1(max(gaps)):.1%} at most."
     )
+
+
+def _foretold(points: Sequence[Point]) -> Plot:
+    """The factors of all runs against those that noise gives in the same pairs."""
+    pairs = [(one["noise_growth"], one["growth"]) for point in points for one in point.results if one["growth"]]
+    ends = [min(min(pair) for pair in pairs), max(max(pair) for pair in pairs)] if pairs else []
+    curves = [
+        Curve("a run", [noise for noise, _ in pairs], [growth for _, growth in pairs], style="points"),
+        Curve("equal", ends, ends, style="dashed"),
+    ]
+    axes = ("factor per round, noise in the place of training", "factor per round, training")
+    return Plot("foretold", "What the outer rounds alone foretell, last third of the runs", axes, curves)
 
 
 def _all(points: Sequence[Point]) -> Table:
