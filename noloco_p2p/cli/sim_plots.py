@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_p2p.cli.sim_runs import Run
+from noloco_p2p.cli.sim_table import causes
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.sim import series
 from noloco_p2p.sim.figures import Figures
@@ -54,7 +55,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
         picture(axes)
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize="small")
+            figure.legend(loc="outside right upper", fontsize="small")
         paths.append(directory / f"{name}.png")
         figure.savefig(paths[-1], dpi=DOTS_PER_INCH, metadata={"Software": None})
     return paths
@@ -66,8 +67,8 @@ def _time(axes: "Axes", found: Figures) -> None:
     names = [str(one.stage) for one in found.stages]
     bottom = [0.0] * len(names)
     shares = {"in use": [one.utilisation or 0.0 for one in found.stages]}
-    for cause in sorted({cause for one in found.stages for cause in one.idle}):
-        shares[f"waits: {cause}"] = [one.idle.get(cause, 0.0) for one in found.stages]
+    for cause in causes(found.stages):
+        shares[f"idle: {cause}"] = [one.idle.get(cause, 0.0) for one in found.stages]
     for label, heights in shares.items():
         axes.bar(names, heights, bottom=bottom, label=label)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
@@ -81,10 +82,13 @@ def _tokens(axes: "Axes", outcome: Outcome, tokens_per_microbatch: int) -> None:
 
 
 def _nodes(axes: "Axes", outcome: Outcome) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set(title="Nodes in training", xlabel="virtual seconds", ylabel="nodes")
     for stage, steps in series.nodes_training(outcome).items():
         axes.step([at_s for at_s, _ in steps], [count for _, count in steps], where="post", label=f"stage {stage}")
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _rounds(axes: "Axes", outcome: Outcome) -> None:
@@ -96,7 +100,10 @@ def _rounds(axes: "Axes", outcome: Outcome) -> None:
 
 
 def _bytes(axes: "Axes", found: Figures) -> None:
+    from matplotlib.ticker import EngFormatter
+
     axes.set(title="Bytes of tensors per node", xlabel="kind", ylabel="bytes")
+    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     traffic = found.traffic
     for shift, label, counts in ((-0.2, "sent", traffic.sent_per_node), (0.2, "received", traffic.received_per_node)):
         places = [number + shift for number in range(len(counts))]

@@ -86,7 +86,7 @@ def _summary(found: Figures) -> "Table":
     micro, rounds = found.microbatches, found.round_s
     lines = {
         "virtual time": f"{duration(found.virtual_s)}, of which training {duration(found.train_s)}",
-        "tokens/s": f"{found.tokens_per_s:,.0f} ({amount(found.tokens)}tokens in {found.step:g} steps)",
+        "tokens/s": f"{found.tokens_per_s:,.0f} ({amount(found.tokens).strip()} tokens in {found.step:g} steps)",
         "nodes": f"{found.nodes:,}; processes: {counted(found.ends)}",
         "microbatches": f"{micro.done:,} done; dropped: {counted(micro.dropped)}",
         "calls tried again": f"after a failure: {counted(micro.rerouted)}; after Busy: {micro.busy:,}",
@@ -100,15 +100,20 @@ def _summary(found: Figures) -> "Table":
     return table
 
 
+def causes(stages: Sequence[StageFigures]) -> list[str]:
+    """For what some stage was idle, what is left over last."""
+    return sorted({cause for one in stages for cause in one.idle}, key=lambda cause: (cause == "other", cause))
+
+
 def _stages(stages: Sequence[StageFigures]) -> "Table":
     """Shares are of the time that a stage's nodes trained."""
-    causes = sorted({cause for one in stages for cause in one.idle}, key=lambda cause: (cause == "other", cause))
+    told = causes(stages)
     real = any(one.replica_std is not None for one in stages)
-    columns = ["stage", "processes", "inner steps", "microbatches", "in use", *(f"idle: {cause}" for cause in causes)]
+    columns = ["stage", "processes", "inner steps", "microbatches", "in use", *(f"idle: {cause}" for cause in told)]
     table = _table([*columns, "replica std"] if real else columns, left=0)
     for one in stages:
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
-        cells += [percent(one.utilisation), *(percent(one.idle.get(cause)) for cause in causes)]
+        cells += [percent(one.utilisation), *(percent(one.idle.get(cause)) for cause in told)]
         if real:
             cells.append(NONE if one.replica_std is None else f"{one.replica_std:.2e}")
         table.add_row(*cells)
