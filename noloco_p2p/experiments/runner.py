@@ -188,7 +188,8 @@ def _measure_all(
     }
     while waiting:
         done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-        for future in sorted(done, key=lambda one: waiting[one].name):
+        # What succeeded is kept before a failure ends it all.
+        for future in sorted(done, key=lambda one: (one.exception() is not None, waiting[one].name)):
             case = waiting.pop(future)
             if (error := future.exception()) is not None:
                 error.add_note(f"in case {case.name} of {experiment.name}: {dict(case.settings)}")
