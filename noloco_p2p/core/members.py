@@ -5,7 +5,7 @@ caller's clock in seconds. Nothing here is on the way of a call to the DHT.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from noloco_p2p.core.messages import Advert, Origin, PeerId
@@ -83,8 +83,12 @@ class Members:
         self._members: dict[PeerId, _Member] = {}
         """Sorted."""
         self._readings = 0
+        self._failing: dict[PeerId, None] = {}
+        """Those that failed since they answered last; nobody else is set aside."""
         self._found: dict[tuple[int, Collection[str]] | None, list[Advert]] = {}
         """Answers that still hold, by stage and states; None: everybody."""
+        self._ids: dict[tuple[int, Collection[str]], tuple[PeerId, ...]] = {}
+        self._counts: Mapping[tuple[int, str], int] = {}
         self.left_at_step = 0.0
         """The furthest clock of those of stage 0 who have left: at the last step, the run has ended without us."""
 
@@ -118,6 +122,9 @@ class Members:
         if joined:
             self._members = dict(sorted(members.items()))
         self._found.clear()
+        self._ids.clear()
+        self._counts = {}
+        self._failing = {peer: None for peer in self._failing if peer in self._members}
         return joined, before + joined - len(members)
 
     @staticmethod
@@ -140,15 +147,24 @@ class Members:
             self._found[asked] = [a for a in self.all() if a.stage == stage and a.state in states]
         return self._found[asked]
 
+    def ids(self, stage: int, states: Set[str]) -> tuple[PeerId, ...]:
+        """The same, by id."""
+        asked = stage, frozenset(states)
+        if asked not in self._ids:
+            self._ids[asked] = tuple(advert.peer_id for advert in self.of_stage(stage, states))
+        return self._ids[asked]
+
     def all(self) -> Sequence[Advert]:
         """Everybody else."""
         if None not in self._found:
             self._found[None] = [member.advert for member in self._members.values()]
         return self._found[None]
 
-    def counts(self) -> dict[tuple[int, str], int]:
+    def counts(self) -> Mapping[tuple[int, str], int]:
         """How many others there are of each (stage, state)."""
-        return Counter((advert.stage, advert.state) for advert in self.all())
+        if not self._counts:
+            self._counts = Counter((advert.stage, advert.state) for advert in self.all())
+        return self._counts
 
     def seen(self, *, now: float) -> tuple[Seen, ...]:
         """Everybody else as of `now`."""
@@ -164,25 +180,30 @@ class Members:
             member.failed_at = now
             member.aside_until = now + min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**member.failures)
             member.failures = min(member.failures + 1, 16)
+            self._failing[peer] = None
 
     def answered(self, peer: PeerId) -> None:
         """A call to a peer was answered, with whatever."""
         member = self._members.get(peer)
         if member is not None and member.failures:
             member.failures, member.aside_until = 0, 0.0
+            self._failing.pop(peer, None)
 
     def is_aside(self, peer: PeerId, *, now: float) -> bool:
         """The peer has failed of late, and its time has not ended."""
         member = self._members.get(peer)
         return member is not None and member.aside_until > now
 
-    def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> list[Advert]:
+    def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> Sequence[PeerId]:
         """Ready replicas of a stage that are not set aside; when all are, the one whose time ends first."""
-        ready = [a for a in self.of_stage(stage, READY) if a.peer_id not in without]
-        free = [a for a in ready if self._members[a.peer_id].aside_until <= now]
-        if free or not ready:
-            return free
-        return [min(ready, key=lambda a: (self._members[a.peer_id].aside_until, a.peer_id))]
+        aside = [peer for peer in self._failing if self.is_aside(peer, now=now)]
+        ready: Sequence[PeerId] = self.ids(stage, READY)
+        if without:
+            ready = [peer for peer in ready if peer not in without]
+        if not aside or not ready:
+            return ready
+        free = [peer for peer in ready if peer not in aside]
+        return free or [min(ready, key=lambda peer: (self._members[peer].aside_until, peer))]
 
     def deserted(self, stages: int, mine: int) -> list[int]:
         """Stages other than `mine` that nobody serves: no replica is there, or none of the next one answers any more.

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.messages import Advert, Batch, LossSum, MicrobatchId, Origin
+from noloco_p2p.core.messages import Batch, LossSum, MicrobatchId, Origin
 from noloco_p2p.core.status import DEVICE, SWARM, of_microbatch, of_stage
 from noloco_p2p.duties.routes import Parcel, Sender
 from noloco_p2p.duties.seat import Seat
@@ -86,8 +86,8 @@ class Ending:
         """Stay until the others no longer need this node, at most `linger_s` for each thing waited for."""
         seat, linger_s = self._seat, self._seat.config.limits.linger_s
 
-        def others(stages: Callable[[int], bool], states: frozenset[str]) -> list[Advert]:
-            return [a for a in seat.members.all() if stages(a.stage) and a.state in states]
+        def others(stages: Callable[[int], bool], states: frozenset[str]) -> bool:
+            return any(stages(stage) and state in states for stage, state in seat.members.counts())
 
         at_work = membership.STAGE_0_AT_WORK | membership.READY
         if seat.index == 0:
@@ -107,7 +107,7 @@ class Ending:
             return
 
         def all_evaluated() -> bool:
-            first = others(lambda s: s == 0, membership.PRESENT)
-            return all(a.evaluated for a in first if a.state == "finished") and not others(lambda s: s == 0, at_work)
+            finished = seat.members.of_stage(0, {"finished"})
+            return all(a.evaluated for a in finished) and not others(lambda s: s == 0, at_work)
 
         await seat.until(lambda: seat.draining or all_evaluated(), "last evaluations", of_stage(0), linger_s)

@@ -70,6 +70,8 @@ class Guardian:
         return [*self._seat.members.all(), self._seat.advert]
 
     def _guardians(self, stage: int) -> tuple[str, ...]:
+        if stage != self._seat.index and len(self._replicas(stage)) > GUARDED_REPLICAS:
+            return ()
         return guardians_of(stage, self._everybody(), self._seat.manifest.seed)
 
     def _wards(self) -> list[int]:

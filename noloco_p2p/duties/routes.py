@@ -202,7 +202,7 @@ class Sender:
         stage, policy = seat.index + 1, seat.manifest.routing
         usable = seat.members.usable(stage, now=seat.now(), without=heard.failed)
         if policy == "random":
-            usable = [a for a in usable if a.peer_id not in heard.busy]
+            usable = [peer for peer in usable if peer not in heard.busy] if heard.busy else usable
         elif heard.busy:
             return None
         if not usable:
@@ -216,13 +216,13 @@ class Sender:
             seat.me,
             seat.view.mates,
             seat.view.following,
-            [a.peer_id for a in usable],
+            usable,
             seat.rng,
         )
         if reason == "fallback" and not heard.fell_back:
             heard.fell_back = True
             seat.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
-        return next(a for a in usable if a.peer_id == chosen)
+        return seat.members.get(chosen)
 
     async def _pause(self, heard: _Attempts) -> None:
         """Let time pass, then everybody may be asked again."""

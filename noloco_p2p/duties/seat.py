@@ -146,8 +146,8 @@ class Seat:
         """Fix the membership that the coming inner step starts with."""
 
         def ids(stage: int) -> tuple[PeerId, ...]:
-            found = [a.peer_id for a in self.members.of_stage(stage, membership.READY)]
-            return tuple(sorted([*found, self.me] if stage == self.index else found))
+            found = self.members.ids(stage, membership.READY)
+            return tuple(sorted([*found, self.me])) if stage == self.index else found
 
         self.view = StepView(ids(0), ids(self.index), ids(self.index + 1))
 

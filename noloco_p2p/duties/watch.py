@@ -91,7 +91,7 @@ class Watch:
             seat.event("warning", message=f"the membership could not be read: {error}")
             return
         joined, departed = seat.members.update([a for a in adverts if a.run_id == seat.run_id], now=seat.now())
-        counts = seat.members.counts()
+        counts = dict(seat.members.counts())
         counts[seat.index, seat.advert.state] = counts.get((seat.index, seat.advert.state), 0) + 1
         seat.event("membership", counts=counts, joined=joined, departed=departed)
         self._readings += 1
