@@ -101,7 +101,7 @@ def _number(one: Happening, name: str) -> float:
 
 def of(results: Results, **wanted: str | float) -> list[Result]:
     """Those with these settings, by seed."""
-    found = [one for one in results if all(one[name] == value for name, value in wanted.items())]
+    found = [one for one in results if all(one.case.settings.get(name) == value for name, value in wanted.items())]
     return sorted(found, key=lambda one: int(one["seed"]))
 
 

@@ -19,8 +19,8 @@ from noloco_p2p.sim.stage import Costs
 
 ROUNDS: Mapping[str, str] = MappingProxyType({"without": "none", "with": "matched"})
 """Outer rounds: what a case says, and what the manifest says."""
-RATES = (1e-3, 3e-3)
-"""Peak learning rates: the replicas drift apart slowly or quickly."""
+ARMS = (("without", 1e-3), ("without", 3e-3), ("with", 3e-3))
+"""Outer rounds or not, and the peak learning rate: without them the replicas drift apart slowly or quickly."""
 ROUND_STEPS = 10
 """m, and without outer rounds the inner steps from one look at the spread to the next."""
 JITTER = 0.2
@@ -37,11 +37,18 @@ def runs(quick: bool) -> list[Case]:
     trained = [
         Case(
             f"{policy}-{rounds}-outer-{rate:g}-{seed}",
-            {"kind": "train", "policy": policy, "rounds": rounds, "rate": rate, "steps": steps, "seed": seed},
+            {
+                "kind": "train",
+                "policy": policy,
+                "rounds": rounds,
+                "rate": rate,
+                "replicas": REPLICAS,
+                "steps": steps,
+                "seed": seed,
+            },
         )
         for seed in seeds
-        for rate in RATES
-        for rounds in ROUNDS
+        for rounds, rate in ARMS
         for policy in POLICIES
     ]
     served = [
@@ -62,7 +69,7 @@ def measure(case: Case) -> Figures:
 
 
 def trained(case: Case) -> Figures:
-    """What `training.Trained` says, as far as it is reported; `spread` has (inner step, std) by stage."""
+    """What `training.Trained` says, as far as it is reported. `spread` has (inner step, std) by stage, if finite."""
     settings = case.settings
     manifest = small_manifest(
         64,
@@ -73,20 +80,21 @@ def trained(case: Case) -> Figures:
         outer={"inner_steps": ROUND_STEPS, "pairing": ROUNDS[settings["rounds"]]},
         evaluation={"every_steps": None, "microbatches": 16},
     )
-    both, costs = (REPLICAS, REPLICAS), Costs(spread=JITTER)
-    found = train(Training(manifest, both, settings["seed"], costs=costs)).json()
+    both = (settings["replicas"], settings["replicas"])
+    found = train(Training(manifest, both, settings["seed"], costs=Costs(spread=JITTER))).json()
     told = ("validation_loss", "merged_loss", "tokens", "load", "uneven", "waiting", "busy", "rounds", "virtual_s")
-    spread = [[(one["step"], one["std"]) for one in found["spreads"] if one["stage"] == stage] for stage in STAGES]
+    finite = [one for one in found["spreads"] if one["std"] is not None]
+    spread = [[(one["step"], one["std"]) for one in finite if one["stage"] == stage] for stage in STAGES]
     return {name: found[name] for name in told} | {"spread": spread}
 
 
 # --- what they say --------------------------------------------------------------------------------------------------
 
 
-def late_std(result: Result, stage: int) -> float:
-    """Weight std over a stage's replicas, the mean over the last half of the looks at it."""
+def late_std(result: Result, stage: int) -> float | None:
+    """Weight std over a stage's replicas, the mean over the last half of the looks at it; None where there is none."""
     series = [std for _, std in result["spread"][stage]]
-    return fmean(series[len(series) // 2 :])
+    return fmean(series[len(series) // 2 :]) if series else None
 
 
 def changes(results: Results, policy: str, rounds: str, rate: float) -> dict[str, list[float]]:
@@ -94,16 +102,20 @@ def changes(results: Results, policy: str, rounds: str, rate: float) -> dict[str
     found: dict[str, list[float]] = {"std 0": [], "std 1": [], "std": [], "perplexity": []}
     mine = of(results, policy=policy, rounds=rounds, rate=rate)
     for one, fixed in zip(mine, of(results, policy="fixed", rounds=rounds, rate=rate), strict=True):
-        stds = [100 * (late_std(one, stage) / late_std(fixed, stage) - 1) for stage in STAGES]
-        found["std 0"].append(stds[0])
-        found["std 1"].append(stds[1])
-        found["std"].append(fmean(stds))
-        found["perplexity"] += [
-            100 * (exp(a - b) - 1)
-            for a, b in [(one["validation_loss"], fixed["validation_loss"])]
-            if None not in (a, b)
-        ]
+        stds = _known(_change(late_std(one, stage), late_std(fixed, stage)) for stage in STAGES)
+        if len(stds) == len(STAGES):
+            found["std 0"].append(stds[0])
+            found["std 1"].append(stds[1])
+            found["std"].append(fmean(stds))
+        loss, fixed_loss = one["validation_loss"], fixed["validation_loss"]
+        if loss is not None and fixed_loss is not None:
+            found["perplexity"].append(100 * (exp(loss - fixed_loss) - 1))
     return found
+
+
+def _change(value: float | None, before: float | None) -> float | None:
+    """In per cent."""
+    return 100 * (value / before - 1) if value is not None and before else None
 
 
 def tell(results: Results) -> list[Block]:
@@ -113,7 +125,7 @@ def tell(results: Results) -> list[Block]:
         "### Spread and loss",
         _weights(weights),
         _changes(weights),
-        *(_finding(weights, policy, rate) for policy in POLICIES[1:] for rate in RATES),
+        *(_finding(weights, policy, arm) for policy in POLICIES[1:] for arm in ARMS),
         *(_plot(weights, stage) for stage in STAGES),
         "### Load, waiting and throughput",
         *doors.tell([one for one in results if one["kind"] == "serve"]),
@@ -141,11 +153,9 @@ def _weights(results: Results) -> Table:
         "half of the run; load and microbatches that wait at a door (mean over time) of stage 1."
     )
     rows = []
-    for rate in RATES:
-        for rounds in ROUNDS:
-            for policy in POLICIES:
-                found = of(results, policy=policy, rounds=rounds, rate=rate)
-                rows.append((f"{rate:g}", rounds, policy, *_cells(found)))
+    for rounds, rate in ARMS:
+        for policy in POLICIES:
+            rows.append((f"{rate:g}", rounds, policy, *_cells(of(results, policy=policy, rounds=rounds, rate=rate))))
     return Table(WEIGHTS, rows, caption)
 
 
@@ -153,9 +163,9 @@ def _cells(found: Results) -> tuple[str, ...]:
     return (
         mean_std(_known(one["validation_loss"] for one in found)),
         mean_std(_known(one["merged_loss"] for one in found)),
-        *(mean_std([late_std(one, stage) for one in found], 3) for stage in STAGES),
+        *(mean_std(_known(late_std(one, stage) for one in found), 3) for stage in STAGES),
         mean_std([one["tokens"] for one in found], 6),
-        mean_std([doors.largest_over_mean(list(one["load"].values())[REPLICAS:]) for one in found]),
+        mean_std([doors.largest_over_mean(list(one["load"].values())[one["replicas"] :]) for one in found]),
         mean_std([one["waiting"][1] for one in found], 2),
     )
 
@@ -163,11 +173,10 @@ def _cells(found: Results) -> tuple[str, ...]:
 def _changes(results: Results) -> Table:
     compared = ("std 0", "std 1", "std", "perplexity")
     rows = []
-    for rate in RATES:
-        for rounds in ROUNDS:
-            for policy in POLICIES[1:]:
-                found = changes(results, policy, rounds, rate)
-                rows.append((f"{rate:g}", rounds, policy, *(mean_std(found[name], 3) for name in compared)))
+    for rounds, rate in ARMS:
+        for policy in POLICIES[1:]:
+            found = changes(results, policy, rounds, rate)
+            rows.append((f"{rate:g}", rounds, policy, *(mean_std(found[name], 3) for name in compared)))
     paper = published()["random_routing_without_outer"]
     stds = ", ".join(f"{100 * value:.0f} ({size})" for size, value in paper["weight_std_change"].items())
     most = f"at most +{100 * paper['perplexity_increase_at_most']:.0f}"
@@ -187,25 +196,27 @@ def _changes(results: Results) -> Table:
     )
 
 
-def _finding(results: Results, policy: str, rate: float) -> str:
+def _finding(results: Results, policy: str, arm: tuple[str, float]) -> str:
     """In words: with how many seeds the spread is smaller, and the perplexity within what the paper saw."""
     bound = 100 * published()["random_routing_without_outer"]["perplexity_increase_at_most"]
-    found = changes(results, policy, "without", rate)
-    smaller, within = sum(value < 0 for value in found["std"]), sum(value <= bound for value in found["perplexity"])
+    found = changes(results, policy, *arm)
+    stds, within = found["std"], sum(value <= bound for value in found["perplexity"])
+    smaller = sum(value < 0 for value in stds)
     return (
-        f"Without outer rounds, peak rate {rate:g}: {policy} routes change the spread by {mean_std(found['std'], 3)} % "
-        f"(smaller with {smaller} of {len(found['std'])} seeds) and the perplexity by "
+        f"{arm[0].capitalize()} outer rounds, peak rate {arm[1]:g}: {policy} routes change the spread by "
+        f"{mean_std(stds, 3)} % (smaller with {smaller} of {len(stds)} seeds) and the perplexity by "
         f"{mean_std(found['perplexity'], 3)} % (within the paper's {bound:.0f} % with {within} of "
         f"{len(found['perplexity'])})."
     )
 
 
 def _plot(results: Results, stage: int) -> Plot:
-    """At the higher rate, the mean over the seeds at every look that all of them had."""
+    """The mean over the seeds at every look that all of them had, at the higher rate."""
     curves = []
-    for rounds in ROUNDS:
+    for rounds, rate in ARMS[1:]:
         for policy in POLICIES:
-            series = [dict(one["spread"][stage]) for one in of(results, policy=policy, rounds=rounds, rate=RATES[-1])]
+            found = of(results, policy=policy, rounds=rounds, rate=rate)
+            series = [dict(one["spread"][stage]) for one in found]
             looks = sorted(set.intersection(*map(set, series)))
             means = [fmean(one[step] for one in series) for step in looks]
             curves.append(Curve(f"{policy}, {rounds}", looks, means, style="dashed" if rounds == "with" else "line"))

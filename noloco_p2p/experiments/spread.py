@@ -57,7 +57,7 @@ def runs(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """`spread`: by stage, (inner step, learning rate, std) of every look; and the loss at the end."""
+    """`spread`: by stage, (inner step, learning rate, std) of every look that is finite; and the loss at the end."""
     settings = case.settings
     arm = next(one for one in ARMS if one.name == settings["arm"])
     manifest = small_manifest(
@@ -70,9 +70,9 @@ def measure(case: Case) -> Figures:
         evaluation={"every_steps": None, "microbatches": 16},
     )
     found = train(Training(manifest, (REPLICAS, REPLICAS), settings["seed"])).json()
+    finite = [one for one in found["spreads"] if one["std"] is not None]
     spread = [
-        [(one["step"], one["learning_rate"], one["std"]) for one in found["spreads"] if one["stage"] == stage]
-        for stage in STAGES
+        [(one["step"], one["learning_rate"], one["std"]) for one in finite if one["stage"] == stage] for stage in STAGES
     ]
     return {name: found[name] for name in ("validation_loss", "tokens", "rounds")} | {"spread": spread}
 
@@ -105,7 +105,7 @@ def exponent(looks: Looks) -> float | None:
 
 
 def kept(looks: Looks, column: int) -> float:
-    """The mean of the last tenth of the looks over the largest: 1 where nothing has fallen. 1 rate, 2 std."""
+    """The mean of the last tenth of the looks over the largest: 1 where nothing has fallen. Column 1 rate, 2 std."""
     values = [look[column] for look in looks]
     return fmean(values[-max(1, len(values) // 10) :]) / max(values)
 
@@ -134,7 +134,7 @@ def _of(results: Results, arm: Arm) -> list[Result]:
 
 
 def _row(arm: Arm, stage: int, found: Results) -> tuple[str, ...]:
-    series = [one["spread"][stage] for one in found]
+    series = [one["spread"][stage] for one in found if one["spread"][stage]]
     return (
         arm.name,
         str(stage),
@@ -149,7 +149,9 @@ def _row(arm: Arm, stage: int, found: Results) -> tuple[str, ...]:
 def _finding(results: Results, arm: Arm) -> str:
     """In words: the range of r over seeds and stages beside the paper's, and how far rate and std fall."""
     low, high = published()["pearson_weight_std_vs_lr"]
-    series = [looks for one in _of(results, arm) for looks in one["spread"]]
+    series = [looks for one in _of(results, arm) for looks in one["spread"] if looks]
+    if not series:
+        return f"{arm.name}: the weights were never finite at a round."
     found = _known([pearson(looks) for looks in series])
     left = [fmean(kept(looks, column) for looks in series) for column in (1, 2)]
     fall = f"At the end the rate is at {left[0]:.2f} of its largest value, the std at {left[1]:.2f}."
@@ -176,7 +178,7 @@ def _plot(results: Results, stage: int) -> Plot:
 
 
 def _curve(label: str, looks: Looks, column: int, style: Literal["line", "dashed"]) -> Curve:
-    largest = max(look[column] for look in looks)
+    largest = max((look[column] for look in looks), default=1.0)
     return Curve(label, [look[0] for look in looks], [look[column] / largest for look in looks], style=style)
 
 
