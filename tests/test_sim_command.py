@@ -4,30 +4,25 @@ import hashlib
 import importlib.util
 import json
 import shlex
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from unsteady import Unsteady
 
-from noloco_p2p.cli import scenarios, sim, sim_runs
+from noloco_p2p.cli import sim, sim_runs
 from noloco_p2p.cli.main import app
 from noloco_p2p.cli.sim import Difference, Order, first_difference, run_sim
 from noloco_p2p.cli.sim_runs import Request, Run
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.outcome import Outcome
-from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.simulation import Simulation
 
 SMALL = ("replicas=[2, 2]", "run.steps=6", "run.outer.inner_steps=3", "run.microbatches_per_step=2")
 WORDS = ["sim", *(word for one in SMALL for word in ("--set", one))]
-
-
-def scenario() -> Scenario:
-    return scenarios.load(None, SMALL)
 
 
 def printed(capsys: pytest.CaptureFixture[str], order: Order, code: int = 0) -> str:
@@ -116,13 +111,13 @@ def test_a_seed_that_breaks_a_law_is_told_with_the_command_that_breaks_it_again(
 
 
 def test_several_processes_find_what_one_finds(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (printed_json(capsys, Order(sets=SMALL, seeds="1:4", jobs=jobs)) for jobs in (1, 2))
+    one, two = (printed_json(capsys, Order(sets=SMALL, seeds="1:3", jobs=jobs)) for jobs in (1, 2))
     assert one.pop("machine")["wall_s"] > 0
     assert two.pop("machine")["wall_s"] > 0
     assert one == two
     rates = one["figures"]["tokens_per_s"]
     assert rates["least"] < rates["mean"] < rates["most"]
-    assert (rates["runs"], one["failed"]) == (3, [])
+    assert (rates["runs"], one["failed"]) == (2, [])
 
 
 # --- the same run twice -----------------------------------------------------------------------------------------------
@@ -146,20 +141,6 @@ def test_two_runs_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
         "first_difference": None,
     }
     assert found["events"] > 500
-
-
-@dataclass(frozen=True)
-class Unsteady:
-    """A request whose seed hangs on how this process hashes text; it also looks that workers do not load torch."""
-
-    scenario: Scenario
-    replay: str = "again"
-
-    @property
-    def seed(self) -> int:
-        """Differs between processes."""
-        assert "torch" not in sys.modules
-        return hash("seed") % 1000
 
 
 def test_what_hangs_on_the_order_of_a_set_shows(

@@ -200,7 +200,7 @@ def top(
 @app.command("sim")
 def simulate(
     scenario: Annotated[
-        Path | None, typer.Argument(metavar="[SCENARIO]", help="YAML file as in configs/sim; default: a LAN.")
+        Path | None, typer.Argument(metavar="SCENARIO", help="YAML file as in configs/sim; default: a LAN.")
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Nodes in all, shared out over the stages.")

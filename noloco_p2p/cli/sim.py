@@ -20,7 +20,7 @@ from noloco_p2p.sim.figures import flat
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-WIDTH = 140
+WIDTH = 100
 """Columns where there is no terminal."""
 OK, FAILED = 0, 1
 

@@ -14,12 +14,12 @@ NONE = "–"
 UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
-def amount(value: float) -> str:
-    """Three digits and a decimal prefix: `1.23 M`."""
+def amount(value: float, digits: int = 3) -> str:
+    """So many digits and a decimal prefix: `1.23 M`."""
     for prefix, size in UNITS:
         if abs(value) >= 0.9995 * size:
-            return f"{value / size:.3g} {prefix}"
-    return f"{value:.3g} "
+            return f"{value / size:.{digits}g} {prefix}"
+    return f"{value:.{digits}g} "
 
 
 def percent(share: float | None) -> str:
@@ -50,7 +50,7 @@ def of_seeds(runs: Sequence[Mapping[str, float]]) -> "list[RenderableType]":
     """Several runs that differ in their seed, as `figures.flat` has them: mean, standard deviation and extremes."""
     table = _table(("figure", "mean", "std", "least", "most"), left=1)
     for name, spread in spreads(runs).items():
-        table.add_row(name, *(f"{spread[key]:.4g}" for key in ("mean", "std", "least", "most")))
+        table.add_row(name, *(amount(spread[key], 4).strip() for key in ("mean", "std", "least", "most")))
     return [table]
 
 
@@ -73,7 +73,7 @@ def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
 def _table(columns: Sequence[str], left: int) -> "Table":
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
     return table
@@ -109,8 +109,15 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
     """Shares are of the time that a stage's nodes trained."""
     told = causes(stages)
     real = any(one.replica_std is not None for one in stages)
-    columns = ["stage", "processes", "inner steps", "microbatches", "in use", *(f"idle: {cause}" for cause in told)]
-    table = _table([*columns, "replica std"] if real else columns, left=0)
+    columns = [
+        "stage",
+        "processes",
+        "inner\nsteps",
+        "micro-\nbatches",
+        "in use",
+        *(f"idle:\n{cause}" for cause in told),
+    ]
+    table = _table([*columns, "replica\nstd"] if real else columns, left=0)
     for one in stages:
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
         cells += [percent(one.utilisation), *(percent(one.idle.get(cause)) for cause in told)]

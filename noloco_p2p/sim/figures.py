@@ -21,6 +21,8 @@ Counts = dict[str, int]
 """By name."""
 
 PERCENTILES = (50, 95)
+ROUND_RESULTS = ("partner", "stale", "other", "alone")
+"""Of an outer round: from the partner at the same round, at another round, from another replica, from nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +275,7 @@ def flat(found: Figures) -> dict[str, float]:
         told |= {f"idle.{one.stage}.{cause}": share for cause, share in one.idle.items()}
         if one.replica_std is not None:
             told[f"replica_std.{one.stage}"] = one.replica_std
-    told |= {f"rounds.{result}": count for result, count in found.rounds.items()}
+    told |= {f"rounds.{result}": found.rounds.get(result, 0) for result in ROUND_RESULTS}
     told |= {f"round_s.{name}": seconds for name, seconds in found.round_s.items()}
     return told | {f"sent_per_node.{kind}": count for kind, count in found.traffic.sent_per_node.items()}
 
