@@ -1,0 +1,295 @@
+"""Tensors share the bandwidth of a simulated network, stall and are lost with its faults, and every byte is booked."""
+
+import asyncio
+import random
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+from sim_transport_fixture import CALLEE, LATENCY_S, Serving, activation, gradient, now, play
+
+from noloco_p2p.core.messages import Advert, Gradient, PeerId, TensorSpec
+from noloco_p2p.errors import Busy, PeerError, Unreachable
+from noloco_p2p.ports import Body
+from noloco_p2p.sim.links import Access, Geography, Link, Sizes, Uniform
+from noloco_p2p.sim.loop import run
+from noloco_p2p.sim.network import Network
+from noloco_p2p.sim.tcp import ceiling_bytes_per_s, resend_s
+from noloco_p2p.sim.traffic import KINDS, Account
+from noloco_p2p.sim.transport import SimTransport
+
+SIZES = Sizes(activation_bytes=1000, gradient_bytes=400, snapshot_bytes=(300, 600), state_bytes=(900, 1800))
+SNAPSHOT_SPECS = tuple(TensorSpec(f"{kind}/w", "float64", (1, 1, 1)) for kind in ("slow", "delta"))
+STATE_SPECS = (TensorSpec("slow/w", "float64", (1, 1, 1)),)
+
+
+async def with_body(body: Body) -> Gradient:
+    await body()
+    return gradient()
+
+
+class Wide(Uniform):
+    """Access of 1,000 bytes/s up and 2,000 down, and no latency."""
+
+    def __init__(self) -> None:
+        super().__init__(Link(0.0), Access(1000.0, 2000.0))
+
+
+def swarm(network: Network, answers: dict[PeerId, Serving]) -> dict[PeerId, SimTransport]:
+    """Nodes that serve on the network."""
+    transports = {peer: SimTransport(network, peer) for peer in answers}
+    for peer, serving in answers.items():
+        network.serve(peer, serving)
+    return transports
+
+
+def to(peer: PeerId) -> Advert:
+    return replace(CALLEE, peer_id=peer)
+
+
+def totals(network: Network) -> Account:
+    """All nodes and kinds together."""
+    return sum_of([account for kinds in network.ledger.values() for account in kinds.values()])
+
+
+def sum_of(accounts: list[Account]) -> Account:
+    total = Account()
+    for account in accounts:
+        total.add(account)
+    return total
+
+
+def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = SIZES
+        await transport.propagate(CALLEE, activation(9.0))
+        assert now() == pytest.approx(2 * LATENCY_S + 1000 / 200 + 400 / 200)
+        await transport.evaluate(CALLEE, activation(9.0))
+        await transport.fetch_snapshot(CALLEE, 1, 4, 0.0, 60.0, SNAPSHOT_SPECS)
+        await transport.fetch_state(CALLEE, 60.0, STATE_SPECS)
+        assert now() == pytest.approx(8 * LATENCY_S + (2 * 1000 + 400 + 600 + 1800) / 200)
+        caller, callee = network.ledger["a"], network.ledger["b"]
+        assert {kind: (caller[kind].sent, callee[kind].received) for kind in KINDS} == {
+            "activation": (2000, 2000),
+            "gradient": (0, 0),
+            "snapshot": (0, 0),
+            "state": (0, 0),
+        }
+        assert [callee[kind].sent for kind in KINDS] == [0, 400, 600, 1800]
+        assert [caller[kind].received for kind in KINDS] == [0, 400, 600, 1800]
+        assert totals(network) == Account(sent=4800, received=4800)
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=200.0))
+
+
+def test_calls_of_one_node_share_its_way_up_and_a_cancelled_one_gives_its_share_back() -> None:
+    ends: dict[str, float] = {}
+
+    async def main() -> None:
+        network = Network(1, Wide(), SIZES)
+        nodes = swarm(network, {peer: Serving(with_body) for peer in "abcd"})
+
+        async def call(callee: str) -> None:
+            await nodes["a"].propagate(to(callee), activation(60.0))
+            ends[callee] = now()
+
+        calls = [asyncio.create_task(call(callee)) for callee in "bcd"]
+        await asyncio.sleep(1.5)
+        assert totals(network) == Account(sent=1500, in_flight=1500)
+        calls[2].cancel()
+        await asyncio.wait(calls)
+        assert network.ledger["a"]["activation"] == Account(sent=2500, lost=500)
+        assert totals(network) == Account(sent=3300, received=2800, lost=500)
+
+    run(main())
+    # 500 bytes of each left in 1.5 s; the rest of two takes a second; two answers of 400 bytes come from two nodes.
+    assert ends == {"b": pytest.approx(2.9), "c": pytest.approx(2.9)}
+
+
+def test_a_busy_callee_has_cost_what_left_until_its_word_came() -> None:
+    async def busy(body: Body) -> Gradient:
+        raise Busy("full")
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        with pytest.raises(Busy):
+            await transport.propagate(CALLEE, activation())
+        assert network.ledger["a"]["activation"] == Account(sent=20, lost=20)
+
+    play(script, busy, Link(LATENCY_S, bytes_per_s=100.0))
+
+
+@pytest.mark.parametrize("fault", ["hold", "partition", "one way", "split"])
+def test_tensors_stall_while_nothing_gets_through_and_leave_the_way_to_others(fault: str) -> None:
+    async def main() -> None:
+        network = Network(1, Wide(), replace(SIZES, gradient_bytes=0))
+        nodes = swarm(network, {peer: Serving(with_body) for peer in "abc"})
+        loop = asyncio.get_running_loop()
+        match fault:
+            case "hold":
+                loop.call_later(1.0, network.hold, "b")
+                loop.call_later(4.0, network.release, "b")
+            case "partition":
+                loop.call_later(1.0, network.partition, "b", "a")
+                loop.call_later(4.0, network.repair, "a", "b")
+            case "one way":
+                loop.call_later(1.0, network.partition_one_way, "a", "b")
+                loop.call_later(4.0, network.repair, "a", "b")
+            case "split":
+                loop.call_later(1.0, network.split, ["ac", "b"])
+                loop.call_later(4.0, network.heal)
+
+        async def call(callee: str) -> float:
+            await nodes["a"].propagate(to(callee), activation(60.0))
+            return now()
+
+        # Both have 500 bytes after a second; then one has the way for itself, and later the other.
+        assert await asyncio.gather(call("b"), call("c")) == pytest.approx([4.5, 1.5])
+
+    run(main())
+
+
+def test_a_crash_loses_what_was_on_its_way_and_frees_the_way_at_once() -> None:
+    async def main() -> None:
+        network = Network(1, Wide(), SIZES)
+        nodes = swarm(network, {peer: Serving(with_body) for peer in "abc"})
+        asyncio.get_running_loop().call_later(1.0, network.crash, "b")
+
+        async def call(callee: str) -> float:
+            await nodes["a"].propagate(to(callee), activation(60.0))
+            return now()
+
+        broken, end = await asyncio.gather(call("b"), call("c"), return_exceptions=True)
+        assert isinstance(broken, Unreachable)
+        assert end == pytest.approx(1.5 + 0.4)
+        assert network.ledger["a"]["activation"] == Account(sent=1500, lost=500)
+
+    run(main())
+
+
+def test_an_answer_whose_sender_crashes_in_the_middle_is_no_answer() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        asyncio.get_running_loop().call_later(LATENCY_S + 0.24 + 0.08, network.crash, "b")
+        with pytest.raises(Unreachable, match="broke"):
+            await transport.propagate(CALLEE, activation())
+        assert now() == pytest.approx(LATENCY_S + 0.32)
+        assert network.ledger["b"]["gradient"] == Account(sent=8, lost=8)
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0))
+
+
+def test_a_link_that_becomes_slow_slows_what_is_on_it() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(SIZES, gradient_bytes=0)
+        loop = asyncio.get_running_loop()
+        loop.call_later(2.0, network.slow_link, "a", "b", 4.0)
+        loop.call_later(6.0, network.slow_link, "a", "b", 1.0)
+        await transport.propagate(CALLEE, activation(60.0))
+        assert now() == pytest.approx(6.0 + (1000 - 200 - 4 * 25) / 100 + 2 * LATENCY_S)
+        network.slow_link("a", "b", 4.0)
+        began = now()
+        await transport.describe(CALLEE)
+        assert now() - began == pytest.approx(5 * LATENCY_S)
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(seed: int) -> None:
+    rng, wanted = random.Random(seed), Account()
+    geography: Geography = Uniform(Link(0.05, 0.5, rng.choice([None, 600.0]), 0.05, 0.05), Access(1000.0, 2000.0))
+    limits = {"up": 1000.0, "down": 2000.0}
+
+    async def main() -> None:
+        network = Network(seed, geography, SIZES)
+        names = list("abcdef")
+        nodes = swarm(network, {peer: Serving(with_body) for peer in names})
+
+        async def calls(peer: PeerId) -> None:
+            for _ in range(25):
+                await asyncio.sleep(rng.expovariate(1.0))
+                callee = rng.choice([name for name in names if name != peer])
+                try:
+                    async with asyncio.timeout(rng.choice([1.0, 60.0])):
+                        if rng.random() < 0.7:
+                            await nodes[peer].propagate(to(callee), activation(8.0))
+                            wanted.received += 1400
+                        else:
+                            await nodes[peer].fetch_snapshot(to(callee), 1, 4, 0.1, 9.0, SNAPSHOT_SPECS)
+                            wanted.received += 600
+                except (PeerError, TimeoutError):
+                    pass
+
+        async def faults() -> None:
+            while True:
+                await asyncio.sleep(rng.expovariate(1.0))
+                one, other = rng.sample(names, 2)
+                network.hold(one) if rng.random() < 0.3 else network.partition(one, other)
+                await asyncio.sleep(rng.uniform(0, 2))
+                network.release(one)
+                network.repair(one, other)
+                if rng.random() < 0.2:
+                    network.crash(one)
+                    network.serve(one, Serving(with_body))
+
+        async def audit() -> None:
+            while True:
+                await asyncio.sleep(0.37)
+                total = totals(network)
+                assert total.sent == total.received + total.lost + total.in_flight
+                for kinds in network.ledger.values():
+                    mine = sum_of(list(kinds.values()))
+                    assert mine.sent <= limits["up"] * now() + 1
+                    assert mine.received <= limits["down"] * now() + 1
+
+        others = [asyncio.create_task(faults()), asyncio.create_task(audit())]
+        await asyncio.gather(*(calls(peer) for peer in names))
+        others[0].cancel()
+        await asyncio.sleep(30.0)
+        assert not others[1].done() or others[1].result() is None
+        others[1].cancel()
+        total = totals(network)
+        assert total.in_flight == 0
+        assert total.lost > 0
+        assert wanted.received <= total.received < total.sent
+        assert network.bugs == []
+
+    run(main())
+
+
+def test_the_ledger_can_be_read_after_the_end() -> None:
+    network = Network(1, Wide(), SIZES)
+
+    async def main() -> None:
+        nodes = swarm(network, {peer: Serving(with_body) for peer in "ab"})
+        call = asyncio.create_task(nodes["a"].propagate(to("b"), activation(60.0)))
+        await asyncio.sleep(0.25)
+        assert not call.done()
+        network.hold("b")
+        await asyncio.sleep(1.0)
+
+    run(main())
+    assert totals(network).sent == 250
+
+
+def test_lost_packets_set_a_ceiling_and_now_and_then_a_timer() -> None:
+    assert ceiling_bytes_per_s(0.01, 0.1) == pytest.approx(1.2247 * 1460 / (0.1 * 0.1), rel=1e-4)
+    assert ceiling_bytes_per_s(0.0, 0.1) == float("inf")
+    rng = random.Random(1)
+    late = [resend_s(0.1, 0.05, rng) for _ in range(20_000)]
+    assert sum(1 for s in late if s > 0) / 20_000 == pytest.approx(0.1, abs=0.01)
+    assert {round(s, 6) for s in late} >= {0.0, 0.25, 0.75, 1.75}
+    assert mean(late) == pytest.approx(0.9 * sum(0.1**k * 0.25 * (2**k - 1) for k in range(1, 12)), rel=0.1)
+
+
+def test_a_lossy_link_moves_at_its_ceiling_and_delays_messages() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(SIZES, activation_bytes=1_000_000, gradient_bytes=0)
+        network.set_link("a", "b", Link(LATENCY_S, loss=0.0004))
+        await transport.propagate(CALLEE, activation(60.0))
+        assert now() == pytest.approx(2 * LATENCY_S + 1_000_000 / ceiling_bytes_per_s(0.0004, 2 * LATENCY_S))
+        network.set_link("a", "b", Link(LATENCY_S, loss=0.3))
+        took = [network.latency_s("a", "b") for _ in range(400)]
+        assert sum(s > LATENCY_S for s in took) / 400 == pytest.approx(0.3, abs=0.07)
+        assert min(s for s in took if s > LATENCY_S) == pytest.approx(LATENCY_S + 2 * LATENCY_S + 0.2)
+
+    play(script, with_body)
