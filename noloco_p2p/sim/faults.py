@@ -6,14 +6,14 @@ What must hold whatever is done stands in `laws`.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.members import TRAINED
-from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.messages import Advert, Description, PeerId
 from noloco_p2p.sim.model import ModelStage
-from noloco_p2p.sim.record import Ledger, TakeUp, Watched, now_s
+from noloco_p2p.sim.record import Ledger, TakeUp, There, Watched, now_s
 from noloco_p2p.sim.stage import SyncStage
 from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import Life, Swarm, SwarmPlan
@@ -95,53 +95,62 @@ class HurtSwarm(Swarm):
 
         super().__init__(replace(plan, stage_factory=factory) if plan.stage_factory is ModelStage else plan)
         self.faults = faults
+        """All that will be done, if the run lasts."""
+        self.begun: list[Fault] = []
+        """What has been done to it so far."""
         self.bounds = Bounds.of(plan, limit_s)
         self.taken_up: list[TakeUp] = []
         self.done: list[tuple[float, str]] = []
         """What was done to the swarm, and when."""
-        self._under_way: list[Fault] = []
         for fault in faults:
             self.at(fault.at_s, lambda fault=fault: self._begin(fault))  # type: ignore[misc]
             self.at(fault.ends_s, lambda fault=fault: self._end(fault))  # type: ignore[misc]
 
     def start(self, stage: int, replica: int) -> None:
-        """As ever; each time that the node takes weights up, it is written down what there was."""
+        """As ever; each time that the node takes weights up, it is written down what there was when it chose them."""
         super().start(stage, replica)
         life = self._lives[-1]
-        telemetry = life.ports[2]
-        tell = telemetry.event
+        transport, _, telemetry, _ = life.ports
+        tell, ask = telemetry.event, transport.describe
+        before: list[There] = []
 
         def event(kind: str, /, **fields: object) -> None:
             tell(kind, **fields)
             if kind == "resumed" and not telemetry.dead:
-                self.taken_up.append(self._take_up(life.peer, fields))
+                there = before.pop() if before else self._there(life.peer)
+                source, round = str(fields["source"]), int(str(fields["round"]))
+                self.taken_up.append(TakeUp(now_s(), life.peer, life.node.seat.index, source, round, there))
+                before.clear()
+
+        async def describe(peer: Advert) -> Description:
+            """Asked of everybody who may have weights, just before a node chooses; then they are on their way."""
+            if not before or before[-1].at_s < now_s():
+                before[:] = [self._there(life.peer)]
+            return await ask(peer)
 
         telemetry.event = event  # type: ignore[method-assign]
+        transport.describe = describe  # type: ignore[method-assign]
 
-    def _take_up(self, peer: PeerId, fields: Mapping[str, object]) -> TakeUp:
-        seat, now = self.life(peer).node.seat, now_s()
+    def _there(self, peer: PeerId) -> There:
+        """What weights a node of its stage could go on from now."""
+        index, now = self.life(peer).node.seat.index, now_s()
         adverts = [life.node.seat.advert for life in self._lives if life.running and self.reach(peer, life.peer)]
         others = [a for a in adverts if a.peer_id != peer]
-        entered = {life.peer: h.at_s for life in self._lives if life.running for h in life.trace.of("state")}
-        settled = {one for one, at_s in entered.items() if at_s <= now - self.bounds.listed_s}
+        mates = [a for a in others if a.stage == index and a.state in TRAINED]
+        entered = {a.peer_id: self.life(a.peer_id).trace.of("state")[-1].at_s for a in mates}
+        held = [(a, h) for a in others for h in a.holds if h.stage == index]
         listed = {
             (h.peer, h.get("stage"), h.get("round"))
-            for h in self.trace.of("guarded")
+            for a in {a.peer_id: a for a, _ in held}
+            for h in self.life(a).trace.of("guarded")
             if h.at_s <= now - self.bounds.listed_s
         }
-        held = [(a, h) for a in others for h in a.holds]
-        return TakeUp(
+        return There(
             now,
-            peer,
-            seat.index,
-            str(fields["source"]),
-            int(str(fields["round"])),
-            tuple(
-                a.outer_round for a in others if a.stage == seat.index and a.state in TRAINED and a.peer_id in settled
-            ),
-            tuple(h.round for a, h in held if h.stage == seat.index and (a.peer_id, h.stage, h.round) in listed),
-            tuple(h.round for h in self.disks[peer].held() if h.stage == seat.index),
-            tuple(self._newest(adverts, s) for s in range(self.plan.manifest.stages) if s != seat.index),
+            tuple(a.outer_round for a in mates if entered[a.peer_id] <= now - self.bounds.listed_s),
+            tuple(h.round for a, h in held if (a.peer_id, h.stage, h.round) in listed),
+            tuple(h.round for h in self.disks[peer].held() if h.stage == index),
+            tuple(self._newest(adverts, s) for s in range(self.plan.manifest.stages) if s != index),
         )
 
     @staticmethod
@@ -151,13 +160,13 @@ class HurtSwarm(Swarm):
 
     def reach(self, one: PeerId, other: PeerId) -> bool:
         """Whether messages have got through between two nodes for SETTLED_S."""
-        under_way = [*self._under_way, *(fault for fault in self.faults if 0 <= now_s() - fault.ends_s < SETTLED_S)]
-        return not any(fault.parts(one, other) for fault in under_way)
+        since_s = now_s() - SETTLED_S
+        return not any(fault.ends_s > since_s and fault.parts(one, other) for fault in self.begun)
 
     # --- what is done ---------------------------------------------------------------------------------------------
 
     def _begin(self, fault: Fault) -> None:
-        self._under_way.append(fault)
+        self.begun.append(fault)
         self.done.append((now_s(), str(fault)))
         first, *rest = fault.peers
         match fault.kind:
@@ -173,7 +182,8 @@ class HurtSwarm(Swarm):
                 self.split(fault.peers, others)
             case _:
                 for peer in fault.peers:
-                    self._hurt(peer, fault)
+                    if fault.kind == "arrive" or self._was(peer):
+                        self._hurt(peer, fault)
 
     def _hurt(self, peer: PeerId, fault: Fault) -> None:
         match fault.kind:
@@ -199,10 +209,11 @@ class HurtSwarm(Swarm):
                 self.drain(peer)
 
     def _end(self, fault: Fault) -> None:
-        self._under_way.remove(fault)
         if fault.kind in ("hang", "mute", "cut", "one_way", "split", "pause", "slow"):
             self.done.append((now_s(), f"end of {fault.kind} {' '.join(fault.peers)}"))
         for number, peer in enumerate(fault.peers):
+            if not self._was(peer):
+                continue
             match fault.kind:
                 case "cut" | "one_way":
                     for other in fault.peers[number + 1 :]:
@@ -219,6 +230,10 @@ class HurtSwarm(Swarm):
         if fault.kind == "split":
             self.heal()
 
+    def _was(self, peer: PeerId) -> bool:
+        """It has been started; a newcomer never is who would come when the run is over."""
+        return any(life.peer == peer for life in self._lives)
+
     # --- its end --------------------------------------------------------------------------------------------------
 
     def _ahead(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
@@ -232,7 +247,7 @@ class HurtSwarm(Swarm):
     def _late(self, life: Life) -> bool:
         ended_s = min(one.trace.of("state")[-1].at_s for one in self._lives if one.node.finished)
         missed_s = ended_s + self.plan.config.directory.ttl_s / 2
-        cut_off = any(fault.ends_s > missed_s and fault.cuts_off(life.peer) for fault in self.faults)
+        cut_off = any(fault.ends_s > missed_s and fault.cuts_off(life.peer) for fault in self.begun)
         return cut_off or life.node.seat.advert.state in ("starting", "waiting")
 
     @property

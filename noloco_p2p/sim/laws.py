@@ -114,15 +114,17 @@ def weights_are_what_was_frozen(life: NodeOutcome) -> None:
 def weights_survive(swarm: HurtSwarm) -> None:
     """A stage goes on from the newest weights that there were, at most one outer round back; never from fresh ones."""
     for one in swarm.taken_up:
-        there = [*one.living, *one.guarded, *one.own]
+        was = one.there
+        there = [*was.living, *was.guarded, *was.own]
         if one.source == "fresh":
             assert not there, f"{one.peer} began afresh, although there was: {one}"
-        elif one.living:
-            assert one.round >= max(one.living) - COPY_ROUNDS, f"{one.peer} went on far behind the living: {one}"
+        elif was.living:
+            assert one.round >= max(was.living) - COPY_ROUNDS, f"{one.peer} went on far behind the living: {one}"
         elif there:
             # A swarm that was stopped as a whole goes on from the newest round that all stages have.
-            limit = min([*one.others, max(there)])
-            assert one.round >= limit - 1, f"{one.peer} lost more than one outer round: {one}"
+            limit = min([*was.others, max(there)])
+            newest = max([round for round in there if round <= limit], default=limit)
+            assert one.round >= newest - 1, f"{one.peer} lost more than one outer round: {one}"
 
 
 def newcomers_are_no_partners(swarm: HurtSwarm, outcome: Outcome) -> None:
@@ -137,7 +139,7 @@ def newcomers_are_no_partners(swarm: HurtSwarm, outcome: Outcome) -> None:
             came = [h for h in partner.trace.of("resumed") if h.at_s < merge.at_s]
             if not came or came[-1].get("source") != "peer" or merge.round >= int(str(came[-1].get("round"))) + 2:
                 continue
-            cut_off = [f.ends_s for f in swarm.faults if f.ends_s <= merge.at_s and f.parts(life.peer, merge.partner)]
+            cut_off = [f.ends_s for f in swarm.begun if f.ends_s <= merge.at_s and f.parts(life.peer, merge.partner)]
             known_s = max([came[-1].at_s, *cut_off]) + swarm.bounds.listed_s
             assert merge.at_s - swarm.bounds.round_s < known_s, f"{life.peer} merged {merge} of a newcomer: {came[-1]}"
 
@@ -186,7 +188,7 @@ def training(life: NodeOutcome) -> Spans:
 
 def undisturbed(swarm: HurtSwarm, life: NodeOutcome, spans: Spans) -> Spans:
     """Without the times in which something was done to it."""
-    for fault in swarm.faults:
+    for fault in swarm.begun:
         if life.peer in fault.peers or fault.kind == "split":
             spans = common(spans, [(0.0, fault.at_s), (fault.ends_s, swarm.bounds.limit_s)])
     return spans

@@ -42,14 +42,10 @@ class Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeUp:
-    """A node went on from weights of its stage; what else there was at that moment, as round numbers."""
+class There:
+    """What weights of its stage there were for a node at one moment, as round numbers."""
 
     at_s: float
-    peer: PeerId
-    stage: int
-    source: str
-    round: int
     living: tuple[int, ...]
     """Of replicas of the stage that have trained for a while (`Bounds.listed_s`) and can be reached."""
     guarded: tuple[int, ...]
@@ -58,6 +54,19 @@ class TakeUp:
     """On its disk, not torn."""
     others: tuple[int, ...]
     """The newest that anybody has of each other stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeUp:
+    """A node went on from weights of its stage."""
+
+    at_s: float
+    peer: PeerId
+    stage: int
+    source: str
+    round: int
+    there: There
+    """When it asked the others what they have; how long the weights then travel is not its choice."""
 
 
 @dataclass(slots=True)
