@@ -4,9 +4,9 @@ A snapshot of adverts that one task refreshes and everything else routes from (d
 caller's clock in seconds. Nothing here is on the way of a call to the DHT.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import Seen
@@ -59,188 +59,200 @@ def next_state(state: str, event: str) -> str:
 
 
 @dataclass(slots=True)
-class _Member:
-    advert: Advert
-    missed_reads: int = 0
-    read_in: int = 0
-    """Number of the newest reading that listed it."""
-    heard: tuple[int, float] | None = None
-    """Newest label that came from it: (step, when)."""
-    failures: int = 0
-    failed_at: float = float("-inf")
+class _Failures:
+    """Of a peer that has not answered since."""
+
+    count: int = 0
+    newest_at: float = float("-inf")
     aside_until: float = 0.0
 
 
 class Members:
     """Who is in the swarm, who is set aside. Peers are always returned sorted by id.
 
-    What is returned is not to be changed: the same list answers the same question until the membership changes.
+    What is returned is not to be changed: the same list answers the same question until the next reading. A reading
+    costs little for a peer that has not announced itself anew, so that a node can know thousands.
     """
 
     def __init__(self, me: PeerId, ttl_s: float) -> None:
         self._me = me
         self._ttl_s = ttl_s
-        self._members: dict[PeerId, _Member] = {}
-        """Sorted."""
-        self._readings = 0
-        self._failing: dict[PeerId, None] = {}
-        """Those that failed since they answered last; nobody else is set aside."""
-        self._found: dict[tuple[int, Collection[str]] | None, list[Advert]] = {}
-        """Answers that still hold, by stage and states; None: everybody."""
-        self._ids: dict[tuple[int, Collection[str]], tuple[PeerId, ...]] = {}
-        self._counts: Mapping[tuple[int, str], int] = {}
+        self._adverts: dict[PeerId, Advert] = {}
+        """Everybody else, sorted."""
+        self._missed: dict[PeerId, int] = {}
+        """How many readings in a row have not listed a peer; who is not here was in the last one."""
+        self._heard: dict[PeerId, tuple[int, float]] = {}
+        """The newest label that came from a peer: (step, when)."""
+        self._failures: dict[PeerId, _Failures] = {}
+        self._by_state: dict[tuple[int, str], list[Advert]] = {}
+        """`_adverts` by (stage, state), as of the last reading."""
+        self._found: dict[tuple[int, Set[str]], tuple[list[Advert], tuple[PeerId, ...]]] = {}
+        """Answers that still hold, by stage and states: adverts and their ids."""
         self.left_at_step = 0.0
         """The furthest clock of those of stage 0 who have left: at the last step, the run has ended without us."""
 
     def update(self, adverts: Sequence[Advert], *, now: float) -> tuple[int, int]:
         """A reading of the directory; how many came and how many went. One that lists nobody else wipes nothing."""
-        members, before, joined = self._members, len(self._members), 0
-        self._readings += 1
-        listed = False
+        known, before, joined, listed = self._adverts, len(self._adverts), 0, 0
         for advert in adverts:
             peer = advert.peer_id
-            if peer == self._me:
-                continue
-            listed = True
-            member = members.get(peer)
-            if advert.state == "left":
-                self.left_at_step = max(self.left_at_step, advert.step if advert.stage == 0 else 0.0)
-                members.pop(peer, None)
-                continue
-            if member is None or member.advert.stage != advert.stage:
-                joined += member is None
-                members[peer] = member = _Member(advert)
-            elif member.advert is not advert:
-                self._renew(member, advert)
-            member.missed_reads, member.read_in = 0, self._readings
-        for peer, member in list(members.items()):
-            if member.read_in == self._readings:
-                continue
-            member.missed_reads += listed
-            if member.missed_reads >= READS_TO_VANISH or now - member.advert.announced_at > 3 * self._ttl_s:
-                del members[peer]
+            old = known.get(peer)
+            if old is not advert:
+                if peer == self._me:
+                    continue
+                if advert.state == "left":
+                    self.left_at_step = max(self.left_at_step, advert.step if advert.stage == 0 else 0.0)
+                    self._forget(peer)
+                    continue
+                if old is None or old.stage != advert.stage:
+                    self._forget_deeds(peer)
+                    joined += old is None
+                    known[peer] = advert
+                elif advert.announced_at >= old.announced_at:
+                    self._renew(old, advert)
+            listed += 1
+        if self._missed or listed != len(known):
+            self._miss({advert.peer_id for advert in adverts} - {self._me}, now)
         if joined:
-            self._members = dict(sorted(members.items()))
-        self._found.clear()
-        self._ids.clear()
-        self._counts = {}
-        self._failing = {peer: None for peer in self._failing if peer in self._members}
-        return joined, before + joined - len(members)
+            self._adverts = dict(sorted(known.items()))
+        self._index()
+        return joined, before + joined - len(known)
 
-    @staticmethod
-    def _renew(member: _Member, advert: Advert) -> None:
-        if advert.announced_at >= member.advert.announced_at:
-            if member.advert.state != advert.state and advert.announced_at > member.failed_at:
-                # Who has gone on to another state since is at work, maybe in a new process.
-                member.failures, member.aside_until = 0, 0.0
-            member.advert = advert
+    def _renew(self, old: Advert, advert: Advert) -> None:
+        failures = self._failures.get(advert.peer_id)
+        if failures is not None and old.state != advert.state and advert.announced_at > failures.newest_at:
+            # Who has gone on to another state since is at work, maybe in a new process.
+            del self._failures[advert.peer_id]
+        self._adverts[advert.peer_id] = advert
+
+    def _miss(self, listed: Set[PeerId], now: float) -> None:
+        """Count in how many readings each has been missing; forget who is gone."""
+        for peer, advert in list(self._adverts.items()):
+            if peer in listed:
+                self._missed.pop(peer, None)
+                continue
+            self._missed[peer] = self._missed.get(peer, 0) + bool(listed)
+            if self._missed[peer] >= READS_TO_VANISH or now - advert.announced_at > 3 * self._ttl_s:
+                self._forget(peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._adverts.pop(peer, None)
+        self._forget_deeds(peer)
+
+    def _forget_deeds(self, peer: PeerId) -> None:
+        for deeds in (self._missed, self._heard, self._failures):
+            deeds.pop(peer, None)
+
+    def _index(self) -> None:
+        self._by_state, self._found = {}, {}
+        for advert in self._adverts.values():
+            self._by_state.setdefault((advert.stage, advert.state), []).append(advert)
+
+    # --- who is there -----------------------------------------------------------------------------------------------
 
     def get(self, peer: PeerId) -> Advert | None:
         """The newest advert of a peer."""
-        member = self._members.get(peer)
-        return member.advert if member else None
+        return self._adverts.get(peer)
 
     def of_stage(self, stage: int, states: Set[str] = PRESENT) -> Sequence[Advert]:
         """Others of a stage that are in one of `states`."""
+        return self._answer(stage, states)[0]
+
+    def ids(self, stage: int, states: Set[str] = PRESENT) -> Sequence[PeerId]:
+        """The same, by id."""
+        return self._answer(stage, states)[1]
+
+    def _answer(self, stage: int, states: Set[str]) -> tuple[list[Advert], tuple[PeerId, ...]]:
         asked = stage, frozenset(states)
         if asked not in self._found:
-            self._found[asked] = [a for a in self.all() if a.stage == stage and a.state in states]
+            parts = [found for state in STATES if state in states and (found := self._by_state.get((stage, state)))]
+            adverts = parts[0] if len(parts) == 1 else sorted(chain(*parts), key=lambda advert: advert.peer_id)
+            self._found[asked] = adverts, tuple(advert.peer_id for advert in adverts)
         return self._found[asked]
-
-    def ids(self, stage: int, states: Set[str]) -> tuple[PeerId, ...]:
-        """The same, by id."""
-        asked = stage, frozenset(states)
-        if asked not in self._ids:
-            self._ids[asked] = tuple(advert.peer_id for advert in self.of_stage(stage, states))
-        return self._ids[asked]
 
     def all(self) -> Sequence[Advert]:
         """Everybody else."""
-        if None not in self._found:
-            self._found[None] = [member.advert for member in self._members.values()]
-        return self._found[None]
+        return [*self._adverts.values()]
 
-    def counts(self) -> Mapping[tuple[int, str], int]:
+    def counts(self) -> dict[tuple[int, str], int]:
         """How many others there are of each (stage, state)."""
-        if not self._counts:
-            self._counts = Counter((advert.stage, advert.state) for advert in self.all())
-        return self._counts
+        return {which: len(adverts) for which, adverts in self._by_state.items()}
 
     def seen(self, *, now: float) -> tuple[Seen, ...]:
-        """Everybody else as of `now`."""
-        found = [(member.advert, member.aside_until) for member in tuple(self._members.values())]
-        return tuple(Seen(a, max(0.0, now - a.announced_at), max(0.0, aside_until - now)) for a, aside_until in found)
+        """Everybody else as of `now`; may be called from any thread."""
+        failures = self._failures.copy()
+        aside = {peer: max(0.0, one.aside_until - now) for peer, one in failures.items()}
+        adverts = tuple(self._adverts.values())
+        return tuple(Seen(a, max(0.0, now - a.announced_at), aside.get(a.peer_id, 0.0)) for a in adverts)
 
     # --- trust in peers -------------------------------------------------------------------------------------------
 
     def failed(self, peer: PeerId, *, now: float) -> None:
         """A call to a peer failed: set it aside for a time that doubles with each failure."""
-        member = self._members.get(peer)
-        if member is not None and now >= member.aside_until:
-            member.failed_at = now
-            member.aside_until = now + min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**member.failures)
-            member.failures = min(member.failures + 1, 16)
-            self._failing[peer] = None
+        if peer not in self._adverts:
+            return
+        failures = self._failures.setdefault(peer, _Failures())
+        if now >= failures.aside_until:
+            failures.newest_at = now
+            failures.aside_until = now + min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**failures.count)
+            failures.count = min(failures.count + 1, 16)
 
     def answered(self, peer: PeerId) -> None:
         """A call to a peer was answered, with whatever."""
-        member = self._members.get(peer)
-        if member is not None and member.failures:
-            member.failures, member.aside_until = 0, 0.0
-            self._failing.pop(peer, None)
+        self._failures.pop(peer, None)
 
     def is_aside(self, peer: PeerId, *, now: float) -> bool:
         """The peer has failed of late, and its time has not ended."""
-        member = self._members.get(peer)
-        return member is not None and member.aside_until > now
+        failures = self._failures.get(peer)
+        return failures is not None and failures.aside_until > now
 
     def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> Sequence[PeerId]:
         """Ready replicas of a stage that are not set aside; when all are, the one whose time ends first."""
-        aside = [peer for peer in self._failing if self.is_aside(peer, now=now)]
-        ready: Sequence[PeerId] = self.ids(stage, READY)
+        ready = self.ids(stage, READY)
         if without:
             ready = [peer for peer in ready if peer not in without]
+        aside = {peer: one.aside_until for peer, one in self._failures.items() if one.aside_until > now}
         if not aside or not ready:
             return ready
         free = [peer for peer in ready if peer not in aside]
-        return free or [min(ready, key=lambda peer: (self._members[peer].aside_until, peer))]
+        return free or [min(ready, key=lambda peer: (aside[peer], peer))]
 
     def deserted(self, stages: int, mine: int) -> list[int]:
         """Stages other than `mine` that nobody serves: no replica is there, or none of the next one answers any more.
 
         Only the next stage is called all the time: only there an answer would soon tell that it is served again.
         """
-        there = {s: self.of_stage(s, IN_ROUNDS) for s in range(stages) if s != mine}
+        there = {s: self.ids(s, IN_ROUNDS) for s in range(stages) if s != mine}
         if mine + 1 in there:
-            answering = [a for a in there[mine + 1] if self._members[a.peer_id].failures < FAILURES_TO_DESERT]
-            there[mine + 1] = answering
+            silent = {peer for peer, one in self._failures.items() if one.count >= FAILURES_TO_DESERT}
+            there[mine + 1] = [peer for peer in there[mine + 1] if peer not in silent]
         return [stage for stage, replicas in there.items() if not replicas]
 
     def anybody(self, stage: int) -> bool:
         """Somebody else of a stage is there, whether it answers or not."""
-        return bool(self.of_stage(stage, IN_ROUNDS))
+        return bool(self.ids(stage, IN_ROUNDS))
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------
 
     def heard(self, origin: Origin, *, now: float) -> None:
         """A microbatch of `origin` came by: its label says how far that node has come."""
-        member = self._members.get(origin.peer)
-        if member is not None and (member.heard is None or origin.step >= member.heard[0]):
-            member.heard = (origin.step, now)
+        newest = self._heard.get(origin.peer)
+        if origin.peer in self._adverts and (newest is None or origin.step >= newest[0]):
+            self._heard[origin.peer] = (origin.step, now)
 
     def last_sign(self, peer: PeerId) -> float | None:
         """When a peer was last known to be alive: it announced itself, or a microbatch of it came; None: a stranger."""
-        member = self._members.get(peer)
-        if member is None:
+        advert, heard = self._adverts.get(peer), self._heard.get(peer)
+        if advert is None:
             return None
-        return max(member.advert.announced_at, member.heard[1] if member.heard else member.advert.announced_at)
+        return max(advert.announced_at, heard[1] if heard else advert.announced_at)
 
     def step_of(self, peer: PeerId) -> float | None:
         """The furthest that a peer is known to have come, in steps; None for a stranger."""
-        member = self._members.get(peer)
-        if member is None:
+        advert, heard = self._adverts.get(peer), self._heard.get(peer)
+        if advert is None:
             return None
-        return max(member.advert.step, member.heard[0] if member.heard else 0)
+        return max(advert.step, heard[0] if heard else 0)
 
     def clocks(self, *, now: float) -> list[tuple[float, float, float]]:
         """(step, age in seconds, steps per second) of the stage-0 replicas in training, each at its newest sign.
@@ -249,12 +261,11 @@ class Members:
         """
         found = []
         for advert in self.of_stage(0, TRAINING):
-            member = self._members[advert.peer_id]
             if not advert.steps_per_s > 0:
                 continue
-            step, at = advert.step, member.advert.announced_at
-            if member.heard is not None and member.heard[1] > at:
-                step, at = max(step, float(member.heard[0])), member.heard[1]
+            step, at, heard = advert.step, advert.announced_at, self._heard.get(advert.peer_id)
+            if heard is not None and heard[1] > at:
+                step, at = max(step, float(heard[0])), heard[1]
             found.append((step, max(0.0, now - at), advert.steps_per_s))
         return found
 

@@ -46,6 +46,8 @@ class Door:
         self._calls: dict[Key, _Call] = {}
         self._streak = NonFiniteStreak()
         self._patience = Patience()
+        self._given_up: dict[PeerId, float] = {}
+        """Origins that were silent for too long, and since when."""
 
     # --- the node's side --------------------------------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ class Door:
         """Until the step can be taken, or it is `over`.
 
         Under `balanced` an origin that has said nothing for as long as steps never take is not waited for any more:
-        it hangs, or is dead and still listed.
+        it hangs, or is dead and still listed. Nor in the steps that follow, until something is heard of it.
         """
         seat, began, limits = self._seat, self._seat.now(), self._seat.config.limits
         silence_s = self._patience.deadline_s(SILENT_READINGS * seat.config.directory.refresh_s)
@@ -75,6 +77,7 @@ class Door:
             ):
                 since = seat.now() - (silence_s or 0.0)
                 silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
+                self._given_up |= dict.fromkeys(silent, since)
                 self._admit(self.intake.strike(silent.__contains__))
                 if not self.intake.missing_origins:
                     silence_s = None
@@ -127,6 +130,8 @@ class Door:
     def _has_left(self, origin: PeerId) -> bool:
         advert = self._seat.members.get(origin)
         reached = self._seat.members.step_of(origin)
+        if origin in self._given_up and not self._was_heard(origin, self._given_up[origin]):
+            return True
         # Who pauses is not at work: it has begun nothing that is still under way.
         at_work = advert is not None and advert.state in membership.STAGE_0_AT_WORK | membership.READY
         return not at_work or (reached is not None and int(reached) > self._seat.step)

@@ -147,7 +147,7 @@ class Seat:
 
         def ids(stage: int) -> tuple[PeerId, ...]:
             found = self.members.ids(stage, membership.READY)
-            return tuple(sorted([*found, self.me])) if stage == self.index else found
+            return tuple(sorted([*found, self.me]) if stage == self.index else found)
 
         self.view = StepView(ids(0), ids(self.index), ids(self.index + 1))
 

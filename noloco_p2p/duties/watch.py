@@ -90,8 +90,8 @@ class Watch:
         except PeerError as error:
             seat.event("warning", message=f"the membership could not be read: {error}")
             return
-        joined, departed = seat.members.update([a for a in adverts if a.run_id == seat.run_id], now=seat.now())
-        counts = dict(seat.members.counts())
+        joined, departed = seat.members.update(adverts, now=seat.now())
+        counts = seat.members.counts()
         counts[seat.index, seat.advert.state] = counts.get((seat.index, seat.advert.state), 0) + 1
         seat.event("membership", counts=counts, joined=joined, departed=departed)
         self._readings += 1
