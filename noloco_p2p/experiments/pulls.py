@@ -75,7 +75,7 @@ def figures_of(worlds: Sequence[Outcome]) -> Figures:
     for world in worlds:
         rounds = world.trace.of("outer_round")
         results += world.trace.totals("outer_round", "result")
-        took = {h.peer: _number(h.get("seconds")) for h in rounds}
+        took = {h.peer: number(h.get("seconds")) for h in rounds}
         partner = {h.peer: str(h.get("partner")) for h in rounds}
         began = [h.at_s - took[h.peer] for h in rounds]
         apart.append(max(began) - min(began))
@@ -91,7 +91,8 @@ def figures_of(worlds: Sequence[Outcome]) -> Figures:
     }
 
 
-def _number(value: object) -> float:
+def number(value: object) -> float:
+    """A field of an event that is a number."""
     return float(str(value))
 
 

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -169,11 +170,16 @@ def _one_thread_each() -> Iterator[None]:
 @contextmanager
 def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Fresh processes, as grpc and torch do not survive a fork; what waits is dropped when something fails."""
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_quietly)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _end_quietly() -> None:
+    """Ctrl-C ends a measuring process at once and without a word: its parent speaks."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _measure_all(
