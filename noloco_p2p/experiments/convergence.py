@@ -215,17 +215,24 @@ def _findings(results: Results) -> list[str]:
     below = sum(
         _or_infinite(a["validation_loss"]) < _or_infinite(b["validation_loss"]) for a, b in _pairs(noloco, apart)
     )
-    gains = [b - a for one in noloco for a, b in [(one["merged_loss"], one["validation_loss"])] if None not in (a, b)]
     ratio = parallel[0]["between_replicas"] / noloco[0]["between_replicas"]
     above = {name: mean_std(against_parallel(results, name), 3) for name in METHODS}
     return [
-        f"Against synchronous data parallel (nats, more is worse) NoLoCo ends at {above['noloco']}, replicas that never "
-        f"meet at {above['apart']}, one process with {REPLICAS} times the optimizer steps at {above['one']}. NoLoCo is "
-        f"below the replicas that never meet with {below} of {len(noloco)} seeds.",
-        f"The mean of NoLoCo's replicas is a model whose loss is {mean_std(gains, 2)} nats below that of the replicas.",
+        f"Against synchronous data parallel (nats, more is worse) NoLoCo ends at {above['noloco']}, replicas that "
+        f"never meet at {above['apart']}, one process with {REPLICAS} times the optimizer steps at {above['one']}. "
+        f"NoLoCo is below the replicas that never meet with {below} of {len(noloco)} seeds.",
+        "The model whose weights are the mean over the replicas, against the replicas themselves, in nats: "
+        f"{merged_against_replicas(noloco)} for NoLoCo, {merged_against_replicas(apart)} for replicas that never meet. "
+        "Near zero or below it the replicas are one model; above it they are several.",
         f"Between replicas the ring moves {ratio:.3g} times the bytes of NoLoCo with m = {ROUND_STEPS}, and every step "
         "waits for it.",
     ]
+
+
+def merged_against_replicas(results: list[Result]) -> str:
+    """Loss of the merged model less the mean loss of the replicas, over seeds."""
+    losses = [(one["merged_loss"], one["validation_loss"]) for one in results]
+    return mean_std([merged - mean for merged, mean in losses if merged is not None and mean is not None], 2)
 
 
 def _pairs(mine: list[Result], theirs: list[Result]) -> list[tuple[Result, Result]]:
@@ -269,18 +276,19 @@ EXPERIMENT = Experiment(
     question="What does it cost in loss that replicas meet one peer now and then, instead of all of them at every "
     "step or nobody at all, when everybody reads the same number of tokens?",
     setting=f"A byte-level Llama (full size: about a million parameters) in {STAGES} stages on the text of the "
-    f"standard library; {REPLICAS} replicas of each stage, one microbatch of 4 × 64 tokens for each and inner step; the node's "
-    "own code in the simulator over real torch stages. *One process*: a single replica, the same microbatches one "
-    f"after the other, {REPLICAS} times the optimizer steps. *Synchronous data parallel*: one replica that takes its "
-    f"steps on the microbatches of {REPLICAS}, which is what replicas compute that average their gradients (order of "
-    "additions apart); its bytes are those of a ring all-reduce in float32. *NoLoCo*: matched pairs every "
+    f"standard library; {REPLICAS} replicas of each stage, one microbatch of 4 × 64 tokens for each and inner step; "
+    "the node's own code in the simulator over real torch stages. *One process*: a single replica, the same "
+    f"microbatches one after the other, {REPLICAS} times the optimizer steps. *Synchronous data parallel*: one replica "
+    f"that takes its steps on the microbatches of {REPLICAS}, which is what replicas compute that average "
+    "their gradients (order of additions apart); its bytes are those of a ring all-reduce in float32. *NoLoCo*: "
+    "matched pairs every "
     f"{ROUND_STEPS} inner steps, α 0.5, β = γ = 0.7, balanced routes. *No communication*: fixed routes, so "
     f"{REPLICAS} models that never meet. The data streams, the schedule (a tenth warm-up, cosine to a tenth) and the "
     "clip over each stage are the same for all. The learning rate of each method is the best of the same geometric "
     "grid with the first seed, which is continued while the best is at its end; the other seeds use it.",
     limits="A model of this size after a few hundred steps is far from converged, and its batch is far below the size "
-    "at which more parallelism stops to pay: the order of the methods can be seen here, and whether the replicas form one "
-    "model; the size of the gaps at 25,000 steps and a hundred times the parameters cannot. The one process takes "
+    "at which more parallelism stops to pay: the order of the methods can be seen here, and whether the replicas form "
+    "one model; the size of the gaps at 25,000 steps and a hundred times the parameters cannot. The one process takes "
     "eight times the optimizer steps, so it shows what small batches give, not what communication costs. Rates were "
     "chosen with one seed on the held-out text that is reported, and other settings (m, α, γ) not at all. Nothing "
     "here is about seconds.",
