@@ -205,5 +205,5 @@ class Network:
 
     def _rng(self, sender: PeerId) -> random.Random:
         if sender not in self._chance:
-            self._chance[sender] = generator(self._seed, "link", sender)
+            self._chance[sender] = generator(self._seed, "messages", sender)
         return self._chance[sender]
