@@ -3,9 +3,9 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import NamedTuple
 
 from noloco_p2p.core.messages import PeerId
@@ -82,11 +82,23 @@ class SimTelemetry:
         self._trace.happenings.append(happening)
         self.own.happenings.append(happening)
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> "_Span":
         """See `ports.Telemetry`. The seconds are virtual."""
-        began = asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            self.event("span", name=name, seconds=asyncio.get_running_loop().time() - began)
+        return _Span(self, name)
+
+
+class _Span:
+    __slots__ = ("_began", "_name", "_telemetry")
+
+    def __init__(self, telemetry: SimTelemetry, name: str) -> None:
+        self._telemetry = telemetry
+        self._name = name
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._telemetry.event("span", name=self._name, seconds=asyncio.get_running_loop().time() - self._began)
