@@ -1,5 +1,6 @@
-"""A request that no simulation should get; in a module of its own, because worker processes import it."""
+"""Requests that no simulation should get; in a module of their own, because worker processes import it."""
 
+import os
 import sys
 from dataclasses import dataclass
 
@@ -18,3 +19,15 @@ class Unsteady:
         """Differs between processes."""
         assert "torch" not in sys.modules
         return hash("seed") % 1000
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """It ends the process that looks for its seed."""
+
+    scenario: Scenario
+
+    @property
+    def seed(self) -> int:
+        """Never comes back."""
+        os._exit(9)

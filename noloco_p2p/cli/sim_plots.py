@@ -28,7 +28,7 @@ def require() -> None:
 
 
 def draw(run: Run, directory: Path) -> list[Path]:
-    """Write the pictures of a run that came to its end into a directory; equal runs give equal files."""
+    """Write the pictures of a run that came to its end into a directory."""
     from matplotlib.figure import Figure
 
     outcome, found = run.outcome, run.figures

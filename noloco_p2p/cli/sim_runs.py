@@ -5,14 +5,16 @@ import multiprocessing
 import os
 import resource
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from noloco_p2p.errors import NolocoError
+from noloco_p2p.errors import LocalError, NolocoError
 from noloco_p2p.sim import figures, laws
 from noloco_p2p.sim.figures import Figures
 from noloco_p2p.sim.outcome import Outcome
@@ -113,9 +115,29 @@ def _figures_only(request: Request) -> Run:
     return replace(simulate(request), outcome=None)
 
 
-def _workers(count: int) -> ProcessPoolExecutor:
-    """Fresh processes: nothing of this one's state is in them."""
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+@contextmanager
+def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes: nothing of this one's state is in them. They end at once when this one is interrupted.
+
+    Raises LocalError when one of them dies.
+    """
+    before = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_leave_interrupts_to_parent)
+    try:
+        yield pool
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            if child not in before:
+                child.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise LocalError("a process that simulated has died: give --jobs 1, or less to simulate") from error
+        raise
+    pool.shutdown()
+
+
+def _leave_interrupts_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
