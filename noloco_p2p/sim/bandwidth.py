@@ -88,15 +88,7 @@ class Bandwidth:
         chosen = dict.fromkeys(seeds)
         if not chosen:
             return
-        rates = _fill(chosen)
-        for _ in range(WIDENINGS):
-            unfair = _unfair(rates)
-            if not unfair:
-                break
-            chosen.update(dict.fromkeys(unfair))
-            rates = _fill(chosen)
-        else:
-            rates = _fill(_connected(chosen))
+        rates = _alone(chosen) or _fair(chosen)
         loop = asyncio.get_running_loop()
         now = loop.time()
         for transfer, (rate, bottleneck) in rates.items():
@@ -117,6 +109,32 @@ Rates = dict[Transfer, tuple[float, Way]]
 def _move(transfer: Transfer, now: float) -> None:
     transfer.left = max(0.0, transfer.left - transfer.rate * (now - transfer.as_of))
     transfer.as_of = now
+
+
+def _alone(chosen: dict[Transfer, None]) -> Rates | None:
+    """The rate of the only transfer on its ways: the most frequent case, and a simple one."""
+    if len(chosen) > 1:
+        return None
+    [transfer] = chosen
+    bottleneck = transfer.ways[0]
+    for way in transfer.ways:
+        if len(way.transfers) > 1:
+            return None
+        if way.bytes_per_s < bottleneck.bytes_per_s:
+            bottleneck = way
+    return {transfer: (bottleneck.bytes_per_s, bottleneck)}
+
+
+def _fair(chosen: dict[Transfer, None]) -> Rates:
+    """The rates of these, and of all others that change with them."""
+    rates = _fill(chosen)
+    for _ in range(WIDENINGS):
+        unfair = _unfair(rates)
+        if not unfair:
+            return rates
+        chosen.update(dict.fromkeys(unfair))
+        rates = _fill(chosen)
+    return _fill(_connected(chosen))
 
 
 def _fill(chosen: dict[Transfer, None]) -> Rates:

@@ -116,6 +116,8 @@ class Call(Generic[T]):
         if self._listening is not None:
             self._listening.cancel()
         self.answer.cancel()
+        if self._request.flow is not None:
+            self._request.flow.listen = None
         if self._request.body is not None:
             self._roads.traffic.drop(self._request.body)
         if self._alive:
@@ -124,7 +126,7 @@ class Call(Generic[T]):
     # --- at the caller --------------------------------------------------------------------------------------------
 
     def _settle(self, outcome: T | PeerError) -> None:
-        self._alive = False
+        self._alive, self._step = False, None
         if self.answer.done():
             self._forget()
         elif isinstance(outcome, PeerError):

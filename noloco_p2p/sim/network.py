@@ -137,6 +137,7 @@ class Network:
             return await call.answer
         finally:
             call.end()
+            del call  # An error in its answer holds this frame.
 
     async def stream(self, sender: PeerId, receiver: PeerId, kind: str, nbytes: int, flow: Flow) -> None:
         """Takes the time of `nbytes` of tensors, at their sender, which is the callee of the call that has the flow."""

@@ -51,7 +51,7 @@ class Letter:
         self.stalled_at: float | None = None
         """Since when it stands still, because nothing gets through."""
         self.transfer: Transfer | None = None
-        """None: nothing limits it."""
+        """None: nothing limits it, or it is over."""
         self.gone: Callable[[], None] | None = None
         """Called when its last byte leaves, unless it left at once."""
         self.lost: Callable[[], None] | None = None
@@ -70,7 +70,7 @@ class Letter:
 
     def moved_bytes(self, now: float) -> int:
         """How much of it has left."""
-        if self.transfer is None or self.gone_at is not None:
+        if self.transfer is None:
             return self.nbytes
         return math.floor(self.transfer.moved(now))
 
@@ -144,6 +144,7 @@ class Traffic:
         account.lost += moved
         if letter.transfer is not None:
             self._bandwidth.stop(letter.transfer)
+        letter.transfer = letter.gone = None
 
     # --- when the network changes ---------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Traffic:
         TCP would go on a while later, at its next retransmission.
         """
         for letter in list(self._open):
-            if letter.transfer is None or letter.gone_at is not None:
+            if letter.transfer is None:
                 continue
             cut = self._cuts.between(letter.sender, letter.receiver)
             if cut and letter.stalled_at is None:
@@ -167,8 +168,9 @@ class Traffic:
         """After a change of a link: what is under way between the two goes on at what is left to it now."""
         self._link_ways.pop((sender, receiver), None)
         for letter in list(self._open):
-            moving = letter.transfer is not None and letter.gone_at is None and letter.stalled_at is None
-            if letter.transfer is None or not moving or (letter.sender, letter.receiver) != (sender, receiver):
+            if letter.transfer is None or (letter.sender, letter.receiver) != (sender, receiver):
+                continue
+            if letter.stalled_at is not None:
                 continue
             self._bandwidth.stop(letter.transfer)
             ways = self._ways(sender, receiver)
@@ -184,13 +186,15 @@ class Traffic:
                 self.drop(letter)
                 if letter.lost is not None:
                     letter.lost()
+                letter.lost = None
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _has_left(self, letter: Letter) -> None:
-        letter.gone_at = self._now()
+        letter.gone_at, letter.transfer = self._now(), None
         if letter.gone is not None:
             letter.gone()
+            letter.gone = letter.lost = None
 
     def _ways(self, sender: PeerId, receiver: PeerId) -> tuple[Way, ...]:
         """What limits a letter between the two: the sender's access, the link, the receiver's access."""
