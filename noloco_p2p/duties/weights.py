@@ -61,7 +61,11 @@ class Weights:
     # --- the sources ------------------------------------------------------------------------------------------------
 
     async def _from_peer(self, source: Source) -> None:
-        """Everything of a living replica; partners may pull from here after the first whole outer interval."""
+        """Everything of a living replica; partners may pull from here after the first whole outer interval.
+
+        The clock is that of the others: they went on while the weights came, and under `balanced` they would wait for
+        every step that this node is behind.
+        """
         seat, donor = self._seat, source.peer
         assert donor is not None
         expected = seat.stage.state.replica
@@ -71,7 +75,9 @@ class Weights:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
         with seat.computing("restored state"):
             await seat.stage.restore(state)
-        await self._stand_at(state.round, state.step, state.inner_steps, partner_from_round=state.round + 2)
+        step = max(state.step, self._clock_of_others())
+        from_round = max(state.round, int(step) // seat.manifest.outer.inner_steps) + 2
+        await self._stand_at(state.round, step, state.inner_steps, partner_from_round=from_round)
         own = [held for held in self.own if held.stage == seat.index]
         if seat.index == 0 and own and seat.batches is None:
             with seat.waiting("checkpoint", DISK):
