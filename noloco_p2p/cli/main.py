@@ -234,7 +234,7 @@ def simulate(
 
 @app.command()
 def experiment(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which one; without a name: the list.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one; without a name: the list.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")
     ] = None,
