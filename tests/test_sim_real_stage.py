@@ -127,7 +127,7 @@ def test_one_replica_with_the_streams_of_three_reads_what_three_read(tmp_path: P
     three = replace(swarm(apart), replicas=(REPLICAS,), link=Link())
     train(three)
     more = three.manifest.model_copy(update={"microbatches_per_step": 2 * REPLICAS})
-    one = train(replace(three, manifest=more, replicas=(1,), streams=REPLICAS, audit_dir=str(whole)))
+    one = train(replace(three, manifest=more, replicas=(1,), streams=tuple(range(REPLICAS)), audit_dir=str(whole)))
 
     def read(audit: Path, step: int) -> list[list[int]]:
         files = [load_file(path) for path in audit.glob(f"batches-*-{step:06}.safetensors")]

@@ -37,10 +37,10 @@ def told(plan: Training, watch: Watch, outcome: Outcome, held_out: Sequence[Batc
             for same in zip(*evaluations, strict=True)
         ),
         final_losses=tuple(_number(found[-1], "loss") for found in evaluations),
-        merged_loss=merged_loss([[_torch(node) for node in nodes] for nodes in stages], held_out),
+        merged_loss=merged_loss([[torch_stage(node) for node in nodes] for nodes in stages], held_out),
         training=tuple((step, loss_sum / tokens) for step, (loss_sum, tokens) in sorted(steps.items()) if tokens),
         spreads=tuple(spread for _, spread in sorted(watch.spreads.items())),
-        parameters=tuple(_torch(nodes[0]).state.parameters for nodes in stages),
+        parameters=tuple(torch_stage(nodes[0]).state.parameters for nodes in stages),
         tokens=int(sum(tokens for _, tokens in steps.values())),
         bytes=_bytes(plan, watch, stages, int(sum(_number(h, "bytes") for h in trace.of("outer_round")))),
         rounds=dict(sorted(rounds.items())),
@@ -67,7 +67,7 @@ def _inner_steps(trace: Trace) -> dict[int, tuple[float, float]]:
 
 def _bytes(plan: Training, watch: Watch, stages: Sequence[Sequence[NodeOutcome]], pulled: int) -> dict[str, int]:
     """What crossed from one stage to the next and back, and what was pulled."""
-    hidden = _torch(stages[0][0]).state.hidden.nbytes
+    hidden = torch_stage(stages[0][0]).state.hidden.nbytes
     targets = ITEM_BYTES["int32"] * plan.manifest.microbatch_size * plan.manifest.sequence_length
     hops = sum(sum(watch.served[node.peer]) for nodes in stages[1:] for node in nodes)
     return {"activation": hops * (hidden + targets), "gradient": hops * hidden, "snapshot": pulled}
@@ -106,7 +106,8 @@ def merged_loss(stages: Sequence[Sequence[TorchStage]], held_out: Sequence[Batch
     return loss_sum / tokens
 
 
-def _torch(node: NodeOutcome) -> TorchStage:
+def torch_stage(node: NodeOutcome) -> TorchStage:
+    """The real stage of a node, as it was left."""
     assert isinstance(node.model, Observed), "every stage of the run is observed"
     return node.model.stage
 

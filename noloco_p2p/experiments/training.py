@@ -30,9 +30,9 @@ class Training:
     """Replicas of each stage."""
     seed: int = 0
     """Of initial weights, data order, routes, pairs, device times, and lost partners."""
-    streams: int | None = None
+    streams: tuple[int, ...] | None = None
     """Data streams, dealt to the stage-0 replicas in turn; none: one for each replica. Stream i is what replica i of
-    another run with the same seed reads, so that one replica with 8 streams reads what 8 replicas read."""
+    another run with the same seed reads, so that one replica with streams 0 to 7 reads what 8 replicas read."""
     stale_rounds: int = 0
     """A partner's snapshot is that of so many rounds before (of the start, when there were fewer)."""
     lost_partner: float = 0.0
@@ -115,7 +115,7 @@ class Trained:
     def json(self) -> dict[str, Any]:
         """Everything, and `validation_loss` and `bytes_per_token`, ready for JSON: what is not finite is None."""
         told = {"validation_loss": self.validation_loss, "bytes_per_token": self.bytes_per_token}
-        return {name: _finite(value) for name, value in (asdict(self) | told).items()}
+        return {name: finite(value) for name, value in (asdict(self) | told).items()}
 
 
 def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManifest:
@@ -145,15 +145,15 @@ def train(plan: Training) -> Trained:
     Raises ConfigError for a model or data that do not fit, LocalError when a node stops because ten results in a row
     were not finite, Deadlock when the run hangs.
     """
-    from noloco_p2p.experiments.real_swarm import run  # here, because it imports torch
+    from noloco_p2p.experiments.real_swarm import live  # here, because it imports torch
 
-    return run(plan)
+    return live(plan).told()
 
 
-def _finite(value: Any) -> Any:
-    """The same of JSON's kinds, None where a number is not finite."""
+def finite(value: Any) -> Any:
+    """The same in JSON's kinds, None where a number is not finite."""
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: finite(one) for name, one in value.items()}
     if isinstance(value, tuple | list):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not isfinite(value) else value
