@@ -47,8 +47,11 @@ def test_speeds_have_mean_one_and_come_from_the_seed() -> None:
 def test_the_report_tells_both_policies_and_both_models() -> None:
     results = []
     for policy in ("patient", "default"):
-        case = Case(policy, {**GIVEN, "nodes": 2, "policy": policy, "speed_std": 0.0, "step_std": 1.0})
+        case = Case(
+            policy, {**GIVEN, "nodes": 2, "policy": policy, "speed_std": 0.0, "step_std": 1.0, "inner_steps": 10}
+        )
         results.append(Result(case, measure(case), 0.0))
     told = "\n".join(map(str, EXPERIMENT.tell(results)))
+    assert "- N = 2, steps of std/mean 1, speeds of 0, m = 10: idle" in told
     assert "barrier (model), %" in told
     assert "waits for its partner" in told

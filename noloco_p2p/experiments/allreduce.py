@@ -55,14 +55,14 @@ def levels(nodes: int) -> int:
 
 
 def exchange_s(wire: Wire, rng: np.random.Generator) -> float:
-    """The paper's pair: each sends one vector to the other at once; the later arrival counts (its §5.3)."""
+    """The paper's pair: each sends one vector to the other at once; the later arrival counts."""
     return float(wire.draw(rng, (2,)).max()) + wire.vector_s
 
 
 def tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
     """The paper's tree: log2 N levels; a parent waits for two messages, and sends two on the way down.
 
-    No spread: 2·log2 N·(latency + 2·vector). With log-normal latency it gives the ratios that the paper's figure 5A has
+    No spread: 2·log2 N·(latency + 2·vector). With log-normal latency it gives the ratios that the paper's figure 5 has
     (tests). Its inner vertices are nodes of their own here.
     """
     at = np.zeros(nodes)

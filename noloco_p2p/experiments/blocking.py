@@ -85,6 +85,7 @@ def tell(results: Results) -> list[Block]:
     uneven = [one for one in results if one["speed_std"] > 0]
     lengths = [one for one in results if (one["nodes"], one["step_std"], one["speed_std"]) == (16, 1.0, 0.0)]
     return [
+        _headline(results),
         _EXPLAINED,
         _table(even, "### Equal nodes, steps of log-normal length"),
         *(_plot(even, spread) for spread in sorted({float(one["step_std"]) for one in even})),
@@ -120,6 +121,20 @@ def _idle(group: Sequence[Result], policy: str) -> list[float]:
 def _modelled(group: Sequence[Result], name: str) -> list[float]:
     """One figure a seed: both policies carry the same."""
     return [100 * value for value in {one["seed"]: one[name] for one in group}.values()]
+
+
+def _headline(results: Results) -> str:
+    """The largest swarm at each spread, in a line."""
+    groups = {key: group for key, group in _grouped(results).items() if key[3] == INNER_STEPS}
+    largest = max((key[0] for key in groups), default=0)
+    return "\n".join(
+        f"- N = {largest}, steps of std/mean {step:g}, speeds of {speed:g}, m = {m}: idle"
+        f" {statistics.fmean(_modelled(group, 'barrier_idle')):.1f} % with a barrier,"
+        f" {statistics.fmean(_idle(group, 'patient')):.1f} % when each waits for its partner,"
+        f" {statistics.fmean(_idle(group, 'default')):.1f} % with the node as it comes."
+        for (nodes, step, speed, m), group in groups.items()
+        if nodes == largest
+    )
 
 
 def _table(results: Results, caption: str) -> Table:

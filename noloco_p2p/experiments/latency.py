@@ -79,7 +79,7 @@ def tell(results: Results) -> list[Block]:
     """Tables by regime and spread, the comparison with the paper, the plots, and what they say in a few sentences."""
     matched = [one for one in results if one["pairing"] == "matched"]
     spreads = sorted({float(one["std_over_mean"]) for one in results})
-    blocks: list[Block] = [_no_spread(matched), *_beside_paper(matched)]
+    blocks: list[Block] = [_headline(matched), _no_spread(matched), *_beside_paper(matched)]
     for regime, title in REGIMES.items():
         blocks += [f"### {title.capitalize()}: milliseconds for one synchronisation", _EXPLAINED]
         shown = [c for c in spreads if c in QUICK_SPREADS]
@@ -104,6 +104,21 @@ def _those(results: Results, regime: str, std_over_mean: float) -> list[Result]:
 def ratio(result: Result) -> float:
     """Of the paper's tree to the pull, the later one of a pair."""
     return float(result["models"]["tree"]["mean_s"] / result["pull"]["pair"]["mean_s"])
+
+
+def _headline(results: Results) -> str:
+    """The largest swarm of each regime in a line for each spread: the all-reduces as multiples of the pull."""
+    lines = []
+    for regime, title in REGIMES.items():
+        largest = max((int(one["nodes"]) for one in results if one["regime"] == regime), default=0)
+        for one in (one for one in results if (one["regime"], one["nodes"]) == (regime, largest)):
+            pair_s = one["pull"]["pair"]["mean_s"]
+            multiples = ", ".join(f"{TITLES[name]} {one['models'][name]['mean_s'] / pair_s:.3g}" for name in MODELS)
+            lines.append(
+                f"- {title}, N = {largest}, std/mean {one['std_over_mean']:g}: the later pull of a pair takes"
+                f" {1e3 * pair_s:.4g} ms; the all-reduces that many times as long: {multiples}."
+            )
+    return "\n".join(lines)
 
 
 def _no_spread(results: Results) -> Block:
@@ -132,7 +147,7 @@ def _beside_paper(results: Results) -> list[Block]:
         Table(
             ("std/mean", "paper, N = 1024", f"its model here, N = {largest}", f"tree / node's pull, N = {largest}"),
             sorted(rows),
-            "### Beside the paper (arXiv 2506.10911, figure 5A; the ratios are its model, recomputed)",
+            "### Beside the paper (arXiv 2506.10911, figure 5; the ratios are its model, recomputed)",
         ),
         "The paper's pair is an exchange in which each sends at once: one message's time, the later of two; its ratio"
         " sets one way through the tree beside it (or both ways beside two exchanges, which is the same). The node's"
