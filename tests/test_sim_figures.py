@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from noloco_p2p.cli.sim_table import amount, duration, spreads
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.sim import series
-from noloco_p2p.sim.figures import Figures, figures, flat, parts, quantile
+from noloco_p2p.sim.figures import Figures, figures, flat, quantile
 from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
+from noloco_p2p.sim.parts import parts
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import Happening, Trace
 from noloco_p2p.sim.traffic import Account

@@ -5,13 +5,13 @@ Seconds are virtual ones. Tokens and bytes are those of the run that is simulate
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
+from noloco_p2p.sim.parts import Part, parts, training
 from noloco_p2p.sim.telemetry import Happening
 from noloco_p2p.sim.traffic import Account
 
@@ -120,38 +120,6 @@ class _Sums:
     stds: list[float] = field(default_factory=list)
     stepped_at: float = 0.0
     trained_from: float = math.inf
-
-
-class Part(NamedTuple):
-    """What one process told while it held one stage, in order."""
-
-    stage: int
-    told: list[Happening]
-    ends_s: float
-
-
-def parts(life: NodeOutcome, ended_at_s: float) -> Iterator[Part]:
-    """The events of a process, cut where it moved to another stage. One that has not ended has until `ended_at_s`."""
-    stages = [model.state.index for model in life.models] or [life.stage]
-    told: list[Happening] = []
-    held = 0
-    before = ""
-    for one in life.trace.happenings:
-        if one.kind == "state":
-            state = str(one.get("state"))
-            if (before, state) == ("draining", "syncing"):
-                yield Part(stages[min(held, len(stages) - 1)], told, one.at_s)
-                told, held = [], held + 1
-            before = state
-        told.append(one)
-    yield Part(stages[min(held, len(stages) - 1)], told, ended_at_s if life.ended_at_s is None else life.ended_at_s)
-
-
-def training(part: Part) -> list[tuple[float, float]]:
-    """From when to when it trained, virtual seconds."""
-    states = [one for one in part.told if one.kind == "state"]
-    ends = [*(one.at_s for one in states), part.ends_s][1:]
-    return [(one.at_s, end) for one, end in zip(states, ends, strict=True) if one.get("state") == "training"]
 
 
 def figures(outcome: Outcome, ledger: Ledger, tokens_per_microbatch: int, stages: int) -> Figures:

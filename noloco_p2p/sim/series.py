@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from noloco_p2p.sim.figures import Part, parts, training
 from noloco_p2p.sim.outcome import Outcome
+from noloco_p2p.sim.parts import Part, parts, training
 
 Points = list[tuple[float, float]]
 """(x, y), x not falling."""
