@@ -14,6 +14,9 @@ from noloco_p2p.sim.cuts import Cuts
 from noloco_p2p.sim.links import Geography, Link
 from noloco_p2p.sim.tcp import ceiling_bytes_per_s
 
+SAME_S = 1e-9
+"""Times that differ by less are the same: what is added up of latencies is not exact."""
+
 KINDS = ("activation", "gradient", "snapshot", "state")
 """What travels: the kinds of the ledger."""
 
@@ -52,7 +55,7 @@ class Letter:
         """Since when it stands still, because nothing gets through."""
         self.transfer: Transfer | None = None
         """None: nothing limits it, or it is over."""
-        self.gone: Callable[[], None] | None = None
+        self.gone: Callable[[], object] | None = None
         """Called when its last byte leaves, unless it left at once."""
         self.lost: Callable[[], None] | None = None
         """Called when a crash ends it."""
@@ -62,11 +65,6 @@ class Letter:
         if self.gone_at is not None:
             return self.gone_at
         return now if self.stalled_at is None else self.stalled_at
-
-    @property
-    def flow_s(self) -> float:
-        """From its first byte to its last; 0 before that."""
-        return 0.0 if self.gone_at is None else self.gone_at - self.sent_at
 
     def moved_bytes(self, now: float) -> int:
         """How much of it has left."""
@@ -119,12 +117,20 @@ class Traffic:
             self._bandwidth.go(letter.transfer, ways)
         return letter
 
-    async def whole(self, letter: Letter) -> None:
-        """Until its last byte has left; for ever when it is dropped before."""
-        if letter.gone_at is None:
-            left = asyncio.get_running_loop().create_future()
-            letter.gone = lambda: None if left.done() else left.set_result(None)
-            await left
+    async def whole(self, letter: Letter, latency_s: float = 0.0) -> None:
+        """Until its last byte has left, and had `latency_s` to arrive; for ever when it is dropped before that."""
+        loop = asyncio.get_running_loop()
+        left_s = 0.0 if letter.gone_at is None else letter.gone_at + latency_s - loop.time()
+        if letter.gone_at is not None and left_s <= SAME_S:
+            return
+        here: asyncio.Future[None] = loop.create_future()
+        if letter.gone_at is not None:
+            loop.call_later(left_s, _wake, here)
+        elif latency_s:
+            letter.gone = lambda: loop.call_later(latency_s, _wake, here)
+        else:
+            letter.gone = lambda: _wake(here)
+        await here
 
     def take(self, letter: Letter) -> None:
         """Its receiver has it and wants it."""
@@ -232,3 +238,8 @@ class Traffic:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop.time()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

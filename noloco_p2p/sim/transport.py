@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 def _copy(tensor: HostTensor) -> HostTensor:
     """What travels is the value at the time of sending, as on a real wire."""
-    return replace(tensor, data=memoryview(bytes(tensor.data)))
+    return HostTensor(tensor.name, tensor.dtype, tensor.shape, memoryview(bytes(tensor.data)))
 
 
 def _nbytes(tensors: tuple[HostTensor, ...]) -> int:
@@ -183,14 +183,11 @@ class SimTransport:
 
     def _body(self, sent: Activation, letter: Letter) -> Body:
         """Made when the header arrives: what that took, the last byte of the tensors takes after it has left."""
-        loop, traffic = asyncio.get_running_loop(), self._network.traffic
-        arrives_at = loop.time()
+        traffic = self._network.traffic
+        latency_s = asyncio.get_running_loop().time() - letter.sent_at
 
         async def body() -> Activation:
-            await traffic.whole(letter)
-            left_s = arrives_at + letter.flow_s - loop.time()
-            if left_s > 0:
-                await asyncio.sleep(left_s)
+            await traffic.whole(letter, latency_s)
             traffic.take(letter)
             return sent
 
