@@ -31,10 +31,22 @@ def test_the_moments_are_the_mean_over_all_matchings_of_the_real_outer_round() -
     factors = (0.6, 0.7, 0.9)
     after = np.zeros(3)
     for partner in MATCHINGS_OF_FOUR:
-        x, delta = bounds.play(phi, momentum, np.zeros_like(phi), partner, factors)
+        mine = (phi, np.zeros_like(phi))
+        x, delta = bounds.play(mine, momentum, mine, partner, factors)
         after += np.array([(x * x).sum(), (x * delta).sum(), (delta * delta).sum()]) / len(MATCHINGS_OF_FOUR)
     before = np.array([(phi * phi).sum(), (phi * momentum).sum(), (momentum * momentum).sum()])
     assert bounds.moments(factors[0], factors[2], 4) @ before == pytest.approx(after, rel=1e-12)
+
+
+def test_who_is_its_own_partner_goes_alone_with_what_is_fresh() -> None:
+    generator = np.random.default_rng(2)
+    phi, delta, momentum, old_phi, old_delta = generator.standard_normal((5, 3, 4))
+    factors = {"alpha": 0.5, "beta": 0.7, "gamma": 0.6}
+    x, after = bounds.play((phi, delta), momentum, (old_phi, old_delta), [0, 2, 1], (0.5, 0.7, 0.6))
+    alone = outer_step(phi[0], momentum[0], [(phi[0], delta[0])], **factors)
+    paired = outer_step(phi[1], momentum[1], [(phi[1], delta[1]), (old_phi[2], old_delta[2])], **factors)
+    np.testing.assert_allclose([x[0], after[0]], alone, rtol=1e-12)
+    np.testing.assert_allclose([x[1], after[1]], paired, rtol=1e-12)
 
 
 def test_nearly_every_run_bears_more_than_the_mean_square() -> None:
@@ -114,7 +126,14 @@ def test_staleness_brakes_the_mean_as_the_report_says(stale_rounds: int) -> None
 
 
 def test_lost_partners_are_counted_and_widen_the_spread() -> None:
-    sizes = {"replicas": 4, "steps": 24, "inner_steps": 2, "hidden_size": 16, "layers": 1, "sequence_length": 8}
+    sizes = {
+        "replicas": 4,
+        "steps": 24,
+        "inner_steps": 2,
+        "hidden_size": 16,
+        "sequence_length": 8,
+        "microbatch_size": 2,
+    }
     results = []
     for variant in (staleness.BASELINE, staleness.Variant("matched", 0, 0.5), staleness.Variant("random", 2)):
         case = Case(f"{variant}", {**variant._asdict(), "seed": 1, **sizes})

@@ -8,18 +8,23 @@ square iff its spectral radius is below one. For N → ∞ that is S1.
 """
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from noloco_p2p.core import outer, pairing
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.sim.world import peer_id
 
 Array = NDArray[np.float64]
 
 GROUP = 2
 """Replicas of a group: a pair."""
+COORDINATES = 512
+"""Of the weights, where noise stands for training."""
 
 
 def s1(alpha: float, replicas: int | None = None) -> float:
@@ -51,26 +56,28 @@ def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
 
 def noise_spreads(
     factors: tuple[float, float, float],
-    *,
-    seed: int,
-    members: Sequence[PeerId],
+    meet: Callable[[int], Sequence[int]],
     scales: Sequence[float],
-    coordinates: int = 512,
+    *,
+    replicas: int,
+    seed: int,
+    stale_rounds: int = 0,
 ) -> list[float]:
-    """Std of θ before the merge of each round, in the pairs of a run with this seed, when Δ is white noise.
+    """Std of θ before the merge of each round when Δ is white noise: what is measured if training adds nothing else.
 
-    `factors` are α, β and γ, `scales` the noise's std in each round. It is what a run would measure (method.md §5) if
-    training did nothing but add noise.
+    `factors` are α, β and γ; `meet` gives the place of each replica's partner in a round, its own place for one that
+    goes alone; `scales` are the noise's std in each round. What is pulled is `stale_rounds` old (method.md §5).
     """
-    generator = np.random.default_rng(seed)
-    order = sorted(members)
-    phi, momentum = np.zeros((2, len(order), coordinates))
-    found = []
+    chance = np.random.default_rng(seed)
+    phi, momentum = np.zeros((2, replicas, COORDINATES))
+    frozen, found = [(phi, momentum)], []
     for round, scale in enumerate(scales, start=1):
-        delta = scale * generator.standard_normal(phi.shape)
+        delta = scale * chance.standard_normal(phi.shape)
         theta = phi + delta
+        frozen.append((phi, delta))
         found.append(float(np.sqrt(np.square(theta - theta.mean(0)).mean())))
-        phi, momentum = play(phi, momentum, delta, partners(seed, round, order), factors)
+        theirs = frozen[max(0, round - stale_rounds)]
+        phi, momentum = play(frozen[-1], momentum, theirs, meet(round), factors)
     return found
 
 
@@ -80,12 +87,13 @@ def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, roun
     Below `growth`, because few unlucky sequences of pairs carry the mean square.
     """
     order = [f"{number:04d}" for number in range(replicas)]
-    generator = np.random.default_rng(seed)
-    phi = generator.standard_normal((replicas, 1))
+    chance = np.random.default_rng(seed)
+    phi = chance.standard_normal((replicas, 1))
     phi -= phi.mean(0)
     momentum, nothing, log = np.zeros_like(phi), np.zeros_like(phi), 0.0
     for round in range(1, rounds + 1):
-        phi, momentum = play(phi, momentum, nothing, partners(seed, round, order), (alpha, 0.0, gamma))
+        mine = (phi, nothing)
+        phi, momentum = play(mine, momentum, mine, partners(seed, round, order), (alpha, 0.0, gamma))
         size = float(np.sqrt(np.square(phi).sum() + np.square(momentum).sum()))
         phi, momentum, log = phi / size, momentum / size, log + math.log(size)
     return math.exp(log / rounds)
@@ -100,6 +108,16 @@ def typical_bound(alpha: float, replicas: int, *, seed: int, accuracy: float = 0
     return 0.5 * (low + high)
 
 
+def members(replicas: int) -> list[PeerId]:
+    """The peer ids of the only stage of a simulated run, sorted."""
+    return sorted(peer_id(0, replica) for replica in range(replicas))
+
+
+def round_means(rates: Sequence[float], m: int) -> list[float]:
+    """The mean over each round's m inner steps; of what is left over at the end, too."""
+    return [statistics.fmean(rates[start : start + m]) for start in range(0, len(rates), m)]
+
+
 def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
     """The place of each member's partner in the matching of this round."""
     found = pairing.matching(seed, round, members)
@@ -107,14 +125,37 @@ def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
     return [places[found[peer]] for peer in members]
 
 
+def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Callable[[int], list[int]]:
+    """Partners by round when a share of them is lost: `matched` as in a run with this seed, `random` drawn anew."""
+    chance, peers = generator(seed, "meetings", pairing), members(replicas)
+
+    def meet(round: int) -> list[int]:
+        found = partners(seed, round, peers)
+        if pairing == "random":
+            found = [chance.choice([other for other in range(replicas) if other != me]) for me in range(replicas)]
+        return [me if chance.random() < lost else other for me, other in enumerate(found)]
+
+    return meet
+
+
 def play(
-    phi: Array, momentum: Array, delta: Array, partner: Sequence[int], factors: tuple[float, float, float]
+    mine: tuple[Array, Array],
+    momentum: Array,
+    theirs: tuple[Array, Array],
+    partner: Sequence[int],
+    factors: tuple[float, float, float],
 ) -> tuple[Array, Array]:
-    """N1 and N2 for all replicas at once: (φ after, δ after); rows are replicas, `factors` are α, β and γ."""
+    """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas, `factors` are α, β and γ.
+
+    `mine` is everybody's (φ, Δ) of now, `theirs` what is pulled of everybody. Who is its own partner goes alone, as the
+    mean of two equal snapshots is that snapshot.
+    """
     alpha, beta, gamma = factors
     chosen = list(partner)
-    group = [(phi, delta), (phi[chosen], delta[chosen])]
-    phi_after, momentum_after = outer.outer_step(phi, momentum, group, alpha=alpha, beta=beta, gamma=gamma)
+    alone = np.equal(chosen, np.arange(len(chosen)))[:, None]
+    pulled = [np.where(alone, own, other[chosen]) for own, other in zip(mine, theirs, strict=True)]
+    group = [mine, (pulled[0], pulled[1])]
+    phi_after, momentum_after = outer.outer_step(mine[0], momentum, group, alpha=alpha, beta=beta, gamma=gamma)
     return np.asarray(phi_after), np.asarray(momentum_after)
 
 

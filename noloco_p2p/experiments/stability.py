@@ -4,8 +4,8 @@ Training is stopped slowly: the learning rate falls to zero over the run. Where 
 falls with it; where they do not, it grows by about the same factor in every round, however small the steps become.
 """
 
-import statistics
 from collections.abc import Sequence
+from functools import partial
 
 from noloco_p2p.core import schedule
 from noloco_p2p.errors import LocalError
@@ -67,9 +67,10 @@ def measure(case: Case) -> Figures:
     )
     noise = bounds.noise_spreads(
         (told["alpha"], BETA, told["gamma"]),
+        partial(bounds.partners, told["seed"], members=bounds.members(told["replicas"])),
+        bounds.round_means([schedule.learning_rate(t, rounds * m, 1.0, 0, 0.0) for t in range(1, rounds * m + 1)], m),
+        replicas=told["replicas"],
         seed=told["seed"],
-        members=[f"s0r{replica}" for replica in range(told["replicas"])],
-        scales=_learning_rates(rounds, m),
     )
     figures: Figures = {"noise_growth": _growth(noise), "noise_spreads": noise}
     try:
@@ -79,12 +80,6 @@ def measure(case: Case) -> Figures:
     spreads, found = [spread.std for spread in trained.spreads], trained.json()
     losses = {"loss": found["validation_loss"], "merged_loss": found["merged_loss"]}
     return figures | losses | {"growth": _growth(spreads), "spreads": spreads, "stopped": None}
-
-
-def _learning_rates(rounds: int, m: int) -> list[float]:
-    """The mean over each round's inner steps, in units of the peak."""
-    rates = [schedule.learning_rate(t, rounds * m, 1.0, 0, 0.0) for t in range(1, rounds * m + 1)]
-    return [statistics.fmean(rates[m * round : m * (round + 1)]) for round in range(rounds)]
 
 
 def _growth(spreads: Sequence[float]) -> float:

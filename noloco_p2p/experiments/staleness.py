@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from noloco_p2p.experiments import bounds
 from noloco_p2p.experiments.page import Block, Curve, Plot, Table, mean_std
 from noloco_p2p.experiments.spec import Case, Experiment, Figures, Result, Results
 from noloco_p2p.experiments.training import Training, small_manifest, train
@@ -13,8 +14,10 @@ ALPHA, BETA, GAMMA = 0.5, 0.7, 0.7
 PAIRINGS = ("matched", "random")
 STALE_ROUNDS = (0, 1, 2, 3)
 LOST = (0.1, 0.25, 0.5)
-SIZES = {"replicas": 8, "steps": 160, "inner_steps": 8, "hidden_size": 64, "layers": 2, "sequence_length": 64}
-PEAK_LEARNING_RATE = 3e-3
+SIZES = {"replicas": 8, "steps": 300, "inner_steps": 10, "hidden_size": 32}
+SIZES |= {"sequence_length": 32, "microbatch_size": 2, "held_out_microbatches": 32}
+PEAK_LEARNING_RATE = 2e-2
+"""High enough for the replicas' own noise to matter: near the best for matched pairs, too much for a replica alone."""
 Row = list[str | int | float | None]
 
 
@@ -36,7 +39,8 @@ def runs(quick: bool) -> list[Case]:
         variants = [Variant("matched"), Variant("random"), Variant("matched", 1), Variant("matched", 3)]
         variants += [Variant("matched", 0, 0.5), APART]
     else:
-        variants = [Variant(pairing, stale) for pairing in PAIRINGS for stale in STALE_ROUNDS]
+        variants = [Variant("matched", stale) for stale in STALE_ROUNDS]
+        variants += [Variant("random", stale) for stale in STALE_ROUNDS]
         variants += [Variant(pairing, 0, lost) for pairing in PAIRINGS for lost in LOST]
         variants.append(APART)
     return [
@@ -54,9 +58,9 @@ def measure(case: Case) -> Figures:
     told = case.settings
     manifest = small_manifest(
         told["hidden_size"],
-        told["layers"],
+        1,
         sequence_length=told["sequence_length"],
-        microbatch_size=4,
+        microbatch_size=told["microbatch_size"],
         steps=told["steps"],
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": told["steps"] // 10},
         outer={
@@ -67,7 +71,7 @@ def measure(case: Case) -> Figures:
             "pairing": told["pairing"],
         },
         routing="balanced",
-        evaluation={"every_steps": told["steps"] // 4, "microbatches": 16},
+        evaluation={"every_steps": told["steps"] // 3, "microbatches": told["held_out_microbatches"]},
     )
     plan = Training(
         manifest,
@@ -78,11 +82,22 @@ def measure(case: Case) -> Figures:
     )
     trained = train(plan)
     found = trained.json()
+    noise: list[float] = []
+    if told["pairing"] != APART.pairing:
+        noise = bounds.noise_spreads(
+            (ALPHA, BETA, GAMMA),
+            bounds.meetings(told["pairing"], told["lost"], seed=told["seed"], replicas=told["replicas"]),
+            [spread.learning_rate for spread in trained.spreads],
+            replicas=told["replicas"],
+            seed=told["seed"],
+            stale_rounds=told["stale_rounds"],
+        )
     return {
         "loss": found["validation_loss"],
         "merged_loss": found["merged_loss"],
         "validation": found["validation"],
         "spreads": [spread.std for spread in trained.spreads],
+        "noise_spreads": noise,
         "rounds": found["rounds"],
     }
 
@@ -118,6 +133,11 @@ class Group:
         return [mine / other for mine, other in self.against(spread)]
 
     @property
+    def noise_wider(self) -> list[float]:
+        """The same if training did nothing but add noise."""
+        return [mine / other for mine, other in self.against(lambda one: spread(one, "noise_spreads"))]
+
+    @property
     def outer_step(self) -> float | None:
         """How far the replicas' mean moves for a steady Δ, in units of that of fresh pulls."""
         if self.variant == APART:
@@ -125,10 +145,10 @@ class Group:
         return (1 - ALPHA) / (1 - ALPHA + 0.5 * GAMMA * self.variant.stale_rounds)
 
 
-def spread(result: Result) -> float:
+def spread(result: Result, name: str = "spreads") -> float | None:
     """The mean weight std over the second half of the rounds, before each merge."""
-    stds: list[float] = result["spreads"]
-    return statistics.fmean(stds[len(stds) // 2 :])
+    stds: list[float] = result[name]
+    return statistics.fmean(stds[len(stds) // 2 :]) if stds else None
 
 
 def tell(results: Results) -> list[Block]:
@@ -180,9 +200,11 @@ def _table(groups: dict[Variant, Group]) -> Table:
     for variant, group in groups.items():
         losses = [mean_std(group.losses()), _signed(group.lost_loss), mean_std(group.losses("merged_loss"))]
         place: Row = [variant.pairing, variant.stale_rounds, f"{variant.lost:.0%}"]
-        rows.append([*place, *losses, mean_std(group.wider, 3), group.outer_step, _results(group)])
+        rows.append([*place, *losses, mean_std(group.wider, 3), mean_std(group.noise_wider, 3), group.outer_step])
+        rows[-1].append(_results(group))
     columns = ("pairing", "stale by", "lost", "validation loss", "above the baseline", "loss of the merged model")
-    return Table((*columns, "spread / baseline's", "outer step", "rounds by result"), rows, "All variants.")
+    more = ("spread / baseline's", "with noise alone", "outer step", "rounds by result")
+    return Table((*columns, *more), rows, "All variants.")
 
 
 def _results(group: Group) -> str:
@@ -243,17 +265,20 @@ def _learning(groups: dict[Variant, Group]) -> Plot:
     return Plot("validation", "Validation loss, mean over replicas and seeds", axes, curves)
 
 
-SETTING = f"""One stage (a byte-level Llama of {SIZES["layers"]} layers, hidden {SIZES["hidden_size"]}, on the standard
-library's text), {SIZES["replicas"]} replicas with real torch weights and the node's own code in the simulator,
-α = {ALPHA:g}, β = {BETA:g}, γ = {GAMMA:g}, m = {SIZES["inner_steps"]}, {SIZES["steps"]} steps, so
-{SIZES["steps"] // SIZES["inner_steps"]} outer rounds. Runs of the same seed share initial weights, data, and the
-held-out microbatches.
+SETTING = f"""One stage (a byte-level Llama of one layer, hidden {SIZES["hidden_size"]}, on the standard library's
+text), {SIZES["replicas"]} replicas with real torch weights and the node's own code in the simulator, α = {ALPHA:g},
+β = {BETA:g}, γ = {GAMMA:g}, m = {SIZES["inner_steps"]}, {SIZES["steps"]} steps, so
+{SIZES["steps"] // SIZES["inner_steps"]} outer rounds; {SIZES["microbatch_size"]} × {SIZES["sequence_length"]} tokens a
+step and replica, peak learning rate {PEAK_LEARNING_RATE:g} for all: near the best for matched pairs, and too much for a
+replica on its own noise, so that what the outer rounds average away shows in the loss. Runs of the same seed share
+initial weights, data, and the held-out microbatches.
 
 - *Pairing*: `matched` (both of a pair take each other's snapshot) or `random` (each pulls from whom it draws).
 - *Stale by s*: **every** snapshot merged is the one that the partner froze s rounds before (in the first s rounds: its
   initial weights).
 - *Lost*: with this chance, drawn for each replica and round, what was pulled is thrown away and the replica goes alone.
-- *Spread*: the mean of the weight std over the replicas before each merge, second half of the rounds.
+- *Spread*: the mean of the weight std over the replicas before each merge, second half of the rounds. *With noise
+  alone*: the same outer rounds, with white noise of the learning rate's size in the place of training.
 - *Outer step* (derived): a stale φ_j lies behind by s rounds of the common motion, so that N1's consensus pull brakes
   it. For a steady Δ the mean moves by β·Δ / (1 − α + γ·s/2) a round; the column has that against s = 0."""
 
