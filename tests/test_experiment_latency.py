@@ -22,6 +22,7 @@ def _measured(regime: str, nodes: int, std_over_mean: float, pairing: str = "mat
             "std_over_mean": std_over_mean,
             "worlds": 1,
             "draws": 3,
+            "tree_draws": 3,
             "seed": 5,
         },
     )

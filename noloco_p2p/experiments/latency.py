@@ -19,6 +19,8 @@ MODELS: dict[str, Callable[[Wire, int, np.random.Generator], float]] = {
     "ring": allreduce.ring_s,
     "butterfly": allreduce.butterfly_s,
 }
+TREES = ("tree", "binomial")
+"""Cheap to draw, and with the longest tails where the paper's ratios are."""
 TITLES = {"tree": "tree (paper)", "binomial": "binomial tree", "ring": "ring", "butterfly": "butterfly"}
 REGIMES = {"latency": "latency-bound", "bandwidth": "bandwidth-bound"}
 NODES, QUICK_NODES = (4, 8, 16, 32, 64, 128, 256, 512, 1024), (4, 16, 64, 256)
@@ -47,6 +49,7 @@ def runs(quick: bool) -> list[Case]:
                 "nodes": n,
                 "std_over_mean": spread,
                 "worlds": max(1, pulls // n),
+                "tree_draws": 1000,
                 "draws": draws if n <= 64 else max(10, 64 * draws // n),
                 "seed": 0,
             },
@@ -59,13 +62,14 @@ def runs(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """The pulls of `worlds` swarms, worlds `seed`, `seed` + 1, …, and the models' means of `draws` all-reduces."""
+    """Pulls of `worlds` swarms, worlds `seed`, `seed` + 1, …; the models over `tree_draws` or `draws` all-reduces."""
     given = case.settings
     nodes, wire = int(given["nodes"]), wire_of(given["regime"], given["std_over_mean"])
     models = {}
     for name, model in MODELS.items():
         rng = allreduce.dice(given["seed"], "model", name, nodes)
-        models[name] = summary([model(wire, nodes, rng) for _ in range(given["draws"])])
+        draws = given["tree_draws" if name in TREES else "draws"]
+        models[name] = summary([model(wire, nodes, rng) for _ in range(draws)])
     rng = allreduce.dice(given["seed"], "model", "exchange")
     models["exchange"] = summary([allreduce.exchange_s(wire, rng) for _ in range(EXCHANGES)])
     worlds = [pull_round(given, given["seed"] + world) for world in range(given["worlds"])]
