@@ -126,14 +126,8 @@ def test_staleness_brakes_the_mean_as_the_report_says(stale_rounds: int) -> None
 
 
 def test_lost_partners_are_counted_and_widen_the_spread() -> None:
-    sizes = {
-        "replicas": 4,
-        "steps": 24,
-        "inner_steps": 2,
-        "hidden_size": 16,
-        "sequence_length": 8,
-        "microbatch_size": 2,
-    }
+    sizes = {"replicas": 4, "steps": 24, "inner_steps": 2, "hidden_size": 16}
+    sizes |= {"sequence_length": 8, "microbatch_size": 2, "held_out_microbatches": 2}
     results = []
     for variant in (staleness.BASELINE, staleness.Variant("matched", 0, 0.5), staleness.Variant("random", 2)):
         case = Case(f"{variant}", {**variant._asdict(), "seed": 1, **sizes})
