@@ -49,6 +49,14 @@ def test_who_is_its_own_partner_goes_alone_with_what_is_fresh() -> None:
     np.testing.assert_allclose([x[1], after[1]], paired, rtol=1e-12)
 
 
+@pytest.mark.parametrize(("stale_rounds", "expected"), [(0, 1 + 0.5 * (3 / 4) / (7 / 8)), (1, 1.25)])
+def test_noise_meets_the_snapshot_of_its_age(stale_rounds: int, expected: float) -> None:
+    """After one round φ is the mean of the pair's two Δ, or half one's own where the other's is still 0."""
+    meet = bounds.meetings("matched", 0.0, seed=4, replicas=8)
+    found = bounds.noise_spreads((0.0, 1.0, 1.0), meet, [1.0, 1.0], replicas=8, seed=4, stale_rounds=stale_rounds)
+    assert (found[1] / found[0]) ** 2 == pytest.approx(expected, rel=0.06)
+
+
 def test_nearly_every_run_bears_more_than_the_mean_square() -> None:
     bound = bounds.typical_bound(0.5, 8, seed=3, accuracy=0.05)
     assert 1.02 * bounds.s1(0.5, 8) < bound < 1.3 * bounds.s1(0.5, 8)

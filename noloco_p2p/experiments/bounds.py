@@ -35,7 +35,7 @@ def s1(alpha: float, replicas: int | None = None) -> float:
 
 
 def equation_74(alpha: float, group: int = GROUP) -> tuple[float, float]:
-    """The range of γ that eq. 74 of arXiv 2506.10911 gives: √(n/(2(n−1)))·α < γ < √(n/(2(n−1)))·(2 + α)."""
+    """The range of γ of eq. 74 in arXiv 2506.10911, as far as it is known: √(n/(2(n−1))) times α to 2 + α."""
     factor = math.sqrt(group / (2 * (group - 1)))
     return factor * alpha, factor * (2 + alpha)
 
