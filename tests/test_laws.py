@@ -11,6 +11,7 @@ from noloco_p2p.ports import Contribution
 from noloco_p2p.sim.laws import broken
 from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.simulation import Simulation, build
+from noloco_p2p.sim.traffic import Letter, Traffic
 
 SMALL = (
     "replicas=[2, 2]",
@@ -118,3 +119,14 @@ def test_a_swarm_that_stands_still_is_found() -> None:
         simulation.at(50.0, lambda peer=peer: simulation.slow(peer, 1.0))  # type: ignore[misc]
     assert "took no inner step for" in str(broken(simulation))
     assert "Deadlock" in str(planted("limit_s=5"))
+
+
+def test_bytes_in_no_book_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop = Traffic.drop
+
+    def forgotten(traffic: Traffic, letter: Letter) -> None:
+        drop(traffic, letter)
+        traffic._account(letter.sender, letter.kind).lost = 0
+
+    monkeypatch.setattr(Traffic, "drop", forgotten)
+    assert "bytes of activations are in no book" in str(planted(HUNG))

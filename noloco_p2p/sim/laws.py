@@ -9,6 +9,7 @@ from noloco_p2p.errors import NolocoError
 from noloco_p2p.sim.faults import HurtSwarm
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
 from noloco_p2p.sim.record import Watched
+from noloco_p2p.sim.traffic import KINDS, Account
 
 COPY_ROUNDS = 3
 """A copy that a donor lends to several newcomers is two outer intervals old at most, and a round may be under way."""
@@ -41,6 +42,7 @@ def judge(swarm: HurtSwarm, outcome: Outcome) -> None:
     weights_survive(swarm)
     newcomers_are_no_partners(swarm, outcome)
     nobody_waits_for_ever(swarm, outcome)
+    every_byte_is_booked(swarm)
 
 
 def watched(life: NodeOutcome) -> list[Watched]:
@@ -125,6 +127,17 @@ def weights_survive(swarm: HurtSwarm) -> None:
             limit = min([*was.others, max(there)])
             newest = max([round for round in there if round <= limit], default=limit)
             assert one.round >= newest - 1, f"{one.peer} lost more than one outer round: {one}"
+
+
+def every_byte_is_booked(swarm: HurtSwarm) -> None:
+    """What left the nodes has come to one, was lost, or is on its way."""
+    sums = {kind: Account() for kind in KINDS}
+    for accounts in swarm.network.ledger.values():
+        for kind, account in accounts.items():
+            sums[kind].add(account)
+    for kind, all_of in sums.items():
+        ended = all_of.received + all_of.lost + all_of.in_flight
+        assert all_of.sent == ended, f"{all_of.sent - ended} bytes of {kind}s are in no book: {all_of}"
 
 
 def newcomers_are_no_partners(swarm: HurtSwarm, outcome: Outcome) -> None:
