@@ -190,7 +190,7 @@ def test_a_hung_replica_costs_a_deadline_that_was_learnt_and_nobody_else_is_blam
     outcome = check(swarm)
     for life in outcome.of_stage(0):
         steps = [at_s for at_s in times(outcome, "inner_step", life.peer) if at_s > 10.0]
-        assert max(after - before for before, after in pairwise(steps)) < 6.0
+        assert max(after - before for before, after in pairwise(steps)) < 9.0, "two calls in a row, not the whole hang"
         assert life.microbatches["dropped"] == 0
     told = [h for h in outcome.trace.of("reroute") if h.get("reason") == "unreachable" and h.peer != peer]
     assert {h.get("peer") for h in told} == {peer}

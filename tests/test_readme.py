@@ -35,7 +35,7 @@ PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|
 OF_A_RUN = re.compile(r"noloco-runs/.*|summary\.json|events\.jsonl|mine\.yaml")
 """Files that the README mentions and a run makes."""
 
-COMMANDS = ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report")
+COMMANDS = ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report", "sim", "experiment")
 BENCHES = ("pipeline", "transport", "stage", "outer", "monitoring", "churn")
 
 HOSTS = {"arxiv.org", "HOST", "localhost"}
@@ -128,8 +128,8 @@ def test_every_path_exists() -> None:
     assert {"LICENSE", "configs/tiny.yaml", "noloco_p2p/node.py", "noloco_p2p/core/"} <= paths
     for path in sorted(paths):
         assert (ROOT / path).exists(), f"there is no {path}"
-    assert {path for path in paths if path.startswith("configs/") and path != "configs/"} == {
-        f"configs/{path.name}" for path in (ROOT / "configs").iterdir()
+    assert {path for path in paths if path.startswith("configs/") and path.endswith(".yaml")} == {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml")
     }
 
 
