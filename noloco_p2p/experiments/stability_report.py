@@ -50,12 +50,23 @@ def tell(results: Results) -> list[Block]:
     points = [
         Point(*key, [one for one in trained if (one["replicas"], one["alpha"], one["gamma"]) == key]) for key in keys
     ]
-    blocks: list[Block] = [_verdicts(points, typical), _crossings(points, typical)]
+    blocks: list[Block] = [_summary(points), _verdicts(points, typical), _crossings(points, typical)]
     for count in sorted({point.replicas for point in points}):
         mine = [point for point in points if point.replicas == count]
         blocks += [_plane(mine, count, typical), _cells(mine, count, typical), _by_round(mine, count)]
     named = [point for point in points if (point.alpha, point.gamma) == NAMED]
     return [*blocks, *(_named(point) for point in named), _noise(points), _foretold(points), _all(points)]
+
+
+def _summary(points: Sequence[Point]) -> str:
+    inside = [point for point in points if point.gamma < bounds.s1(point.alpha)]
+    parted = sum(point.grew for point in inside)
+    keys = sorted({(point.replicas, point.alpha) for point in points})
+    series = [[point for point in points if (point.replicas, point.alpha) == key] for key in keys]
+    found = [(_crossing(mine), bounds.s1(mine[0].alpha)) for mine in series]
+    ratios = [crossing / bound for crossing, bound in found if crossing is not None]
+    began = f"; where it began to grow, γ was {min(ratios):.2f} to {max(ratios):.2f} of S1's γ_max" if ratios else ""
+    return f"Inside S1 the spread grew at {parted} of {len(inside)} points{began}."
 
 
 def _verdicts(points: Sequence[Point], typical: dict[tuple[int, float], float]) -> Table:
