@@ -206,5 +206,5 @@ class Network:
 
     def _rng(self, sender: PeerId) -> random.Random:
         if sender not in self._chance:
-            self._chance[sender] = generator(self._seed, "messages", sender)
+            self._chance[sender] = generator(self._seed, "link", sender)
         return self._chance[sender]
