@@ -53,10 +53,23 @@ def test_a_spread_in_proportion_to_a_power_of_the_rate() -> None:
     assert spread.pearson([(step, rate, 2.0 - rate) for step, rate, _ in looks]) == pytest.approx(-1.0)
 
 
+def test_a_spread_that_lags_behind_the_rate() -> None:
+    rates = [0.5, 1.0, 0.95, 0.8, 0.6, 0.5, 0.45, 0.3, 0.2, 0.1, 0.1, 0.05]
+    late = [(step, rate, 2.0 * rates[max(0, step - 2)]) for step, rate in enumerate(rates)]
+    found, at_once = spread.delay(late), spread.pearson(late)
+    assert found is not None
+    assert at_once is not None
+    assert found[0] == 2
+    assert found[1] == pytest.approx(1.0)
+    assert at_once < 0.95
+    assert spread.delay([(step, rate, 1.0 - rate) for step, rate, _ in late]) is None, "it goes the other way"
+
+
 def test_a_rate_that_never_changes_has_no_correlation() -> None:
     looks = [(step, 1e-3, float(step)) for step in range(1, 9)]
     assert spread.pearson(looks) is None
     assert spread.exponent(looks) is None
+    assert spread.delay(looks) is None
     assert spread.kept(looks, 1) == 1.0
 
 

@@ -54,7 +54,7 @@ def runs(quick: bool) -> list[Case]:
     served = [
         Case(
             f"{policy}-{devices.replace(' ', '-')}-{seed}",
-            {"kind": "serve", "policy": policy, "devices": devices, "steps": steps, "seed": seed},
+            {"kind": "serve", "policy": policy, "devices": devices, "steps": steps // 2, "seed": seed},
         )
         for seed in seeds
         for devices in DEVICES

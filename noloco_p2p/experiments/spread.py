@@ -48,7 +48,7 @@ ARMS = (
 
 def runs(quick: bool) -> list[Case]:
     """Every arm with every seed."""
-    seeds, steps = (range(1, 2), 120) if quick else (range(1, 4), 300)
+    seeds, steps = (range(1, 2), 160) if quick else (range(1, 4), 300)
     return [
         Case(f"{arm.name.replace(' ', '-')}-{seed}", {"arm": arm.name, "steps": steps, "seed": seed})
         for seed in seeds
@@ -97,6 +97,22 @@ def falling(looks: Looks) -> Looks:
     return looks[peak:]
 
 
+def delay(looks: Looks) -> tuple[int, float] | None:
+    """By how many looks the std lags behind the rate: the shift, at most a third of the run, with the largest r; and r.
+
+    None where the rate does not change after the warm-up, or the std does not follow it at all (no r above 0).
+    """
+    if pearson(falling(looks)) is None:
+        return None
+    found: list[tuple[int, float]] = []
+    for shift in range(len(looks) // 3 + 1):
+        pairs = zip(looks, looks[shift:], strict=False)
+        r = pearson([(step, rate, std) for (_, rate, _), (step, _, std) in pairs])
+        if r is not None and r > 0:
+            found.append((shift, r))
+    return max(found, key=lambda one: one[1], default=None)
+
+
 def exponent(looks: Looks) -> float | None:
     """p of std ∝ rate^p, the least-squares line through the logarithms; None where `pearson` is."""
     if pearson(looks) is None or min(min(rate, std) for _, rate, std in looks) <= 0:
@@ -110,22 +126,37 @@ def kept(looks: Looks, column: int) -> float:
     return fmean(values[-max(1, len(values) // 10) :]) / max(values)
 
 
+COLUMNS = (
+    "arm",
+    "stage",
+    "looks",
+    "r",
+    "r after the warm-up",
+    "rounds behind",
+    "r of that shift",
+    "p",
+    "rate left",
+    "std left",
+)
+
+
 def tell(results: Results) -> list[Block]:
     """The correlations beside the paper's, how far both fall, and both over the run."""
     low, high = published()["pearson_weight_std_vs_lr"]
     rows = [_row(arm, stage, _of(results, arm)) for arm in ARMS for stage in STAGES]
-    rows.append(("paper", "–", f"{low} … {high}", "–", "–", "–", "–"))
+    rows.append(("paper", "–", "–", f"{low} … {high}", *"––––––"))
     caption = (
         "Pearson correlation r of the weight std (over the replicas of a stage, θ before the merge) with the learning "
-        "rate, over the outer rounds of a run; `after the warm-up` leaves out what comes before the peak, the "
-        "exponent p is that of std ∝ rate^p there. `left` is the mean of the last tenth of the run over the largest "
-        "value. Mean ± standard deviation over seeds; a dash where the rate does not change."
+        "rate, over the outer rounds of a run; `after the warm-up` leaves out what comes before the peak, the exponent "
+        "p is that of std ∝ rate^p there. `rounds behind` is the shift of the std against the rate with the largest r, "
+        "found after the fact. `left` is the mean of the last tenth of the run over the largest value. Mean ± standard "
+        "deviation over seeds; a dash where the rate does not change, or the std does not follow it. With a constant "
+        "rate r is that of the warm-up alone."
     )
-    columns = ("arm", "stage", "r", "r after the warm-up", "p", "rate left", "std left")
     return [
-        Table(columns, rows, caption),
+        Table(COLUMNS, rows, caption),
         *(_finding(results, arm) for arm in ARMS),
-        *(_plot(results, s) for s in STAGES),
+        *(_plot(results, stage) for stage in STAGES),
     ]
 
 
@@ -135,11 +166,15 @@ def _of(results: Results, arm: Arm) -> list[Result]:
 
 def _row(arm: Arm, stage: int, found: Results) -> tuple[str, ...]:
     series = [one["spread"][stage] for one in found if one["spread"][stage]]
+    delays = [late for looks in series if (late := delay(looks)) is not None]
     return (
         arm.name,
         str(stage),
+        mean_std([len(looks) for looks in series]),
         mean_std(_known([pearson(looks) for looks in series]), 3),
         mean_std(_known([pearson(falling(looks)) for looks in series]), 3),
+        mean_std([shift for shift, _ in delays], 2),
+        mean_std([r for _, r in delays], 3),
         mean_std(_known([exponent(falling(looks)) for looks in series]), 3),
         mean_std([kept(looks, 1) for looks in series], 2),
         mean_std([kept(looks, 2) for looks in series], 2),
