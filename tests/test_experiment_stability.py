@@ -137,10 +137,10 @@ def test_lost_partners_are_counted_and_widen_the_spread() -> None:
     sizes = {"replicas": 4, "steps": 24, "inner_steps": 2, "hidden_size": 16}
     sizes |= {"sequence_length": 8, "microbatch_size": 2, "held_out_microbatches": 2}
     results = []
-    for variant in (staleness.BASELINE, staleness.Variant("matched", 0, 0.5), staleness.Variant("random", 2)):
+    for variant in (staleness.BASELINE, staleness.Variant("random", 2, 0.5)):
         case = Case(f"{variant}", {**variant._asdict(), "seed": 1, **sizes})
         results.append(Result(case, staleness.measure(case), 1.0))
-    assert [sum(one["rounds"].values()) for one in results] == [48, 48, 48]
+    assert [sum(one["rounds"].values()) for one in results] == [48, 48]
     assert 12 < results[1]["rounds"]["lost"] < 36
     rows = table(staleness.tell(results), "spread / baseline's")
     assert float(rows[0]["spread / baseline's"]) == 1.0
