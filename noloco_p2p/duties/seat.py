@@ -89,7 +89,9 @@ class Seat:
         """When the last inner step ended, or training began; None while not training."""
         self.steps_took: deque[float] = deque(maxlen=STEPS_TIMED)
         """Seconds from one inner step to the next."""
-        self._pulse = asyncio.Event()
+        self._conditions: dict[asyncio.Future[bool], Callable[[], bool]] = {}
+        """What `until` waits for. They are looked at here, so that a pulse wakes nobody in vain."""
+        self._looking: asyncio.Handle | None = None
 
     # --- who and where ----------------------------------------------------------------------------------------------
 
@@ -167,9 +169,18 @@ class Seat:
         return self.world.telemetry.span(phase)
 
     def pulse(self) -> None:
-        """Something changed that somebody may wait for."""
-        self._pulse.set()
-        self._pulse = asyncio.Event()
+        """Something changed that somebody may wait for: all conditions are looked at in the loop's next turn."""
+        if self._conditions and self._looking is None:
+            self._looking = asyncio.get_running_loop().call_soon(self._look_at_conditions)
+
+    def _look_at_conditions(self) -> None:
+        self._looking = None
+        for waiter, condition in tuple(self._conditions.items()):
+            try:
+                if not waiter.done() and condition():
+                    waiter.set_result(True)
+            except BaseException as error:
+                waiter.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
         """This node cannot go on; its main task raises `error`."""
@@ -226,17 +237,29 @@ class Seat:
         why: str = "",
         idle: bool = False,
     ) -> bool:
-        """Wait until `condition` holds (checked at every pulse), at most `timeout_s`. False: the time was up.
+        """Wait until `condition` holds (looked at after every pulse), at most `timeout_s`. False: the time was up.
 
         `what`, `whom`, `why` and `idle` name the wait, see core.status.Wait.
         """
-        try:
-            if condition():
-                return True
-            with self.waiting(what, whom, timeout_s, why, idle=idle):
-                async with asyncio.timeout(timeout_s):
-                    while not condition():
-                        await self._pulse.wait()
-        except TimeoutError:
-            return condition()
+        if condition():
+            return True
+        loop = asyncio.get_running_loop()
+        ends_at = None if timeout_s is None else loop.time() + timeout_s
+        with self.waiting(what, whom, timeout_s, why, idle=idle):
+            while not condition():
+                waiter = loop.create_future()
+                timer = None if ends_at is None else loop.call_at(ends_at, _time_is_up, waiter)
+                self._conditions[waiter] = condition
+                try:
+                    if not await waiter:
+                        return condition()
+                finally:
+                    del self._conditions[waiter]
+                    if timer is not None:
+                        timer.cancel()
         return True
+
+
+def _time_is_up(waiter: "asyncio.Future[bool]") -> None:
+    if not waiter.done():
+        waiter.set_result(False)
