@@ -25,6 +25,9 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.experiments.training import Spread, Training
 from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
 
+KEPT_ROUNDS = 5
+"""Snapshots of a replica that are kept, beyond those that are pulled late: a partner may be ahead."""
+
 
 @dataclass(slots=True)
 class Seen:
@@ -40,7 +43,8 @@ class Watch:
     """What the stages of one run share: who has been seen at which round, and what was lost."""
 
     plan: Training
-    lost: int = 0
+    lost: set[tuple[PeerId, int]] = field(default_factory=set)
+    """(replica, round) of what was pulled and then lost."""
     served: dict[PeerId, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Microbatches counted in each inner step."""
     spreads: dict[tuple[int, int], Spread] = field(default_factory=dict)
@@ -51,9 +55,11 @@ class Watch:
     def see(self, stage: int, round: int, peer: PeerId, seen: Seen) -> None:
         """A replica has come to a round. Its weights are let go once the others have, too."""
         count = self.plan.replicas[stage]
+        if count == 1:
+            return
         found = self._seen[round, stage]
         found[peer] = seen
-        if count == 1 or len(found) < count:
+        if len(found) < count:
             return
         everybody = [found[peer] for peer in sorted(found)]
         step = int(fmean(one.step for one in everybody) + 0.5)
@@ -67,7 +73,7 @@ class Watch:
         if self.plan.stale_rounds:
             kept = self._snapshots[snapshot.peer]
             kept[snapshot.round] = snapshot
-            for old in sorted(kept)[: -self.plan.stale_rounds - 3]:
+            for old in sorted(kept)[: -self.plan.stale_rounds - KEPT_ROUNDS]:
                 del kept[old]
 
     def pulled(self, me: PeerId, mine: Snapshot, theirs: Snapshot | None) -> Snapshot | None:
@@ -76,10 +82,11 @@ class Watch:
             return None
         chance = generator(self.plan.seed, "lost partner", me, mine.round).random()
         if chance < self.plan.lost_partner:
-            self.lost += 1
+            self.lost.add((me, mine.round))
             return None
         if self.plan.stale_rounds:
-            return self._snapshots[theirs.peer][max(0, theirs.round - self.plan.stale_rounds)]
+            kept = self._snapshots[theirs.peer]
+            return kept[max(round for round in kept if round <= max(0, theirs.round - self.plan.stale_rounds))]
         return theirs
 
 

@@ -1,6 +1,6 @@
 """From what the nodes of a simulated swarm told and its stages saw to one report of numbers."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -22,10 +22,10 @@ def told(plan: Training, watch: Watch, outcome: Outcome, held_out: Sequence[Batc
     """From what happened to what is reported."""
     stages = [outcome.of_stage(stage) for stage in range(len(plan.replicas))]
     trace = outcome.trace
-    rounds = trace.totals("outer_round", "result")
-    if watch.lost:
-        rounds["lost"] = watch.lost
-        rounds["partner"] -= watch.lost
+    outer = trace.of("outer_round")
+    lost = [(h.peer, int(_number(h, "round"))) in watch.lost for h in outer]
+    rounds = Counter("lost" if gone else str(h.get("result")) for h, gone in zip(outer, lost, strict=True))
+    pulled = sum(int(_number(h, "bytes")) for h, gone in zip(outer, lost, strict=True) if not gone)
     idle: dict[str, float] = defaultdict(float)
     for happening in trace.of("idle"):
         idle[str(happening.get("cause"))] += _number(happening, "seconds")
@@ -42,7 +42,7 @@ def told(plan: Training, watch: Watch, outcome: Outcome, held_out: Sequence[Batc
         spreads=tuple(spread for _, spread in sorted(watch.spreads.items())),
         parameters=tuple(torch_stage(nodes[0]).state.parameters for nodes in stages),
         tokens=int(sum(tokens for _, tokens in steps.values())),
-        bytes=_bytes(plan, watch, stages, int(sum(_number(h, "bytes") for h in trace.of("outer_round")))),
+        bytes=_bytes(plan, watch, stages, pulled),
         rounds=dict(sorted(rounds.items())),
         load={node.peer: sum(watch.served[node.peer]) for nodes in stages for node in nodes},
         uneven=tuple(_uneven([watch.served[node.peer] for node in nodes]) for nodes in stages),
