@@ -7,7 +7,7 @@ something else stands inside `waiting`.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import floor
 from random import Random
@@ -176,11 +176,8 @@ class Seat:
     def _look_at_conditions(self) -> None:
         self._looking = None
         for waiter, condition in tuple(self._conditions.items()):
-            try:
-                if not waiter.done() and condition():
-                    waiter.set_result(True)
-            except BaseException as error:
-                waiter.set_exception(error)
+            if not waiter.done() and _may_hold(condition):
+                waiter.set_result(True)
 
     def fail(self, error: BaseException) -> None:
         """This node cannot go on; its main task raises `error`."""
@@ -258,6 +255,13 @@ class Seat:
                     if timer is not None:
                         timer.cancel()
         return True
+
+
+def _may_hold(condition: Callable[[], bool]) -> bool:
+    """True also where it raises: it does so again for who waits, and there it belongs."""
+    with suppress(Exception):
+        return condition()
+    return True
 
 
 def _time_is_up(waiter: "asyncio.Future[bool]") -> None:

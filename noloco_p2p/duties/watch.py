@@ -1,6 +1,7 @@
 """Keeping up with the membership: the one task that speaks to the directory (design.md §6)."""
 
 from collections.abc import Callable
+from statistics import median
 
 from noloco_p2p.core.status import DIRECTORY
 from noloco_p2p.duties.seat import Seat
@@ -9,7 +10,7 @@ from noloco_p2p.errors import PeerError
 BRISK_S = 0.5
 """Seconds between two readings of the membership while the node does not train."""
 QUIET_S = 1.0
-"""Without a microbatch or a gradient for so long, a node in training looks who is still there."""
+"""Without a microbatch or a gradient for so long, or for a usual inner step, a node in training looks who is there."""
 RENEWALS_PER_TTL = 3
 
 
@@ -36,7 +37,14 @@ class Watch:
                 await self._announce()
             if reading:
                 await self._read()
-            await self._seat.until(self._has_news, "time to look", DIRECTORY, self._tick_s, idle=True)
+            calm = not self._seat.deserted
+            await self._seat.until(
+                lambda calm=calm: self._has_news() or (calm and bool(self._seat.deserted)),  # type: ignore[misc]
+                "time to look",
+                DIRECTORY,
+                self._sleeps_s(),
+                idle=True,
+            )
 
     def _reading_is_due(self) -> bool:
         """While training once in `refresh_s`, and at stage 0 in an outer interval; briskly when nobody calls any more,
@@ -47,13 +55,31 @@ class Watch:
         """
         seat = self._seat
         age_s = seat.now() - self._read_at
-        if seat.deserted or seat.advert.state != "training" or seat.now() - seat.heard_at > QUIET_S:
+        if seat.deserted or seat.advert.state != "training" or seat.now() - seat.heard_at > self._quiet_s():
             return age_s >= self._tick_s
+        return age_s >= self._refresh_s()
+
+    def _quiet_s(self) -> float:
+        took = self._seat.steps_took
+        return max(QUIET_S, median(took)) if took else QUIET_S
+
+    def _refresh_s(self) -> float:
+        """Time between two readings in training."""
+        seat = self._seat
         due_s = seat.config.directory.refresh_s
         if seat.index == 0:
             speed = seat.advert.steps_per_s
             due_s = min(due_s, seat.manifest.outer.inner_steps / speed if speed else self._tick_s)
-        return age_s >= due_s
+        return due_s
+
+    def _sleeps_s(self) -> float:
+        """Until something may be due; news, or a stage that becomes deserted, come in between."""
+        seat, now = self._seat, self._seat.now()
+        if seat.deserted or seat.advert.state != "training":
+            return self._tick_s
+        quiet_at, read_at = seat.heard_at + self._quiet_s(), self._read_at + self._refresh_s()
+        renewed_at = self._announced_at + seat.config.directory.ttl_s / RENEWALS_PER_TTL
+        return max(self._tick_s, min(quiet_at, read_at, renewed_at) - now)
 
     def _renewal_is_due(self, reading: bool) -> bool:
         """The clocks of stage 0 are read from its adverts; those of other stages only have to stay alive."""
