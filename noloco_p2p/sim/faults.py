@@ -54,10 +54,6 @@ class Fault:
                 return (one in self.peers) != (other in self.peers)
         return False
 
-    def cuts_off(self, peer: PeerId) -> bool:
-        """While it lasts, the node may miss what the others announce."""
-        return self.kind == "split" or (self.kind in ("hang", "mute", "cut", "one_way") and peer in self.peers)
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -237,7 +233,7 @@ class HurtSwarm(Swarm):
     # --- its end --------------------------------------------------------------------------------------------------
 
     def _ahead(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
-        """Who came back, or was cut off, until the run was over and the others had left, is told to leave too."""
+        """Who came back, or was cut off from all who finished, until they had left, is told to leave too."""
         running = [life for life in self._lives if life.running]
         if self.over and all(self._late(life) for life in running):
             for life in running:
@@ -245,10 +241,14 @@ class HurtSwarm(Swarm):
         return super()._ahead(schedule)
 
     def _late(self, life: Life) -> bool:
-        ended_s = min(one.trace.of("state")[-1].at_s for one in self._lives if one.node.finished)
-        missed_s = ended_s + self.plan.config.directory.ttl_s / 2
-        cut_off = any(fault.ends_s > missed_s and fault.cuts_off(life.peer) for fault in self.begun)
-        return cut_off or life.node.seat.advert.state in ("starting", "waiting")
+        if life.node.seat.advert.state in ("starting", "waiting"):
+            return True
+        if not self.begun:
+            return False
+        finished = [one for one in self._lives if one.node.finished]
+        missed_s = min(one.trace.of("state")[-1].at_s for one in finished) + self.plan.config.directory.ttl_s / 2
+        lasting = [fault for fault in self.begun if fault.ends_s > missed_s]
+        return all(any(fault.parts(life.peer, one.peer) for fault in lasting) for one in finished)
 
     @property
     def over(self) -> bool:
