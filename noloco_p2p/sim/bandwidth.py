@@ -56,9 +56,10 @@ class Bandwidth:
     def go(self, transfer: Transfer, ways: tuple[Way, ...]) -> None:
         """Set a transfer that stands still in motion, over at least one way."""
         transfer.ways, transfer.as_of = ways, asyncio.get_running_loop().time()
+        touched = _held_up(ways)
         for way in ways:
             way.transfers[transfer] = None
-        self._share([transfer])
+        self._share([transfer, *touched])
 
     def stop(self, transfer: Transfer) -> None:
         """Let a transfer stand still, for good or until `go`; its share is the others' from this moment."""
@@ -71,7 +72,7 @@ class Bandwidth:
         transfer.rate, transfer.bottleneck, transfer.timer = 0.0, None, None
         for way in ways:
             del way.transfers[transfer]
-        self._share([other for way in ways for other in way.transfers if other.bottleneck is way])
+        self._share(_held_up(ways))
 
     def resize(self, way: Way, bytes_per_s: float) -> None:
         """Change what a way can carry."""
@@ -104,6 +105,11 @@ class Bandwidth:
 
 Rates = dict[Transfer, tuple[float, Way]]
 """Bytes per second of each transfer, and the way that gives it no more."""
+
+
+def _held_up(ways: tuple[Way, ...]) -> list[Transfer]:
+    """Those whose bottleneck one of these ways is: their rates change when somebody comes or goes."""
+    return [transfer for way in ways for transfer in way.transfers if transfer.bottleneck is way]
 
 
 def _move(transfer: Transfer, now: float) -> None:
