@@ -252,3 +252,25 @@ def test_a_stage_keeps_one_node_however_many_go_for_good() -> None:
     found = churn.faults(Scenario(replicas=(3, 5), churn=rates), seed=1)
     assert {fault.kind for fault in found} == {"crash", "depart"}
     assert [sum(fault.peers[0].startswith(stage) for fault in found) for stage in ("s0", "s1")] == [2, 4]
+
+
+def test_what_a_file_says_is_done_is_done_and_undone() -> None:
+    faults = [
+        "{at_s: 5, kind: slow, peers: [s1r0], for_s: 10, factor: 4}",
+        "{at_s: 6, kind: one_way, peers: [s0r0, s1r1, s1r2], for_s: 5}",
+        "{at_s: 8, kind: depart, peers: [s0r1]}",
+        "{at_s: 9, kind: arrive, peers: [s1r3]}",
+    ]
+    light = ("replicas=[3, 3]", "run.steps=12", "workload.parameters_per_stage=1_000_000")
+    simulation = build(load(None, (*SHORT, *light, f"faults=[{', '.join(faults)}]")), seed=0)
+    seen: list[float] = []
+    for at_s in (4.0, 7.0, 17.0):
+        simulation.at(at_s, lambda: seen.append(getattr(simulation.life("s1r0").stage, "slowness", 0.0)))
+    outcome = check(simulation)
+    assert seen == [1.0, 4.0, 1.0]
+    unheard = [h for h in outcome.trace.of("reroute", "s0r0") if h.get("reason") in ("unreachable", "hurried")]
+    assert {h.get("peer") for h in unheard} <= {"s1r1", "s1r2"}
+    assert unheard
+    assert outcome.nodes["s0r1"].trace.of("state")[-2].get("reason") == "told to leave"
+    assert outcome.nodes["s0r1"].step < 12 == outcome.nodes["s0r0"].step
+    assert outcome.nodes["s1r3"].trace.of("inner_step")
