@@ -228,7 +228,8 @@ def test_under_balanced_nobody_waits_for_a_newcomer_that_fetches_its_weights(sta
     assert came_s > 20.0
     steps = [at_s for at_s in times(outcome, "inner_step", "s0r0") if 7.0 < at_s < came_s]
     assert max(after - before for before, after in pairwise(steps)) < 5.0
-    assert len(steps) > 6
+    # An origin that has been waited for in vain is not waited for in every step: else there are ten steps, not twenty.
+    assert len(steps) > (15 if stage == 0 else 6)
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
