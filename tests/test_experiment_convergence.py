@@ -11,7 +11,7 @@ from noloco_p2p.experiments.convergence_findings import METHODS, REPLICAS, tell
 from noloco_p2p.experiments.page import markdown
 from noloco_p2p.experiments.spec import Case, Figures, Result
 
-TINY = Size(hidden=16, layers=2, steps=3, seeds=2)
+TINY = Size(hidden=16, layers=2, steps=2, seeds=2)
 
 
 def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gradient(
