@@ -25,6 +25,8 @@ ROUND_STEPS = 10
 """m, and without outer rounds the inner steps from one look at the spread to the next."""
 JITTER = 0.2
 """Sigma of the log-normal device times where real weights are trained."""
+EVALUATED = 60
+"""Per cent of the run from one evaluation to the next; the last is at its end."""
 STAGES = (0, 1)
 
 
@@ -78,11 +80,22 @@ def trained(case: Case) -> Figures:
         steps=settings["steps"],
         inner={"peak_learning_rate": settings["rate"]},
         outer={"inner_steps": ROUND_STEPS, "pairing": ROUNDS[settings["rounds"]]},
-        evaluation={"every_steps": None, "microbatches": 16},
+        evaluation={"every_steps": EVALUATED * settings["steps"] // 100, "microbatches": 16},
     )
     both = (settings["replicas"], settings["replicas"])
     found = train(Training(manifest, both, settings["seed"], costs=Costs(spread=JITTER))).json()
-    told = ("validation_loss", "merged_loss", "tokens", "load", "uneven", "waiting", "busy", "rounds", "virtual_s")
+    told = (
+        "validation",
+        "validation_loss",
+        "merged_loss",
+        "tokens",
+        "load",
+        "uneven",
+        "waiting",
+        "busy",
+        "rounds",
+        "virtual_s",
+    )
     finite = [one for one in found["spreads"] if one["std"] is not None]
     spread = [[(one["step"], one["std"]) for one in finite if one["stage"] == stage] for stage in STAGES]
     return {name: found[name] for name in told} | {"spread": spread}
@@ -133,6 +146,7 @@ def tell(results: Results) -> list[Block]:
         _changes(weights),
         *(_finding(weights, policy, arm) for policy in POLICIES[1:] for arm in ARMS),
         *(_plot(weights, stage) for stage in STAGES),
+        _gap(weights),
         "### Load, waiting and throughput",
         *doors.tell([one for one in results if one["kind"] == "serve"]),
     ]
@@ -236,6 +250,27 @@ def _plot(results: Results, stage: int) -> Plot:
         curves,
         ("linear", "log"),
     )
+
+
+def _gap(results: Results) -> Plot:
+    """Whether the price of other routes grows or shrinks: the mean over the seeds at every evaluation."""
+    curves = []
+    for rounds, rate in ARMS:
+        fixed = of(results, policy="fixed", rounds=rounds, rate=rate)
+        for policy in POLICIES[1:]:
+            mine = of(results, policy=policy, rounds=rounds, rate=rate)
+            together = list(zip(*map(_gaps, mine, fixed), strict=False))
+            x, y = ([fmean(pair[column] for pair in same) for same in together] for column in (0, 1))
+            label = f"{policy}, {rounds}, {rate:g}"
+            curves.append(Curve(label, x, y, style="dashed" if rounds == "with" else "line"))
+    return Plot("perplexity", "Perplexity against fixed routes", ("steps", "change, %"), curves)
+
+
+def _gaps(one: Result, fixed: Result) -> list[tuple[int, float]]:
+    """(step, perplexity against that of fixed routes in per cent) of every evaluation."""
+    pairs = zip(one["validation"], fixed["validation"], strict=False)
+    finite = [(step, loss, other) for (step, loss), (_, other) in pairs if loss is not None and other is not None]
+    return [(step, 100 * (exp(loss - other) - 1)) for step, loss, other in finite]
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
