@@ -1,7 +1,6 @@
 """Keeping up with the membership: the one task that speaks to the directory (design.md §6)."""
 
 from collections.abc import Callable
-from statistics import median
 
 from noloco_p2p.core.status import DIRECTORY
 from noloco_p2p.duties.seat import Seat
@@ -9,8 +8,11 @@ from noloco_p2p.errors import PeerError
 
 BRISK_S = 0.5
 """Seconds between two readings of the membership while the node does not train."""
+FIRST_S = 2.0
+"""And at stage 0 while the first inner steps have not been timed."""
 QUIET_S = 1.0
-"""Without a microbatch or a gradient for so long, or for a usual inner step, a node in training looks who is there."""
+"""Without a microbatch or a gradient for so long, and longer than an inner step with its outer round takes, a node in
+training looks who is still there."""
 RENEWALS_PER_TTL = 3
 
 
@@ -60,8 +62,7 @@ class Watch:
         return age_s >= self._refresh_s()
 
     def _quiet_s(self) -> float:
-        took = self._seat.steps_took
-        return max(QUIET_S, median(took)) if took else QUIET_S
+        return max((QUIET_S, *self._seat.steps_took))
 
     def _refresh_s(self) -> float:
         """Time between two readings in training."""
@@ -69,7 +70,7 @@ class Watch:
         due_s = seat.config.directory.refresh_s
         if seat.index == 0:
             speed = seat.advert.steps_per_s
-            due_s = min(due_s, seat.manifest.outer.inner_steps / speed if speed else self._tick_s)
+            due_s = min(due_s, seat.manifest.outer.inner_steps / speed if speed else FIRST_S)
         return due_s
 
     def _sleeps_s(self) -> float:
