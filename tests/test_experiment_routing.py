@@ -150,7 +150,7 @@ def test_a_run_that_has_diverged_is_reported_without_a_loss() -> None:
 
 
 def test_random_routes_hold_the_later_replicas_together() -> None:
-    """Real weights, before their first merge: replicas of stage 1 that see everybody's microbatches drift apart less."""
+    """Real weights, before their first merge: replicas of stage 1 that see everybody's work drift apart less."""
 
     def std(policy: str) -> float:
         settings = {"kind": "train", "policy": policy, "rounds": "with", "rate": 3e-3, "replicas": 4}
