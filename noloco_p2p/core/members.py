@@ -86,8 +86,9 @@ class Members:
         self._failures: dict[PeerId, _Failures] = {}
         self._by_state: dict[tuple[int, str], list[Advert]] = {}
         """`_adverts` by (stage, state), as of the last reading."""
-        self._found: dict[tuple[int, Set[str]], tuple[list[Advert], tuple[PeerId, ...]]] = {}
-        """Answers that still hold, by stage and states: adverts and their ids."""
+        self._found: dict[tuple[int, Set[str]], list[Advert]] = {}
+        """Answers that still hold, by stage and states."""
+        self._ids: dict[tuple[int, Set[str]], list[PeerId]] = {}
         self.left_at_step = 0.0
         """The furthest clock of those of stage 0 who have left: at the last step, the run has ended without us."""
 
@@ -144,9 +145,13 @@ class Members:
             deeds.pop(peer, None)
 
     def _index(self) -> None:
-        self._by_state, self._found = {}, {}
+        self._by_state, self._found, self._ids = {}, {}, {}
         for advert in self._adverts.values():
             self._by_state.setdefault((advert.stage, advert.state), []).append(advert)
+
+    def __len__(self) -> int:
+        """How many others there are."""
+        return len(self._adverts)
 
     # --- who is there -----------------------------------------------------------------------------------------------
 
@@ -156,19 +161,21 @@ class Members:
 
     def of_stage(self, stage: int, states: Set[str] = PRESENT) -> Sequence[Advert]:
         """Others of a stage that are in one of `states`."""
-        return self._answer(stage, states)[0]
+        asked = stage, frozenset(states)
+        found = self._found.get(asked)
+        if found is None:
+            parts = [some for state in STATES if state in states and (some := self._by_state.get((stage, state)))]
+            found = parts[0] if len(parts) == 1 else sorted(chain(*parts), key=lambda advert: advert.peer_id)
+            self._found[asked] = found
+        return found
 
     def ids(self, stage: int, states: Set[str] = PRESENT) -> Sequence[PeerId]:
         """The same, by id."""
-        return self._answer(stage, states)[1]
-
-    def _answer(self, stage: int, states: Set[str]) -> tuple[list[Advert], tuple[PeerId, ...]]:
         asked = stage, frozenset(states)
-        if asked not in self._found:
-            parts = [found for state in STATES if state in states and (found := self._by_state.get((stage, state)))]
-            adverts = parts[0] if len(parts) == 1 else sorted(chain(*parts), key=lambda advert: advert.peer_id)
-            self._found[asked] = adverts, tuple(advert.peer_id for advert in adverts)
-        return self._found[asked]
+        found = self._ids.get(asked)
+        if found is None:
+            found = self._ids[asked] = [advert.peer_id for advert in self.of_stage(stage, states)]
+        return found
 
     def all(self) -> Sequence[Advert]:
         """Everybody else."""
@@ -222,15 +229,17 @@ class Members:
 
         Only the next stage is called all the time: only there an answer would soon tell that it is served again.
         """
-        there = {s: self.ids(s, IN_ROUNDS) for s in range(stages) if s != mine}
-        if mine + 1 in there:
-            silent = {peer for peer, one in self._failures.items() if one.count >= FAILURES_TO_DESERT}
-            there[mine + 1] = [peer for peer in there[mine + 1] if peer not in silent]
-        return [stage for stage, replicas in there.items() if not replicas]
+        silent = {peer for peer, one in self._failures.items() if one.count >= FAILURES_TO_DESERT}
+
+        def served(stage: int) -> bool:
+            replicas = self.of_stage(stage, IN_ROUNDS)
+            return any(a.peer_id not in silent for a in replicas) if stage == mine + 1 else bool(replicas)
+
+        return [stage for stage in range(stages) if stage != mine and not served(stage)]
 
     def anybody(self, stage: int) -> bool:
         """Somebody else of a stage is there, whether it answers or not."""
-        return bool(self.ids(stage, IN_ROUNDS))
+        return bool(self.of_stage(stage, IN_ROUNDS))
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------
 

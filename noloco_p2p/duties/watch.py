@@ -8,6 +8,8 @@ from noloco_p2p.errors import PeerError
 
 BRISK_S = 0.5
 """Seconds between two readings of the membership while the node does not train."""
+ADVERTS_PER_S = 200
+"""At most so many are read in a second, on average: each is a signature to check, and a swarm can have thousands."""
 FIRST_S = 2.0
 """And at stage 0 while the first inner steps have not been timed."""
 QUIET_S = 1.0
@@ -28,7 +30,6 @@ class Watch:
         self._announced: tuple[object, ...] = ()
         self._announced_at = float("-inf")
         self._read_at = float("-inf")
-        self._tick_s = min(BRISK_S, seat.config.directory.refresh_s)
         self._readings = 0
 
     async def run(self) -> None:
@@ -61,6 +62,11 @@ class Watch:
             return age_s >= self._tick_s
         return age_s >= self._refresh_s()
 
+    @property
+    def _tick_s(self) -> float:
+        """Shortest time between two readings."""
+        return max(min(BRISK_S, self._seat.config.directory.refresh_s), len(self._seat.members) / ADVERTS_PER_S)
+
     def _quiet_s(self) -> float:
         return max((QUIET_S, *self._seat.steps_took))
 
@@ -71,7 +77,7 @@ class Watch:
         if seat.index == 0:
             speed = seat.advert.steps_per_s
             due_s = min(due_s, seat.manifest.outer.inner_steps / speed if speed else FIRST_S)
-        return due_s
+        return max(due_s, self._tick_s)
 
     def _sleeps_s(self) -> float:
         """Until something may be due; news, or a stage that becomes deserted, come in between."""
