@@ -17,6 +17,7 @@ from noloco_p2p.ports import Batches, Stage, World
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
 from noloco_p2p.sim.directory import Registry, SimDirectory
+from noloco_p2p.sim.life import Life
 from noloco_p2p.sim.links import Geography, Link, Sizes, Uniform
 from noloco_p2p.sim.loop import run
 from noloco_p2p.sim.model import ModelStage
@@ -77,39 +78,6 @@ class SwarmPlan:
     def costs_of(self, stage: int) -> Costs:
         """Device seconds of a node of this stage."""
         return self.costs[stage] if isinstance(self.costs, tuple) else self.costs
-
-
-@dataclass(slots=True)
-class Life:
-    """One process: a node from its start to its end."""
-
-    peer: PeerId
-    place: tuple[int, int]
-    """(stage, replica) that it was started with."""
-    node: Node
-    world: World
-    ports: tuple[SimTransport, SimDirectory, SimTelemetry, SimCheckpoints]
-    """Those of `world`, that fall silent together."""
-    stages: list[TimedStage] = field(default_factory=list)
-    """Every stage that it has made, in order; more than one when it moved."""
-    task: asyncio.Task[None] | None = None
-    crashed: bool = False
-    ended_at_s: float | None = None
-
-    @property
-    def stage(self) -> TimedStage | None:
-        """The newest of its stages; None before its weights are made."""
-        return self.stages[-1] if self.stages else None
-
-    @property
-    def trace(self) -> Trace:
-        """What this process has told so far."""
-        return self.ports[2].own
-
-    @property
-    def running(self) -> bool:
-        """It has neither ended nor crashed."""
-        return self.task is not None and not self.task.done() and not self.crashed
 
 
 class Swarm:
