@@ -68,7 +68,9 @@ class Watch:
         return max(min(BRISK_S, self._seat.config.directory.refresh_s), len(self._seat.members) / ADVERTS_PER_S)
 
     def _quiet_s(self) -> float:
-        return max((QUIET_S, *self._seat.steps_took))
+        # Two of them may have been odd: an evaluation, a stall.
+        usual = sorted(self._seat.steps_took)[:-2]
+        return max(QUIET_S, usual[-1]) if usual else QUIET_S
 
     def _refresh_s(self) -> float:
         """Time between two readings in training."""
