@@ -147,7 +147,7 @@ ADVERTS = st.builds(
     step=NUMBERS,
     microbatches_per_s=NUMBERS,
     version=TEXTS,
-    age_s=NUMBERS,
+    announced_at=NUMBERS,
 )
 STATUSES = st.builds(
     Status,
@@ -161,7 +161,7 @@ STATUSES = st.builds(
         tuple
     ),
     serving=st.lists(st.builds(Serving, TEXTS, TEXTS, NUMBERS), max_size=2).map(tuple),
-    seen=st.lists(st.builds(Seen, ADVERTS, NUMBERS), max_size=2).map(tuple),
+    seen=st.lists(st.builds(Seen, ADVERTS, NUMBERS, NUMBERS), max_size=2).map(tuple),
     deserted=st.dictionaries(COUNTS, NUMBERS, max_size=2),
     step_took_s=st.none() | NUMBERS,
     since_step_s=st.none() | NUMBERS,
@@ -176,7 +176,15 @@ STATUSES = st.builds(
     ),
 )
 REPORTS = st.lists(
-    st.builds(Report, st.sampled_from(PEERS), st.none() | ADVERTS, st.none() | STATUSES, TEXTS, st.none() | NUMBERS),
+    st.builds(
+        Report,
+        st.sampled_from(PEERS),
+        st.none() | ADVERTS,
+        st.none() | STATUSES,
+        TEXTS,
+        clock_ahead_s=st.none() | NUMBERS,
+        age_s=NUMBERS,
+    ),
     max_size=4,
 )
 
