@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import platform
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -180,6 +181,15 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 def _end_quietly() -> None:
     """Ctrl-C ends a measuring process at once and without a word: its parent speaks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_the_command, daemon=True).start()
+
+
+def _end_with_the_command() -> None:
+    """However the command ended: nobody would take the result."""
+    command = multiprocessing.parent_process()
+    if command is not None:
+        command.join()
+        os._exit(1)
 
 
 def _measure_all(
