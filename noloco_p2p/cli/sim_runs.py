@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from noloco_p2p.errors import LocalError, NolocoError
+from noloco_p2p.experiments.runner import end_with_the_command
 from noloco_p2p.sim import figures, laws
 from noloco_p2p.sim.figures import Figures
 from noloco_p2p.sim.outcome import Outcome
@@ -138,6 +139,7 @@ def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
 
 def _leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_the_command()
 
 
 @contextmanager

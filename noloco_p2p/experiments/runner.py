@@ -181,11 +181,15 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 def _end_quietly() -> None:
     """Ctrl-C ends a measuring process at once and without a word: its parent speaks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_the_command, daemon=True).start()
+    end_with_the_command()
 
 
-def _end_with_the_command() -> None:
-    """However the command ended: nobody would take the result."""
+def end_with_the_command() -> None:
+    """From now on this process ends when the one that started it has, however that ended: nobody takes its result."""
+    threading.Thread(target=_watch_the_command, daemon=True).start()
+
+
+def _watch_the_command() -> None:
     command = multiprocessing.parent_process()
     if command is not None:
         command.join()
