@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from noloco_p2p.core import outer as outer_mathematics
+from noloco_p2p.core import outer_update as outer_mathematics
 
 MANIFEST_LIMIT_BYTES = 65_536
 """A manifest in canonical JSON is refused above this size."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from noloco_p2p.cli import entries, settings
-from noloco_p2p.compute.size import describe
+from noloco_p2p.compute.model_size import describe
 from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.launch import settings, yaml_entries
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PAPER = sorted(path.name for path in CONFIGS.glob("*-*.yaml"))
@@ -36,7 +36,7 @@ def test_tiny_is_the_defaults_written_out() -> None:
     assert manifest.run_id == RunManifest().run_id
     assert node == NodeConfig()
     given = {entry.key for entry in settings.read(CONFIGS / "tiny.yaml", {}, []).entries}
-    assert {key for key, _ in entries.fields(RunManifest)} <= given, "every key of the manifest stands there"
+    assert {key for key, _ in yaml_entries.fields(RunManifest)} <= given, "every key of the manifest stands there"
     assert describe(manifest).parameters == 1_148_032
 
 

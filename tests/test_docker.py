@@ -12,8 +12,8 @@ import pytest
 import typer
 import yaml
 
-from noloco_p2p.cli import settings
 from noloco_p2p.cli.node import app
+from noloco_p2p.launch import settings
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"

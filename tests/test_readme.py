@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry
 
 from noloco_p2p.cli import main as noloco
 from noloco_p2p.cli import node as noloco_node
-from noloco_p2p.cli import scenarios, settings
-from noloco_p2p.cli.entries import KEYS, SECTIONS
 from noloco_p2p.cli.exits import DEBUG
-from noloco_p2p.cli.reference import reference_markdown
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status, Trouble
-from noloco_p2p.io.telemetry import PrometheusTelemetry
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.lab import scenarios
+from noloco_p2p.launch import settings
+from noloco_p2p.launch.config_reference import reference_markdown
+from noloco_p2p.launch.yaml_entries import KEYS, SECTIONS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -127,7 +128,7 @@ def test_every_path_exists() -> None:
     links = [target for target in re.findall(r"\]\(([^)\s]+)\)", README) if "://" not in target]
     shown = [word for words in commands() for word in words] + spans()
     paths = {word for word in [*links, *shown] if PATH.fullmatch(word) and not OF_A_RUN.fullmatch(word)}
-    assert {"LICENSE", "configs/tiny.yaml", "noloco_p2p/node.py", "noloco_p2p/core/"} <= paths
+    assert {"LICENSE", "configs/tiny.yaml", "noloco_p2p/node/loop.py", "noloco_p2p/core/"} <= paths
     for path in sorted(paths):
         assert (ROOT / path).exists(), f"there is no {path}"
     assert {path for path in paths if path.startswith("configs/") and path.endswith(".yaml")} == {

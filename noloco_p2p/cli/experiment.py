@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from noloco_p2p.experiments import NAMES, find
-from noloco_p2p.experiments.charts import available
-from noloco_p2p.experiments.runner import Order, run
+from noloco_p2p.lab.experiments import NAMES, find
+from noloco_p2p.lab.experiments.mpl_charts import available
+from noloco_p2p.lab.experiments.runner import Order, run
 
 
 def list_experiments() -> list[str]:

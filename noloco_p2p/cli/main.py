@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_p2p.cli.benches import bench
+from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 
 app = typer.Typer(
@@ -47,8 +47,8 @@ def swarm(
 
     With the --dir of a run that has not ended, that run goes on, with the settings it had.
     """
-    from noloco_p2p.cli.plan import Asked
-    from noloco_p2p.cli.swarm import run_swarm
+    from noloco_p2p.launch.swarm import run_swarm
+    from noloco_p2p.launch.swarm_plan import Asked
 
     raise typer.Exit(run_swarm(Asked(config, stages, replicas, steps, tuple(set or ())), dir, plain))
 
@@ -56,7 +56,7 @@ def swarm(
 @app.command()
 def pause(dir: NodeDir) -> None:
     """Pause a running node: it keeps its state and leaves the routes, so that its device is free for others."""
-    from noloco_p2p.cli import control
+    from noloco_p2p.launch import control
 
     _told("pause", control.tell(dir, control.PAUSE))
 
@@ -64,7 +64,7 @@ def pause(dir: NodeDir) -> None:
 @app.command()
 def resume(dir: NodeDir) -> None:
     """Let a paused node go on; it catches up with the others first."""
-    from noloco_p2p.cli import control
+    from noloco_p2p.launch import control
 
     _told("go on", control.tell(dir, control.RESUME))
 
@@ -85,7 +85,7 @@ def report(
 
     Also while the run goes on, and for nodes that were killed.
     """
-    from noloco_p2p.report.page import make
+    from noloco_p2p.observe.report.page import make
 
     print(f"{out}: {make(dir, out):,} bytes")
 
@@ -113,7 +113,7 @@ def export_model(
     From directories: the weights after that round's merge. From a running swarm: those that the replicas brought into
     the round, before they merged.
     """
-    from noloco_p2p.cli.export import Order, run_export
+    from noloco_p2p.launch.export import Order, run_export
 
     run_export(Order(tuple(join or ()), tuple(from_ or ()), out, merge is Merge.mean, replicas, tokenizer_dir))
 
@@ -133,7 +133,7 @@ def evaluate_model(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures.")] = False,
 ) -> None:
     """Loss, perplexity and bits per byte of an exported model, and the mean over its single replicas."""
-    from noloco_p2p.cli import evaluation
+    from noloco_p2p.launch import evaluation
 
     figures = evaluation.run_eval(out, data or (), held_out=held_out, microbatches=microbatches, device=device)
     for line in [json.dumps(figures, allow_nan=False)] if as_json else evaluation.tell(figures):
@@ -150,7 +150,7 @@ def generate_text(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
 ) -> None:
     """Print what an exported model says after a prompt."""
-    from noloco_p2p.cli.evaluation import run_generate
+    from noloco_p2p.launch.evaluation import run_generate
 
     print(run_generate(out, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
 
@@ -171,8 +171,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all findings.")] = False,
 ) -> None:
     """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
-    from noloco_p2p.cli import settings
-    from noloco_p2p.cli.doctor.examination import Order, run_doctor
+    from noloco_p2p.launch import settings
+    from noloco_p2p.observe.doctor.examination import Order, run_doctor
 
     given = settings.read(config, os.environ, set or ())
     raise typer.Exit(run_doctor(Order(tuple(join or ()), given, dir, as_json)))
@@ -192,7 +192,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds from one reading to the next.")] = 2.0,
 ) -> None:
     """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
-    from noloco_p2p.cli.top import Wish, run_top
+    from noloco_p2p.observe.top import Wish, run_top
 
     run_top(Wish(tuple(join or ()), url, once or as_json, as_json, interval))
 

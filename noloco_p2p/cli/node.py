@@ -15,9 +15,9 @@ from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
 
 if TYPE_CHECKING:
-    from noloco_p2p.cli.settings import Given
-    from noloco_p2p.cli.wiring import Order
-    from noloco_p2p.io.identity import Identity
+    from noloco_p2p.io.dht.identity import Identity
+    from noloco_p2p.launch.compose import Order
+    from noloco_p2p.launch.settings import Given
 
 HOME = Path("noloco-runs")
 """Where a node without --dir has its directory: the first `node-<n>` there that no other process uses."""
@@ -71,20 +71,20 @@ def node(  # as long as it has options
     if version:
         print(__version__)
         return
-    from noloco_p2p.cli import settings
+    from noloco_p2p.launch import settings
 
     given = settings.read(config, os.environ, [*(set or []), *([] if stage is None else [f"stage={stage}"])])
     if describe:
         _describe(given)
         return
-    from noloco_p2p.cli import join_file
+    from noloco_p2p.launch import join_file
 
     given.node()
     join_file.check(join or ())
     if not join:
         given.manifest()
     with closing(_own_identity(dir)) as identity:
-        from noloco_p2p.cli.wiring import Order
+        from noloco_p2p.launch.compose import Order
 
         _live(Order(tuple(join or ()), run, identity, watch_stdin, given, address_file), log_json)
 
@@ -98,7 +98,7 @@ def health(
     url: Annotated[str | None, typer.Option(help="Where a node serves its metrics, instead of --dir.")] = None,
 ) -> None:
     """Ask a running node whether it is well: prints ok, or what is wrong and ends with exit code 1."""
-    from noloco_p2p.cli.health import ask
+    from noloco_p2p.observe.health_check import ask
 
     before: Path | None = context.parent.params["dir"] if context.parent is not None else None
     well, line = ask(dir or before, url, HOME)
@@ -108,7 +108,7 @@ def health(
 
 def _own_identity(home: Path | None) -> "Identity":
     """That of a node's directory; without one, the first `node-<n>` is taken that no running node holds."""
-    from noloco_p2p.io.identity import KEY, Identity
+    from noloco_p2p.io.dht.identity import KEY, Identity
 
     if home is not None:
         return Identity.open(home / KEY)
@@ -124,14 +124,14 @@ def _live(order: "Order", log_json: bool) -> None:
 
     import uvloop
 
-    from noloco_p2p.cli import wiring
-    from noloco_p2p.io import log
+    from noloco_p2p.io.telemetry import log
+    from noloco_p2p.launch import compose
 
     stop_log = log.start(sys.stderr, json_lines=log_json)
     for noisy in ("hivemind", "transformers", "datasets", "grpc"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
-        uvloop.run(wiring.run(order))
+        uvloop.run(compose.run(order))
     except asyncio.CancelledError:
         logging.getLogger("noloco_p2p").info("stopped at once")
     finally:
@@ -140,7 +140,7 @@ def _live(order: "Order", log_json: bool) -> None:
 
 def _describe(given: "Given") -> None:
     """Sizes of the model and its stages, without allocating the weights."""
-    from noloco_p2p.compute.size import describe
+    from noloco_p2p.compute.model_size import describe
 
     size = describe(given.manifest())
     print(f"{size.family}: {size.parameters:,} parameters in {len(size.stages)} stages")

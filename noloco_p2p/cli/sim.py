@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from noloco_p2p.cli import scenarios, sim_runs, sim_table
-from noloco_p2p.cli.sim_runs import Request, Run
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.lab import scenarios, sim_runs, sim_table
+from noloco_p2p.lab.sim_runs import Request, Run
 from noloco_p2p.sim.figures import flat
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _check(order: Order) -> None:
     if order.check and order.plots is not None:
         raise ConfigError("--check makes no plots: leave out --plots")
     if order.plots is not None:
-        from noloco_p2p.cli import sim_plots
+        from noloco_p2p.lab import sim_plots
 
         sim_plots.require()
     for place in (order.trace, order.plots):
@@ -96,7 +96,7 @@ def _once(request: Request, order: Order) -> int:
         _write(order.trace, run.lines)
     drawn: Sequence[Path] = ()
     if order.plots is not None and run.outcome is not None:
-        from noloco_p2p.cli import sim_plots
+        from noloco_p2p.lab import sim_plots
 
         drawn = sim_plots.draw(run, order.plots)
     if order.as_json:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from noloco_p2p.compute import host
+from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.accumulator import Added
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, Snapshot
@@ -101,7 +101,7 @@ class Audit:
             }
             for kind, tensor in parts.items():
                 if tensor is not None:
-                    tensors[f"{kind}/{microbatch_key(one.microbatch)}"] = host.to_torch(tensor).clone()
+                    tensors[f"{kind}/{microbatch_key(one.microbatch)}"] = host_tensor.to_torch(tensor).clone()
         self._save(f"batches-{self._peer_id}-{label.inner_step:06d}.safetensors", tensors, {"peer_id": self._peer_id})
 
     def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import family, host
+from noloco_p2p.compute import host_tensor, model_family
 from noloco_p2p.compute.model import outline
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, Snapshot, TensorSpec
@@ -54,8 +54,8 @@ def checked(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> 
     """Tensors in the order of `parameters`, by its names. Raises Violation when one does not fit or is not finite."""
     weights = {}
     for tensor, spec in zip(tensors, parameters, strict=True):
-        weights[spec.name] = host.check(tensor, spec)
-        if not host.is_finite(weights[spec.name]):
+        weights[spec.name] = host_tensor.check(tensor, spec)
+        if not host_tensor.is_finite(weights[spec.name]):
             raise Violation(f"{spec.name} is not finite")
     return weights
 
@@ -85,7 +85,7 @@ def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Pat
     if set(state) != wanted:
         raise ConfigError(f"the stages are not the whole model: {', '.join(sorted(wanted ^ set(state))[:3])} …")
     if eos is not None:
-        for name in family.SPECIAL_IDS:
+        for name in model_family.SPECIAL_IDS:
             setattr(causal.generation_config, name, eos if name == "eos_token_id" else None)
     try:
         causal.save_pretrained(directory, state_dict=state)
@@ -95,7 +95,9 @@ def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Pat
 
 def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
     """The model class without memory, with its tied weights tied. Raises ConfigError."""
-    causal = outline(family.checked_config(manifest), index, stages, dtype=host.DTYPES[manifest.compute_dtype]).causal
+    causal = outline(
+        model_family.checked_config(manifest), index, stages, dtype=host_tensor.DTYPES[manifest.compute_dtype]
+    ).causal
     if getattr(causal.config, "tie_word_embeddings", False):
         causal.tie_weights()
     return causal

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from noloco_p2p.compute import family
+from noloco_p2p.compute import model_family
 from noloco_p2p.compute.audit import Audit
-from noloco_p2p.compute.host import DTYPES
+from noloco_p2p.compute.host_tensor import DTYPES
 from noloco_p2p.compute.model import make_slice
+from noloco_p2p.compute.model_size import check_fits
 from noloco_p2p.compute.selftest import check_architecture
-from noloco_p2p.compute.size import check_fits
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId
@@ -34,7 +34,7 @@ def make_torch_stage(
     """
     if not 0 <= index < manifest.stages:
         raise ConfigError(f"stage is {index}, but the run has stages 0 to {manifest.stages - 1}")
-    config = family.checked_config(manifest)
+    config = model_family.checked_config(manifest)
     dtype = DTYPES[manifest.compute_dtype]
     chosen = pick_device(device)
     check_fits(manifest, index, chosen)
@@ -52,7 +52,7 @@ def check_model(manifest: RunManifest) -> Any:
 
     It takes as long as importing the family's code, and a fraction of a second.
     """
-    config = family.checked_config(manifest)
+    config = model_family.checked_config(manifest)
     check_architecture(config, manifest.stages, DTYPES[manifest.compute_dtype])
     return config
 

@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from noloco_p2p.compute import family
+from noloco_p2p.compute import model_family
 from noloco_p2p.errors import ConfigError
 
 INPUT_MODULES = frozenset(
@@ -90,11 +90,11 @@ def outline(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> Slic
 
     try:
         with torch.device("meta"), no_init_weights():
-            causal = family.model_class(config)._from_config(
-                copy.deepcopy(config), dtype=dtype, attn_implementation=family.attention(config)
+            causal = model_family.model_class(config)._from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation=model_family.attention(config)
             )
-    except family.FOREIGN_ERRORS as error:
-        raise ConfigError(f"model: {config.model_type} cannot be built: {family.one_line(error)}") from error
+    except model_family.FOREIGN_ERRORS as error:
+        raise ConfigError(f"model: {config.model_type} cannot be built: {model_family.one_line(error)}") from error
     causal.train()
     all_foreign = [_foreign(causal, config, other, stages) if stages > 1 else [] for other in range(stages)]
     counts = tuple(_count_without(causal, foreign) for foreign in all_foreign)
@@ -125,7 +125,7 @@ def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Foreign]
     if len(stacks) != 1:
         raise ConfigError(f"model: the layers of {config.model_type} are not one list beside its embedding")
     first, last = index == 0, index == stages - 1
-    mine = family.layer_ranges(config.num_hidden_layers, stages)[index]
+    mine = model_family.layer_ranges(config.num_hidden_layers, stages)[index]
     others = [number for number in range(config.num_hidden_layers) if number not in mine]
     found: list[Foreign] = [(stacks[0], str(number), PassThrough()) for number in others]
     stand_in: nn.Module

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import host
+from noloco_p2p.compute import host_tensor
 from noloco_p2p.core.messages import REPLICA_KINDS, HostTensor, ReplicaState, TensorSpec
 from noloco_p2p.errors import Violation
 
@@ -24,7 +24,9 @@ def specs(slow: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 def pack(kinds: Kinds) -> tuple[HostTensor, ...]:
     """Tensors in host memory, wrapped without a copy, in order. They must not be written to afterwards."""
-    return tuple(host.from_torch(f"{kind}/{name}", kinds[kind][name]) for kind in REPLICA_KINDS for name in kinds[kind])
+    return tuple(
+        host_tensor.from_torch(f"{kind}/{name}", kinds[kind][name]) for kind in REPLICA_KINDS for name in kinds[kind]
+    )
 
 
 def read(theirs: ReplicaState, index: int, expected: tuple[TensorSpec, ...]) -> Kinds:
@@ -38,11 +40,11 @@ def read(theirs: ReplicaState, index: int, expected: tuple[TensorSpec, ...]) -> 
             f"the state of {theirs.peer} does not fit stage {index}: it is of stage {theirs.stage}, "
             f"after {theirs.adam_steps} steps of Adam"
         )
-    values = host.unpack(theirs.tensors, expected, f"the state of {theirs.peer}")
+    values = host_tensor.unpack(theirs.tensors, expected, f"the state of {theirs.peer}")
     kinds: Kinds = {kind: {} for kind in REPLICA_KINDS}
     for spec, value in zip(expected, values, strict=True):
         kind, _, name = spec.name.partition("/")
-        if not host.is_finite(value):
+        if not host_tensor.is_finite(value):
             raise Violation(f"the state of {theirs.peer} is not finite in {spec.name}")
         if kind == "adam_square" and value.numel() and float(torch.min(value)) < 0:
             raise Violation(f"the state of {theirs.peer} is below zero in {spec.name}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import family
+from noloco_p2p.compute import model_family
 from noloco_p2p.compute.model import Slice, make_slice, outline
 from noloco_p2p.errors import ConfigError
 
@@ -26,12 +26,12 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
     if stages == 1:
         return
     try:
-        small = family.small_config(config)
+        small = model_family.small_config(config)
         count = sum(parameter.numel() for parameter in outline(small, 0, 1, dtype=dtype).parameters.values())
         too_large = f"its heads are too wide to be tried: a small model has {count:,} parameters"
         reason = too_large if count > MOST_PARAMETERS else _difference(small, dtype)
-    except family.FOREIGN_ERRORS as error:
-        reason = f"it fails with {type(error).__name__}: {family.one_line(error)}"
+    except model_family.FOREIGN_ERRORS as error:
+        reason = f"it fails with {type(error).__name__}: {model_family.one_line(error)}"
     if reason is not None:
         raise ConfigError(
             f"model: the family {config.model_type} cannot be split over {stages} stages: {reason}; "

@@ -18,12 +18,12 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import host, replica
+from noloco_p2p.compute import host_tensor, replica
 from noloco_p2p.compute.accumulator import Accumulator, Added, total_norm
 from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.model import Slice
-from noloco_p2p.compute.slow import SlowWeights
+from noloco_p2p.compute.slow_weights import SlowWeights
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import (
     Gradient,
@@ -63,8 +63,8 @@ class TorchStage:
         self._audit = audit
         part.causal.to(device)
         self._first, self._last = part.index == 0, part.index == part.stages - 1
-        self._wire = host.DTYPES[manifest.wire_dtype]
-        self._compute = host.DTYPES[manifest.compute_dtype]
+        self._wire = host_tensor.DTYPES[manifest.wire_dtype]
+        self._compute = host_tensor.DTYPES[manifest.compute_dtype]
         self._parameters = list(part.parameters.values())
         self._sums = Accumulator(self._parameters)
         self._adam = Adam(part.parameters, manifest.inner)
@@ -97,7 +97,7 @@ class TorchStage:
             hidden_BTD = self._part(leaf, self._mask_on_device(mask))
         graph = next(self._handles)
         self._graphs[graph] = Graph(leaf, hidden_BTD)
-        return graph, host.from_torch("hidden", self._to_host(hidden_BTD))
+        return graph, host_tensor.from_torch("hidden", self._to_host(hidden_BTD))
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward through a kept graph, as in the port.
@@ -106,11 +106,11 @@ class TorchStage:
         with the graph still kept, when it has another shape than the hidden state or claims more tokens than a
         microbatch has.
         """
-        wire_BTD = host.check(gradient.grad, self.state.hidden)
+        wire_BTD = host_tensor.check(gradient.grad, self.state.hidden)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
         kept = self._graphs.pop(graph)
-        if not (gradient.finite and isfinite(gradient.loss_sum) and host.is_finite(wire_BTD)):
+        if not (gradient.finite and isfinite(gradient.loss_sum) and host_tensor.is_finite(wire_BTD)):
             return self._nothing(microbatch)
         grad_BTD = self._to_device(wire_BTD).to(kept.hidden.dtype)
         return self._contribute(Added(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD)
@@ -139,7 +139,7 @@ class TorchStage:
             return LossSum(float(loss), tokens)
         with self._autocast():
             hidden_BTD = self._part(leaf, self._mask_on_device(mask))
-        return host.from_torch("hidden", self._to_host(hidden_BTD))
+        return host_tensor.from_torch("hidden", self._to_host(hidden_BTD))
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, AdamW, as in the port. `busy_s` is left 0 for the device to fill in.
@@ -182,8 +182,8 @@ class TorchStage:
         """Freeze φ, θ, δ, Adam and the spent ids of now, as in the port, in host memory. `number` is left 0."""
         means, squares = self._adam.moments()
         kinds = self._slow.capture()
-        kinds["adam_mean"] = {name: host.copy(mean) for name, mean in means.items()}
-        kinds["adam_square"] = {name: host.copy(square) for name, square in squares.items()}
+        kinds["adam_mean"] = {name: host_tensor.copy(mean) for name, mean in means.items()}
+        kinds["adam_square"] = {name: host_tensor.copy(square) for name, square in squares.items()}
         return ReplicaState(
             self._peer_id,
             self.state.index,
@@ -212,9 +212,9 @@ class TorchStage:
         if not self._first:
             leaf_grad = grads.pop(0)
             wire_BTD = self._to_host(torch.zeros_like(leaf) if leaf_grad is None else leaf_grad)
-            if not host.is_finite(wire_BTD):
+            if not host_tensor.is_finite(wire_BTD):
                 return self._nothing(added.microbatch)
-            grad = host.from_torch("grad", wire_BTD)
+            grad = host_tensor.from_torch("grad", wire_BTD)
         if counted:
             if not isfinite(total_norm([one for one in grads if one is not None])):
                 return self._nothing(added.microbatch)
@@ -228,12 +228,12 @@ class TorchStage:
             self._sums.add(Added(microbatch, 0, 0.0), ())
         zero = None
         if not self._first:
-            zero = host.from_torch("grad", torch.zeros(self.state.hidden.shape, dtype=self._wire))
+            zero = host_tensor.from_torch("grad", torch.zeros(self.state.hidden.shape, dtype=self._wire))
         return Contribution(zero, 0.0, 0, counted, finite=False)
 
     def _loss(self, leaf: Tensor, targets: HostTensor, mask: HostTensor | None) -> tuple[Tensor, int]:
         """Cross entropy summed over the targets that count, in float32 or more, and their number."""
-        targets_BT = host.check(targets, self._targets)
+        targets_BT = host_tensor.check(targets, self._targets)
         counts_BT = targets_BT != IGNORED
         least, most = torch.aminmax(torch.where(counts_BT, targets_BT, 0))
         if int(least) < 0 or int(most) >= self._part.vocabulary:
@@ -248,18 +248,18 @@ class TorchStage:
 
     def _leaf(self, inputs: HostTensor) -> Tensor:
         """The checked input on the device: B×T tokens, or a B×T×D leaf in compute_dtype that wants its gradient."""
-        values = host.check(inputs, self._inputs)
+        values = host_tensor.check(inputs, self._inputs)
         if self._first:
             least, most = torch.aminmax(values)
             if int(least) < 0 or int(most) >= self._part.vocabulary:
                 raise Violation(f"inputs: ids outside the vocabulary of {self._part.vocabulary}")
             return self._to_device(values).long()
-        if not host.is_finite(values):
+        if not host_tensor.is_finite(values):
             raise Violation("hidden: not finite")
         return self._to_device(values).to(self._compute).requires_grad_(torch.is_grad_enabled())
 
     def _mask_on_device(self, mask: HostTensor | None) -> Tensor | None:
-        return None if mask is None else self._to_device(host.check(mask, self._mask)).bool()
+        return None if mask is None else self._to_device(host_tensor.check(mask, self._mask)).bool()
 
     def _to_device(self, values: Tensor) -> Tensor:
         if self._device.type == "cpu":

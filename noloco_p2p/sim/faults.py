@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, Description, PeerId
-from noloco_p2p.sim.model import ModelStage
-from noloco_p2p.sim.record import Ledger, TakeUp, There, Watched, now_s
+from noloco_p2p.sim.ledger import Ledger, TakeUp, There, Watched, now_s
 from noloco_p2p.sim.stage import SyncStage
+from noloco_p2p.sim.toy_stage import ModelStage
 from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import Life, Swarm, SwarmPlan
 
@@ -80,7 +80,7 @@ class Bounds:
         )
 
 
-class HurtSwarm(Swarm):
+class FaultySwarm(Swarm):
     """A swarm with a list of faults, whose stages, where they are model stages, write down what they do."""
 
     def __init__(self, plan: SwarmPlan, faults: tuple[Fault, ...] = (), *, limit_s: float = 400.0) -> None:

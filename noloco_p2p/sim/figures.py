@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
 from noloco_p2p.sim.parts import Part, parts, training
 from noloco_p2p.sim.telemetry import Happening
+from noloco_p2p.sim.toy_stage import ModelStage
 from noloco_p2p.sim.traffic import Account
 
 Shares = dict[str, float]

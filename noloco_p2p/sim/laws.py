@@ -6,16 +6,16 @@ from itertools import pairwise
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import NolocoError
-from noloco_p2p.sim.faults import HurtSwarm
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.ledger import Watched
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
-from noloco_p2p.sim.record import Watched
 from noloco_p2p.sim.traffic import KINDS, Account
 
 COPY_ROUNDS = 3
 """A copy that a donor lends to several newcomers is two outer intervals old at most, and a round may be under way."""
 
 
-def broken(swarm: HurtSwarm) -> str | None:
+def broken(swarm: FaultySwarm) -> str | None:
     """Run it; the first law that does not hold, None when all do."""
     try:
         check(swarm)
@@ -24,14 +24,14 @@ def broken(swarm: HurtSwarm) -> str | None:
     return None
 
 
-def check(swarm: HurtSwarm) -> Outcome:
+def check(swarm: FaultySwarm) -> Outcome:
     """Run a swarm and check every law. Raises AssertionError, Deadlock, or what a node or a handler raised."""
     outcome = swarm.run(swarm.bounds.limit_s)
     judge(swarm, outcome)
     return outcome
 
 
-def judge(swarm: HurtSwarm, outcome: Outcome) -> None:
+def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
     """Check every law on what became of a swarm. Raises AssertionError, in words, for the first that does not hold."""
     everybody_finished(swarm, outcome)
     for life in outcome.lives:
@@ -50,7 +50,7 @@ def watched(life: NodeOutcome) -> list[Watched]:
     return [stage for stage in life.models if isinstance(stage, Watched)]
 
 
-def everybody_finished(swarm: HurtSwarm, outcome: Outcome) -> None:
+def everybody_finished(swarm: FaultySwarm, outcome: Outcome) -> None:
     """Who neither crashed nor was told to leave has come to the last step, and has left."""
     steps = float(swarm.plan.manifest.steps)
     for life in outcome.lives:
@@ -113,7 +113,7 @@ def weights_are_what_was_frozen(life: NodeOutcome) -> None:
             assert one.phi == one.frozen_phi, f"{life.peer} took up {one.phi} for {one.frozen_phi}"
 
 
-def weights_survive(swarm: HurtSwarm) -> None:
+def weights_survive(swarm: FaultySwarm) -> None:
     """A stage goes on from the newest weights that there were, at most one outer round back; never from fresh ones."""
     for one in swarm.taken_up:
         was = one.there
@@ -129,7 +129,7 @@ def weights_survive(swarm: HurtSwarm) -> None:
             assert one.round >= newest - 1, f"{one.peer} lost more than one outer round: {one}"
 
 
-def every_byte_is_booked(swarm: HurtSwarm) -> None:
+def every_byte_is_booked(swarm: FaultySwarm) -> None:
     """What left the nodes has come to one, was lost, or is on its way."""
     sums = {kind: Account() for kind in KINDS}
     for accounts in swarm.network.ledger.values():
@@ -140,7 +140,7 @@ def every_byte_is_booked(swarm: HurtSwarm) -> None:
         assert all_of.sent == ended, f"{all_of.sent - ended} bytes of {kind}s are in no book: {all_of}"
 
 
-def newcomers_are_no_partners(swarm: HurtSwarm, outcome: Outcome) -> None:
+def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
     """Nobody merges weights of a node that took its own from a peer less than one outer interval before.
 
     Who could not read its advert since then could not know.
@@ -157,7 +157,7 @@ def newcomers_are_no_partners(swarm: HurtSwarm, outcome: Outcome) -> None:
             assert merge.at_s - swarm.bounds.round_s < known_s, f"{life.peer} merged {merge} of a newcomer: {came[-1]}"
 
 
-def ended_s(swarm: HurtSwarm, life: NodeOutcome) -> float:
+def ended_s(swarm: FaultySwarm, life: NodeOutcome) -> float:
     """When it ended, or would have."""
     return swarm.bounds.limit_s if life.ended_at_s is None else life.ended_at_s
 
@@ -167,13 +167,13 @@ def ended_s(swarm: HurtSwarm, life: NodeOutcome) -> float:
 Spans = list[tuple[float, float]]
 
 
-def nobody_waits_for_ever(swarm: HurtSwarm, outcome: Outcome) -> None:
+def nobody_waits_for_ever(swarm: FaultySwarm, outcome: Outcome) -> None:
     """While every stage has a replica that trains and can be reached, stage 0 takes inner steps."""
     for peer, gap_s, at_s in gaps(swarm, outcome):
         assert gap_s <= swarm.bounds.gap_s, f"{peer} took no inner step for {gap_s:.1f} s up to {at_s:.1f} s"
 
 
-def gaps(swarm: HurtSwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, float]]:
+def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, float]]:
     """(peer, seconds without an inner step, end of it) of all gaps of stage 0 while the swarm was sound."""
     sound = [(life, undisturbed(swarm, life, training(life))) for life in outcome.lives]
     served = [
@@ -199,7 +199,7 @@ def training(life: NodeOutcome) -> Spans:
     return [(h.at_s, end_s) for h, end_s in zip(states, ends, strict=False) if h.get("state") == "training"]
 
 
-def undisturbed(swarm: HurtSwarm, life: NodeOutcome, spans: Spans) -> Spans:
+def undisturbed(swarm: FaultySwarm, life: NodeOutcome, spans: Spans) -> Spans:
     """Without the times in which something was done to it."""
     for fault in swarm.begun:
         if life.peer in fault.peers or fault.kind == "split":

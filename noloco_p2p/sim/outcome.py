@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.stage import SyncStage
 from noloco_p2p.sim.telemetry import Trace
+from noloco_p2p.sim.toy_stage import ModelStage
 
 
 @dataclass(frozen=True, slots=True)

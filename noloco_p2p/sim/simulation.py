@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import REPLICA_KINDS, PeerId
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.sim.churn import faults, slowness
-from noloco_p2p.sim.faults import Fault, HurtSwarm
+from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.geography import Drawn, Regions
 from noloco_p2p.sim.links import Access, Geography, Link, Sizes, Uniform
 from noloco_p2p.sim.outcome import Outcome
+from noloco_p2p.sim.population import faults, slowness
 from noloco_p2p.sim.scenario import Scenario, of_stage
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SwarmPlan, peer_id
@@ -24,7 +24,7 @@ TOKEN_BYTES = 4
 BYTES_PER_MEGABIT = 1e6 / 8
 
 
-class Simulation(HurtSwarm):
+class Simulation(FaultySwarm):
     """The swarm of one scenario and seed. Used once."""
 
     def __init__(self, scenario: Scenario, plan: SwarmPlan, hurts: tuple[Fault, ...]) -> None:

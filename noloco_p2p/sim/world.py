@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.seeds import generator
-from noloco_p2p.node import Node
+from noloco_p2p.node.loop import Node
 from noloco_p2p.ports import Batches, Stage, World
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
 from noloco_p2p.sim.directory import Registry, SimDirectory
-from noloco_p2p.sim.life import Life
 from noloco_p2p.sim.links import Geography, Link, Sizes, Uniform
 from noloco_p2p.sim.loop import run
-from noloco_p2p.sim.model import ModelStage
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
+from noloco_p2p.sim.process import Life
 from noloco_p2p.sim.stage import Costs, SyncStage, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
+from noloco_p2p.sim.toy_stage import ModelStage
 from noloco_p2p.sim.transport import SimTransport
 
 __all__ = ["Life", "NodeOutcome", "Outcome", "StageFactory", "Swarm", "SwarmPlan", "peer_id"]

@@ -1,0 +1,116 @@
+"""`noloco bench`: measurements that a user can repeat. What is heavy is imported inside the commands."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from noloco_p2p.launch import settings
+
+bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
+
+
+@bench.command("pipeline")
+def bench_pipeline(
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per stage-0 replica and inner step.")] = 4,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of the measurement.")] = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens/s of a 2 x 2 swarm over twice those of one process with one thread."""
+    from noloco_p2p.lab.bench import pipeline
+
+    _report(pipeline.run(microbatches, seconds), as_json)
+
+
+@bench.command("transport")
+def bench_transport(as_json: AsJson = False) -> None:
+    """MiB/s of the transport over raw TCP and gloo, and the latency of a small call."""
+    from noloco_p2p.lab.bench import transport
+
+    _report(transport.run(), as_json)
+
+
+@bench.command("stage")
+def bench_stage(
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the settings of the run.")] = None,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as stages=4.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Seconds per microbatch of the stages of a run, deviation from the CPU, peak memory.
+
+    Default: the run of noloco swarm. `stages_costs` of the JSON object is what `compute` of a scenario may name.
+    """
+    from noloco_p2p.lab.bench import stage
+
+    _report(stage.run(device, manifest=settings.load(config, os.environ, set or ())[0]), as_json)
+
+
+@bench.command("outer")
+def bench_outer(as_json: AsJson = False) -> None:
+    """Seconds and bytes of an outer round of a 1M- and a 50M-parameter stage."""
+    from noloco_p2p.lab.bench import outer
+
+    _report(outer.run(), as_json)
+
+
+@bench.command("monitoring")
+def bench_monitoring(
+    pairs: Annotated[int, typer.Option(min=1, help="Windows with readers and without.")] = 6,
+    seconds: Annotated[float, typer.Option(min=5, help="Length of a window.")] = 15.0,
+    as_json: AsJson = False,
+) -> None:
+    """What a node's instruments, and those who read them, take from its training."""
+    from noloco_p2p.lab.bench import monitoring
+
+    _report(monitoring.run(pairs, seconds), as_json)
+
+
+@bench.command("churn")
+def bench_churn(
+    kill_every: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds from one kill to the next.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.05, metavar="M", help="Minutes in which nodes are killed.")] = 5.0,
+    nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "3x3",
+    kill_last: Annotated[bool, typer.Option("--kill-last", help="Kill all replicas of a stage for good.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the run, and of who is killed when.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K seeds in a row.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length of the runs; default: what an undisturbed swarm does in M minutes."),
+    ] = None,
+    cold: Annotated[bool, typer.Option(help="Measure restarts of all nodes, of 2x2 and 3x3.")] = True,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of all nodes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What killing and stopping nodes costs a real swarm: stalls, losses, and the loss beside an undisturbed run's."""
+    from noloco_p2p.lab.bench import churn
+
+    sets = tuple(set or ())
+    wish = churn.Wish(churn.shape_of(nodes), kill_every, minutes, kill_last, seed, seeds, steps, cold, sets)
+    _report(churn.run(wish), as_json)
+
+
+def _report(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures, allow_nan=False))
+        return
+    for line in _lines(figures, ""):
+        print(line)
+
+
+def _lines(figures: dict[str, Any], indent: str) -> list[str]:
+    """The same figures for a person, nested ones indented."""
+    told: list[str] = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            told += [f"{indent}{name}:", *_lines(value, f"{indent}  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for number, each in enumerate(value):
+                told += [f"{indent}{name} {number}:", *_lines(each, f"{indent}  ")]
+        else:
+            told.append(f"{indent}{name}: {f'{value:,.5g}' if isinstance(value, float) else value}")
+    return told

@@ -1,0 +1,192 @@
+"""Samples drawn from a corpus by seed and peer: what a stream holds is a function of (manifest, peer, data) only.
+
+Documents are read in the order of a permutation of the corpus's units, drawn for each pass from (seed, peer, pass).
+About half a million tokens of them make a pool: they are joined (each document ends with EOS), cut into samples of
+T+1 tokens of which neighbours share one, so that every token is a target once, and the samples are permuted. Padded
+kinds (parquet) make one sample of each document. What does not fill a sample at the end of a pool is left out.
+A place in the stream is where its pool began and how many samples of it are used: four numbers, kept in checkpoints.
+
+Shape legend: B microbatch, T sequence, N samples of a pool.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Batch, HostTensor, PeerId
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data import corpora
+
+POOL_TOKENS = 1 << 19
+VALIDATION_TOKENS = 1 << 17
+"""The held-out samples are drawn from so many tokens, or as many as they need."""
+
+EMPTY_PASSES = 100
+"""After so many passes over the data that gave no sample there is none in it."""
+
+IGNORED_TARGET = -100
+
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.uint8]
+
+
+class Place(NamedTuple):
+    """Where a stream stands: the pool's first document, and the samples of that pool that are used."""
+
+    pass_number: int = 0
+    unit: int = 0
+    document: int = 0
+    sample: int = 0
+
+
+class Pool(NamedTuple):
+    """Samples N×(T+1), and their mask where the kind has one."""
+
+    ids: Ids
+    mask: Mask | None
+
+
+class SampleStream:
+    """An endless, seeded stream of microbatches; a function of its arguments and the data only."""
+
+    def __init__(self, corpus: corpora.Corpus, manifest: RunManifest, peer_id: PeerId) -> None:
+        self._corpus = corpus
+        self._manifest = manifest
+        self._peer_id = peer_id
+
+    def batches(self, start: Place) -> Iterator[tuple[Batch, Place]]:
+        """Microbatches from `start` on, each with the place after it. Raises LocalError when the data is unreadable."""
+        size = self._manifest.microbatch_size
+        rows: list[tuple[Ids, Mask | None]] = []
+        for row, place in self._samples(start):
+            rows.append(row)
+            if len(rows) == size:
+                yield _batch(rows), place
+                rows = []
+
+    def validation(self) -> tuple[Batch, ...]:
+        """Microbatches of the held-out part: as many as the manifest asks for or the part has. ConfigError for none."""
+        length, size = self._manifest.sequence_length, self._manifest.microbatch_size
+        wanted = self._manifest.evaluation.microbatches * size
+        documents, held = [], 0
+        for document in self._corpus.held_out():
+            documents.append(document)
+            held += len(document.ids)
+            if held >= max(VALIDATION_TOKENS, 2 * wanted * length):
+                break
+        pool = _cut(documents, length)
+        order = list(range(len(pool.ids)))
+        generator(self._manifest.seed, "data", "validation").shuffle(order)
+        rows = [_row(pool, i) for i in order[:wanted]]
+        if len(rows) < size:
+            raise ConfigError(
+                f"the held-out part of the data gives {len(rows)} samples of {length + 1} tokens, fewer than one "
+                f"microbatch ({size}): more data, or a smaller sequence_length or microbatch_size, is needed"
+            )
+        return tuple(_batch(rows[at : at + size]) for at in range(0, len(rows) - size + 1, size))
+
+    def _samples(self, start: Place) -> Iterator[tuple[tuple[Ids, Mask | None], Place]]:
+        at, used = start._replace(sample=0), start.sample
+        for pool, following in self._pools(at):
+            order = list(range(len(pool.ids)))
+            generator(self._manifest.seed, "data", "pool", self._peer_id, *at[:3]).shuffle(order)
+            for n in range(used, len(order)):
+                yield _row(pool, order[n]), at._replace(sample=n + 1) if n + 1 < len(order) else following
+            at, used = following, 0
+
+    def _pools(self, start: Place) -> Iterator[tuple[Pool, Place]]:
+        length = self._manifest.sequence_length
+        documents: list[corpora.Document] = []
+        held = empty_passes = 0
+        pass_number = start.pass_number
+        for document, place in self._documents(start):
+            if len(document.ids):
+                documents.append(document)
+                held += len(document.ids)
+            ended = place.pass_number > pass_number
+            pass_number = place.pass_number
+            if held < POOL_TOKENS and not ended:
+                continue
+            pool = _cut(documents, length)
+            if len(pool.ids):
+                yield pool, place
+                documents, held, empty_passes = [], 0, 0
+                continue
+            empty_passes += ended
+            if empty_passes == EMPTY_PASSES:
+                raise LocalError(f"the data does not hold one sample of {length + 1} tokens")
+
+    def _documents(self, start: Place) -> Iterator[tuple[corpora.Document, Place]]:
+        """All documents, pass after pass, each with the place after it; an empty one ends each pass."""
+        pass_number, unit, document = start[:3]
+        while True:
+            order = list(range(self._corpus.units))
+            generator(self._manifest.seed, "data", "pass", self._peer_id, pass_number).shuffle(order)
+            while unit < len(order):
+                take = self._take(pass_number, unit, document)
+                for found in self._corpus.documents(order[unit], document, take):
+                    document += 1
+                    yield found, Place(pass_number, unit, document)
+                unit, document = unit + 1, 0
+            pass_number, unit = pass_number + 1, 0
+            yield corpora.EMPTY, Place(pass_number)
+
+    def _take(self, pass_number: int, unit: int, skip: int) -> Callable[[], bool]:
+        share = self._corpus.share
+        if share == 1.0:
+            return lambda: True
+        chance = generator(self._manifest.seed, "data", "share", self._peer_id, pass_number, unit)
+        for _ in range(skip):
+            chance.random()
+        return lambda: chance.random() < share
+
+
+def _cut(documents: list[corpora.Document], length: int) -> Pool:
+    """Samples of `length` + 1 ids: windows over the joined documents, or one padded row for each masked document."""
+    if any(document.mask is not None for document in documents):
+        return _pad(documents, length)
+    joined = np.concatenate([corpora.EMPTY.ids, *(document.ids for document in documents)])
+    if len(joined) <= length:
+        return Pool(np.empty((0, length + 1), np.int32), None)
+    return Pool(np.lib.stride_tricks.sliding_window_view(joined, length + 1)[::length], None)
+
+
+def _pad(documents: list[corpora.Document], length: int) -> Pool:
+    ids = np.zeros((len(documents), length + 1), np.int32)
+    mask = np.zeros((len(documents), length + 1), np.uint8)
+    for i, document in enumerate(documents):
+        n = min(len(document.ids), length + 1)
+        ids[i, :n] = document.ids[:n]
+        mask[i, :n] = 1 if document.mask is None else document.mask[:n]
+    useful = mask[:, 1:].any(axis=1)  # the others have no target
+    return Pool(ids[useful], mask[useful])
+
+
+def _row(pool: Pool, i: int) -> tuple[Ids, Mask | None]:
+    return pool.ids[i], None if pool.mask is None else pool.mask[i]
+
+
+def _batch(rows: list[tuple[Ids, Mask | None]]) -> Batch:
+    """B samples as a microbatch: the first T ids are inputs, the last T targets."""
+    ids = np.stack([row for row, _ in rows])
+    inputs_BT, targets_BT = ids[:, :-1], ids[:, 1:]
+    masks = [mask for _, mask in rows if mask is not None]
+    if not masks:
+        return Batch(_tensor("inputs", "int32", inputs_BT), _tensor("targets", "int32", targets_BT))
+    mask = np.stack(masks)
+    targets_BT = np.where(mask[:, 1:] != 0, targets_BT, np.int32(IGNORED_TARGET))
+    return Batch(
+        _tensor("inputs", "int32", inputs_BT),
+        _tensor("targets", "int32", targets_BT),
+        _tensor("mask", "uint8", mask[:, :-1]),
+    )
+
+
+def _tensor(name: str, dtype: str, values: Ids | Mask) -> HostTensor:
+    shape = tuple(int(n) for n in values.shape)
+    little_endian = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    return HostTensor(name, dtype, shape, memoryview(little_endian.tobytes()))

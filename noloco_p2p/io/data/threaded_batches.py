@@ -1,0 +1,141 @@
+"""The Batches port over real data: a thread reads ahead of the node and keeps the place after each microbatch."""
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Batch, PeerId
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data import corpora, hub_corpora, tokenizers
+from noloco_p2p.io.data.samples import Place, SampleStream
+
+READ_AHEAD = 8
+"""Microbatches that wait in memory; the reading thread stops when so many do."""
+
+
+class ThreadedBatches:
+    """Batches of ports.py: a thread fills a bounded queue of (microbatch, place after it)."""
+
+    def __init__(self, stream: SampleStream, validation: tuple[Batch, ...], start: Place, units: int) -> None:
+        self._stream = stream
+        self._validation = validation
+        self._place = start
+        self._units = units
+        self._changed = threading.Condition()
+        self._ready: deque[tuple[Batch, Place]] = deque()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._ended: LocalError | None = None
+        self._thread: threading.Thread | None = None
+
+    async def next(self) -> Batch:
+        """The next microbatch. Raises LocalError when the data cannot be read or after `close`."""
+        if self._thread is None and self._ended is None:
+            self._thread = threading.Thread(target=self._read, args=(self._place,), name="batches", daemon=True)
+            self._thread.start()
+        while True:
+            with self._changed:
+                if self._ready:
+                    batch, self._place = self._ready.popleft()
+                    self._changed.notify()
+                    return batch
+                if self._ended is not None:
+                    raise self._ended
+                loop = asyncio.get_running_loop()
+                arrival = loop.create_future()
+                self._waiters.append((loop, arrival))
+            await arrival
+
+    def validation(self) -> Iterator[Batch]:
+        """The held-out microbatches."""
+        return iter(self._validation)
+
+    @property
+    def cursor(self) -> dict[str, object]:
+        """The place after the last microbatch returned, and the number of units of the corpus it counts in."""
+        return {"units": self._units, **self._place._asdict()}
+
+    def close(self) -> None:
+        """End the reading thread; one that hangs in a read is left behind after a second (it is a daemon)."""
+        self._end(LocalError("the data is closed"))
+        with self._changed:
+            self._ready.clear()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def _read(self, start: Place) -> None:
+        reason = LocalError("the thread that reads the data has died")
+        try:
+            for item in self._stream.batches(start):
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._ready) < READ_AHEAD or self._ended is not None)
+                    if self._ended is not None:
+                        return
+                    self._ready.append(item)
+                    self._wake()
+        except (LocalError, ConfigError) as error:
+            reason = LocalError(str(error))
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: LocalError) -> None:
+        with self._changed:
+            self._ended = self._ended or reason
+            self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        """With the lock held: let every waiter look again."""
+        for loop, arrival in self._waiters:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_set, arrival)
+        self._waiters.clear()
+
+
+def _set(arrival: "asyncio.Future[None]") -> None:
+    if not arrival.done():
+        arrival.set_result(None)
+
+
+def make_batches(
+    manifest: RunManifest, node_config: NodeConfig, peer_id: PeerId, cursor: Mapping[str, object] | None = None
+) -> ThreadedBatches:
+    """The data of a stage-0 replica, from its beginning or from a `cursor`. It blocks (it reads the held-out part).
+
+    Raises ConfigError for a glob without files, a tokenizer or data set that does not fit, too little data, or a
+    cursor of other data; LocalError for data that cannot be read. Training data is opened by the first `next`.
+    """
+    corpus = _corpus(manifest, node_config)
+    stream = SampleStream(corpus, manifest, peer_id)
+    start = Place() if cursor is None else _place(cursor, corpus.units)
+    return ThreadedBatches(stream, stream.validation(), start, corpus.units)
+
+
+def _corpus(manifest: RunManifest, node_config: NodeConfig) -> corpora.Corpus:
+    data, files = manifest.data, node_config.data_files
+    vocabulary = manifest.model.config.get("vocab_size")
+    if not isinstance(vocabulary, int) or isinstance(vocabulary, bool):
+        raise ConfigError("model.config.vocab_size must be stated, so that the tokenizer can be checked against it")
+    if data.dataset is not None and data.kind in ("stdlib", "text"):
+        raise ConfigError(f"data.dataset is set, but data.kind '{data.kind}' reads local files; use c4 or parquet")
+    if data.kind == "parquet":
+        return hub_corpora.parquet_corpus(data, files, vocabulary)
+    tokenizer = tokenizers.load_tokenizer(data.tokenizer, node_config.tokenizer_dir, vocabulary)
+    if data.kind == "c4":
+        return hub_corpora.c4_corpus(data, files, tokenizer)
+    if data.kind == "text":
+        return corpora.text_corpus(files, tokenizer)
+    if files:
+        raise ConfigError("data_files is set, but data.kind 'stdlib' reads Python's own library; set data.kind: text")
+    return corpora.stdlib_corpus(tokenizer)
+
+
+def _place(cursor: Mapping[str, object], units: int) -> Place:
+    numbers = [cursor.get(name) for name in ("units", *Place._fields)]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ConfigError("the checkpoint's position in the data is damaged")
+    if numbers[0] != units:
+        raise ConfigError(f"the checkpoint was made with data of {numbers[0]} units, here are {units}: other files?")
+    return Place(*(int(str(number)) for number in numbers[1:]))

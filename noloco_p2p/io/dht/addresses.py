@@ -1,0 +1,137 @@
+"""Addresses of this machine and of others: join addresses, the host to announce, ports. No hivemind in here."""
+
+import errno
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.dht.identity import public_key_of
+
+_FORM = re.compile(r"/(ip4|ip6|dns4)/([^/\s]{1,253})/tcp/([0-9]{1,5})/p2p/([1-9A-Za-z]+)")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+_NOWHERE = "192.0.2.1"
+"""An address for documentation (RFC 5737): the route to it is the default route; nothing is sent there."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAddress:
+    """Where a libp2p daemon listens, and whose it is: `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or `ip6`, `dns4`)."""
+
+    host: str
+    """IP address or DNS name."""
+    port: int
+    peer_id: PeerId
+
+    @classmethod
+    def parse(cls, text: str) -> "JoinAddress":
+        """Raises ConfigError that quotes the text and gives the form."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise ConfigError(_malformed(text, "it is not of the form /ip4/HOST/tcp/PORT/p2p/PEER_ID"))
+        kind, host, port, peer_id = found.groups()
+        if not 0 < int(port) < 65536:
+            raise ConfigError(_malformed(text, f"there is no port {port}"))
+        if public_key_of(peer_id) is None:
+            raise ConfigError(_malformed(text, "its peer id is mistyped or cut off"))
+        if kind != _kind(host):
+            raise ConfigError(_malformed(text, f"{host!r} is no {kind} host"))
+        return cls(host, int(port), peer_id)
+
+    @property
+    def multiaddress(self) -> str:
+        """The part that says where, without whose: `/ip4/HOST/tcp/PORT`."""
+        return f"/{_kind(self.host)}/{self.host}/tcp/{self.port}"
+
+    def __str__(self) -> str:
+        """The text that others pass to `--join`."""
+        return f"{self.multiaddress}/p2p/{self.peer_id}"
+
+
+def _malformed(text: str, reason: str) -> str:
+    shown = text if len(text) <= 160 else text[:157] + "..."
+    return f"malformed join address {shown!r}: {reason}; copy the address that a running node prints"
+
+
+def _kind(host: str) -> str | None:
+    """`ip4`, `ip6` or `dns4`; None when it is no host at all."""
+    try:
+        return f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        return "dns4" if _NAME.fullmatch(host) and not re.fullmatch(r"[0-9.]+", host) else None
+
+
+def host_multiaddress(host: str, port: int) -> str:
+    """`/ip4/HOST/tcp/PORT` for an IP address or name. Raises ConfigError when `host` is neither."""
+    kind = _kind(host)
+    if kind is None:
+        raise ConfigError(f"{host!r} is neither an IP address nor a host name")
+    return f"/{kind}/{host}/tcp/{port}"
+
+
+def local_host_towards(host: str) -> str:
+    """The address of this machine on the route to `host`; the loopback address where there is no route.
+
+    A UDP socket is connected and closed; no packet is sent.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def announced_host(host: str, announce_host: str | None, join: JoinAddress | None) -> str:
+    """What this node tells others: `announce_host`, or the address that it listens on, or for a wildcard the address
+    on the route to the peer it joins (the first node: on the default route)."""
+    if announce_host is not None:
+        return announce_host
+    if _kind(host) in ("ip4", "ip6") and ipaddress.ip_address(host).is_unspecified:
+        return local_host_towards(_NOWHERE if join is None else join.host)
+    return host
+
+
+def from_here(host: str) -> str:
+    """How a process of this machine reaches what listens on `host`, as it stands in a URL."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "[::1]"
+    return host if address.version == 4 else f"[{host}]"
+
+
+def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.socket:
+    """A socket bound to (host, port), 0 picks one. It does not listen: keep it until the real listener stands.
+
+    The libp2p daemon shares a port silently with another one, so the check has to be made here. `key` sets the port.
+    Raises LocalError naming the port when it is in use, or the host when it is not one of this machine's.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise LocalError(
+            f"cannot listen on {host}: no such host; set listen.host to an address of this machine"
+        ) from error
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind(target)
+    except OSError as error:
+        held.close()
+        if error.errno == errno.EADDRINUSE:
+            raise LocalError(port_in_use(host, port, key)) from error
+        raise LocalError(
+            f"cannot listen on {host} port {port}: {error.strerror}; change listen.host or the port"
+        ) from error
+    return held
+
+
+def port_in_use(host: str, port: int, key: str) -> str:
+    """The line that a user sees."""
+    return f"port {port} on {host} is in use by another process: choose another {key}, or 0 to pick one"

@@ -1,0 +1,237 @@
+"""The signed form in which adverts lie in the DHT, and the check that every storing and reading node makes.
+
+A record is a signature of 64 bytes and then the payload, a JSON object as one msgpack byte string. Peer id, run id and
+stage are not in the payload: the subkey *is* the peer id, and the key is the hash of run and stage. The signature
+covers key, subkey, expiration and payload, so that a record can neither be moved to another stage, run or peer, nor be
+kept alive beyond the time that its signer gave it. All times are DHT time: seconds since 1970. No pickle anywhere.
+"""
+
+import json
+import math
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from noloco_p2p.core.members import STATES
+from noloco_p2p.core.messages import Advert, Holding, PeerId
+from noloco_p2p.errors import ConfigError, Violation
+from noloco_p2p.io.dht.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
+
+PAYLOAD_LIMIT_BYTES = 1536
+"""A payload above this size is neither sent nor accepted: 1 KiB for all but `holds`, which is less than 0.5 KiB."""
+LONGEST_TTL_S = 3600.0
+"""No record may live longer, so that strangers cannot fill the DHT for ever."""
+ADDRESSES_LIMIT = 4
+"""Addresses of one kind in one advert."""
+HOLDS_LIMIT = 8
+"""Weights of which one advert tells; of a node that has more, the last ones."""
+LATER_TEXTS = ("libp2p_metrics",)
+"""Texts of `Advert` that travel unless they are empty: versions that do not know them understand the rest."""
+_TEXT_LIMIT = 256
+_CONTEXT = b"noloco advert 1\x00"
+"""Goes before what is signed, so that a signature made for one purpose is worth nothing for another."""
+_CHECKED_LIMIT = 16_384
+"""Records whose check is remembered; the replicas of a record come back at every reading."""
+PLAIN_FIELDS: Mapping[str, type] = {
+    "metrics": str,
+    "state": str,
+    "step": float,
+    "outer_round": int,
+    "microbatches_per_s": float,
+    "steps_per_s": float,
+    "evaluated": bool,
+    "settled": bool,
+    "partner_from_round": int,
+    "version": str,
+}
+"""Fields of `Advert` that travel as they are. Unknown fields of later versions are passed over."""
+
+
+class DhtRecord(Protocol):
+    """What hivemind hands to a validator: `DHTRecord` of hivemind/dht/validation.py."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def subkey(self) -> bytes: ...
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def expiration_time(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An advert with what only the directory needs of it."""
+
+    advert: Advert
+    announced_at: float
+    """DHT time at which its signer made it."""
+    libp2p: tuple[str, ...]
+    """Where the signer's libp2p daemon is: `/ip4/…/tcp/…/p2p/<peer id>`."""
+
+
+def stage_key(run_id: str, stage: int) -> str:
+    """The DHT key of one stage's adverts."""
+    return f"noloco/{run_id}/stage/{stage}"
+
+
+def encode(record: Record) -> bytes:
+    """The payload of a record. Raises ConfigError when the advert is larger than others would accept."""
+    fields: dict[str, object] = {name: getattr(record.advert, name) for name in PLAIN_FIELDS}
+    fields |= {"moving_to": record.advert.moving_to, "holds": record.advert.holds[-HOLDS_LIMIT:]}
+    fields |= {name: text for name in LATER_TEXTS if (text := getattr(record.advert, name))}
+    fields |= {"addresses": record.advert.addresses, "announced_at": record.announced_at, "libp2p": record.libp2p}
+    payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if len(payload) > PAYLOAD_LIMIT_BYTES:
+        raise ConfigError(
+            f"the advert has {len(payload)} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted: "
+            "shorten listen.announce_host"
+        )
+    return payload
+
+
+def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: int | None = None) -> Record:
+    """The record of a payload that stood under this key and subkey. Raises Violation naming what is wrong.
+
+    With `stages`, their number in the run, it may speak of no other ones.
+    """
+    if len(payload) > PAYLOAD_LIMIT_BYTES:
+        raise Violation(f"advert of {len(payload)} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted")
+    try:
+        fields = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise Violation("advert is not JSON") from error
+    if not isinstance(fields, dict):
+        raise Violation("advert is not a JSON object")
+    plain: dict[str, Any] = {name: _plain(fields, name, kind) for name, kind in PLAIN_FIELDS.items()}
+    plain |= {name: _plain({name: ""} | fields, name, str) for name in LATER_TEXTS}
+    if plain["state"] not in STATES:
+        raise Violation("advert with an unknown state")
+    plain |= {"moving_to": _moving_to(fields), "holds": _holds(fields)}
+    named = [holding.stage for holding in plain["holds"]] + [plain["moving_to"] or 0]
+    if stages is not None and max(named) >= stages:
+        raise Violation(f"advert that speaks of stage {max(named)} of {stages}")
+    advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, addresses=_texts(fields, "addresses"), **plain)
+    return Record(advert, _plain(fields, "announced_at", float), _texts(fields, "libp2p"))
+
+
+def _plain(fields: Mapping[str, object], name: str, kind: type) -> Any:
+    """A field of the right type: text is short and printable, numbers are finite and not negative."""
+    value = fields.get(name)
+    if kind is float and type(value) is int:
+        value = float(value) if abs(value) < 2**53 else None
+    if type(value) is not kind:
+        raise Violation(f"advert whose {name} is not of type {kind.__name__}")
+    if isinstance(value, str) and (len(value) > _TEXT_LIMIT or not value.isascii() or not value.isprintable()):
+        raise Violation(f"advert whose {name} is not short printable text")
+    if isinstance(value, float) and not 0.0 <= value < math.inf:
+        raise Violation(f"advert whose {name} is not a finite number of at least 0")
+    if kind is int and isinstance(value, int) and not 0 <= value < 2**63:
+        raise Violation(f"advert whose {name} is out of range")
+    return value
+
+
+def _texts(fields: Mapping[str, object], name: str) -> tuple[str, ...]:
+    value = fields.get(name)
+    if not isinstance(value, list) or len(value) > ADDRESSES_LIMIT:
+        raise Violation(f"advert whose {name} is not a list of at most {ADDRESSES_LIMIT}")
+    return tuple(_plain({name: item}, name, str) for item in value)
+
+
+def _moving_to(fields: Mapping[str, object]) -> int | None:
+    """A stage, or null; it must be there."""
+    if "moving_to" in fields and fields["moving_to"] is None:
+        return None
+    moving_to: int = _plain(fields, "moving_to", int)
+    return moving_to
+
+
+def _holds(fields: Mapping[str, object]) -> tuple[Holding, ...]:
+    """Triples of stage, round and step."""
+    value = fields.get("holds")
+    if not isinstance(value, list) or len(value) > HOLDS_LIMIT:
+        raise Violation(f"advert whose holds is not a list of at most {HOLDS_LIMIT}")
+    if not all(isinstance(item, list) and len(item) == len(Holding._fields) for item in value):
+        raise Violation("advert whose holds are not of stage, round and step each")
+    return tuple(Holding(*(_plain({"holds": number}, "holds", int) for number in item)) for item in value)
+
+
+def packed_bytes(data: bytes) -> bytes:
+    """msgpack's one shortest form of a byte string, which is what hivemind makes of a stored value."""
+    head = b"\xc4" + struct.pack(">B", len(data)) if len(data) < 256 else b"\xc5" + struct.pack(">H", len(data))
+    return head + data
+
+
+def packed_text(text: str) -> bytes:
+    """msgpack's form of an ASCII string of 32 to 255 letters, which is what hivemind makes of a subkey."""
+    return b"\xd9" + struct.pack(">B", len(text)) + text.encode("ascii")
+
+
+class AdvertValidator:
+    """Signs this node's records; refuses everybody's that are not a well-formed advert signed by its own subkey.
+
+    It has the methods that hivemind's DHT calls on a record validator. hivemind asks it about every record that it is
+    to store and about every record that it reads from others.
+    """
+
+    def __init__(self, identity: Identity, run_id: str, stages: Mapping[bytes, int], clock: Callable[[], float]):
+        """`stages` maps the hashed DHT keys of this run to stage indices; `clock` gives DHT time."""
+        self._identity = identity
+        self._run_id = run_id
+        self._stages = stages
+        self._clock = clock
+        self._checked: dict[tuple[bytes, bytes, bytes, float], bool] = {}
+
+    def sign_value(self, record: DhtRecord) -> bytes:
+        """The value of a record of this node's own, with its signature in front."""
+        return self._identity.sign(_signed(record, record.value)) + record.value
+
+    def strip_value(self, record: DhtRecord) -> bytes:
+        """The value of a valid record without its signature."""
+        return record.value[SIGNATURE_BYTES:]
+
+    def validate(self, record: DhtRecord) -> bool:
+        """Whether a record may be stored or believed. Never raises, whatever the bytes are."""
+        if not record.expiration_time <= self._clock() + LONGEST_TTL_S:
+            return False
+        if len(record.value) > SIGNATURE_BYTES + PAYLOAD_LIMIT_BYTES + 3 or len(record.subkey) > 2 * SIGNATURE_BYTES:
+            return False
+        asked = (record.key, record.subkey, record.value, record.expiration_time)
+        known = self._checked.get(asked)
+        if known is None:
+            known = self._well_formed(record)
+            if len(self._checked) >= _CHECKED_LIMIT:
+                self._checked.clear()
+            self._checked[asked] = known
+        return known
+
+    def _well_formed(self, record: DhtRecord) -> bool:
+        stage = self._stages.get(record.key)
+        peer_id = record.subkey[2:].decode("ascii", errors="replace")
+        if stage is None or public_key_of(peer_id) is None or record.subkey != packed_text(peer_id):
+            return False
+        signature, value = record.value[:SIGNATURE_BYTES], record.value[SIGNATURE_BYTES:]
+        payload = value[2:] if value[:1] == b"\xc4" else value[3:]
+        if value != packed_bytes(payload):
+            return False
+        try:
+            made = decode(payload, run_id=self._run_id, stage=stage, peer_id=peer_id, stages=len(self._stages))
+        except Violation:
+            return False
+        if made.announced_at > record.expiration_time:
+            return False
+        return verify(peer_id, _signed(record, value), signature)
+
+
+def _signed(record: DhtRecord, value: bytes) -> bytes:
+    """What the signature covers. Lengths before the parts leave only one way to read it."""
+    parts = (record.key, record.subkey, struct.pack(">d", record.expiration_time), value)
+    return _CONTEXT + b"".join(struct.pack(">I", len(part)) + part for part in parts)
+
+
+def dht_time() -> float:
+    """Seconds since 1970: the clock that all nodes of a DHT share, roughly."""
+    return time.time()

@@ -1,0 +1,269 @@
+"""The real directory: adverts in a Hivemind DHT, which runs in this process's own event loop beside the daemon.
+
+Nothing on the way of a microbatch waits for it. hivemind is imported where it is used (two seconds).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable, Violation
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, AdvertValidator, Record, decode, dht_time, encode, stage_key
+from noloco_p2p.io.dht.known_peers import KnownPeers
+from noloco_p2p.io.dht.libp2p import Libp2p
+
+STORE_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 10.0
+WAIT_TIMEOUT_S = 2.0
+"""Longest wait for one peer's answer to one DHT question."""
+BOOTSTRAP_TIMEOUT_S = 5.0
+REJOIN_PERIOD_S = 10.0
+"""How often missing known peers are dialled again and linked ones are asked to know us."""
+DIALS_PER_REJOIN = 8
+ADVERTS_PER_STAGE_LIMIT = 2048
+"""More adverts of one stage are passed over when reading: those with the largest peer ids."""
+LEFT_TTL_S = 15.0
+"""Shortest life of the word that a node has left."""
+_LEAST_GROWTH_S = 0.001
+
+log = logging.getLogger(__name__)
+
+
+class HivemindDirectory:
+    """`ports.Directory` over the DHT; one per run and process."""
+
+    def __init__(self, libp2p: Libp2p, node: Any, run_id: str, stages: int, known: KnownPeers) -> None:
+        """`node` is hivemind's DHTNode on the daemon of `libp2p`. See `open`."""
+        self._libp2p = libp2p
+        self._node = node
+        self._run_id = run_id
+        self._keys = {stage_key(run_id, stage): stage for stage in range(stages)}
+        self._known = known
+        self._expires: dict[int, float] = {}
+        """DHT time at which our newest record under each stage's key expires; it may only grow."""
+        self._newest: Advert | None = None
+        self._met: dict[PeerId, JoinAddress] = {}
+        """Where the daemons of the peers in the last reading are."""
+        self._rejoining: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, libp2p: Libp2p, *, run_id: str, stages: int, known_path: Path) -> "HivemindDirectory":
+        """Start a DHT node for the run on the daemon of `libp2p`, and find the others.
+
+        Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable when peers
+        were joined and none of them answers as a DHT node; finding nobody without a join address is a first node.
+        """
+        node = await _dht_node(libp2p, run_id, stages, None)
+        known = KnownPeers(known_path)
+        known.load()
+        known.remember(libp2p.joined)
+        directory = cls(libp2p, node, run_id, stages, known)
+        try:
+            await directory._bootstrap()
+        except BaseException:
+            await directory.close()
+            raise
+        directory._rejoining = asyncio.create_task(directory._rejoin_forever())
+        return directory
+
+    async def reopened(self, libp2p: Libp2p) -> "HivemindDirectory":
+        """This directory on a fresh daemon of the same peer, when its own has died and it was closed.
+
+        It has the same place in the DHT and all records, and dials known peers; finding none of them is no error.
+        Raises LocalError (no daemon), Unreachable.
+        """
+        node = await _dht_node(libp2p, self._run_id, len(self._keys), self._node.node_id)
+        node.protocol.storage = self._node.protocol.storage
+        fresh = HivemindDirectory(libp2p, node, self._run_id, len(self._keys), self._known)
+        fresh._expires, fresh._newest, fresh._met = self._expires, self._newest, self._met
+        try:
+            self._known.remember(address for _, address in sorted(self._met.items()))
+            await fresh.rejoin()
+        except (LocalError, PeerError) as error:
+            log.warning("rejoining: %s", error)
+        fresh._rejoining = asyncio.create_task(fresh._rejoin_forever())
+        return fresh
+
+    async def announce(self, advert: Advert, ttl_s: float) -> None:
+        """See `ports.Directory`. Raises ConfigError for an advert that nobody would accept, LocalError (no daemon)."""
+        if (advert.peer_id, advert.run_id) != (self._libp2p.peer_id, self._run_id):
+            raise ConfigError(f"advert of {advert.peer_id}, run {advert.run_id[:12]}, announced by another node or run")
+        if stage_key(self._run_id, advert.stage) not in self._keys or not 0.0 < ttl_s <= LONGEST_TTL_S:
+            raise ConfigError(f"advert for stage {advert.stage} with {ttl_s} s to live: no such stage, or too long")
+        moved = self._newest is not None and self._newest.stage != advert.stage
+        if moved:
+            await self.withdraw()
+        await self._store(advert, ttl_s)
+        self._newest = advert
+
+    async def withdraw(self) -> None:
+        """See `ports.Directory`. Does nothing when nothing was announced since the last time."""
+        if self._newest is not None:
+            await self._store(replace(self._newest, state="left"), LEFT_TTL_S)
+            self._newest = None
+
+    async def peers(self) -> list[Advert]:
+        """See `ports.Directory`. Of a peer with several records only the newest counts.
+
+        Raises LocalError without daemon.
+        """
+        asked_at = dht_time()
+        reading = self._node.get_many(list(self._keys), sufficient_expiration_time=float("inf"))
+        found = await self._libp2p.guard(reading, READ_TIMEOUT_S, "the directory's answer")
+        announced = self._newest is not None and self._expires.get(self._newest.stage, 0.0) > asked_at + WAIT_TIMEOUT_S
+        if announced and not any(found.values()):
+            raise Unreachable("the directory lost all adverts, this node's own too")
+        records = newest_of_each(
+            record
+            for key, entry in found.items()
+            if entry is not None and isinstance(entry.value, dict)
+            for record in self._records(self._keys[key], entry.value)
+        )
+        self._met = {address.peer_id: address for record in records for address in libp2p_addresses(record)[:1]}
+        now, unix_s = asyncio.get_running_loop().time(), dht_time()
+        return [replace(record.advert, announced_at=now - max(0.0, unix_s - record.announced_at)) for record in records]
+
+    async def rejoin(self) -> None:
+        """Dial some known peers that are not linked, make all linked ones known to the DHT, note who is there.
+
+        Raises LocalError (no daemon, or known peers cannot be written).
+        """
+        linked = await self._libp2p.links()
+        missing = self._known.unlinked(linked, DIALS_PER_REJOIN)
+        results = await asyncio.gather(*(self._libp2p.dial(address) for address in missing), return_exceptions=True)
+        for result in results:
+            if result is not None and not isinstance(result, PeerError | ConfigError):
+                raise result
+        linked = await self._libp2p.links()
+        await self._ping(linked)
+        self._known.remember(address for peer_id, address in sorted(self._met.items()) if peer_id in linked)
+
+    async def close(self) -> None:
+        """End the DHT node and the task that keeps it linked; the daemon stays. Does not withdraw."""
+        if self._rejoining is not None:
+            self._rejoining.cancel()
+            await asyncio.gather(self._rejoining, return_exceptions=True)
+        with contextlib.suppress(NolocoError):
+            await self._libp2p.guard(self._node.shutdown(), BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
+
+    async def _store(self, advert: Advert, ttl_s: float) -> None:
+        expires = max(dht_time() + ttl_s, self._expires.get(advert.stage, 0.0) + _LEAST_GROWTH_S)
+        for _ in range(2):
+            if await self._put(advert, expires):
+                return
+            standing = await self._standing(advert.stage)  # one peer's refusal says little: see what the others hold
+            if standing == expires:
+                return
+            if standing is None or standing < expires:
+                break
+            expires = standing + _LEAST_GROWTH_S  # an earlier process of this node announced for longer
+        raise Unreachable("the directory does not take this node's advert: no peer stored it")
+
+    async def _standing(self, stage: int) -> float | None:
+        """When this node's record under a stage's key expires, as others hold it; None when nobody holds one."""
+        reading = self._node.get(stage_key(self._run_id, stage), latest=True)
+        entry = await self._libp2p.guard(reading, READ_TIMEOUT_S, "the directory's answer")
+        mine = entry.value.get(self._libp2p.peer_id) if entry is not None and isinstance(entry.value, dict) else None
+        return None if mine is None else float(mine.expiration_time)
+
+    async def _put(self, advert: Advert, expires: float) -> bool:
+        payload = encode(Record(advert, dht_time(), tuple(self._libp2p.join_addresses)))
+        self._expires[advert.stage] = expires
+        storing = self._node.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
+        return bool(await self._libp2p.guard(storing, STORE_TIMEOUT_S, "the directory's word that it took the advert"))
+
+    def _records(self, stage: int, subkeys: dict[object, Any]) -> list[Record]:
+        """The valid, living records of one stage. Replicas were checked on arrival; this reads what is left."""
+        records = []
+        now = dht_time()
+        for peer_id in sorted(subkey for subkey in subkeys if isinstance(subkey, str))[:ADVERTS_PER_STAGE_LIMIT]:
+            payload, expires = subkeys[peer_id]
+            if expires <= now or not isinstance(payload, bytes):
+                continue
+            with contextlib.suppress(Violation):
+                records.append(decode(payload, run_id=self._run_id, stage=stage, peer_id=peer_id))
+        return records
+
+    async def _bootstrap(self) -> None:
+        """Find the DHT nodes behind the links, waiting a little for a joined peer that has only just started."""
+        deadline = asyncio.get_running_loop().time() + BOOTSTRAP_TIMEOUT_S
+        await self.rejoin()
+        while self._libp2p.joined and not self._node.protocol.routing_table.peer_id_to_uid:
+            if asyncio.get_running_loop().time() > deadline:
+                raise Unreachable(
+                    f"join address {self._libp2p.joined[0]}: the peer is there but keeps no directory of this run"
+                )
+            await asyncio.sleep(0.2)
+            await self._ping(await self._libp2p.links())
+
+    async def _ping(self, linked: Iterable[PeerId]) -> None:
+        """Ask linked peers that are not in the DHT's routing table to know us, and look for our neighbours."""
+        from hivemind.p2p import PeerID
+
+        table = self._node.protocol.routing_table
+        peers = [PeerID.from_base58(peer_id) for peer_id in sorted(linked)]
+        new = [peer for peer in peers if table.get(peer_id=peer) is None]
+        pings = asyncio.gather(*(self._node.protocol.call_ping(peer) for peer in new))
+        answers = await self._libp2p.guard(pings, BOOTSTRAP_TIMEOUT_S, "the peers' answers to a ping")
+        for peer, answer in zip(new, answers, strict=True):
+            if answer is not None:
+                self._node.blacklist.register_success(peer)
+        if any(answer is not None for answer in answers):
+            finding = self._node.find_nearest_nodes([self._node.node_id])
+            with contextlib.suppress(Unreachable):
+                await self._libp2p.guard(finding, BOOTSTRAP_TIMEOUT_S, "the neighbours")
+
+    async def _rejoin_forever(self) -> None:
+        while not self._libp2p.failed.done():
+            await asyncio.sleep(REJOIN_PERIOD_S)
+            try:
+                await self.rejoin()
+            except (LocalError, PeerError) as error:
+                log.warning("rejoining: %s", error)
+
+
+async def _dht_node(libp2p: Libp2p, run_id: str, stages: int, node_id: Any) -> Any:
+    """hivemind's DHTNode on the daemon, at `node_id` (its DHTID) or a place drawn at random."""
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+
+    hashed = {DHTID.generate(stage_key(run_id, stage)).to_bytes(): stage for stage in range(stages)}
+    creating = DHTNode.create(
+        p2p=libp2p.p2p,
+        node_id=node_id,
+        wait_timeout=WAIT_TIMEOUT_S,
+        record_validator=AdvertValidator(libp2p.identity, run_id, hashed, dht_time),
+        backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        reuse_get_requests=False,
+    )
+    return await libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
+
+
+def newest_of_each(records: Iterable[Record]) -> list[Record]:
+    """One record a peer, the one announced last (its stage says where it is now), sorted by peer id."""
+    newest: dict[PeerId, Record] = {}
+    for record in records:
+        peer_id = record.advert.peer_id
+        if peer_id not in newest or newest[peer_id].announced_at < record.announced_at:
+            newest[peer_id] = record
+    return [newest[peer_id] for peer_id in sorted(newest)]
+
+
+def libp2p_addresses(record: Record) -> list[JoinAddress]:
+    """Where a peer says that its daemon is; what is malformed or another peer's is left out."""
+    addresses = []
+    for text in record.libp2p:
+        with contextlib.suppress(ConfigError):
+            address = JoinAddress.parse(text)
+            if address.peer_id == record.advert.peer_id:
+                addresses.append(address)
+    return addresses

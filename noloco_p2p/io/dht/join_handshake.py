@@ -1,0 +1,164 @@
+"""What a node that joins asks the peer that it joins, before it has a directory: the run manifest, the time, and
+whether its gRPC address can be reached. Both ends of these calls; they go over libp2p, which authenticates the peers.
+"""
+
+import asyncio
+import json
+import logging
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from noloco_p2p.config import MANIFEST_LIMIT_BYTES
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable, Violation
+from noloco_p2p.io.dht.adverts import dht_time
+from noloco_p2p.io.dht.libp2p import Libp2p
+
+Probe = Callable[[str, PeerId], Awaitable[str | None]]
+"""Dials (`host:port`) and asks who is there: None when it is that peer, else the reason in a few words."""
+
+MANIFEST_CALL = "noloco/manifest/1"
+DIAL_BACK_CALL = "noloco/dial-back/1"
+MANIFEST_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 4.0
+DIAL_BACK_TIMEOUT_S = 6.0
+DIAL_BACK_TRIES = 3
+DIALS_AT_ONCE = 4
+DIALS_PER_MINUTE = 60
+"""Strangers can make a node dial an address of their choice: few at once, few a minute, and they learn one line."""
+_ADDRESS_LIMIT = 256
+_REASON_LIMIT = 200
+_BUSY = "busy"
+
+log = logging.getLogger(__name__)
+
+
+async def offer_manifest(libp2p: Libp2p, manifest: bytes) -> None:
+    """Answer everybody who asks for the run manifest (canonical JSON) with it and the time. Once per `libp2p`."""
+
+    async def answer(caller: PeerId, request: bytes) -> bytes:
+        return struct.pack(">d", dht_time()) + manifest
+
+    await libp2p.serve(MANIFEST_CALL, answer)
+
+
+async def fetch_manifest(libp2p: Libp2p, peer_id: PeerId) -> tuple[bytes, float]:
+    """(manifest JSON, the peer's DHT time when it answered), from a peer that is linked.
+
+    Nothing about the bytes is checked but their number. Raises Unreachable, Declined (it has none), Violation.
+    """
+    answer = await libp2p.call(peer_id, MANIFEST_CALL, b"", MANIFEST_TIMEOUT_S)
+    if not 8 < len(answer) <= 8 + MANIFEST_LIMIT_BYTES:
+        raise Violation(f"peer {peer_id} sent a manifest of {len(answer) - 8} bytes (limit {MANIFEST_LIMIT_BYTES})")
+    return answer[8:], float(struct.unpack(">d", answer[:8])[0])
+
+
+def check_clock(theirs: float, *, mine_before: float, mine_after: float, ttl_s: float) -> None:
+    """Compare a peer's DHT time with ours, taken just before the question and just after the answer.
+
+    Raises ConfigError that says by how much they differ when it is certainly more than half of `ttl_s`: adverts
+    would look expired, or live too long. `ttl_s` is the lifetime of an advert, seconds.
+    """
+    if not mine_before - ttl_s / 2 <= theirs <= mine_after + ttl_s / 2:
+        off = theirs - (mine_before + mine_after) / 2
+        raise ConfigError(
+            f"this machine's clock is {abs(off):.1f} s {'behind' if off > 0 else 'ahead of'} that of the joined peer, "
+            f"at most {ttl_s / 2:g} s are allowed: set the clock (for example by NTP)"
+        )
+
+
+class DialAllowance:
+    """How many strangers' addresses are dialled: pure book-keeping, `now` in seconds of any steady clock."""
+
+    def __init__(self, at_once: int = DIALS_AT_ONCE, per_minute: int = DIALS_PER_MINUTE) -> None:
+        self._at_once = at_once
+        self._per_minute = per_minute
+        self._running = 0
+        self._begun_at: deque[float] = deque()
+
+    def begin(self, *, now: float) -> bool:
+        """Whether one more may be dialled now; if so, `end` has to follow."""
+        while self._begun_at and self._begun_at[0] <= now - 60.0:
+            self._begun_at.popleft()
+        if self._running >= self._at_once or len(self._begun_at) >= self._per_minute:
+            return False
+        self._running += 1
+        self._begun_at.append(now)
+        return True
+
+    def end(self) -> None:
+        """A dial that began is over."""
+        self._running -= 1
+
+
+async def serve_dial_back(libp2p: Libp2p, probe: Probe, allowance: DialAllowance | None = None) -> None:
+    """Let linked peers ask whether their gRPC address can be reached from here; `probe` finds out.
+
+    A peer can only ask for itself: libp2p says who asks. `probe` may raise Unreachable instead of returning a reason.
+    """
+    allowed = DialAllowance() if allowance is None else allowance
+
+    async def answer(caller: PeerId, request: bytes) -> bytes:
+        address = request[:_ADDRESS_LIMIT].decode("ascii", errors="replace")
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536 or not address.isprintable():
+            raise Violation("the address is not of the form host:port")
+        if not allowed.begin(now=asyncio.get_running_loop().time()):
+            return json.dumps(_BUSY).encode()
+        try:
+            reason = await asyncio.wait_for(probe(address, caller), PROBE_TIMEOUT_S)
+        except TimeoutError:
+            reason = f"no answer within {PROBE_TIMEOUT_S:g} s"
+        except Unreachable as error:
+            reason = str(error)
+        finally:
+            allowed.end()
+        return json.dumps({"reason": None if reason is None else reason[:_REASON_LIMIT]}).encode()
+
+    await libp2p.serve(DIAL_BACK_CALL, answer)
+
+
+async def ask_dial_back(libp2p: Libp2p, peer_id: PeerId, address: str) -> str | None:
+    """Ask a linked peer to dial `address` (`host:port`) and find this node there: None, or why it could not.
+
+    Raises Busy (it dials enough others now: ask again later), Unreachable, Declined, Violation.
+    """
+    answer = await libp2p.call(peer_id, DIAL_BACK_CALL, address.encode(), DIAL_BACK_TIMEOUT_S)
+    try:
+        found = json.loads(answer)
+    except ValueError as error:
+        raise Violation(f"peer {peer_id} answered the dial-back with what is not JSON") from error
+    if found == _BUSY:
+        raise Busy(f"peer {peer_id} dials others back now")
+    if not isinstance(found, dict) or set(found) != {"reason"} or not isinstance(found["reason"], str | None):
+        raise Violation(f"peer {peer_id} answered the dial-back with what means nothing")
+    reason: str | None = found["reason"]
+    if reason is None:
+        return None
+    return "".join(letter if letter.isprintable() else "?" for letter in reason[:_REASON_LIMIT])
+
+
+async def check_reachable(libp2p: Libp2p, address: str) -> None:
+    """Let a joined peer dial this node's gRPC address (`host:port`) back. Raises LocalError when it cannot reach it.
+
+    A peer that cannot be asked (it has just died, or is busy) says nothing about the address: the next one is asked.
+    """
+    failure = ""
+    for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
+        await asyncio.sleep(attempt)
+        for peer in libp2p.joined:
+            try:
+                reason = await ask_dial_back(libp2p, peer.peer_id, address)
+            except (Busy, Unreachable) as error:
+                failure = str(error)
+                continue
+            if reason is None:
+                return
+            port = address.rpartition(":")[2]
+            raise LocalError(
+                f"others cannot reach this node at {address} ({reason}): open TCP port {port}, "
+                "or set listen.announce_host and listen.grpc_port to what leads here"
+            )
+    if failure:
+        log.warning("nobody could be asked whether others reach this node at %s: %s", address, failure)

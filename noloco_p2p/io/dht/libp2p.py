@@ -1,0 +1,231 @@
+"""What the libp2p daemon of this node does: links to peers, small authenticated calls, its death, its end.
+
+hivemind is imported where it is used, because that takes two seconds. None of its calls has a timeout, and a dead
+daemon leaves them waiting for ever, so every one goes through `guard`. Foreign exceptions are mapped to ours here.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.io.dht import p2p_daemon
+from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, host_multiaddress, reserve_port
+from noloco_p2p.io.dht.identity import Identity
+
+T = TypeVar("T")
+CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
+"""Answers one call: (authenticated caller, request) → response. A PeerError's text is told to the caller."""
+
+DIAL_TIMEOUT_S = 5.0
+DAEMON_TIMEOUT_S = 5.0
+CALL_LIMIT_BYTES = 1 << 20
+"""Largest request or response; hivemind's own limit is 4 MiB."""
+_ERROR, _ANSWER = b"\x00", b"\x01"
+
+log = logging.getLogger(__name__)
+
+
+class Libp2p:
+    """A running daemon, owned by this object from `open` to `close`."""
+
+    def __init__(self, identity: Identity, host: str, p2p: Any, address: JoinAddress, metrics_port: int | None) -> None:
+        """See `open`; `address` is what it tells others."""
+        self.identity = identity
+        self.p2p = p2p
+        """hivemind's `P2P`; for the DHT node only."""
+        self.joined: tuple[JoinAddress, ...] = ()
+        """The given join addresses that answered."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises LocalError to whoever awaits it when the daemon has died; cancelled by `close`."""
+        self.metrics_port = metrics_port
+        """TCP port of the daemon's own /metrics on the host that it listens on; None when it serves none."""
+        self._host = host
+        self._address = address
+        self._death = "the libp2p daemon has ended"
+        self._watch = asyncio.create_task(self._watched())
+
+    @classmethod
+    async def open(
+        cls,
+        identity: Identity,
+        *,
+        host: str,
+        port: int,
+        announce_host: str | None = None,
+        join: Sequence[str] = (),
+        metrics_port: int | None = None,
+    ) -> "Libp2p":
+        """Start the daemon on (host, port), 0 picks a port, and dial the addresses to join.
+
+        With `metrics_port`, 0 picks one too, it serves its own metrics there. One live address among those given
+        suffices. Raises LocalError (port in use, daemon does not start), ConfigError (malformed address, another peer
+        at the address) or Unreachable (nobody answers), within 10 s.
+        """
+        targets = [JoinAddress.parse(text) for text in join]
+        others = [target for target in targets if target.peer_id != identity.peer_id]
+        if targets and not others:
+            raise ConfigError(f"join address {targets[0]} is this node's own: give the address of another node")
+        p2p_daemon.sweep_stale_sockets()
+        told = announced_host(host, announce_host, others[0] if others else None)
+        with contextlib.ExitStack() as held:
+            own = held.enter_context(reserve_port(host, port, "listen.dht_port"))
+            address = JoinAddress(told, own.getsockname()[1], identity.peer_id)
+            if metrics_port is not None:
+                metrics = held.enter_context(reserve_port(host, metrics_port, "listen.libp2p_metrics_port"))
+                metrics_port = metrics.getsockname()[1]
+            p2p = await p2p_daemon.start(identity, host, address, metrics_port)
+        libp2p = cls(identity, host, p2p, address, metrics_port)
+        try:
+            if others:
+                libp2p.joined = await libp2p._join(others)
+        except BaseException:
+            await libp2p.close()
+            raise
+        return libp2p
+
+    async def reopened(self) -> "Libp2p":
+        """A fresh daemon in place of this one, which has ended: the same peer on the same ports. Raises LocalError."""
+        told = self._address
+        return await Libp2p.open(
+            self.identity,
+            host=self._host,
+            port=told.port,
+            announce_host=told.host,
+            metrics_port=self.metrics_port,
+        )
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This node's."""
+        return self.identity.peer_id
+
+    @property
+    def join_addresses(self) -> list[str]:
+        """What others pass to `--join`: `/ip4/…/tcp/…/p2p/<peer id>`, best first."""
+        return [str(self._address)]
+
+    @property
+    def daemon_pid(self) -> int:
+        """Process id of the daemon."""
+        return int(self.p2p._child.pid)
+
+    async def dial(self, target: JoinAddress) -> None:
+        """Make a link to a peer; at once when there is one. Raises ConfigError (another peer), Unreachable."""
+        from hivemind.p2p import PeerID
+        from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+        from hivemind.utils.multiaddr import Multiaddr
+
+        where = Multiaddr(host_multiaddress(target.host, target.port))
+        connect = self.p2p._client.connect(PeerID.from_base58(target.peer_id), [where])
+        try:
+            await self.guard(connect, DIAL_TIMEOUT_S, "an answer")
+        except Unreachable as error:
+            raise Unreachable(_nobody(target, str(error))) from error
+        except P2PDaemonError as error:
+            reason = str(error)
+            if "peer id mismatch" in reason:
+                other = reason.rpartition("remote key matches ")[2].split()[0]
+                raise ConfigError(
+                    f"join address {target}: another peer answers there ({other}); copy the address that it prints"
+                ) from error
+            last = reason.strip().splitlines()[-1].rpartition(": ")[2].rpartition("] ")[2]
+            raise Unreachable(_nobody(target, last)) from error
+
+    async def links(self) -> set[PeerId]:
+        """The peers to which there is a link now. Raises LocalError."""
+        try:
+            peers = await self.guard(self.p2p.list_peers(), DAEMON_TIMEOUT_S, "the libp2p daemon")
+        except Unreachable as error:
+            raise LocalError("the libp2p daemon does not answer") from error
+        return {peer.peer_id.to_base58() for peer in peers}
+
+    async def serve(self, name: str, handler: CallHandler) -> None:
+        """Answer calls of this name from now on. Once per name."""
+        from google.protobuf.wrappers_pb2 import BytesValue
+
+        async def answer(request: BytesValue, context: Any) -> BytesValue:
+            try:
+                return BytesValue(value=_ANSWER + await handler(context.remote_id.to_base58(), request.value))
+            except PeerError as error:
+                return BytesValue(value=_ERROR + str(error).encode())
+
+        adding = self.p2p.add_protobuf_handler(name, answer, BytesValue)
+        await self.guard(adding, DAEMON_TIMEOUT_S, "the libp2p daemon")
+
+    async def call(self, peer_id: PeerId, name: str, request: bytes, timeout_s: float) -> bytes:
+        """Call a linked peer; libp2p authenticates both ends.
+
+        Raises Unreachable (no link, no answer in time), Declined (no such call there, or it said no), Violation.
+        """
+        from google.protobuf.wrappers_pb2 import BytesValue
+        from hivemind.p2p import PeerID
+        from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+
+        message = BytesValue(value=request)
+        calling = self.p2p.call_protobuf_handler(PeerID.from_base58(peer_id), name, message, BytesValue)
+        try:
+            answer = bytes((await self.guard(calling, timeout_s, f"peer {peer_id}: an answer to {name}")).value)
+        except P2PHandlerError as error:
+            raise Declined(f"peer {peer_id} failed at {name}: {str(error)[:200]!r}") from error
+        except P2PDaemonError as error:
+            if "protocols not supported" in str(error):
+                raise Declined(f"peer {peer_id} does not answer {name}: it is no noloco node, or not ready") from error
+            raise Unreachable(f"peer {peer_id} cannot be reached: {str(error)[:200]!r}") from error
+        if len(answer) > CALL_LIMIT_BYTES or answer[:1] not in (_ERROR, _ANSWER):
+            raise Violation(f"peer {peer_id} answered {name} with {len(answer)} bytes that mean nothing")
+        if answer[:1] == _ERROR:
+            raise Declined(f"peer {peer_id}: {answer[1:201].decode(errors='replace')!r}")
+        return answer[1:]
+
+    async def guard(self, waiting: Awaitable[T], timeout_s: float, what: str) -> T:
+        """Await something that the daemon does. Raises Unreachable when it takes longer, LocalError when it is dead."""
+        task = asyncio.ensure_future(waiting)
+        both: set[asyncio.Future[Any]] = {task, self.failed}
+        try:
+            await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self.failed.done():
+                raise LocalError(self._death)
+            if not task.done():
+                raise Unreachable(f"{what} did not come within {timeout_s:g} s")
+            return await task
+        except TimeoutError as error:
+            raise Unreachable(f"{what} did not come in time") from error
+        except (OSError, EOFError) as error:
+            raise LocalError(f"the libp2p daemon does not answer ({error or 'its socket was closed'})") from error
+        finally:
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # marks it as seen
+
+    async def close(self) -> None:
+        """End the daemon and all that hangs on it. Harmless when called twice, or after the daemon died."""
+        self._watch.cancel()
+        if not self.failed.done():
+            self.failed.cancel()
+        await p2p_daemon.stop(self.p2p)
+
+    async def _watched(self) -> None:
+        code = await self.p2p._child.wait()
+        self._death = f"the libp2p daemon (p2pd) has died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        if not self.failed.done():
+            self.failed.set_exception(LocalError(self._death))
+            self.failed.exception()  # marks it as seen: whoever wants to know awaits it
+
+    async def _join(self, targets: Sequence[JoinAddress]) -> tuple[JoinAddress, ...]:
+        results = await asyncio.gather(*(self.dial(target) for target in targets), return_exceptions=True)
+        errors = [result for result in results if result is not None]
+        for error in errors:
+            if not isinstance(error, ConfigError | Unreachable):
+                raise error
+        if len(errors) == len(targets):
+            raise errors[0]
+        for error in errors:
+            log.warning("%s", error)
+        return tuple(target for target, result in zip(targets, results, strict=True) if result is None)
+
+
+def _nobody(target: JoinAddress, reason: str) -> str:
+    return f"join address {target}: nobody answers ({reason}); check that the node runs and its port is open"

@@ -1,0 +1,96 @@
+"""The process of the libp2p daemon, `p2pd`: its start, its end, and the sockets that it may leave behind.
+
+hivemind starts it; what it has no parameter for is added to the daemon's command line here.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.errors import LocalError
+from noloco_p2p.io.dht.addresses import JoinAddress, host_multiaddress, port_in_use
+from noloco_p2p.io.dht.identity import Identity
+
+START_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 5.0
+SOCKETS_MIN_AGE_S = 60.0
+_SOCKETS = "hivemind-p2p*.sock"
+
+
+def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKETS_MIN_AGE_S) -> int:
+    """Remove the daemon sockets of this user that nobody listens on any more; returns how many.
+
+    hivemind puts them into /tmp by name. Young ones are left alone: their daemon may be about to listen.
+    """
+    removed = 0
+    for path in sorted(directory.glob(_SOCKETS)):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < min_age_s:
+                continue
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(0.2)
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
+                    removed += 1
+    return removed
+
+
+async def start(identity: Identity, host: str, address: JoinAddress, metrics_port: int | None) -> Any:
+    """hivemind's P2P, listening on `host` and the port of `address`, which it announces. Raises LocalError.
+
+    With `metrics_port` (not 0) it serves its own metrics on that port of `host`, at /metrics.
+    """
+    from hivemind.p2p import P2P
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+    from hivemind.utils.logging import use_hivemind_log_handler
+
+    class OwnGroup(P2P):  # type: ignore[misc]  # hivemind is untyped
+        """Its daemon is in a process group of its own: Ctrl-C in a terminal must reach the node alone, which then
+        still needs the daemon to say that it leaves."""
+
+        @staticmethod
+        def _make_process_args(*args: Any, **options: Any) -> list[str]:
+            program = "import os, sys; os.setpgrp(); os.execv(sys.argv[1], sys.argv[1:])"
+            return [sys.executable, "-I", "-S", "-c", program, *P2P._make_process_args(*args, **options), *metrics]
+
+    bare = f"[{host}]" if ":" in host else host
+    metrics = [] if metrics_port is None else [f"-metricsAddr={bare}:{metrics_port}"]
+    use_hivemind_log_handler("nowhere")
+    try:
+        return await OwnGroup.create(
+            identity_path=str(identity.path),
+            check_if_identity_free=False,  # it knows RSA keys only; the lock file beside the key does this
+            host_maddrs=[host_multiaddress(host, address.port)],
+            announce_maddrs=[address.multiaddress],
+            startup_timeout=START_TIMEOUT_S,
+            nat_port_map=False,
+            auto_nat=False,
+            use_relay=False,
+        )
+    except P2PDaemonError as error:
+        if "address already in use" in str(error):
+            raise LocalError(port_in_use(host, address.port, "listen.dht_port")) from error
+        raise LocalError(f"the libp2p daemon did not start: {' '.join(str(error).split())[:300]}") from error
+    except (OSError, EOFError) as error:
+        raise LocalError("the libp2p daemon died while it started") from error
+
+
+async def stop(p2p: Any) -> None:
+    """SIGTERM, and SIGKILL to a daemon that is not gone after that. Harmless when it is dead already."""
+    try:
+        await asyncio.wait_for(p2p.shutdown(), END_TIMEOUT_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(p2p._child.pid, signal.SIGKILL)
+        await p2p._child.wait()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(p2p._daemon_listen_maddr["unix"])  # a daemon that was killed leaves it

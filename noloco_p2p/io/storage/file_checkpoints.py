@@ -1,0 +1,191 @@
+"""The Checkpoints port on disk: what a node writes for itself and finds again after a restart (layout: see `shards`).
+
+What a killed node leaves without a manifest is swept by the next save. Two processes never write here at once: the lock
+of the node's identity keeps the second one away.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, PeerId
+from noloco_p2p.errors import LocalError
+from noloco_p2p.io.storage.checkpoint_format import (
+    FORMAT,
+    Damaged,
+    Manifest,
+    OtherFormat,
+    Shard,
+    StoredTensor,
+    manifest_digest,
+    read_checkpoint,
+    read_manifest,
+    whole,
+)
+
+_DTYPES = {"float64": "<f8", "float32": "<f4"}
+"""numpy's names of the dtypes that a replica's state may have."""
+
+log = logging.getLogger("noloco_p2p")
+
+
+class FileCheckpoints:
+    """Checkpoints of ports.py below a node's `directory`. All work is done in a thread; one at a time."""
+
+    def __init__(self, directory: Path, run_id: str, peer_id: PeerId, keep: int) -> None:
+        """Opens nothing yet. `keep`: how many stay."""
+        self._folder = directory / "checkpoints" / f"{run_id[:16]}-{peer_id[-12:]}"
+        self._run_id = run_id
+        self._peer_id = peer_id
+        self._keep = keep
+        self._damaged: set[Path] = set()
+        """Manifests of those that `load` found damaged."""
+        self._lock = threading.Lock()
+
+    async def held(self) -> list[Holding]:
+        """See `ports.Checkpoints`. Of two with equal names the newer one counts. Raises LocalError."""
+        return list(dict.fromkeys(shard.holding for shard in await asyncio.to_thread(self._shards)))
+
+    async def save(self, checkpoint: Checkpoint) -> None:
+        """See `ports.Checkpoints`. On return it is on the disk, not only on its way. Raises LocalError."""
+        await asyncio.to_thread(self._save, checkpoint)
+
+    async def load(self, held: Holding) -> Checkpoint | None:
+        """See `ports.Checkpoints`. A damaged one is logged, and not listed any more."""
+        return await asyncio.to_thread(self._load, held)
+
+    def _shards(self) -> list[Shard]:
+        """Whole ones of this run and node, oldest first."""
+        try:
+            found = list(whole(self._folder.glob("stage-*.json")))
+        except OSError as error:
+            raise LocalError(f"checkpoints in {self._folder}: {error.strerror}; see to its permissions") from error
+        own = [one for one in found if (one.manifest.run_id, one.manifest.peer_id) == (self._run_id, self._peer_id)]
+        return sorted((one for one in own if one.path not in self._damaged), key=lambda one: one.manifest.saved)
+
+    def _load(self, held: Holding) -> Checkpoint | None:
+        for shard in reversed([one for one in self._shards() if one.holding == held]):
+            try:
+                return read_checkpoint(shard)
+            except Damaged as error:
+                self._damaged.add(shard.path)
+                log.warning("%s; the one before it is used", error)
+        return None
+
+    def _save(self, checkpoint: Checkpoint) -> None:
+        with self._lock:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                before = self._shards()
+                shard = self._write(checkpoint, self._next_number())
+                place = shard.holding[:2]
+                others = [one for one in before if one.holding[:2] != place]
+                self._sweep([*others, shard][-self._keep :])
+            except OSError as error:
+                raise self._refused(str(error.strerror)) from error
+            except SafetensorError as error:
+                raise self._refused(str(error)) from error
+
+    def _next_number(self) -> int:
+        """One more than any number here, that of the damaged and foreign ones too."""
+        numbers = [path.stem.rpartition("-")[2] for path in self._folder.glob("stage-*")]
+        return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
+    def _write(self, checkpoint: Checkpoint, saved: int) -> Shard:
+        """Tensors first, manifest last; each is whole on the disk before it gets its name."""
+        state = checkpoint.state
+        stem = f"stage-{state.stage}-round-{state.round:06d}-{saved}"
+        fresh, tensors_path = self._folder / "tensors.new", self._folder / f"{stem}.safetensors"
+        try:
+            save_file({tensor.name: _array(tensor) for tensor in state.tensors}, fresh)
+            manifest = self._describe(checkpoint, saved, fresh.stat().st_size)
+            content = manifest.model_dump(mode="json")
+            _settle(fresh, tensors_path)
+            fresh, path = self._folder / "manifest.new", self._folder / f"{stem}.json"
+            fresh.write_text(json.dumps(content | {"digest": manifest_digest(content)}), encoding="ascii")
+            _settle(fresh, path)
+        except (OSError, SafetensorError):
+            fresh.unlink(missing_ok=True)
+            tensors_path.unlink(missing_ok=True)
+            raise
+        return Shard(path, manifest)
+
+    def _describe(self, checkpoint: Checkpoint, saved: int, file_bytes: int) -> Manifest:
+        state = checkpoint.state
+        origins = {(one.peer, one.incarnation): 0 for one in state.spent}
+        origins = {origin: index for index, origin in enumerate(origins)}
+        return Manifest(
+            format=FORMAT,
+            run_id=self._run_id,
+            peer_id=self._peer_id,
+            saved=saved,
+            stage=state.stage,
+            round=state.round,
+            step=state.step,
+            inner_steps=state.inner_steps,
+            adam_steps=state.adam_steps,
+            number=state.number,
+            file_bytes=file_bytes,
+            tensors=tuple(
+                StoredTensor(*tensor.spec, xxhash.xxh3_128_hexdigest(tensor.data)) for tensor in state.tensors
+            ),
+            cursor=None if checkpoint.cursor is None else dict(checkpoint.cursor),
+            random_state=list(checkpoint.random_state),
+            origins=tuple(origins),
+            spent=tuple((origins[one.peer, one.incarnation], one.counter) for one in state.spent),
+        )
+
+    def _sweep(self, kept: list[Shard]) -> None:
+        """Remove all but these; a manifest goes before its tensors. Those of another format or node stay."""
+        names = {one.path.stem for one in kept}
+        for path in sorted(self._folder.glob("stage-*.json")):
+            if path.stem not in names and self._foreign(path):
+                names.add(path.stem)
+        for suffix in (".json", ".safetensors"):
+            for path in self._folder.glob(f"stage-*{suffix}"):
+                if path.stem not in names:
+                    path.unlink(missing_ok=True)
+
+    def _foreign(self, path: Path) -> bool:
+        try:
+            manifest = read_manifest(path)
+        except OtherFormat:
+            return True
+        except Damaged:
+            return False
+        return (manifest.run_id, manifest.peer_id) != (self._run_id, self._peer_id)
+
+    def _refused(self, reason: str) -> LocalError:
+        return LocalError(
+            f"no checkpoint could be written to {self._folder} ({reason}): free some space, or start the node with "
+            "another --dir; the earlier checkpoints are untouched"
+        )
+
+
+def _array(tensor: HostTensor) -> npt.NDArray[np.generic]:
+    """The values without a copy."""
+    return np.ndarray(tensor.shape, _DTYPES[tensor.dtype], tensor.data)
+
+
+def _settle(fresh: Path, path: Path) -> None:
+    """Give a written file its name once its bytes are on the disk, and the name too."""
+    _flush(fresh)
+    fresh.replace(path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

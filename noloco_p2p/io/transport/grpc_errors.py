@@ -1,0 +1,48 @@
+"""What the errors and cancellations of gRPC mean to the caller of a peer: they become ours here and only here."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import grpc.aio
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
+from noloco_p2p.io.transport import message_codec
+
+
+@contextmanager
+def mapped(peer: PeerId, what: str, seconds: float, give_up_at: float) -> Iterator[None]:
+    """Raises ours for what gRPC raises inside the `with`, which waits for `what` from the peer until `give_up_at`."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INTERNAL and asyncio.get_running_loop().time() >= give_up_at - 0.01:
+            # The deadline made a pending write fail, and gRPC tells of that instead.
+            raise Unreachable(f"no {what} from {peer} within {seconds:g} s") from None
+        raise _translated(error, peer, what, seconds) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # gRPC cancelled the call, not somebody this task: the connection was closed under it.
+        raise Unreachable(f"the call to {peer} was ended while it waited for a {what}") from None
+    except (asyncio.InvalidStateError, grpc.aio.UsageError):
+        raise Unreachable(f"the connection to {peer} was closed before the {what} came") from None
+
+
+def _translated(error: grpc.aio.AioRpcError, peer: PeerId, what: str, seconds: float) -> PeerError:
+    """What a status of gRPC means to the caller."""
+    code, details = error.code(), (error.details() or "")[: message_codec.MESSAGE_CHARACTERS]
+    match code:
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unreachable(f"no {what} from {peer} within {seconds:g} s")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
+            return Violation(f"{peer}: {details}")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Busy(f"{peer} has too many calls in flight")
+        case grpc.StatusCode.UNKNOWN | grpc.StatusCode.UNIMPLEMENTED:
+            return Declined(f"{peer} failed to serve the call: {details}")
+        case _:
+            return Unreachable(f"{peer} was lost while waiting for a {what}: {details}")

@@ -1,0 +1,298 @@
+"""The Transport port over gRPC: what a node calls at its peers, and the server that answers theirs (`io/serving`).
+
+An activation goes out as one streamed call whose reply is its gradient. Nothing waits for a yes: the tensors follow
+the header at once, and the sending ends with the reply, early or not.
+"""
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from noloco_p2p.config import ListenSettings
+from noloco_p2p.core.messages import (
+    Activation,
+    Advert,
+    Description,
+    Gradient,
+    LossSum,
+    PeerId,
+    ReplicaState,
+    Snapshot,
+    TensorSpec,
+)
+from noloco_p2p.errors import LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.io.transport import message_codec, servicer, weights_codec
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.channels import OPTIONS as CHANNEL_OPTIONS
+from noloco_p2p.io.transport.channels import Channels, Link, connect
+from noloco_p2p.io.transport.grpc_errors import mapped
+from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.ports import Handler, Telemetry
+
+DESCRIBE_S = 5.0
+"""Longest wait for a peer's description of itself."""
+SILENCE_S = 5.0
+"""Longest time between two messages of a transfer that has begun, seconds. One message is at most about 1 MiB, so a
+peer that is silent for longer hangs, or is behind a link of less than 0.2 MiB/s, over which no weights can be moved."""
+CAPTURE_S = 20.0
+"""Longest wait for the first message of a state, seconds: a big one is copied from the device before."""
+RESUMES = 3
+"""Calls in a row that may bring nothing new before a cut transfer of a state is given up."""
+RESUME_PAUSE_S = 0.5
+"""Pause before a cut transfer goes on, seconds: a link that flaps gets the time to come back."""
+
+T = TypeVar("T")
+
+
+def tune_allocator() -> None:
+    """Keeps freed message buffers in the process instead of giving them back to the system page by page.
+
+    Doubles the transfer rate (every message would be mapped and page-faulted anew). For the entry point of a process;
+    does nothing where the C library is not glibc.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        mmap_threshold, trim_threshold = -3, -1
+        libc.mallopt(mmap_threshold, 256 << 20)
+        libc.mallopt(trim_threshold, (2 << 30) - 1)
+
+
+class GrpcTransport:
+    """Calls to peers and calls from them, for one node of one run. Belongs to the event loop that first uses it."""
+
+    def __init__(
+        self, me: PeerId, run_id: str, listen: ListenSettings, telemetry: Telemetry, max_body_bytes: int
+    ) -> None:
+        """`max_body_bytes` bounds the tensors of one activation that a peer may send."""
+        self.port = 0
+        """TCP port of the server, once it listens."""
+        self._listen = listen
+        self._telemetry = telemetry
+        self._metadata = servicer.metadata(me, run_id)
+        self._servicer = servicer.Servicer(me, run_id, telemetry, max_body_bytes)
+        self._channels = Channels()
+        self._server: Any = None
+        self._closed = False
+
+    async def listen(self) -> None:
+        """Bind and answer; calls are declined until `serve` names a handler. Raises LocalError: the port is in use."""
+        if self._server is not None:
+            return
+        server = grpc.aio.server(options=servicer.OPTIONS, maximum_concurrent_rpcs=servicer.MAX_CALLS)
+        server.add_generic_rpc_handlers((self._servicer.methods(),))
+        host, port = self._listen.host, self._listen.grpc_port
+        try:
+            self.port = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except RuntimeError:
+            raise LocalError(
+                f"cannot listen on {host} port {port}: it is in use, or {host} is no address of this machine;"
+                " set listen.grpc_port to another port (0 picks a free one)"
+            ) from None
+        self._server = server
+        await server.start()
+
+    async def serve(self, handler: Handler) -> None:
+        """Start to answer calls with `handler`. Raises LocalError when the port is in use."""
+        self._servicer.handler = handler
+        await self.listen()
+
+    async def close(self) -> None:
+        """Refuse new calls, cancel those in flight in both directions, free everything."""
+        self._closed = True
+        await self._channels.close()
+        if self._server is not None:
+            await self._server.stop(grace=None)
+
+    async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
+        """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
+        reader = message_codec.GradientReader(activation)
+        gradient = await self._exchange(peer, "Propagate", "gradient", activation, reader.feed)
+        self._count("in", "gradient", gradient.grad.data.nbytes)
+        return gradient
+
+    async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
+        """Send a held-out activation, wait for its loss. Raises as propagate."""
+        return await self._exchange(peer, "Evaluate", "loss", activation, message_codec.LossReader().feed)
+
+    async def fetch_snapshot(
+        self,
+        peer: Advert,
+        stage: int,
+        round: int | None,
+        wait_s: float,
+        deadline_s: float,
+        expected: tuple[TensorSpec, ...] | int,
+    ) -> Snapshot:
+        """Fetch a snapshot from its replica or a guardian. Raises Violation unless as `expected`, else as propagate.
+
+        Raises Unreachable as soon as nothing comes for SILENCE_S (at first: `wait_s` more).
+        """
+        request = pb.SnapshotRequest(round=round, wait_s=wait_s, stage=stage)
+        reader = weights_codec.SnapshotReader(expected)
+        what = "snapshot"
+        async with self._calling(peer, what, wait_s + deadline_s) as (link, seconds):
+            call = link.fetch_snapshot(request, timeout=seconds, metadata=self._metadata)
+            try:
+                snapshot = reader.feed(await _next(call, wait_s + SILENCE_S, what, peer))
+                async with asyncio.timeout(deadline_s):
+                    while snapshot is None:
+                        snapshot = reader.feed(await _next(call, SILENCE_S, what, peer))
+            except TimeoutError:
+                raise Unreachable(f"no whole {what} from {peer.peer_id} within {deadline_s:g} s") from None
+            finally:
+                call.cancel()
+        self._count("in", "snapshot", sum(tensor.data.nbytes for tensor in snapshot.tensors))
+        return snapshot
+
+    async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
+        """Fetch a replica's whole state. Raises Violation unless it is as `expected`, else as propagate.
+
+        A transfer that is cut after its header goes on at the byte where it was, with the same copy: after a pause,
+        over a new connection, until RESUMES calls in a row brought nothing.
+        """
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + deadline_s
+        reader = weights_codec.StateReader(peer, expected)
+        futile = 0
+        state = None
+        try:
+            while state is None:
+                place = reader.place
+                try:
+                    state = await self._fetch_rest(peer, reader, give_up_at - clock())
+                except Unreachable:
+                    futile = 0 if reader.place != place else futile + 1
+                    if reader.place is None or futile == RESUMES or clock() + RESUME_PAUSE_S >= give_up_at:
+                        raise
+                    await asyncio.sleep(RESUME_PAUSE_S)
+        finally:
+            reader.discard()
+        self._count("in", "state", sum(tensor.data.nbytes for tensor in state.tensors))
+        return state
+
+    async def _fetch_rest(self, peer: Advert, reader: weights_codec.StateReader, seconds: float) -> ReplicaState:
+        """One call that brings what `reader` lacks."""
+        what = "state"
+        patience_s = CAPTURE_S if reader.place is None else SILENCE_S
+        async with self._calling(peer, what, seconds) as (link, left_s):
+            call = link.fetch_state(reader.request(), timeout=left_s, metadata=self._metadata)
+            try:
+                state = None
+                while state is None:
+                    state = reader.feed(await _next(call, patience_s, what, peer))
+                    patience_s = SILENCE_S
+                return state
+            finally:
+                call.cancel()
+
+    async def describe(self, peer: Advert) -> Description:
+        """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""
+        async with self._calling(peer, "description", DESCRIBE_S) as (link, seconds):
+            reply = await link.describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
+        self._count("in", "control", reply.ByteSize())
+        return message_codec.from_description(reply)
+
+    async def _exchange(
+        self, peer: Advert, method: str, what: str, activation: Activation, feed: Callable[[bytes], T | None]
+    ) -> T:
+        """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
+        size = sum(tensor.data.nbytes for tensor in activation.tensors)
+        async with self._calling(peer, what, activation.header.time_left_s) as (link, seconds):
+            messages = message_codec.to_activation(activation, seconds)
+            if message_codec.fits_one_message(activation):
+                call = link.whole[method](next(messages), timeout=seconds, metadata=self._metadata)
+                self._count("out", "activation", size)
+                result = feed(await call)
+                if result is None:
+                    raise Violation(f"the {what} from {peer.peer_id} is not whole")
+                return result
+            call = link.streamed[method](timeout=seconds, metadata=self._metadata)
+            self._count("out", "activation", size)
+            return await _stream(call, messages, feed)
+
+    @asynccontextmanager
+    async def _calling(self, peer: Advert, what: str, seconds: float) -> AsyncIterator[tuple[Link, float]]:
+        """A connection, and the seconds left once it stands; errors of gRPC become ours here and only here."""
+        if self._closed:
+            raise Unreachable("this node's transport is closed")
+        if seconds <= 0:
+            raise Unreachable(f"no time is left to wait for a {what} from {peer.peer_id}")
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + seconds
+        async with self._channels.link(peer, seconds) as link:
+            with mapped(peer.peer_id, what, seconds, give_up_at):
+                yield link, max(0.001, give_up_at - clock())
+
+    def _count(self, direction: str, kind: str, size: int) -> None:
+        self._telemetry.event("bytes", direction=direction, kind=kind, bytes=size)
+
+
+async def _stream(call: Any, messages: Iterator[bytes], feed: Callable[[bytes], T | None]) -> T:
+    """Writes while it reads; when the reply is whole, or a refusal, the call ends and with it what was still to send.
+
+    A peer that replies early does not read on before its reply is out, so flow control bounds what is sent in vain.
+    """
+
+    async def write() -> None:
+        for message in messages:
+            await call.write(message)
+
+    writing = asyncio.create_task(write())
+    try:
+        result = None
+        while result is None:
+            result = feed(_some(await call.read()))
+        return result
+    finally:
+        call.cancel()
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+
+
+async def _next(call: Any, seconds: float, what: str, peer: Advert) -> bytes:
+    """The next message of a stream. Raises Unreachable when none comes for so long, Violation when there is none."""
+    try:
+        async with asyncio.timeout(seconds):
+            message: bytes = _some(await call.read())
+            return message
+    except TimeoutError:
+        raise Unreachable(f"nothing more of a {what} came from {peer.peer_id} for {seconds:g} s") from None
+
+
+def _some(message: T) -> T:
+    """The message, unless the stream is over. Raises Violation: the caller is still waiting for the rest."""
+    if message is grpc.aio.EOF:
+        raise Violation("the reply ended early")
+    return message
+
+
+async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) -> str | None:
+    """Whether the node `peer_id` of run `run_id` answers at `address` (`host:port`): None, or the reason in words."""
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reason = await connect(channel, timeout_s)
+            if reason is not None:
+                return reason
+            call = NodeStub(channel).Describe(
+                pb.DescribeRequest(), timeout=timeout_s, metadata=servicer.metadata("", run_id)
+            )
+            give_up_at = asyncio.get_running_loop().time() + timeout_s
+            with mapped(peer_id, "description", timeout_s, give_up_at):
+                reply = await call
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except PeerError as error:
+        return str(error)
+    finally:
+        await channel.close()
+    if reply.peer_id != peer_id:
+        return f"another node answers there: {reply.peer_id[:64]!r}"
+    if reply.run_id != run_id:
+        return f"the node there works on run {reply.run_id[:64]!r}"
+    return None

@@ -1,0 +1,238 @@
+"""The answering half of the gRPC transport: calls of peers become calls of the node's handler.
+
+A call is cancelled by gRPC when its caller is gone or its deadline has passed; what it holds is freed with it. While
+a handler does not read the body, HTTP/2 flow control holds the caller back, so a waiting call costs little memory.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from math import isfinite
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import Activation, Header, PeerId
+from noloco_p2p.errors import Declined, NolocoError, Violation
+from noloco_p2p.io.transport import message_codec, weights_codec
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
+from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.ports import Handler, Telemetry
+
+PROTOCOL = "2"
+"""Version of proto/noloco.proto that this node speaks."""
+MAX_CALL_S = 3600.0
+"""Longest deadline that a caller may set; a call without one could hold memory for ever."""
+MAX_CALLS = 512
+"""Calls served at once; a further one hears Busy."""
+CANCEL_GRACE_S = 0.5
+"""A cancelled call first looks like a finished stream; its cancellation is given this long to arrive."""
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    *KEEPALIVE,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+)
+
+
+def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
+    """What every call of a node carries."""
+    return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL)
+
+
+class Incoming:
+    """The body of one activation, on its way in."""
+
+    def __init__(
+        self, context: Any, header: Header, first: list[wire.Frame], count: Callable[[str, str, int], None]
+    ) -> None:
+        self.complete = False
+        """All of it has been received."""
+        self._context = context
+        self._header = header
+        self._first: list[wire.Frame] | None = first
+        self._count = count
+
+    async def body(self) -> Activation:
+        """Receives the tensors. Raises Violation when they are not exactly the declared ones."""
+        size = sum(spec.nbytes for spec in self._header.specs)
+        assembler = message_codec.assembler(self._header.specs, size)
+        frames, self._first = self._first, None
+        message: Any = grpc.aio.EOF if frames is None else None
+        try:
+            while message is not grpc.aio.EOF:
+                message_codec.feed(assembler, frames or ())
+                if assembler.complete:
+                    break
+                frames = None
+                message = await self._context.read()
+                if message is not grpc.aio.EOF:
+                    _, frames = unpacked(message, pb.ActivationMessage)
+            activation = message_codec.to_activation_value(self._header, assembler.finish(self._header.digest))
+        except Violation:
+            if message is grpc.aio.EOF:
+                await asyncio.sleep(CANCEL_GRACE_S)
+            raise
+        finally:
+            assembler.discard()
+        self.complete = True
+        self._count("in", "activation", size)
+        return activation
+
+
+async def _drain(context: Any) -> None:
+    """Takes in what the caller sends until it has seen that it has its reply.
+
+    If the call ended before, gRPC would fail the caller's pending write, and with it drop a reply not yet read.
+    """
+    while await context.read() is not grpc.aio.EOF:
+        pass
+
+
+class Servicer:
+    """Implements the service of proto/noloco.proto by a handler; before there is one, calls are declined.
+
+    Errors of this package are told to the caller; any other is a bug, which gRPC logs and reports by a status.
+    """
+
+    def __init__(self, me: PeerId, run_id: str, telemetry: Telemetry, max_body_bytes: int) -> None:
+        self._me = me
+        self._run_id = run_id
+        self._telemetry = telemetry
+        self._max_body_bytes = max_body_bytes
+        self.handler: Handler | None = None
+
+    async def propagate(self, request_iterator: Any, context: Any) -> AsyncIterator[bytes]:
+        """Serve one microbatch."""
+        try:
+            caller, handler = self._admit(context)
+            header, incoming = await self._incoming(context)
+            gradient = await handler.propagate(caller, header, incoming.body)
+        except NolocoError as error:
+            yield message_codec.to_refused(error)
+            await _drain(context)
+            return
+        for message in message_codec.to_gradient(gradient):
+            yield message
+        self._count("out", "gradient", gradient.grad.data.nbytes)
+        if not incoming.complete:
+            await _drain(context)
+
+    async def evaluate(self, request_iterator: Any, context: Any) -> AsyncIterator[bytes]:
+        """Serve one held-out microbatch."""
+        try:
+            caller, handler = self._admit(context)
+            header, incoming = await self._incoming(context)
+            loss = await handler.evaluate(caller, header, incoming.body)
+        except NolocoError as error:
+            yield message_codec.to_refused(error)
+            await _drain(context)
+            return
+        reply = pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens)).SerializeToString()
+        yield reply
+        self._count("out", "control", len(reply))
+        if not incoming.complete:
+            await _drain(context)
+
+    async def fetch_snapshot(self, request: pb.SnapshotRequest, context: Any) -> AsyncIterator[bytes]:
+        """Send a snapshot."""
+        try:
+            caller, handler = self._admit(context)
+            if not (isfinite(request.wait_s) and 0 <= request.wait_s <= MAX_CALL_S):
+                raise Violation(f"a wait of {request.wait_s} s makes no sense")
+            wanted = request.round if request.HasField("round") else None
+            snapshot = await handler.fetch_snapshot(caller, request.stage, wanted, request.wait_s)
+        except NolocoError as error:
+            yield pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString()
+            return
+        for message in weights_codec.to_snapshot(snapshot):
+            yield message
+        self._count("out", "snapshot", sum(tensor.data.nbytes for tensor in snapshot.tensors))
+
+    async def fetch_state(self, request: pb.StateRequest, context: Any) -> None:
+        """Send this replica's state, or the rest of it.
+
+        Writes instead of yielding: so a call that is cancelled gives the copy back at once.
+        """
+        resume = request.resume if request.HasField("resume") else None
+        tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
+        try:
+            caller, handler = self._admit(context)
+            async with handler.lend_state(caller, resume.number if resume else None) as state:
+                for message in weights_codec.to_state(state, tensor, offset):
+                    await context.write(message)
+                size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
+        except NolocoError as error:
+            await context.write(pb.StateMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
+            return
+        except grpc.aio.InternalError:
+            # gRPC could not write: the link to the caller is broken, and there is nobody to tell.
+            return
+        self._count("out", "state", size)
+
+    async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
+        """Say who this is."""
+        reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
+        try:
+            caller, handler = self._admit(context)
+            d = handler.describe(caller)
+        except NolocoError as error:
+            reply.refusal.CopyFrom(message_codec.to_refusal(error))
+        else:
+            reply.description.CopyFrom(
+                pb.Description(stage=d.stage, state=d.state, step=d.step, outer_round=d.outer_round, version=d.version)
+            )
+        self._count("out", "control", reply.ByteSize())
+        return reply
+
+    def _admit(self, context: Any) -> tuple[PeerId, Handler]:
+        """Who calls, and who answers. Raises Violation: a stranger to this run; Declined: there is no handler yet."""
+        sent = dict(context.invocation_metadata())
+        protocol, run_id = sent.get("noloco-protocol"), sent.get("noloco-run")
+        if protocol != PROTOCOL:
+            raise Violation(
+                f"the caller speaks protocol {protocol!r}, this node speaks {PROTOCOL!r}: use equal versions"
+            )
+        if run_id != self._run_id:
+            raise Violation(f"the caller works on run {run_id!r}, this node on run {self._run_id!r}")
+        seconds = context.time_remaining()
+        if seconds is None or seconds > MAX_CALL_S:
+            raise Violation(f"a call needs a deadline of at most {MAX_CALL_S:g} s")
+        if self.handler is None:
+            raise Declined("the node is starting")
+        return str(sent.get("noloco-peer", "")), self.handler
+
+    async def _incoming(self, context: Any) -> tuple[Header, Incoming]:
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            await asyncio.sleep(CANCEL_GRACE_S)
+            raise Violation("the call carries no header")
+        head, frames = unpacked(first, pb.ActivationMessage)
+        header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
+        header = message_codec.with_time_left(header, context.time_remaining())
+        return header, Incoming(context, header, frames, self._count)
+
+    def methods(self) -> Any:
+        """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
+        return grpc.method_handlers_generic_handler(
+            "noloco.v1.Node",
+            {
+                "Propagate": grpc.stream_stream_rpc_method_handler(self.propagate),
+                "Evaluate": grpc.stream_stream_rpc_method_handler(self.evaluate),
+                "FetchSnapshot": grpc.unary_stream_rpc_method_handler(
+                    self.fetch_snapshot, request_deserializer=pb.SnapshotRequest.FromString
+                ),
+                "FetchState": grpc.unary_stream_rpc_method_handler(
+                    self.fetch_state, request_deserializer=pb.StateRequest.FromString
+                ),
+                "Describe": grpc.unary_unary_rpc_method_handler(
+                    self.describe,
+                    request_deserializer=pb.DescribeRequest.FromString,
+                    response_serializer=pb.DescribeReply.SerializeToString,
+                ),
+            },
+        )
+
+    def _count(self, direction: str, kind: str, size: int) -> None:
+        self._telemetry.event("bytes", direction=direction, kind=kind, bytes=size)

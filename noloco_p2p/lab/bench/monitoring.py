@@ -1,0 +1,158 @@
+"""What it costs to be watched: the instruments of a node, and whoever reads them.
+
+The readers: one swarm that trains all along, in turns with Prometheus' and `noloco top`'s requests and without. The
+instruments: the very events of a simulated run are told again to the real ones, journal included, and timed.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.config import OuterSettings, RunManifest
+from noloco_p2p.io.telemetry.journal import FileJournal
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.lab.bench import pipeline
+from noloco_p2p.launch import cpu_seconds
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.sim.telemetry import Happening
+from noloco_p2p.sim.world import Swarm, SwarmPlan
+
+TARGET = 0.01
+MICROBATCHES = 4
+"""Per stage-0 replica and inner step, as `noloco bench pipeline`."""
+SCRAPE_EVERY_S = 5.0
+"""docker/prometheus/prometheus.yml says so."""
+LOOK_EVERY_S = 2.0
+"""`noloco top` does so."""
+TIMEOUT_S = 5.0
+SIMULATED_STEPS = 100
+WAITS = 12
+"""Waits that a microbatch is named in on its way through two stages and back, at most."""
+BYTES_EVENTS = 4
+"""Of a microbatch between two real nodes: its activation and its gradient, out and in. The simulator has none."""
+REPEATS = 5
+
+
+def run(pairs: int, window_s: float) -> dict[str, Any]:
+    """The figures. Raises LocalError when the swarm fails."""
+    instruments = instruments_us()
+    with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
+        run_dir = Path(scratch) / "run"
+        with pipeline.steady_swarm(run_dir, MICROBATCHES):
+            unread, read = [], []
+            for _ in range(pairs):
+                unread.append(_window(run_dir, window_s, watched=False))
+                read.append(_window(run_dir, window_s, watched=True))
+    costs = [1.0 - with_ / without for with_, without in zip(read, unread, strict=True)]
+    tokens_per_microbatch = _manifest().sequence_length * _manifest().microbatch_size
+    core_us = cpu_seconds.cores() * 1e6 * tokens_per_microbatch / statistics.fmean(unread)
+    return {
+        "bench": "monitoring",
+        "ratio": instruments["total"] / core_us,
+        "target": TARGET,
+        "instruments_us": instruments,
+        "microbatch_core_us": core_us,
+        "readers_cost": {"mean": statistics.fmean(costs), "std": _std(costs), "values": costs},
+        "tokens_per_s": {"unread": unread, "read": read},
+        "definitions": DEFINITIONS,
+    }
+
+
+DEFINITIONS = {
+    "ratio": "instruments_us.total over microbatch_core_us: the share of the swarm's cores that the instruments take",
+    "instruments_us": "microseconds of one microbatch through two stages, outer rounds and membership included: events "
+    "told to metrics, totals, log and journal; waits named; the best of five repeats",
+    "microbatch_core_us": "microseconds of all cores for one microbatch in the swarm of this measurement",
+    "readers_cost": "1 - tokens/s while /metrics and /sd of all nodes are read every 5 s and /status every 2 s, over "
+    "tokens/s of the window before, in which nobody reads",
+}
+
+
+def _std(values: list[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _manifest() -> RunManifest:
+    return RunManifest(steps=SIMULATED_STEPS, microbatches_per_step=MICROBATCHES, outer=OuterSettings(deadline_s=5.0))
+
+
+# --- the readers ------------------------------------------------------------------------------------------------------
+
+
+def _window(run_dir: Path, seconds: float, *, watched: bool) -> float:
+    """Tokens per second of the swarm in a window, while somebody reads or not."""
+    begin = pipeline.look(run_dir)
+    ended = threading.Event()
+    pages = [moment.endpoints.metrics.removesuffix("/metrics") for moment in begin.values()]
+    readers = [
+        threading.Thread(target=_read, args=([p + path for p in pages for path in paths], every_s, ended), daemon=True)
+        for paths, every_s in ((("/metrics", "/sd"), SCRAPE_EVERY_S), (("/status",), LOOK_EVERY_S))
+    ]
+    for reader in readers if watched else ():
+        reader.start()
+    time.sleep(seconds)
+    ended.set()
+    for reader in readers if watched else ():
+        reader.join()
+    return float(pipeline.figures(begin, pipeline.look(run_dir))["tokens_per_s"])
+
+
+def _read(urls: list[str], every_s: float, ended: threading.Event) -> None:
+    while not ended.is_set():
+        for url in urls:
+            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+                answer.read()
+        ended.wait(every_s)
+
+
+# --- the instruments --------------------------------------------------------------------------------------------------
+
+
+def instruments_us() -> dict[str, float]:
+    """Microseconds of the instruments for one microbatch through two stages: by kind, and in all."""
+    outcome = Swarm(SwarmPlan(_manifest(), (2, 2))).run()
+    happenings = outcome.trace.happenings
+    done = sum(node.microbatches["done"] for node in outcome.of_stage(0))
+    events = min(_told_again(happenings, done) for _ in range(REPEATS)) / done
+    waits = min(_waited_again(done * WAITS) for _ in range(REPEATS)) / done
+    return {"events": 1e6 * events, "waits": 1e6 * waits, "total": 1e6 * (events + waits)}
+
+
+def _told_again(happenings: list[Happening], microbatches: int) -> float:
+    """Seconds in which the instruments of one node take all events of a run."""
+    telemetry = PrometheusTelemetry(stages=2)
+    moved = {"direction": "out", "kind": "activation", "bytes": 1 << 18}
+    told = [(h.kind, dict(h.fields)) for h in happenings] + [("bytes", moved)] * (BYTES_EVENTS * microbatches)
+    with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
+        journal = FileJournal(Path(scratch))
+        journal.open(peer_id="bench", run_id="bench", name="bench", version="", stage=0)
+        telemetry.record(journal)
+        began = time.perf_counter()
+        for kind, fields in told:
+            if kind == "span":
+                with telemetry.span(str(fields["name"])):
+                    pass
+            else:
+                telemetry.event(kind, **fields)
+        took_s = time.perf_counter() - began
+        journal.close()
+    return took_s
+
+
+def _waited_again(count: int) -> float:
+    """Seconds in which so many waits are named."""
+
+    async def wait() -> float:
+        waits = Waits()
+        began = time.perf_counter()
+        for _ in range(count):
+            with waits.waiting("gradient", "bench", 2.0, "microbatch"):
+                pass
+        return time.perf_counter() - began
+
+    return asyncio.run(wait())

@@ -1,0 +1,180 @@
+"""Tokens per second of a 2 × 2 swarm, against one process that trains the same model alone (`bench/baseline`).
+
+The swarm is the real one: `noloco swarm` in a process of its own. Its tokens are counted by the nodes' metrics between
+two moments well inside training, outer rounds included, without start-up and evaluation.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.lab.bench import baseline
+from noloco_p2p.launch import cpu_seconds as cpu
+from noloco_p2p.launch import node_probe
+
+TARGET = 0.80
+STAGES = REPLICAS = 2
+STEADY_STEPS = 30
+"""The measurement begins when every stage-0 replica has done so many inner steps."""
+START_S = 180.0
+LEAVE_S = 60.0
+ENDLESS_STEPS = 1_000_000
+BASELINE_S = 10.0
+METRICS_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One node at one moment."""
+
+    endpoints: node_probe.Endpoints
+    metrics: node_probe.Reading
+    cpu: cpu.CpuSeconds | None
+    machine: float | None
+    """CPU seconds of everything on the machine."""
+
+
+def run(microbatches: int, seconds: float) -> dict[str, Any]:
+    """The figures. Raises LocalError when the swarm or the baseline fails."""
+    before = baseline.measure(microbatches, BASELINE_S)
+    with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
+        swarm = measure_swarm(Path(scratch) / "run", microbatches, seconds)
+    after = baseline.measure(microbatches, BASELINE_S)
+    alone = (before + after) / 2
+    return {
+        "bench": "pipeline",
+        "ratio": swarm["tokens_per_s"] / (2 * alone),
+        "target": TARGET,
+        "microbatches": microbatches,
+        "baseline_tokens_per_s": {"before": before, "after": after, "mean": alone},
+        "swarm": swarm,
+        "definitions": DEFINITIONS,
+    }
+
+
+DEFINITIONS = {
+    "ratio": "tokens/s of the swarm over 2 × tokens/s of one process with one thread",
+    "core_shares": "of all core-seconds of the measurement: compute = CPU of the device threads, loop = CPU of the "
+    "event loops, wire = CPU of gRPC's and all other threads and of the libp2p daemons, others = all other processes "
+    "(more than 0.05: the measurement was disturbed), idle = the rest",
+    "device_busy": "wall seconds in which a device worked, waits for a core included, over the measurement; mean",
+    "idle_by_cause": "wall seconds in which a node's device waited, by cause, over the measurement; mean",
+}
+
+
+def measure_swarm(run_dir: Path, microbatches: int, seconds: float) -> dict[str, Any]:
+    """Start a swarm, measure it for `seconds` in its steady state, end it."""
+    with steady_swarm(run_dir, microbatches):
+        begin = look(run_dir)
+        time.sleep(seconds)
+        end = look(run_dir)
+    return figures(begin, end)
+
+
+@contextmanager
+def steady_swarm(run_dir: Path, microbatches: int) -> Iterator[None]:
+    """Inside, a swarm trains in its steady state, without evaluations. Raises LocalError when it does not get there."""
+    settings = [f"microbatches_per_step={microbatches}", "evaluation.every_steps=null"]
+    command = [sys.executable, "-m", "noloco_p2p.cli.main", "swarm", "--plain", "--dir", str(run_dir)]
+    command += ["--stages", str(STAGES), "--replicas", str(REPLICAS), "--steps", str(ENDLESS_STEPS)]
+    for setting in settings:
+        command += ["--set", setting]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("NOLOCO__")}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        _wait_until_steady(process, run_dir)
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=LEAVE_S)
+        except subprocess.TimeoutExpired:
+            # Its nodes end by themselves: their standard input ends with it.
+            process.kill()
+            process.communicate()
+
+
+def _names() -> list[str]:
+    return [f"{stage}-{replica}" for stage in range(STAGES) for replica in range(REPLICAS)]
+
+
+def _wait_until_steady(process: "subprocess.Popen[bytes]", run_dir: Path) -> None:
+    give_up_at = time.monotonic() + START_S
+    while time.monotonic() < give_up_at:
+        if process.poll() is not None:
+            assert process.stderr is not None, "it is a pipe"
+            raise LocalError(f"the swarm ended early: {process.stderr.read().decode(errors='replace').strip()}")
+        if all(node_probe.read_endpoints(run_dir / name) for name in _names()):
+            moments = look(run_dir)
+            first = [moments[name] for name in _names() if name.startswith("0-")]
+            if all(moment.metrics.total("inner_steps_total") >= STEADY_STEPS for moment in first):
+                return
+        time.sleep(0.5)
+    raise LocalError(f"the swarm did not come to {STEADY_STEPS} inner steps within {START_S:g} s")
+
+
+def look(run_dir: Path) -> dict[str, Moment]:
+    """All nodes now, by name. Raises LocalError when one has not told where it is or does not answer."""
+    moments = {}
+    for name in _names():
+        endpoints = node_probe.read_endpoints(run_dir / name)
+        if endpoints is None:
+            raise LocalError(f"node {name} is not there")
+        try:
+            metrics = node_probe.scrape(endpoints.metrics, METRICS_TIMEOUT_S)
+        except Unreachable as error:
+            raise LocalError(f"node {name}: {error}") from error
+        moments[name] = Moment(endpoints, metrics, cpu.read(endpoints.pid), cpu.machine())
+    return moments
+
+
+def figures(begin: Mapping[str, Moment], end: Mapping[str, Moment]) -> dict[str, Any]:
+    """What the swarm did between two moments; see DEFINITIONS. Tokens and steps are those of stage 0."""
+    windows = {name: end[name].metrics.at - begin[name].metrics.at for name in begin}
+
+    def grown(name: str, metric: str) -> float:
+        """How much a counter grew, per second."""
+        return (end[name].metrics.total(metric) - begin[name].metrics.total(metric)) / windows[name]
+
+    first = [name for name in begin if name.startswith("0-")]
+    idle: dict[str, float] = {}
+    for name in begin:
+        had = begin[name].metrics.by("cause", "idle_seconds_total")
+        for cause, total in end[name].metrics.by("cause", "idle_seconds_total").items():
+            idle[cause] = idle.get(cause, 0.0) + (total - had.get(cause, 0.0)) / windows[name] / len(begin)
+    return {
+        "tokens_per_s": sum(grown(name, "tokens_total") for name in first),
+        "seconds": min(windows.values()),
+        "inner_steps_per_s": sum(grown(name, "inner_steps_total") for name in first) / len(first),
+        "outer_rounds_per_s": sum(grown(name, "outer_rounds_total") for name in first) / len(first),
+        "core_shares": _core_shares(begin, end, max(windows.values())),
+        "device_busy": sum(grown(name, "device_seconds_total") for name in begin) / len(begin),
+        "idle_by_cause": idle,
+    }
+
+
+def _core_shares(begin: Mapping[str, Moment], end: Mapping[str, Moment], seconds: float) -> dict[str, float] | None:
+    """The nodes' CPU seconds as shares of all core-seconds; None where the system does not tell them."""
+    whole = cpu.cores() * seconds
+    shares = {"compute": 0.0, "wire": 0.0, "loop": 0.0}
+    for name, old in begin.items():
+        new = end[name]
+        if old.cpu is None or new.cpu is None:
+            return None
+        for kind, spent in cpu.split(new.endpoints.pid, old.cpu, new.cpu).items():
+            shares[kind] += spent / whole
+    began, ended = (next(iter(moments.values())).machine for moments in (begin, end))
+    if began is not None and ended is not None:
+        shares["others"] = max(0.0, (ended - began) / whole - sum(shares.values()))
+    return {**shares, "idle": 1.0 - sum(shares.values())}

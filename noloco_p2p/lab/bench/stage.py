@@ -1,0 +1,249 @@
+"""`noloco bench stage`: what the stages of a run cost on a device, and how far they are from the CPU in float32.
+
+Both figures are taken on the stages as nodes use them: host buffers in, host buffers out. `ratio` is the time of the
+unsplit model in plain torch over the time of all stages together, a microbatch's forward and backward each.
+"""
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.compute import host_tensor, model_family
+from noloco_p2p.compute.factory import make_torch_stage, pick_device
+from noloco_p2p.compute.model import make_slice
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
+from noloco_p2p.ports import Contribution, StepLabel
+
+TARGET = 0.95
+WARM_UP = 3
+COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
+"""What `costs` tells of each stage."""
+
+T = TypeVar("T")
+
+
+class Timed(Protocol):
+    """Runs an operation of a stage and notes its seconds under a name."""
+
+    def __call__(self, index: int, name: str, operation: Callable[[], T]) -> T:
+        """The operation's result."""
+        ...
+
+
+def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: int = 20) -> dict[str, Any]:
+    """Measure the stages of `manifest` (default: the default run) in turn on one device.
+
+    Seconds are medians per microbatch (`forward_s`, `backward_s`: all stages but the last; `loss_backward_s`: the last)
+    and per inner step of all stages (`step_s`). `stages_costs` has those of each stage alone, see `costs`: what the
+    simulator wants to know of a machine. Deviations are max|a − b| / max|b| against the CPU in float32.
+    Raises ConfigError and LocalError as `make_torch_stage`.
+    """
+    manifest = manifest or RunManifest()
+    chosen = pick_device(device)
+    batch = _make_batch(manifest)
+    stages = _make_stages(manifest, str(chosen))
+    loss, grads = _gradients(stages, batch)
+    wide = manifest.model_copy(update={"wire_dtype": "float32", "compute_dtype": "float32"})
+    expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch)
+    seconds = _measure(stages, batch, _plain(manifest, chosen, batch), repeats, chosen)
+    parts = seconds["forward_s"] + seconds["loss_backward_s"] + seconds["backward_s"]
+    stages_costs = costs(stages, batch, chosen, repeats)
+    return {
+        "device": torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "stages": manifest.stages,
+        "parameters": sum(stage.state.parameters for stage in stages),
+        "tokens": manifest.microbatch_size * manifest.sequence_length,
+        **seconds,
+        "loss_deviation": abs(loss - expected_loss) / abs(expected_loss),
+        "gradient_deviation": max(_deviation(grads[name], grad) for name, grad in expected.items()),
+        "peak_bytes": _peak_bytes(chosen),
+        "ratio": seconds["plain_s"] / parts,
+        "target": TARGET,
+        "stages_costs": stages_costs,
+    }
+
+
+def costs(stages: list[TorchStage], batch: Batch, device: torch.device, repeats: int) -> list[dict[str, float]]:
+    """Median seconds of each stage: a microbatch's forward and backward, an inner step, a snapshot, a merge.
+
+    The last stage does forward, loss and backward in one: its `forward_s` is an evaluation, `backward_s` the rest.
+    """
+    took: list[dict[str, list[float]]] = [{} for _ in stages]
+
+    def timed(index: int, name: str, operation: Callable[[], T]) -> T:
+        began_at = time.perf_counter()
+        result = operation()
+        _synchronise(device)
+        if number > WARM_UP:
+            took[index].setdefault(name, []).append(time.perf_counter() - began_at)
+        return result
+
+    for number in range(1, WARM_UP + repeats + 1):
+        _pass(stages, batch, MicrobatchId("bench", 1, number), timed)
+        for index, stage in enumerate(stages):
+            label = StepLabel(number, number - 1, 1e-4, {})
+            timed(index, "inner_step_s", partial(stage.inner_step, label))
+            mine = timed(index, "snapshot_s", partial(stage.snapshot, number, number))
+            timed(index, "merge_s", partial(stage.merge, mine, mine))
+    medians = [{name: statistics.median(values) for name, values in one.items()} for one in took]
+    for one in medians:
+        if "whole_s" in one:
+            one["backward_s"] = max(0.0, one.pop("whole_s") - one["forward_s"])
+    return [{name: one[name] for name in COSTS} for one in medians]
+
+
+def _pass(stages: list[TorchStage], batch: Batch, identity: MicrobatchId, timed: Timed) -> None:
+    """One microbatch through all stages and back, each operation timed; the last stage's as `whole_s`."""
+    flow, graphs, last = batch.inputs, [], len(stages) - 1
+    for index, stage in enumerate(stages[:-1]):
+        graph, flow = timed(index, "forward_s", partial(stage.forward, flow, None))
+        graphs.append(graph)
+    timed(last, "forward_s", partial(stages[-1].evaluate, flow, batch.targets, None))
+    given = end = timed(last, "whole_s", partial(stages[-1].loss_backward, identity, flow, batch.targets, None))
+    for index in reversed(range(last)):
+        assert given.grad is not None
+        gradient = Gradient(identity, given.grad, end.loss_sum, end.tokens, ())
+        given = timed(index, "backward_s", partial(stages[index].backward, graphs[index], identity, gradient))
+
+
+def time_one(manifest: RunManifest, index: int, device: str, *, limit_s: float = 2.0, repeats: int = 10) -> float:
+    """Median seconds that stage `index` takes for the forward and backward of one microbatch of random values.
+
+    Measures `repeats` times, or once at least until `limit_s` are over. Raises ConfigError and LocalError as
+    `make_torch_stage`.
+    """
+    stage, batch = make_torch_stage(manifest, index, "bench", device=device, self_test=False), _make_batch(manifest)
+    spec = stage.state.hidden
+    values_BTD = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0)).to(host_tensor.DTYPES[spec.dtype])
+    flow = batch.inputs if index == 0 else host_tensor.from_torch("hidden", values_BTD)
+    grad = host_tensor.from_torch("grad", values_BTD)
+    took: list[float] = []
+    give_up_at = time.perf_counter() + limit_s
+    for number in range(repeats + 1):
+        identity = MicrobatchId("bench", 0, number)
+        began_at = time.perf_counter()
+        if index == manifest.stages - 1:
+            stage.loss_backward(identity, flow, batch.targets, None)
+        else:
+            graph, _ = stage.forward(flow, None)
+            stage.backward(graph, identity, Gradient(identity, grad, 0.0, 1, ()))
+        _synchronise(pick_device(device))
+        if number:
+            took.append(time.perf_counter() - began_at)
+        if took and time.perf_counter() > give_up_at:
+            break
+    return statistics.median(took)
+
+
+def _make_stages(manifest: RunManifest, device: str) -> list[TorchStage]:
+    indices = range(manifest.stages)
+    return [make_torch_stage(manifest, i, "bench", device=device, self_test=i == 0) for i in indices]
+
+
+def _make_batch(manifest: RunManifest) -> Batch:
+    """Random tokens of the vocabulary, the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (manifest.microbatch_size, manifest.sequence_length + 1)
+    vocabulary = model_family.make_config(manifest.model).vocab_size
+    tokens = torch.randint(0, vocabulary, shape, generator=generator, dtype=torch.int32)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(host_tensor.from_torch("inputs", inputs), host_tensor.from_torch("targets", targets))
+
+
+def _microbatch(stages: list[TorchStage], batch: Batch, counter: int) -> tuple[Contribution, dict[str, float]]:
+    """One microbatch through all stages: what the last one gave, and the seconds of each phase."""
+    identity = MicrobatchId("bench", 0, counter)
+    began_at = time.perf_counter()
+    graphs, flow = [], batch.inputs
+    for stage in stages[:-1]:
+        graph, flow = stage.forward(flow, None)
+        graphs.append(graph)
+    sent_at = time.perf_counter()
+    last = given = stages[-1].loss_backward(identity, flow, batch.targets, None)
+    answered_at = time.perf_counter()
+    for stage, graph in zip(reversed(stages[:-1]), reversed(graphs), strict=True):
+        assert given.grad is not None
+        given = stage.backward(graph, identity, Gradient(identity, given.grad, last.loss_sum, last.tokens, ()))
+    ended_at = time.perf_counter()
+    return last, {
+        "forward_s": sent_at - began_at,
+        "loss_backward_s": answered_at - sent_at,
+        "backward_s": ended_at - answered_at,
+    }
+
+
+def _gradients(stages: list[TorchStage], batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the first microbatch, on the host."""
+    given, _ = _microbatch(stages, batch, 0)
+    named = (pair for stage in stages for pair in stage.parameters.items())
+    grads = {name: parameter.grad.cpu().clone() for name, parameter in named if parameter.grad is not None}
+    return given.loss_sum, grads
+
+
+def _plain(manifest: RunManifest, device: torch.device, batch: Batch) -> Callable[[], float]:
+    """Forward and backward of the unsplit model in plain torch; gives its seconds."""
+    dtype = host_tensor.DTYPES[manifest.compute_dtype]
+    whole = make_slice(model_family.make_config(manifest.model), 0, 1, seed=manifest.seed, dtype=dtype)
+    whole.causal.to(device)
+    inputs_BT, targets_BT = (host_tensor.to_torch(t).long().to(device) for t in (batch.inputs, batch.targets))
+    mixed = device.type == "cuda" and dtype == torch.float32
+
+    def once() -> float:
+        began_at = time.perf_counter()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
+            logits_BTV = whole(inputs_BT, None)
+        wide = logits_BTV if dtype == torch.float64 else logits_BTV.float()
+        loss = torch.nn.functional.cross_entropy(wide.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+        torch.autograd.backward(loss)
+        _synchronise(device)
+        return time.perf_counter() - began_at
+
+    return once
+
+
+def _measure(
+    stages: list[TorchStage], batch: Batch, plain: Callable[[], float], repeats: int, device: torch.device
+) -> dict[str, float]:
+    """Medians of seconds, by phase; stages and plain model in turn, so that both see the same machine."""
+    found: dict[str, list[float]] = {}
+    for number in range(1, WARM_UP + repeats + 1):
+        seconds = _microbatch(stages, batch, number)[1]
+        seconds["plain_s"] = plain()
+        began_at = time.perf_counter()
+        for stage in stages:
+            stage.inner_step(StepLabel(number, number - 1, 1e-4, {}))
+        _synchronise(device)
+        seconds["step_s"] = time.perf_counter() - began_at
+        if number > WARM_UP:
+            for name, value in seconds.items():
+                found.setdefault(name, []).append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _deviation(found: Tensor, expected: Tensor) -> float:
+    scale = float(expected.abs().max())
+    gap = float((found.double() - expected.double()).abs().max())
+    return gap / scale if scale else gap
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Most memory held at once: of the device, or of this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

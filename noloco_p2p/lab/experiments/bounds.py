@@ -1,0 +1,165 @@
+"""Where the replicas of a stage part: the outer round without training, by theory and by playing it through.
+
+Training adds Δ, which is curvature and noise; what is left without it is linear. With x and δ a replica's deviations
+from the mean over N replicas, and g that of its φ from its pair's mean, one round of N1 and N2 (method.md §3) is
+δ ← α·δ − γ·g, x ← x + δ. Over matchings drawn anew each round E[g²] = E[x·g] = k·E[x²] and E[δ·g] = k·E[δ·x], where
+k = ½·N/(N − 1): so the second moments E[x²], E[x·δ], E[δ²] follow a 3×3 matrix, and the replicas stay together in mean
+square iff its spectral radius is below one. For N → ∞ that is S1.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noloco_p2p.core import outer_update, pairing
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.sim.world import peer_id
+
+Array = NDArray[np.float64]
+
+GROUP = 2
+"""Replicas of a group: a pair."""
+COORDINATES = 512
+"""Of the weights, where noise stands for training."""
+
+
+def s1(alpha: float, replicas: int | None = None) -> float:
+    """γ_max of S1 for pairs among an even number of matched replicas; None: among very many, as in method.md."""
+    if replicas is None:
+        return outer_update.largest_gamma(alpha=alpha, group=GROUP)
+    return 2 * (1 - alpha * alpha) / (1 - alpha / (replicas - 1))
+
+
+def equation_74(alpha: float, group: int = GROUP) -> tuple[float, float]:
+    """The range of γ of eq. 74 in arXiv 2506.10911, as far as it is known: √(n/(2(n−1))) times α to 2 + α."""
+    factor = math.sqrt(group / (2 * (group - 1)))
+    return factor * alpha, factor * (2 + alpha)
+
+
+def moments(alpha: float, gamma: float, replicas: int | None = None) -> Array:
+    """The 3×3 matrix that carries Σx², Σx·δ and Σδ² through one round, in the mean over the matchings."""
+    k = 0.5 if replicas is None else 0.5 * replicas / (replicas - 1)
+    squared_momentum = np.array([gamma * gamma * k, -2 * alpha * gamma * k, alpha * alpha])
+    moved = np.array([-gamma * k, alpha, 0.0])  # Σx·δ with the new δ and the old x
+    kept = np.array([1.0, 0.0, 0.0])
+    return np.array([kept + 2 * moved + squared_momentum, moved + squared_momentum, squared_momentum])
+
+
+def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
+    """Factor per round on the root mean square deviation, in the long run; below one: together in mean square."""
+    return math.sqrt(float(np.abs(np.linalg.eigvals(moments(alpha, gamma, replicas))).max()))
+
+
+def noise_spreads(
+    factors: tuple[float, float, float],
+    meet: Callable[[int], Sequence[int]],
+    scales: Sequence[float],
+    *,
+    replicas: int,
+    seed: int,
+    stale_rounds: int = 0,
+) -> list[float]:
+    """Std of θ before the merge of each round when Δ is white noise: what is measured if training adds nothing else.
+
+    `factors` are α, β and γ; `meet` gives the place of each replica's partner in a round, its own place for one that
+    goes alone; `scales` are the noise's std in each round. What is pulled is `stale_rounds` old (method.md §5).
+    """
+    chance = np.random.default_rng(seed)
+    phi, momentum = np.zeros((2, replicas, COORDINATES))
+    frozen, found = [(phi, momentum)], []
+    for round, scale in enumerate(scales, start=1):
+        delta = scale * chance.standard_normal(phi.shape)
+        theta = phi + delta
+        frozen.append((phi, delta))
+        found.append(float(np.sqrt(np.square(theta - theta.mean(0)).mean())))
+        theirs = frozen[max(0, round - stale_rounds)]
+        phi, momentum = play(frozen[-1], momentum, theirs, meet(round), factors)
+    return found
+
+
+def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, rounds: int = 2000) -> float:
+    """Factor per round on the deviation of nearly every run, in the long run, without Δ (the Lyapunov exponent's exp).
+
+    Below `growth`, because few unlucky sequences of pairs carry the mean square.
+    """
+    order = [f"{number:04d}" for number in range(replicas)]
+    chance = np.random.default_rng(seed)
+    phi = chance.standard_normal((replicas, 1))
+    phi -= phi.mean(0)
+    momentum, nothing, log = np.zeros_like(phi), np.zeros_like(phi), 0.0
+    for round in range(1, rounds + 1):
+        mine = (phi, nothing)
+        phi, momentum = play(mine, momentum, mine, partners(seed, round, order), (alpha, 0.0, gamma))
+        size = float(np.sqrt(np.square(phi).sum() + np.square(momentum).sum()))
+        phi, momentum, log = phi / size, momentum / size, log + math.log(size)
+    return math.exp(log / rounds)
+
+
+def typical_bound(alpha: float, replicas: int, *, seed: int, accuracy: float = 0.01) -> float:
+    """The γ up to which nearly every run stays together without Δ: bisection from half of S1 to four times S1."""
+    low, high = 0.5 * s1(alpha), 4.0 * s1(alpha)
+    while high - low > accuracy * low:
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if typical_growth(alpha, middle, replicas, seed=seed) < 1 else (low, middle)
+    return 0.5 * (low + high)
+
+
+def members(replicas: int) -> list[PeerId]:
+    """The peer ids of the only stage of a simulated run, sorted."""
+    return sorted(peer_id(0, replica) for replica in range(replicas))
+
+
+def round_means(rates: Sequence[float], m: int) -> list[float]:
+    """The mean over each round's m inner steps; of what is left over at the end, too."""
+    return [statistics.fmean(rates[start : start + m]) for start in range(0, len(rates), m)]
+
+
+def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
+    """The place of each member's partner in the matching of this round."""
+    found = pairing.matching(seed, round, members)
+    places = {peer: place for place, peer in enumerate(members)}
+    return [places[found[peer]] for peer in members]
+
+
+def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Callable[[int], list[int]]:
+    """Partners by round when a share of them is lost: `matched` as in a run with this seed, `random` drawn anew."""
+    chance, peers = generator(seed, "meetings", pairing), members(replicas)
+
+    def meet(round: int) -> list[int]:
+        found = partners(seed, round, peers)
+        if pairing == "random":
+            found = [chance.choice([other for other in range(replicas) if other != me]) for me in range(replicas)]
+        return [me if chance.random() < lost else other for me, other in enumerate(found)]
+
+    return meet
+
+
+def play(
+    mine: tuple[Array, Array],
+    momentum: Array,
+    theirs: tuple[Array, Array],
+    partner: Sequence[int],
+    factors: tuple[float, float, float],
+) -> tuple[Array, Array]:
+    """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas, `factors` are α, β and γ.
+
+    `mine` is everybody's (φ, Δ) of now, `theirs` what is pulled of everybody. Who is its own partner goes alone, as the
+    mean of two equal snapshots is that snapshot.
+    """
+    alpha, beta, gamma = factors
+    chosen = list(partner)
+    alone = np.equal(chosen, np.arange(len(chosen)))[:, None]
+    pulled = [np.where(alone, own, other[chosen]) for own, other in zip(mine, theirs, strict=True)]
+    group = [mine, (pulled[0], pulled[1])]
+    phi_after, momentum_after = outer_update.outer_step(mine[0], momentum, group, alpha=alpha, beta=beta, gamma=gamma)
+    return np.asarray(phi_after), np.asarray(momentum_after)
+
+
+def slope(values: Sequence[float]) -> float:
+    """Factor per round on positive values, from the least-squares line through their logarithms."""
+    logs = np.log(np.asarray(values, dtype=np.float64))
+    return math.exp(float(np.polyfit(np.arange(len(logs)), logs, 1)[0]))

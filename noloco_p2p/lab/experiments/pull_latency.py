@@ -1,0 +1,102 @@
+"""One outer round of real nodes in a simulated swarm in which nothing else takes time, and what it took."""
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.lab.experiments.allreduce import Wire
+from noloco_p2p.lab.experiments.spec import Figures
+from noloco_p2p.sim.links import Access, Link, Sizes, Uniform
+from noloco_p2p.sim.outcome import Outcome
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import Swarm, SwarmPlan
+
+LATENCY_S = 0.010
+"""Mean one-way latency of every link."""
+VECTOR_BYTES = 12_500_000
+"""One vector of a stage: Δ, or φ."""
+BYTES_PER_S = 12_500_000.0
+"""Each way of a node's access in the bandwidth-bound regime: 100 Mbit/s, so that a vector takes 100 mean latencies."""
+FOREVER_S = 1e5
+
+
+def wire_of(regime: str, std_over_mean: float) -> Wire:
+    """The links of a regime."""
+    return Wire(LATENCY_S, std_over_mean, VECTOR_BYTES / BYTES_PER_S if regime == "bandwidth" else 0.0)
+
+
+def pull_round(given: Mapping[str, Any], seed: int) -> Outcome:
+    """A swarm of one stage whose computing takes no time, over one outer round, which all begin together."""
+    wire, bound = wire_of(given["regime"], given["std_over_mean"]), given["regime"] == "bandwidth"
+    access = Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()
+    manifest = RunManifest.model_validate(
+        {
+            "stages": 1,
+            "start_replicas": given["nodes"],
+            "seed": seed,
+            "steps": 1,
+            "sequence_length": 1,
+            "microbatch_size": 1,
+            "microbatches_per_step": 1,
+            "outer": {
+                "inner_steps": 1,
+                "pairing": given["pairing"],
+                "partner_wait_s": FOREVER_S,
+                "deadline_s": FOREVER_S,
+            },
+            "evaluation": {"every_steps": None, "microbatches": 1},
+        }
+    )
+    plan = SwarmPlan(
+        manifest,
+        (given["nodes"],),
+        seed=seed,
+        config=NodeConfig.model_validate(
+            {"checkpoint": {"every_rounds": None}, "directory": {"ttl_s": FOREVER_S, "refresh_s": FOREVER_S}}
+        ),
+        geography=Uniform(Link(wire.median_s, wire.sigma), access),
+        # A snapshot is two vectors, φ and Δ. In the latency-bound regime they weigh nothing.
+        sizes=Sizes(0, 0, (2 * VECTOR_BYTES if bound else 0,), (0,)),
+        costs=Costs(0.0, 0.0, 0.0, 0.0),
+        save_s=0.0,
+    )
+    return Swarm(plan).run(limit_s=FOREVER_S)
+
+
+def figures_of(worlds: Sequence[Outcome]) -> Figures:
+    """What a round took: by replica, by pair (the later of two that pulled from each other), the last of a swarm."""
+    replica: list[float] = []
+    pair: list[float] = []
+    last: list[float] = []
+    results: Counter[str] = Counter()
+    apart: list[float] = []
+    for world in worlds:
+        rounds = world.trace.of("outer_round")
+        results += world.trace.totals("outer_round", "result")
+        took = {h.peer: number(h.get("seconds")) for h in rounds}
+        partner = {h.peer: str(h.get("partner")) for h in rounds}
+        began = [h.at_s - took[h.peer] for h in rounds]
+        apart.append(max(began) - min(began))
+        replica += took.values()
+        pair += [max(took[a], took[b]) for a, b in partner.items() if a < b and partner.get(b) == a]
+        last.append(max(took.values()))
+    return {
+        "replica": summary(replica),
+        "pair": summary(pair) if pair else None,
+        "last": summary(last),
+        "results": dict(sorted(results.items())),
+        "begun_apart_s": max(apart),
+    }
+
+
+def number(value: object) -> float:
+    """A field of an event that is a number."""
+    return float(str(value))
+
+
+def summary(sample: Sequence[float]) -> dict[str, float]:
+    """Mean and standard deviation, seconds; a sample of one has none, said as 0."""
+    spread = statistics.stdev(sample) if len(sample) > 1 else 0.0
+    return {"mean_s": statistics.fmean(sample), "std_s": spread, "count": len(sample)}

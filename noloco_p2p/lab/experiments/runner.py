@@ -1,0 +1,270 @@
+"""Measures the cases of an experiment in processes of their own, and writes `results.json`, `report.md` and the PNGs.
+
+What has been measured is on disk at once: the same command goes on where it was stopped, unless the package's code is
+another one since.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import noloco_p2p
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.lab.experiments import markdown_page, mpl_charts
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
+
+RESULTS, REPORT = "results.json", "report.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How an experiment is run."""
+
+    out: Path
+    """Directory for what it writes; made when it is not there."""
+    quick: bool = False
+    """A smaller version that answers the same question less sharply."""
+    jobs: int = 2
+    """Processes that measure at once, one thread each."""
+
+
+def run(experiment: Experiment, order: Order, say: Callable[[str], None]) -> Path:
+    """Run an experiment to its report, whose path is returned; `say` hears of every case.
+
+    Raises ConfigError when the directory holds another experiment's results, LocalError when it cannot be written, and
+    what `measure` raises, with what was measured before kept on disk.
+    """
+    try:
+        order.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocalError(f"{order.out}: {error.strerror}") from error
+    record = Record(experiment, order)
+    kept = record.read()
+    if kept:
+        say(f"{kept} cases are in {record.path} already")
+    with _one_thread_each(), _pool(order.jobs) as pool:
+        while cases := record.missing():
+            _measure_all(pool, experiment, cases, record, say)
+    record.write(complete=True)
+    return _report(record)
+
+
+class Record:
+    """What has been measured, in memory and in `results.json`."""
+
+    def __init__(self, experiment: Experiment, order: Order) -> None:
+        self.experiment = experiment
+        self.order = order
+        self.path = order.out / RESULTS
+        self.code = code_digest()
+        self._cases = {case.name: case for case in _unique(experiment.runs(order.quick))}
+        self._found: dict[str, Result] = {}
+
+    @property
+    def results(self) -> list[Result]:
+        """In the order of the cases, not in that in which they came in."""
+        return [self._found[name] for name in self._cases if name in self._found]
+
+    @property
+    def cases(self) -> int:
+        """How many are known so far."""
+        return len(self._cases)
+
+    def missing(self) -> list[Case]:
+        """What is still to be measured; when nothing is, what follows from the results."""
+        if len(self._found) == len(self._cases):
+            for case in self.experiment.further(self.order.quick, self.results):
+                if self._cases.setdefault(case.name, case) != case:
+                    raise ValueError(f"two cases have the name {case.name}")
+        return [case for name, case in self._cases.items() if name not in self._found]
+
+    def add(self, result: Result) -> None:
+        """One more, on disk too."""
+        self._found[result.case.name] = result
+        self.write(complete=False)
+
+    def read(self) -> int:
+        """Take up what an earlier run of the same code left; returns how many cases. Raises ConfigError."""
+        if not self.path.exists():
+            return 0
+        try:
+            old = json.loads(self.path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{self.path} is no results file ({error}); give another --out") from error
+        mine = (self.experiment.name, self.order.quick)
+        if (old.get("experiment"), old.get("quick")) != mine:
+            kind = "quick" if old.get("quick") else "full"
+            raise ConfigError(f"{self.path} is of a {kind} run of {old.get('experiment')}; give another --out")
+        if old["code"] != self.code:
+            return 0
+        kept, walls = {run["case"]: run["figures"] for run in old["runs"]}, old["wall"]["cases_s"]
+        while known := [case for case in self.missing() if case.name in kept]:
+            self._found |= {case.name: Result(case, kept[case.name], walls[case.name]) for case in known}
+        return len(self._found)
+
+    def write(self, *, complete: bool) -> None:
+        """All of it, whole or not at all. The wall times stand apart: the rest is equal for equal runs."""
+        document = {
+            "experiment": self.experiment.name,
+            "quick": self.order.quick,
+            "complete": complete,
+            "code": self.code,
+            "runs": [
+                {"case": one.case.name, "settings": dict(one.case.settings), "figures": one.figures}
+                for one in self.results
+            ],
+            "wall": {
+                "jobs": self.order.jobs,
+                "cores": os.cpu_count(),
+                "python": platform.python_version(),
+                "cases_s": {one.case.name: one.wall_s for one in self.results},
+            },
+        }
+        fresh = self.path.with_suffix(".fresh")
+        fresh.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        fresh.replace(self.path)
+
+
+def _unique(cases: Sequence[Case]) -> Sequence[Case]:
+    if len({case.name for case in cases}) < len(cases):
+        raise ValueError("two cases have the same name")
+    return cases
+
+
+def code_digest() -> str:
+    """sha256 over the sources of the package: results of other code are not taken up."""
+    root = Path(noloco_p2p.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+# --- the processes --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """The processes that are started meanwhile compute with one thread: their number is the user's choice."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes, as grpc and torch do not survive a fork; what waits is dropped when something fails."""
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_quietly)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_quietly() -> None:
+    """Ctrl-C ends a measuring process at once and without a word: its parent speaks."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_the_command()
+
+
+def end_with_the_command() -> None:
+    """From now on this process ends when the one that started it has, however that ended: nobody takes its result."""
+    threading.Thread(target=_watch_the_command, daemon=True).start()
+
+
+def _watch_the_command() -> None:
+    command = multiprocessing.parent_process()
+    if command is not None:
+        command.join()
+        os._exit(1)
+
+
+def _measure_all(
+    pool: ProcessPoolExecutor,
+    experiment: Experiment,
+    cases: Sequence[Case],
+    record: Record,
+    say: Callable[[str], None],
+) -> None:
+    waiting: dict[Future[tuple[Figures, float]], Case] = {
+        pool.submit(_timed, experiment.measure, case): case for case in cases
+    }
+    while waiting:
+        done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+        # What succeeded is kept before a failure ends it all.
+        for future in sorted(done, key=lambda one: (one.exception() is not None, waiting[one].name)):
+            case = waiting.pop(future)
+            if (error := future.exception()) is not None:
+                error.add_note(f"in case {case.name} of {experiment.name}: {dict(case.settings)}")
+                raise error
+            figures, wall_s = future.result()
+            record.add(Result(case, figures, wall_s))
+            say(f"[{len(record.results)}/{record.cases}] {case.name}: {wall_s:.1f} s")
+
+
+def _timed(measure: Callable[[Case], Figures], case: Case) -> tuple[Figures, float]:
+    began = time.perf_counter()
+    figures = measure(case)
+    # What is kept is what a restart would read: tuples become lists here and now.
+    plain: dict[str, Any] = json.loads(json.dumps(figures, allow_nan=False))
+    return plain, time.perf_counter() - began
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def _report(record: Record) -> Path:
+    experiment, order = record.experiment, record.order
+    blocks = experiment.tell(record.results)
+    drawn = mpl_charts.available()
+    for chart in markdown_page.charts(blocks):
+        if drawn:
+            mpl_charts.draw(chart, order.out)
+    head = [
+        f"# {experiment.name}",
+        f"**Question.** {experiment.question}",
+        f"**Setting.** {experiment.setting}",
+        *(["**This is the quick version: fewer and shorter cases than the full one.**"] if order.quick else []),
+        "## Results",
+    ]
+    whole = [*head, *blocks, "## What this does not show", experiment.limits, "## Runs", _runs(record)]
+    path = order.out / REPORT
+    path.write_text(markdown_page.markdown(whole, drawn=drawn))
+    return path
+
+
+def _runs(record: Record) -> str:
+    """How it was measured, and how to do it again."""
+    results, order = record.results, record.order
+    seeds = _seeds([one.case.settings for one in results])
+    command = f"noloco experiment {record.experiment.name}{' --quick' if order.quick else ''}"
+    total_s = sum(one.wall_s for one in results)
+    return (
+        f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}; every one with its settings and figures in"
+        f" [{RESULTS}]({RESULTS}). {total_s:.0f} s of computing in all, {order.jobs} at a time on"
+        f" {os.cpu_count()} cores. Again: `{command}`. Code: `{record.code[:12]}`."
+    )
+
+
+def _seeds(settings: Sequence[Mapping[str, Any]]) -> str:
+    found = sorted({int(one["seed"]) for one in settings if "seed" in one})
+    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
+        return f"{found[0]} to {found[-1]}"
+    return ", ".join(map(str, found))

@@ -1,0 +1,93 @@
+"""Where a scenario comes from: its defaults < a YAML file < `--set a.b=v`.
+
+Everything that is wrong is told at once, one line each, with the file and line (or the option) and the nearest key.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.launch.settings import in_words, overlaid, refuse, where
+from noloco_p2p.launch.yaml_entries import Entry, Key, from_file, from_text, unknown, vocabulary
+from noloco_p2p.sim.scenario import FaultSettings, Scenario
+
+KNOWN = vocabulary(Scenario)
+MEASURED: Key = ("compute", "measured")
+COSTS = {
+    "forward_s": ("forward_s",),
+    "backward_s": ("backward_s",),
+    "inner_step_s": ("inner_step_s",),
+    "outer_s": ("snapshot_s", "merge_s"),
+}
+"""Key of `compute` → those of a stage in the JSON of `noloco bench stage`, of which it is the mean."""
+
+
+def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
+    """The scenario of a file (none: the default one) and `--set` options. Raises ConfigError, a line for each fault."""
+    faults: list[str] = []
+    entries = [] if path is None else from_file(path, faults, KNOWN)
+    for option in sets:
+        name, equals, text = option.partition("=")
+        if equals:
+            entries += from_text(tuple(name.strip().split(".")), text, f"--set {name.strip()}", faults, KNOWN)
+        else:
+            faults.append(f"--set {option}: write it as --set key=value")
+    faults += [fault for fault in (unknown(entry, KNOWN) for entry in entries) if fault is not None]
+    entries = [entry for entry in entries if unknown(entry, KNOWN) is None]
+    entries = _with_measured(entries, path)
+    values = json.dumps(overlaid(entries, Scenario().model_dump(mode="json")), default=str)
+    try:
+        found = Scenario.model_validate_json(values, strict=True)
+    except ValidationError as error:
+        faults += _in_words(error, entries)
+    refuse(faults)
+    return found
+
+
+def _in_words(error: ValidationError, entries: Sequence[Entry]) -> list[str]:
+    lines: dict[Key, str] = {}
+    for each in error.errors(include_url=False):
+        loc = tuple(str(part) for part in each["loc"])
+        key = next((loc[:n] for n in range(len(loc), 0, -1) if loc[:n] in KNOWN.keys or loc[:n] in KNOWN.sections), ())
+        name = loc if key == ("faults",) else key
+        place = f"{where(entries, key)}: " if key else ""
+        if each["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(loc[-1], FaultSettings.model_fields, 1, 0.0)
+            lines.setdefault(name, f"{place}there is no key {'.'.join(loc)}; the nearest is {near[0]}")
+        elif each["type"] == "missing":
+            lines.setdefault(name, f"{place}{'.'.join(loc)} is missing")
+        else:
+            lines.setdefault(name, place + in_words(name, dict(each)))
+    return list(lines.values())
+
+
+def _with_measured(entries: list[Entry], path: Path | None) -> list[Entry]:
+    """The costs that `compute.measured` names, before what is set by hand after it."""
+    named = [i for i, entry in enumerate(entries) if entry.key == MEASURED and isinstance(entry.value, str)]
+    if not named:
+        return entries
+    at, entry = named[-1], entries[named[-1]]
+    beside = Path() if path is None or entry.where.startswith("--set") else path.parent
+    source = beside / str(entry.value)
+    costs = _measured(source, entry.where)
+    return [
+        *entries[: at + 1],
+        *(Entry(("compute", name), value, str(source)) for name, value in costs.items()),
+        *entries[at + 1 :],
+    ]
+
+
+def _measured(source: Path, place: str) -> Mapping[str, list[float]]:
+    try:
+        found: Any = json.loads(source.read_text("utf-8"))
+        stages = found["stages_costs"]
+        return {name: [sum(one[p] for p in parts) / len(parts) for one in stages] for name, parts in COSTS.items()}
+    except OSError as error:
+        raise ConfigError(f"{place}: {source} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{place}: {source} is not what `noloco bench stage --json` writes") from error

@@ -1,0 +1,85 @@
+"""`noloco pause` and `noloco resume`: signals to the nodes of a directory, which is a node's or a swarm's."""
+
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.launch import node_probe
+
+KEY_LOCK = "identity.key.lock"
+"""Locked by the process that runs as this node (io/identity.py)."""
+PROC = Path("/proc")
+PAUSE, RESUME = signal.SIGUSR1, signal.SIGUSR2
+
+
+def tell(directory: Path, number: signal.Signals) -> list[str]:
+    """Send a signal to every node that runs in the directory or just below it; returns who was told.
+
+    Raises ConfigError when no node runs there, LocalError when one may not be sent a signal.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}")
+    told = []
+    for node_dir in node_dirs(directory):
+        pid = running_pid(node_dir)
+        if pid is not None:
+            try:
+                os.kill(pid, number)
+            except OSError as error:
+                raise LocalError(f"node {node_dir} (process {pid}): {error.strerror}") from error
+            told.append(f"{node_dir} (process {pid})")
+    if not told:
+        raise ConfigError(f"no node runs in {directory}: --dir is the directory of a node, or that of noloco swarm")
+    return told
+
+
+def node_dirs(directory: Path) -> Iterator[Path]:
+    """The directory itself when it is a node's, else those of nodes just below it."""
+    if (directory / KEY_LOCK).exists():
+        yield directory
+    else:
+        yield from (path.parent for path in sorted(directory.glob(f"*/{KEY_LOCK}")))
+
+
+def running_pid(node_dir: Path) -> int | None:
+    """The process that runs as the node of this directory and has told where it can be reached; None without one.
+
+    What a killed node left behind may name a process that is somebody else's by now: the process must be the one
+    that holds the node's identity.
+    """
+    endpoints = node_probe.read_endpoints(node_dir)
+    if endpoints is None or not in_use(node_dir) or not _holds_lock(endpoints.pid, node_dir / KEY_LOCK):
+        return None
+    return endpoints.pid
+
+
+def in_use(node_dir: Path) -> bool:
+    """Whether a process runs as the node of this directory."""
+    try:
+        lock = os.open(node_dir / KEY_LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _holds_lock(pid: int, lock: Path) -> bool:
+    """Whether the process has the lock file open; where the system does not tell, whether it is a node by its name."""
+    if PROC.is_dir():
+        try:
+            wanted = lock.stat()
+            opened = [file.stat() for file in (PROC / str(pid) / "fd").iterdir() if file.exists()]
+        except OSError:
+            return False
+        return any((one.st_dev, one.st_ino) == (wanted.st_dev, wanted.st_ino) for one in opened)
+    command = ["ps", "-o", "args=", "-p", str(pid)]
+    return "noloco" in subprocess.run(command, capture_output=True, text=True, check=False).stdout

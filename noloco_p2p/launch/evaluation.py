@@ -1,0 +1,197 @@
+"""`noloco eval` and `noloco generate`: how good an exported model is, and what it says.
+
+Shape legend: B microbatch, T sequence, N samples.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
+from noloco_p2p.core.messages import Batch, HostTensor
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data import corpora
+from noloco_p2p.io.data.samples import IGNORED_TARGET
+from noloco_p2p.io.data.threaded_batches import make_batches
+from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer, load_tokenizer
+from noloco_p2p.launch.export import REPLICAS, read_record
+from noloco_p2p.launch.progress import bar
+
+STDLIB = "stdlib"
+TOKENIZER = "tokenizer_config.json"
+LARGEST_EXPONENT = 700.0
+
+Done = Callable[[], None]
+
+
+def run_eval(
+    out: Path, data: Sequence[str], *, held_out: bool, microbatches: int | None, device: str
+) -> dict[str, Any]:
+    """The figures of an exported directory: of the merged model and, where there are any, the mean of its replicas.
+
+    `data` is `stdlib`, files or globs; nothing: the data of the run. Of files all tokens count, unless `held_out`.
+    Raises ConfigError, LocalError.
+    """
+    from noloco_p2p.compute import export
+
+    manifest, replicas = read_record(out)
+    export.quiet()
+    batches = _text(manifest, out, data, held_out, microbatches)
+    with bar("evaluating", len(batches) * (1 + replicas)) as done:
+        merged, tokens = _loss(out, batches, device, done)
+        single = [_loss(out / REPLICAS / str(i), batches, device, done)[0] for i in range(replicas)]
+    size = _bytes_of(manifest, out, batches)
+    bits_per_nat = tokens / size / log(2) if size else None
+    figures: dict[str, Any] = {
+        "merged": _figures(merged, bits_per_nat),
+        "tokens": tokens,
+        "bytes": size,
+        "microbatches": len(batches),
+    }
+    if single:
+        figures["replica_mean"] = _figures(sum(single) / len(single), bits_per_nat)
+        figures["replica_losses"] = single
+    return figures
+
+
+def tell(figures: dict[str, Any]) -> list[str]:
+    """The figures for a person: merged model and replica mean side by side."""
+    columns = [name for name in ("merged", "replica_mean") if name in figures]
+    heads = {"merged": "merged", "replica_mean": f"mean of {len(figures.get('replica_losses', []))} replicas"}
+    rows = {"loss": "loss (nats/token)", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
+    lines = [f"{'':18}" + "".join(f"{heads[name]:>20}" for name in columns)]
+    for key, title in rows.items():
+        values = [figures[name][key] for name in columns]
+        lines.append(f"{title:18}" + "".join(f"{'-' if value is None else f'{value:.5f}':>20}" for value in values))
+    size = "" if figures["bytes"] is None else f", {figures['bytes']:,} bytes of text"
+    lines.append(f"{figures['tokens']:,} tokens{size}")
+    return lines
+
+
+def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str) -> str:
+    """What the merged model says after `prompt`: at most `tokens` ids, fewer when it ends the text. ConfigError."""
+    from noloco_p2p.compute import export
+    from noloco_p2p.compute.exported_model import TrainedModel, load_decoder
+
+    manifest, _ = read_record(out)
+    export.quiet()
+    tokenizer = _tokenizer(manifest, out)
+    decode = load_decoder(out)
+    given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]
+    model = TrainedModel.load(out, device)
+    ids: list[int] = []
+    with bar("generating", tokens) as done:
+        for one in itertools.islice(model.continuation(given, manifest.sequence_length, temperature, seed), tokens):
+            done()
+            if one == tokenizer.eos:
+                break
+            ids.append(one)
+    return decode([*given, *ids])[len(decode(given)) :]
+
+
+def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) -> tuple[float, int]:
+    """Nats per token over all microbatches, and the number of tokens."""
+    from noloco_p2p.compute.exported_model import TrainedModel
+
+    model = TrainedModel.load(directory, device)
+    nats, tokens = 0.0, 0
+    for batch in batches:
+        one = model.loss(batch)
+        nats, tokens = nats + one.loss_sum, tokens + one.tokens
+        done()
+    return nats / tokens, tokens
+
+
+def _figures(loss: float, bits_per_nat: float | None) -> dict[str, float | None]:
+    """`loss` is nats per token. A perplexity beyond what a float holds is None."""
+    perplexity = exp(loss) if loss < LARGEST_EXPONENT else None
+    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": loss * bits_per_nat if bits_per_nat else None}
+
+
+def _text(
+    manifest: RunManifest, out: Path, data: Sequence[str], held_out: bool, microbatches: int | None
+) -> tuple[Batch, ...]:
+    """What is to be evaluated. Raises ConfigError, LocalError."""
+    files = () if tuple(data) == (STDLIB,) else tuple(data)
+    if files and not held_out:
+        batches = _all_of(files, manifest, _tokenizer(manifest, out))
+        return tuple(itertools.islice(batches, microbatches))
+    settings = manifest.data
+    if data and not files:
+        settings = DataSettings(kind="stdlib", tokenizer=settings.tokenizer)
+    elif files:
+        kind = "text" if settings.kind == "stdlib" else settings.kind
+        settings = DataSettings(kind=kind, tokenizer=settings.tokenizer)
+    elif settings.kind != "stdlib" and settings.dataset is None:
+        raise ConfigError("the run read local files: name them with --data, and --held-out for the part it held out")
+    measure = manifest.evaluation
+    if microbatches is not None:
+        measure = measure.model_copy(update={"microbatches": microbatches})
+    asked = manifest.model_copy(update={"data": settings, "evaluation": measure})
+    tokenizer_dir = None if settings.tokenizer == "bytes" else str(out)
+    return tuple(make_batches(asked, NodeConfig(data_files=files, tokenizer_dir=tokenizer_dir), "").validation())
+
+
+def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer) -> Iterator[Batch]:
+    """Every token of the files as a target once, in order of their names; the first follows an end of text."""
+    size, length = manifest.microbatch_size, manifest.sequence_length
+    waiting = np.full(1, tokenizer.eos, np.int32)
+    for document in _documents(files, tokenizer):
+        waiting = np.concatenate([waiting, document])
+        whole = (len(waiting) - 1) // (size * length) * size * length
+        for at in range(0, whole, size * length):
+            yield _batch(waiting[at : at + size * length + 1], length)
+        waiting = waiting[whole:]
+    if len(waiting) > 1:
+        yield _batch(waiting, length)
+
+
+def _documents(files: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Ids]:
+    """Token ids of each file, and the end-of-text id after it. Raises ConfigError, LocalError."""
+    for name, path in sorted(corpora.matching(files).items()):
+        try:
+            stop = None if path.suffix == ".gz" else path.stat().st_size
+        except OSError as error:
+            raise LocalError(f"cannot read {name}: {error.strerror}") from error
+        piece = corpora.Piece(path, 0, stop, True)
+        for document in corpora.FileCorpus([], [piece], tokenizer).held_out():
+            yield document.ids
+
+
+def _batch(ids: Ids, length: int) -> Batch:
+    """N×T inputs and targets of consecutive samples; what the last one lacks is padding whose targets do not count."""
+    rows = -(-(len(ids) - 1) // length)
+    inputs_NT = np.zeros(rows * length, np.int32)
+    targets_NT = np.full(rows * length, IGNORED_TARGET, np.int32)
+    inputs_NT[: len(ids) - 1], targets_NT[: len(ids) - 1] = ids[:-1], ids[1:]
+    inputs, targets = (
+        HostTensor(name, "int32", (rows, length), memoryview(values.astype("<i4", copy=False).tobytes()))
+        for name, values in (("inputs", inputs_NT), ("targets", targets_NT))
+    )
+    return Batch(inputs, targets)
+
+
+def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int | None:
+    """Bytes of text that the targets stand for; None when nobody knows how to read them."""
+    rows = [row for batch in batches for row in np.frombuffer(batch.targets.data, "<i4").reshape(batch.targets.shape)]
+    if not (out / TOKENIZER).exists():
+        return None
+    if manifest.data.tokenizer == "bytes" and manifest.data.kind != "parquet":
+        return sum(int(((row >= BYTE_OFFSET) & (row < BYTE_OFFSET + 256)).sum()) for row in rows)
+    from noloco_p2p.compute.exported_model import load_decoder
+
+    decode = load_decoder(out)
+    return sum(len(decode([int(one) for one in row if one != IGNORED_TARGET]).encode()) for row in rows)
+
+
+def _tokenizer(manifest: RunManifest, out: Path) -> Tokenizer:
+    """The one that was exported. Raises ConfigError."""
+    if not (out / TOKENIZER).exists():
+        raise ConfigError(f"{out} has no tokenizer: export once more with --tokenizer-dir")
+    name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(out)
+    vocabulary = int(str(manifest.model.config["vocab_size"]))
+    return load_tokenizer(name, None if name == "bytes" else str(out), vocabulary)

@@ -1,0 +1,127 @@
+"""Join addresses that go by a file: `--address-file FILE` writes it, `--join @FILE` waits for it.
+
+The file has one address a line. The node that writes it removes that of an earlier run when it starts, and writes its
+own at one stroke when others can join. Who has read an old one all the same finds nobody there, and reads again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.launch.run_files import write_whole
+
+AT = "@"
+FILE_LIMIT_BYTES = 65_536
+POLL_S = 0.2
+AGAIN_S = 2.0
+"""Pause after an address of a file at which nobody answered, seconds."""
+PATIENCE_S = 60.0
+"""A node that was here before can go on without the file; it waits for it at most so long, seconds."""
+
+log = logging.getLogger("noloco_p2p")
+
+
+class JoinAddresses:
+    """Where the `--join` options lead, now and later."""
+
+    def __init__(self, given: Sequence[str], patience_s: float | None = None) -> None:
+        """`given`: addresses, and `@FILE`. `patience_s`: longest wait for a file; None: as long as it takes."""
+        self._given = tuple(given)
+        self._files = [Path(text.removeprefix(AT)) for text in given if text.startswith(AT)]
+        self._patience_s = patience_s
+        self._begun_at: float | None = None
+        self._said: set[str] = set()
+
+    @property
+    def by_file(self) -> bool:
+        """Some of them come from a file."""
+        return bool(self._files)
+
+    def __iter__(self) -> Iterator[str]:
+        """The addresses that there are now. Raises ConfigError for a file that cannot be read, or has others."""
+        for text in self._given:
+            yield from read(Path(text.removeprefix(AT))) if text.startswith(AT) else (text,)
+
+    async def come(self) -> tuple[str, ...]:
+        """The addresses, as soon as there is one; says once that it waits.
+
+        None at all when no `--join` was given. Raises ConfigError, and Unreachable when its patience ends.
+        """
+        while not (found := tuple(self)) and self._files:
+            waits = f"waits for the join address in {' and '.join(map(str, self._files))}"
+            if self._at_end():
+                raise Unreachable(f"there is no join address in {' or '.join(map(str, self._files))}")
+            self._say(logging.INFO, waits)
+            await asyncio.sleep(POLL_S)
+        return found
+
+    async def may_change(self, failure: Unreachable) -> bool:
+        """Nobody answered: whether a file may have other addresses later. If so, says why, and pauses."""
+        if not self._files or self._at_end():
+            return False
+        self._say(logging.WARNING, f"{failure}; reads the file again until somebody answers")
+        await asyncio.sleep(AGAIN_S)
+        return True
+
+    def _at_end(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        if self._begun_at is None:
+            self._begun_at = now
+        return self._patience_s is not None and now - self._begun_at >= self._patience_s
+
+    def _say(self, level: int, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            log.log(level, "%s", line)
+
+
+def check(given: Sequence[str]) -> None:
+    """Refuse what can be no `--join`, before anything is begun. Raises ConfigError."""
+    for text in given:
+        if text == AT:
+            raise ConfigError("--join @ names no file: write --join @FILE")
+        if text.startswith(AT):
+            read(Path(text.removeprefix(AT)))
+        else:
+            JoinAddress.parse(text)
+
+
+def read(path: Path) -> list[str]:
+    """The join addresses in a file, one a line; none when it is empty or not there. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_LIMIT_BYTES + 1)
+        if len(content) > FILE_LIMIT_BYTES:
+            raise ConfigError(f"{path}: more than {FILE_LIMIT_BYTES} bytes are no list of join addresses")
+        lines = content.decode().splitlines()
+    except FileNotFoundError:
+        return []
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    found = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        try:
+            found += [str(JoinAddress.parse(line))] if line else []
+        except ConfigError as error:
+            raise ConfigError(f"{path}:{number}: {error}") from error
+    return found
+
+
+def remove(path: Path) -> None:
+    """Nobody shall find what an earlier process wrote there. Raises LocalError when `write` would fail as well."""
+    if not path.parent.is_dir():
+        raise LocalError(f"--address-file {path}: there is no directory {path.parent}")
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise LocalError(f"--address-file {path} cannot be removed: {error.strerror or error}") from error
+
+
+def write(path: Path, addresses: Sequence[str]) -> None:
+    """At one stroke: a reader sees no file or the whole one. Raises LocalError."""
+    write_whole(path, "".join(f"{address}\n" for address in addresses).encode())

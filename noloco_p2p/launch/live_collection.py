@@ -1,0 +1,169 @@
+"""Where the weights of an export come from: a swarm that is alive. `holdings.py` has the other source, directories.
+
+The collector is an observer (observer.py) that also calls nodes as a peer does.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from noloco_p2p.config import ListenSettings, RunManifest
+from noloco_p2p.core.members import HOLDING
+from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
+from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
+from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
+from noloco_p2p.launch.collection import Collection, Replica, Say, better, common
+from noloco_p2p.launch.observer import observing
+from noloco_p2p.launch.progress import bar
+from noloco_p2p.node.outer_round import KEPT_ROUNDS
+
+ATTEMPTS = 6
+"""Common outer rounds that are tried before the best of them is taken."""
+ROUND_WAIT_S = 30.0
+"""Longest wait for a replica that has not reached the round asked for, seconds."""
+READINGS = 3
+READING_PAUSE_S = 1.0
+"""One reading of a DHT that was joined a moment ago can miss somebody."""
+
+
+async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> Collection:
+    """Fetch snapshots of the newest common outer round from a swarm: of all replicas, or of one a stage.
+
+    Raises ConfigError (malformed address), Unreachable (nobody answers), LocalError (a stage has no replica, or no
+    common round could be had).
+    """
+    tune_allocator()
+    async with observing(join) as observer:
+        manifest = observer.manifest
+        if manifest.outer.pairing == "none":
+            raise ConfigError(
+                "this run has no outer rounds (outer.pairing: none), so its nodes give no snapshots: use --from"
+            )
+        transport = GrpcTransport(observer.peer_id, manifest.run_id, ListenSettings(), Silent(), 0)
+        try:
+            specs = await asyncio.to_thread(_specs, manifest)
+            return await _Fetching(manifest, specs, observer.directory, transport, say).collect(one=one)
+        finally:
+            await transport.close()
+
+
+class _Fetching:
+    """The search for a round that all stages have, while the swarm goes on."""
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        specs: Sequence[tuple[TensorSpec, ...]],
+        directory: HivemindDirectory,
+        transport: GrpcTransport,
+        say: Say,
+    ) -> None:
+        self._manifest = manifest
+        self._specs = specs
+        self._directory = directory
+        self._transport = transport
+        self._say = say
+        self._failed: set[PeerId] = set()
+
+    async def collect(self, *, one: bool) -> Collection:
+        """See `from_swarm`."""
+        best: Collection | None = None
+        target: int | None = None
+        for _ in range(ATTEMPTS):
+            holders = await self._holders()
+            if target is None:
+                target = max(advert.outer_round for advert in holders)
+            wanted = chosen(holders, target, self._manifest.stages, one=one)
+            with bar(f"fetching outer round {target}", len(wanted)) as done:
+                answers = await asyncio.gather(*(self._fetch(advert, target, done) for advert in wanted))
+            found = [replica for replica in answers if replica is not None]
+            best = better(best, common(self._manifest, found))
+            rounds = {s: [r.round for r in found if r.stage == s] for s in range(self._manifest.stages)}
+            if len(found) < len(wanted) and not all(rounds.values()):
+                continue
+            following = next_target(target, rounds)
+            if following == target or len({replica.round for replica in found}) == 1:
+                break
+            target = following
+        if best is None:
+            raise LocalError("the swarm moved on faster than its snapshots came: no outer round was had of every stage")
+        return best
+
+    async def _holders(self) -> list[Advert]:
+        """The nodes that have trained weights, at least one of each stage, without those that failed."""
+        for reading in range(READINGS):
+            if reading:
+                await asyncio.sleep(READING_PAUSE_S)
+            adverts = await self._directory.peers()
+            holders = [a for a in adverts if a.state in HOLDING and a.peer_id not in self._failed]
+            missing = set(range(self._manifest.stages)) - {advert.stage for advert in holders}
+            if not missing:
+                return holders
+        told = ", ".join(str(stage) for stage in sorted(missing))
+        raise LocalError(f"nobody in the swarm has trained weights of stage {told} to give: try again later")
+
+    async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> Replica | None:
+        """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
+        from noloco_p2p.compute import export
+
+        parameters, deadline_s = self._specs[advert.stage], self._manifest.outer.deadline_s
+        expected = export.snapshot_specs(parameters)
+        try:
+            snapshot = await self._transport.fetch_snapshot(
+                advert, advert.stage, round, min(ROUND_WAIT_S, deadline_s), deadline_s, expected
+            )
+            if snapshot.peer != advert.peer_id:
+                raise Violation(f"{advert.peer_id} sent the snapshot of {snapshot.peer}")
+            weights = await asyncio.to_thread(export.fast_weights, snapshot, parameters)
+        except PeerError as error:
+            self._failed.add(advert.peer_id)
+            self._say(f"not used: {advert.peer_id} of stage {advert.stage}: {error}")
+            return None
+        finally:
+            done()
+        return Replica(advert.peer_id, advert.stage, snapshot.round, snapshot.step, weights)
+
+
+def chosen(holders: Sequence[Advert], round: int, stages: int, *, one: bool) -> list[Advert]:
+    """Whom to ask: all replicas that have done a whole outer interval by `round`, or the lowest peer id of each stage.
+
+    Where a stage has none that has, those that have not will do.
+    """
+    wanted: list[Advert] = []
+    for stage in range(stages):
+        mine = sorted((a for a in holders if a.stage == stage), key=lambda advert: advert.peer_id)
+        settled = [advert for advert in mine if advert.partner_from_round <= round] or mine
+        wanted += settled[:1] if one else settled
+    return wanted
+
+
+def next_target(target: int, rounds: Mapping[int, Sequence[int]]) -> int:
+    """The round to ask for after `target` gave these rounds, by stage: `target` again when it cannot be bettered.
+
+    When somebody is past it, all are asked to reach the same later round; when somebody is behind, the newest round
+    that still can be had of all of them is asked for, else of one replica of each stage.
+    """
+    found = [round for mine in rounds.values() for round in mine]
+    newest, oldest = max(found), min(found)
+    if newest > target:
+        return newest + 1
+    return oldest if newest - oldest < KEPT_ROUNDS else min(max(mine) for mine in rounds.values())
+
+
+def _specs(manifest: RunManifest) -> list[tuple[TensorSpec, ...]]:
+    """The parameters of every stage. Importing the model's code takes seconds."""
+    from noloco_p2p.compute import export
+
+    return [export.stage_specs(manifest, stage) for stage in range(manifest.stages)]
+
+
+class Silent:
+    """Telemetry that nobody watches."""
+
+    def event(self, kind: str, /, **fields: object) -> None:
+        """Nothing."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()

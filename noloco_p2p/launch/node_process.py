@@ -1,0 +1,145 @@
+"""One `noloco-node` process of a swarm on this machine: start it, look at it, end it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.launch import node_probe
+
+ASK_AGAIN_S = 0.5
+"""Between the two; a node that has been told before stops at the first."""
+KILL_AFTER_S = 5.0
+"""A node that was told twice to stop gets so long before it is killed."""
+POLL_S = 0.05
+LOG_TAIL_BYTES = 65_536
+METRICS_TIMEOUT_S = 1.0
+
+
+class Child:
+    """A node process, its directory `<run>/<stage>-<replica>/` and its log `<run>/<stage>-<replica>.log`.
+
+    It is in a session of its own, so that Ctrl-C at the terminal reaches the launcher only; it ends when its standard
+    input does, which is when the launcher is gone.
+    """
+
+    def __init__(self, run_dir: Path, stage: int, replica: int) -> None:
+        self.name = f"{stage}-{replica}"
+        self.stage = stage
+        self.replica = replica
+        self.dir = run_dir / self.name
+        self.log = run_dir / f"{self.name}.log"
+        self._endpoints: node_probe.Endpoints | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `noloco-node`, the first time or again; its log is carried on.
+
+        Raises LocalError when its files cannot be made or the process cannot be started.
+        """
+        command = [sys.executable, "-m", "noloco_p2p.cli.node", *arguments]
+        command += ["--stage", str(self.stage), "--dir", str(self.dir), "--watch-stdin"]
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            for old in (node_probe.ENDPOINTS, node_probe.SUMMARY):
+                (self.dir / old).unlink(missing_ok=True)
+            self._endpoints = None
+            self.release()
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LocalError(f"node {self.name} cannot be started: {error}") from error
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; negative when a signal ended it, None while it runs or when it was never started."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def running(self) -> bool:
+        """It was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What it wrote at its end."""
+        return node_probe.read_json(self.dir / node_probe.SUMMARY)
+
+    @property
+    def endpoints(self) -> node_probe.Endpoints | None:
+        """Who it is and where it can be reached; None until it has told."""
+        if self._endpoints is None and self._process is not None:
+            self._endpoints = node_probe.read_endpoints(self.dir)
+        return self._endpoints
+
+    def read_metrics(self) -> node_probe.Reading | None:
+        """Its metrics now, or None when it gives none."""
+        endpoints = self.endpoints
+        if not self.running or endpoints is None:
+            return None
+        try:
+            return node_probe.scrape(endpoints.metrics, METRICS_TIMEOUT_S)
+        except Unreachable:
+            return None
+
+    def last_lines(self, count: int) -> list[str]:
+        """The end of its log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
+                return log.read().decode(errors="replace").splitlines()[-count:]
+        except OSError as error:
+            return [f"(the log cannot be read: {error})"]
+
+    def terminate(self) -> None:
+        """Ask it to leave; asked again, it stops at once."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it and what it started. It is not reaped before, so its process group is still its own."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def release(self) -> None:
+        """Close our end of its standard input."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def wait_all(children: Sequence[Child], seconds: float) -> bool:
+    """Wait for all to end, at most `seconds`; True when they have."""
+    give_up_at = time.monotonic() + seconds
+    while any(child.running for child in children):
+        if time.monotonic() >= give_up_at:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def end_all(children: Sequence[Child]) -> None:
+    """No process of these is left afterwards: they are told twice, which stops them at once, then killed."""
+    for seconds in (ASK_AGAIN_S, KILL_AFTER_S):
+        for child in children:
+            child.terminate()
+        if wait_all(children, seconds):
+            break
+    for child in children:
+        child.kill()
+    for child in children:
+        child.release()

@@ -1,0 +1,133 @@
+"""What a node leaves in its directory for its launcher and its owner: `endpoints.json` and `summary.json`."""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from noloco_p2p.config import ListenSettings, RunManifest
+from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.io.dht.addresses import from_here, reserve_port
+from noloco_p2p.launch import node_probe, settings
+
+if TYPE_CHECKING:
+    from noloco_p2p.core.messages import Advert
+    from noloco_p2p.io.dht.libp2p import Libp2p
+    from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+    from noloco_p2p.node.loop import Node
+
+
+MANIFEST = "manifest.json"
+"""The run that a node's directory belongs to, as JSON; its checkpoints are of that run."""
+
+
+def stored_manifest(directory: Path) -> RunManifest | None:
+    """The run that this directory belongs to; None for a fresh one. Raises ConfigError for a damaged file."""
+    try:
+        return settings.manifest_from_json((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None
+    except Violation as error:
+        raise ConfigError(f"{directory / MANIFEST}: {error}; name another --dir") from error
+    except OSError as error:
+        raise LocalError(f"{directory / MANIFEST} cannot be read: {error.strerror or error}") from error
+
+
+def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
+    """The ports that this node had before, where any would do and they are still free: so its peers find it again."""
+    found = node_probe.read_json(directory / node_probe.ENDPOINTS) or {}
+    before = {
+        "dht_port": str((found.get("join") or [""])[0]).partition("/tcp/")[2].partition("/")[0],
+        "grpc_port": str(found.get("grpc", "")).rpartition(":")[2],
+        "metrics_port": str(found.get("metrics", "")).rpartition(":")[2].partition("/")[0],
+    }
+    free = {
+        name: int(port)
+        for name, port in before.items()
+        if getattr(listen, name) == 0 and port.isdigit() and 0 < int(port) < 65536 and _is_free(listen.host, int(port))
+    }
+    return listen.model_copy(update=free)
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with reserve_port(host, port):
+            return True
+    except LocalError:
+        return False
+
+
+def introduce(directory: Path, advert: "Advert", libp2p: "Libp2p", host: str) -> None:
+    """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`.
+
+    `host` is where it listens: `noloco-node health` asks there, also where what is announced does not lead back here.
+    """
+    try:
+        print(f"peer id  {advert.peer_id}")
+        print(f"run      {advert.run_id}")
+        print(f"metrics  {advert.metrics}")
+        print("join     " + " ".join(["noloco-node", *(f"--join {a}" for a in libp2p.join_addresses)]), flush=True)
+    except OSError as error:
+        raise LocalError(f"standard output cannot be written: {error.strerror or error}") from error
+    write_json(
+        directory / "endpoints.json",
+        {
+            "peer_id": advert.peer_id,
+            "run_id": advert.run_id,
+            "pid": os.getpid(),
+            "join": libp2p.join_addresses,
+            "metrics": advert.metrics,
+            "health": f"http://{from_here(host)}:{urlsplit(advert.metrics).port}/health",
+            "grpc": advert.addresses[0],
+        },
+    )
+
+
+def summary(node: "Node", telemetry: "PrometheusTelemetry") -> dict[str, object]:
+    """What the launcher and the user learn of this node at its end. Losses are those of stage 0, nats per token."""
+    advert, totals = node.seat.advert, telemetry.totals()
+    rounds, done, idle = totals["outer_rounds"], totals["microbatches"], totals["idle_s"]
+    assert isinstance(rounds, dict)
+    assert isinstance(done, dict)
+    assert isinstance(idle, dict)
+    first = advert.stage == 0
+    return totals | {
+        "peer_id": advert.peer_id,
+        "run_id": advert.run_id,
+        "stage": advert.stage,
+        "state": "finished" if node.finished else advert.state,
+        "step": advert.step,
+        "outer_rounds": sum(rounds.values()),
+        "results": rounds,
+        "microbatches": done.get("done", 0),
+        "microbatch_results": done,
+        "first_loss": totals["first_loss"] if first else None,
+        "final_loss": totals["final_loss"] if first else None,
+        "first_step_at": totals["training_at"],
+        "evaluation_s": node.evaluated_s,
+    }
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """A JSON object, see `write_whole`."""
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
+
+
+def store_manifest(directory: Path, manifest: RunManifest) -> None:
+    """The run that this directory belongs to from now on, as it is hashed. Raises LocalError (a full disk)."""
+    write_whole(directory / MANIFEST, manifest.canonical_json())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Atomically: a reader sees the old file or the whole new one. Raises LocalError (a full disk)."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        fresh.write_bytes(content)
+        fresh.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,179 @@
+"""`noloco swarm`: a whole swarm as node processes on this machine (design.md §8).
+
+    plan → start the first node → start the others, which join it → look on → end → summary.json
+
+The launcher trains nothing and shares no memory with the nodes: it reads their files and their metrics.
+"""
+
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+
+from noloco_p2p.launch import cpu_seconds, node_probe, run_files, swarm_summary
+from noloco_p2p.launch import swarm_plan as planning
+from noloco_p2p.launch.node_process import Child, end_all, wait_all
+from noloco_p2p.launch.swarm_plan import Asked, Plan, ResumePoint
+from noloco_p2p.launch.swarm_table import History, Screen, deserted, make_screen
+
+TICK_S = 0.2
+LOG_LINES = 15
+"""Lines of a failed node's log that are shown."""
+LEAVE_MARGIN_S = 10.0
+"""Beyond `limits.drain_s` a node may take so long to close what it has open."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """Remembers that somebody asked to stop, and how often, between `with` and its end."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        """Number of the first signal."""
+        self.count = 0
+
+    def __enter__(self) -> "Signals":
+        self._before = {number: signal.signal(number, self._heard) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, number: int, _: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1
+
+
+class Swarm:
+    """The processes of one run, from start to end. `run` is its life; no process outlives it."""
+
+    def __init__(
+        self, plan: Plan, run_dir: Path, resumed: ResumePoint | None, screen: Screen, signals: Signals
+    ) -> None:
+        self._plan = plan
+        self._arguments = plan.arguments(run_dir)
+        self._resumed = resumed
+        self._screen = screen
+        self._signals = signals
+        self._children = [Child(run_dir, stage, replica) for stage, replica in plan.nodes]
+        self._histories = [History(child.name, child.stage) for child in self._children]
+        self._failed: Child | None = None
+        self._shown_at = 0.0
+        self._path = run_dir / node_probe.SUMMARY
+
+    def run(self) -> int:
+        """Start, look on, end, write the summary; returns the exit code."""
+        began = time.monotonic()
+        self._path.unlink(missing_ok=True)
+        try:
+            self._start()
+            self._look_on()
+            self._leave()
+            self._show_the_end()
+        finally:
+            end_all(self._children)
+            self._screen.close()
+        wall_s = time.monotonic() - began
+        step = None if self._resumed is None else self._resumed.step
+        told = swarm_summary.summarise(self._children, self._plan.manifest, step, wall_s)
+        told["completed"] = told["completed"] and self._signals.first is None
+        run_files.write_json(self._path, told)
+        for line in swarm_summary.lines(told, self._path):
+            self._screen.say(line)
+        return self._exit_code(bool(told["completed"]))
+
+    def _start(self) -> None:
+        """The first node, and when it can be reached the others, all at once."""
+        first, *others = self._children
+        environment = self._plan.environment(threads_each(len(self._children)))
+        first.start(self._arguments, environment)
+        while (reached := first.endpoints) is None:
+            if self._over() or not first.running:
+                return
+            time.sleep(TICK_S)
+        for child in others:
+            child.start([*self._arguments, "--join", reached.join[0]], environment)
+
+    def _look_on(self) -> None:
+        """Show how the nodes are until all have ended, one has failed, or somebody asked to stop."""
+        with ThreadPoolExecutor(len(self._children)) as pool:
+            while any(child.running for child in self._children) and not self._over():
+                now = time.monotonic()
+                if now - self._shown_at >= self._screen.interval_s:
+                    self._shown_at = now
+                    readings = list(pool.map(Child.read_metrics, self._children))
+                    for history, reading in zip(self._histories, readings, strict=True):
+                        history.add(reading)
+                    self._screen.show([history.row() for history in self._histories], deserted(readings))
+                time.sleep(TICK_S)
+        self._over()
+
+    def _show_the_end(self) -> None:
+        for history, child in zip(self._histories, self._children, strict=True):
+            history.end(child.summary)
+        self._screen.show([history.row() for history in self._histories], [])
+
+    def _over(self) -> bool:
+        """Somebody asked to stop, or a node has failed."""
+        self._failed = self._failed or next((c for c in self._children if c.exit_code not in (None, 0)), None)
+        return self._failed is not None or self._signals.count > 0
+
+    def _leave(self) -> None:
+        """When it ends early: the nodes finish what they hold; a second signal stops them at once.
+
+        Stage after stage, so that what an earlier stage holds still finds a later one.
+        """
+        if not any(child.running for child in self._children):
+            return
+        heard = self._signals.count
+        self._screen.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
+        give_up_at = time.monotonic() + self._plan.local.limits.drain_s + LEAVE_MARGIN_S
+        for stage in range(self._plan.manifest.stages):
+            leaving = [child for child in self._children if child.stage == stage]
+            for child in leaving:
+                child.terminate()
+            while not wait_all(leaving, TICK_S):
+                if time.monotonic() >= give_up_at or self._signals.count > heard:
+                    return
+
+    def _exit_code(self, completed: bool) -> int:
+        if self._signals.first is not None:
+            return 128 + self._signals.first
+        if self._failed is not None:
+            code = self._failed.exit_code or 1
+            how = f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
+            print(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", file=sys.stderr)
+            for line in self._failed.last_lines(LOG_LINES):
+                print(f"  {line}", file=sys.stderr)
+            return 2 if code == 2 else 1
+        if not completed:
+            print("error: a node left before the run's end; see the logs", file=sys.stderr)
+        return 0 if completed else 1
+
+
+def threads_each(nodes: int) -> int:
+    """CPU threads for each of so many nodes on this machine."""
+    return max(1, cpu_seconds.cores() // nodes)
+
+
+def run_swarm(asked: Asked, asked_dir: Path | None, plain: bool) -> int:
+    """Run a swarm to its end; returns the exit code. Raises ConfigError or LocalError before anything is started."""
+    plan = planning.make_plan(asked, asked_dir, os.environ)
+    run_dir = planning.make_run_dir(plan.manifest.name, asked_dir)
+    with planning.held(run_dir):
+        planning.wait_for_old_nodes([run_dir / f"{stage}-{replica}" for stage, replica in plan.nodes])
+        resumed = planning.resume_point(plan, run_dir) if plan.resumes else None
+        plan.write(run_dir)
+        m = plan.manifest
+        screen = make_screen(f"{m.name}: {m.stages} × {m.start_replicas} nodes, {m.steps} steps", plain)
+        screen.say(f"{m.stages} stages × {m.start_replicas} replicas, {m.steps} steps, in {run_dir}")
+        if resumed is not None:
+            screen.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
+        elif plan.resumes:
+            screen.say("begins again at step 0: nothing had been saved")
+        with Signals() as signals:
+            return Swarm(plan, run_dir, resumed, screen, signals).run()

@@ -1,0 +1,200 @@
+"""What `noloco swarm` is to start: a fresh run, or the unfinished one that a directory holds (design.md §8).
+
+DIR/swarm.json     the settings of all nodes, taken again when the run is resumed; it is a configuration file too
+DIR/swarm.lock     held by the launcher that works here
+DIR/summary.json   written at the end
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Holding
+from noloco_p2p.core.resume import least_newest
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.launch import control, node_probe, run_files, settings
+
+SETTINGS, LOCK = "swarm.json", "swarm.lock"
+LOOPBACK = (
+    "listen.host=127.0.0.1",
+    "listen.announce_host=null",
+    "listen.dht_port=0",
+    "listen.grpc_port=0",
+    "listen.metrics_port=0",
+)
+"""All nodes are on this machine and have the same settings, so none may name a port."""
+NODES_END_S = 15.0
+"""The nodes of a launcher that was killed need a moment to notice and to end."""
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line; None for what is not on it."""
+
+    config: Path | None
+    stages: int | None
+    replicas: int | None
+    steps: int | None
+    sets: tuple[str, ...]
+
+    def given(self, environ: Mapping[str, str]) -> settings.Given:
+        """All that was given, the options last and told by their own names. Raises ConfigError."""
+        options = {"stages": self.stages, "start_replicas": self.replicas, "steps": self.steps}
+        named = {"stages": "--stages", "start_replicas": "--replicas", "steps": "--steps"}
+        asked = {key: value for key, value in options.items() if value is not None}
+        found = settings.read(self.config, environ, [*self.sets, *(f"{key}={value}" for key, value in asked.items())])
+        count = len(found.entries) - len(asked)
+        last = (entry._replace(where=named[entry.name]) for entry in found.entries[count:])
+        return settings.Given((*found.entries[:count], *last))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be started."""
+
+    manifest: RunManifest
+    local: NodeConfig
+    resumes: bool
+    """The directory holds a run that has not ended."""
+
+    @property
+    def nodes(self) -> list[tuple[int, int]]:
+        """(stage, replica) of every node."""
+        return list(product(range(self.manifest.stages), range(self.manifest.start_replicas)))
+
+    def arguments(self, run_dir: Path) -> list[str]:
+        """For every node; the settings stand in a file of the directory."""
+        told = ["--config", str(run_dir / SETTINGS)]
+        for override in LOOPBACK:
+            told += ["--set", override]
+        if self.local.listen.libp2p_metrics_port is not None:
+            told += ["--set", "listen.libp2p_metrics_port=0"]
+        return told
+
+    def environment(self, threads: int) -> dict[str, str]:
+        """For every node: ours, without settings, which have been read."""
+        own = {key: value for key, value in os.environ.items() if not key.startswith(settings.ENVIRONMENT_PREFIX)}
+        return {**own, "OMP_NUM_THREADS": str(threads)}
+
+    def write(self, run_dir: Path) -> None:
+        """Leave the settings in the directory. Raises LocalError."""
+        everything = self.manifest.model_dump(mode="json") | self.local.model_dump(mode="json")
+        run_files.write_json(run_dir / SETTINGS, everything)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a resumed run goes on."""
+
+    round: int
+    step: int
+
+
+def make_plan(asked: Asked, run_dir: Path | None, environ: Mapping[str, str]) -> Plan:
+    """What the command line asks for; nothing is made yet.
+
+    Raises ConfigError, also when the directory holds a finished run, or an unfinished one with another manifest.
+    """
+    given = asked.given(environ)
+    if run_dir is None or not (stored_path := run_dir / SETTINGS).exists():
+        plan = Plan(given.manifest(), given.node(), resumes=False)
+    else:
+        old = node_probe.read_json(run_dir / node_probe.SUMMARY)
+        if old is not None and old.get("completed"):
+            raise ConfigError(f"{run_dir} holds a finished run; name another --dir")
+        stored = settings.read(stored_path, {}, [])
+        manifest = stored.manifest()
+        try:
+            given.check_agrees(manifest)
+        except ConfigError as error:
+            there = f"in the unfinished run of {run_dir}: leave it out, or name another --dir"
+            raise ConfigError(str(error).replace("in the swarm: leave it out", there)) from error
+        plan = Plan(manifest, settings.Given((*stored.entries, *given.entries)).node(), resumes=True)
+    if run_dir is not None:
+        _check_nodes(plan, run_dir)
+    return plan
+
+
+def _check_nodes(plan: Plan, run_dir: Path) -> None:
+    """Raises ConfigError when a node's directory belongs to another run."""
+    for stage, replica in plan.nodes:
+        path = run_dir / f"{stage}-{replica}" / run_files.MANIFEST
+        found = node_probe.read_json(path)
+        mine: dict[str, Any] = json.loads(plan.manifest.canonical_json())
+        if found is not None and found != mine:
+            keys = ", ".join(sorted(key for key in mine.keys() | found.keys() if mine.get(key) != found.get(key)))
+            raise ConfigError(f"{path} is of a run with other settings ({keys}); name another --dir")
+
+
+def make_run_dir(name: str, asked: Path | None) -> Path:
+    """The directory of this run: the one asked for, or a fresh `noloco-runs/<name>-<n>`. Raises LocalError."""
+    try:
+        if asked is not None:
+            asked.mkdir(parents=True, exist_ok=True)
+            return asked
+        runs, n = Path("noloco-runs"), 1
+        runs.mkdir(exist_ok=True)
+        while True:
+            try:
+                (runs / f"{name}-{n}").mkdir()
+                return runs / f"{name}-{n}"
+            except FileExistsError:
+                n += 1
+    except OSError as error:
+        raise LocalError(f"the run's directory cannot be made: {error}") from error
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Keeps a second launcher away from the directory. Raises LocalError when there is one."""
+    try:
+        lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise LocalError(f"{run_dir / LOCK}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LocalError(f"another noloco swarm runs in {run_dir}: stop it, or name another --dir") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def wait_for_old_nodes(node_dirs: Sequence[Path], seconds: float = NODES_END_S) -> None:
+    """Until no node runs in these directories any more. Raises LocalError when one still does after `seconds`."""
+    give_up_at = time.monotonic() + seconds
+    for node_dir in node_dirs:
+        while control.in_use(node_dir):
+            if time.monotonic() >= give_up_at:
+                raise LocalError(f"a node still runs in {node_dir}: stop it, or name another --dir")
+            time.sleep(POLL_S)
+
+
+def resume_point(plan: Plan, run_dir: Path) -> ResumePoint | None:
+    """Where the run goes on from the checkpoints that lie in the directory; None without any. Raises LocalError."""
+    from noloco_p2p.io.storage.checkpoint_format import stored_shards
+
+    return common_point(s.holding for s in stored_shards(run_dir) if s.manifest.run_id == plan.manifest.run_id)
+
+
+def common_point(held: Iterable[Holding]) -> ResumePoint | None:
+    """The newest outer round that every stage of which there is anything can go on from, and the least step there."""
+    everything = list(held)
+    round = least_newest(everything)
+    if round is None:
+        return None
+    reached = dict.fromkeys((holding.stage for holding in everything), 0)
+    for holding in everything:
+        if holding.round <= round:
+            reached[holding.stage] = max(reached[holding.stage], holding.step)
+    return ResumePoint(round, min(reached.values()))

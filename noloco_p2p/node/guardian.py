@@ -1,0 +1,191 @@
+"""Guarding the weights of stages that have few replicas: pull their snapshots, keep the newest, give it back.
+
+Who guards whom is core/guardians.py. Nothing here makes a ward wait, and nothing that fails here stops the node.
+"""
+
+from collections.abc import Sequence
+from math import floor
+
+from noloco_p2p.core import members as membership
+from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_of
+from noloco_p2p.core.messages import Advert, Holding, Snapshot
+from noloco_p2p.core.status import INNER_STEP, SWARM
+from noloco_p2p.errors import PeerError, Unreachable, Violation
+from noloco_p2p.node.state import NodeState
+
+WAIT_S = 3.0
+"""How long a ward is asked to hold its answer back until it has the round that this node has: replicas reach a round
+within a few steps of each other."""
+AGAIN_S = 2.0
+"""Seconds between two looks at a ward that leaves until its last snapshot is here, and the longest wait for it."""
+
+
+class Guardian:
+    """What one node holds for other stages. It outlives `run`, which goes on from it when it is called again."""
+
+    def __init__(self, seat: NodeState) -> None:
+        self._seat = seat
+        self._held: dict[int, Snapshot] = {}
+        self._asked: dict[int, tuple[int, int]] = {}
+        """By stage, when it last answered: my outer round, and the newest that its replicas announced."""
+        self._read = True
+
+    def snapshot_of(self, stage: int) -> Snapshot | None:
+        """The newest snapshot of another stage that is held here."""
+        return self._held.get(stage)
+
+    def noticed(self) -> None:
+        """The membership has been read anew."""
+        self._read = True
+
+    async def stand_by(self) -> None:
+        """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
+        await self._seat.until(lambda: self._seat.advert.state == "training", "training", INNER_STEP, idle=True)
+        await self.run()
+        await self._seat.until(lambda: False, "something to guard", SWARM, idle=True)
+
+    async def run(self) -> None:
+        """Pull after each outer round and whenever the membership asks for it; until cancelled."""
+        seat = self._seat
+        self._tell()
+        if seat.manifest.stages == 1 or seat.manifest.outer.pairing == "none":
+            return
+        while True:
+            self._read, round = False, seat.advert.outer_round
+            self._drop()
+            for stage in self._wards():
+                await self._look_after(stage)
+            leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
+            await seat.until(
+                lambda round=round: self._read or seat.advert.outer_round != round,  # type: ignore[misc]
+                "something to guard",
+                SWARM,
+                AGAIN_S if leaving else None,
+                idle=True,
+            )
+
+    # --- whom -------------------------------------------------------------------------------------------------------
+
+    def _everybody(self) -> list[Advert]:
+        return [*self._seat.members.all(), self._seat.advert]
+
+    def _guardians(self, stage: int) -> tuple[str, ...]:
+        if stage != self._seat.index and len(self._replicas(stage)) > GUARDED_REPLICAS:
+            return ()
+        return guardians_of(stage, self._everybody(), self._seat.manifest.seed)
+
+    def _wards(self) -> list[int]:
+        """The stages that this node guards now."""
+        seat = self._seat
+        return [s for s in range(seat.manifest.stages) if s != seat.index and seat.me in self._guardians(s)]
+
+    def _replicas(self, stage: int) -> Sequence[Advert]:
+        return self._seat.members.of_stage(stage, WITH_WEIGHTS)
+
+    @staticmethod
+    def _leaving(replicas: Sequence[Advert]) -> bool:
+        return bool(replicas) and all(a.state == "draining" for a in replicas)
+
+    # --- pulling ----------------------------------------------------------------------------------------------------
+
+    async def _look_after(self, stage: int) -> None:
+        """Pull one snapshot of the ward if there should be news: from one replica, or the other when that fails."""
+        replicas = self._replicas(stage)
+        round = self._due(stage, replicas)
+        if round is None:
+            return
+        seat = self._seat
+        signs = seat.advert.outer_round, max(a.outer_round for a in replicas)
+        wait_s = AGAIN_S if self._leaving(replicas) else WAIT_S
+        for donor in self._in_turn(stage, replicas, round):
+            try:
+                theirs = await self._fetch(donor, stage, round, wait_s)
+            except PeerError as error:
+                if isinstance(error, Unreachable | Violation):
+                    seat.members.failed(donor.peer_id, now=seat.now())
+                seat.event("warning", message=f"no snapshot of stage {stage} from {donor.peer_id} to guard: {error}")
+                continue
+            self._asked[stage] = signs
+            self._keep(stage, theirs)
+            return
+
+    def _due(self, stage: int, replicas: Sequence[Advert]) -> int | None:
+        """The round to ask for; None while nothing new can be there. Round 0 is made from the seed by anybody."""
+        if not replicas:
+            return None
+        mine, newest = self._seat.advert.outer_round, max(a.outer_round for a in replicas)
+        held = self._held.get(stage)
+        have = held.round if held else 0
+        if self._leaving(replicas):
+            # Its last snapshot has a round more than it has done, and its last step.
+            if held and have > newest and held.step >= max(floor(a.step) for a in replicas):
+                return None
+            return max(have, newest) + 1
+        goal = max(mine, newest)
+        return goal if goal > have and self._asked.get(stage) != (mine, newest) else None
+
+    def _in_turn(self, stage: int, replicas: Sequence[Advert], round: int) -> list[Advert]:
+        """In which order to ask: who stays and answers first; the rounds and the two guardians alternate."""
+        seat = self._seat
+        guardians = self._guardians(stage)
+        turn = round + (guardians.index(seat.me) if seat.me in guardians else 0)
+        turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
+        now = seat.now()
+        return sorted(turned, key=lambda a: (seat.members.is_aside(a.peer_id, now=now), a.state == "draining"))
+
+    async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
+        """Raises as Transport.fetch_snapshot, and Violation when the weights are not the donor's own."""
+        seat = self._seat
+        size = seat.stage.state.snapshot_bytes[stage]
+        deadline_s = seat.manifest.outer.deadline_s
+        with seat.waiting("snapshot", donor.peer_id, wait_s + deadline_s, f"guards stage {stage}", idle=True):
+            theirs = await seat.world.transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
+        if theirs.peer != donor.peer_id:
+            raise Violation(f"{donor.peer_id} sent the snapshot of {theirs.peer}")
+        return theirs
+
+    def _keep(self, stage: int, theirs: Snapshot) -> None:
+        held = self._held.get(stage)
+        if stage == self._seat.index or (held and (theirs.round, theirs.step) <= (held.round, held.step)):
+            return
+        self._held[stage] = theirs
+        size = sum(t.spec.nbytes for t in theirs.tensors)
+        self._seat.event("guarded", stage=stage, round=theirs.round, bytes=size)
+        self._tell()
+
+    # --- what is held -----------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """The advert lists what is held, and nothing else once the node trains."""
+        held = tuple(Holding(stage, one.round, one.step) for stage, one in sorted(self._held.items()))
+        if held != self._seat.advert.holds:
+            self._seat.update(holds=held)
+            self._seat.pulse()
+
+    def _drop(self) -> None:
+        """Forget what others hold by now; of the stage that this node moved to, once it has its weights."""
+        seat = self._seat
+        for stage in sorted(self._held):
+            taken = stage == seat.index and seat.advert.state in membership.HOLDING
+            if taken or (stage != seat.index and self._is_safe(stage)):
+                del self._held[stage]
+        self._tell()
+
+    def _is_safe(self, stage: int) -> bool:
+        """The stage has replicas enough, or all who guard it now list it as new as this node has it.
+
+        A stage that nobody holds has no guardians: what is held of it stays until somebody has taken it.
+        """
+        seat, held = self._seat, self._held[stage]
+        if len(seat.members.of_stage(stage, membership.TRAINING)) > GUARDED_REPLICAS:
+            return True
+        guardians = self._guardians(stage)
+        if not guardians or seat.me in guardians:
+            return False
+        listed = {
+            peer
+            for peer in guardians
+            for theirs in (seat.members.get(peer) or seat.advert).holds
+            if theirs.stage == stage and (theirs.round, theirs.step) >= (held.round, held.step)
+        }
+        return listed == set(guardians)

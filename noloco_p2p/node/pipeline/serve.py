@@ -1,0 +1,273 @@
+"""Serving microbatches of the stage before: admission, the nested call, exactly once per id (design.md §4).
+
+A call in flight is one task per (id, digest). Its callers wait for it; when the last one is gone it is cancelled, and
+leaves no trace unless its backward pass has been handed to the device: from there on it runs to its end.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from noloco_p2p.core import members as membership
+from noloco_p2p.core import routing
+from noloco_p2p.core.intake import Answer, Intake, Key
+from noloco_p2p.core.messages import Activation, Gradient, Header, PeerId
+from noloco_p2p.core.nonfinite import NonFiniteStreak
+from noloco_p2p.core.status import INNER_STEP, of_microbatch, of_stage
+from noloco_p2p.core.timeouts import WAIT_SHARE, AdaptiveTimeout
+from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
+from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageOutput
+from noloco_p2p.node.pipeline.evaluate import check
+from noloco_p2p.node.state import NodeState, to_the_end
+from noloco_p2p.ports import Body, Contribution
+
+SILENT_READINGS = 2
+"""Origins in training announce themselves at each reading of the membership; one may miss, or come late."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    header: Header
+    body: Body
+    task: asyncio.Task[Gradient] | None = None
+    callers: int = 0
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    flushed: bool = False
+
+
+class MicrobatchServer:
+    """Serves `propagate` for one node of a later stage."""
+
+    def __init__(self, seat: NodeState, sender: Dispatcher) -> None:
+        limits = seat.config.limits
+        self._seat = seat
+        self._sender = sender
+        self.intake: Intake[Gradient] = Intake(limits.max_in_flight, limits.waiting_places)
+        self._calls: dict[Key, _Call] = {}
+        self._streak = NonFiniteStreak()
+        self._patience = AdaptiveTimeout()
+        self._given_up: dict[PeerId, float] = {}
+        """Origins that were silent for too long, and since when."""
+
+    # --- the node's side --------------------------------------------------------------------------------------------
+
+    def may_open(self) -> bool:
+        """Look who is there. Under `balanced` a step has slots only while stage 0 is there."""
+        self._seat.look()
+        return self._seat.manifest.routing != "balanced" or bool(self._seat.view.origins)
+
+    def open(self) -> None:
+        """Begin to admit into the coming inner step."""
+        target, due = self._target()
+        self._admit(self.intake.open(self._seat.step, target, due))
+        self.strike()
+
+    async def until_ready(self, over: Callable[[], bool]) -> None:
+        """Until the step can be taken, or it is `over`.
+
+        Under `balanced` an origin that has said nothing for as long as steps never take is not waited for any more:
+        it hangs, or is dead and still listed. Nor in the steps that follow, until something is heard of it.
+        """
+        seat, began, limits = self._seat, self._seat.now(), self._seat.config.limits
+        silence_s = self._patience.deadline_s(SILENT_READINGS * seat.config.directory.refresh_s)
+        silence_s = silence_s or limits.microbatch_deadline_s
+        with seat.waiting("microbatches", of_stage(seat.index - 1)):
+            while not await seat.until(
+                lambda: self.intake.ready or over(), "word of the origins", of_stage(0), silence_s, idle=True
+            ):
+                since = seat.now() - (silence_s or 0.0)
+                silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
+                self._given_up |= dict.fromkeys(silent, since)
+                self._admit(self.intake.strike(silent.__contains__))
+                if not self.intake.missing_origins:
+                    silence_s = None
+        if self.intake.ready:
+            self._patience.observe(seat.now() - began)
+
+    async def until_empty(self) -> None:
+        """Until what was admitted has ended; the door is closed."""
+        await self._seat.until(lambda: self.intake.in_flight == 0, "end of what was admitted", INNER_STEP)
+
+    def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
+        """How many microbatches this step takes, and under `balanced` which.
+
+        After the last step there are no slots any more; origins that came late are served as they come.
+        """
+        seat, manifest, view = self._seat, self._seat.manifest, self._seat.view
+        count = routing.target(manifest.microbatches_per_step, max(1, len(view.origins)), len(view.mates))
+        if manifest.routing != "balanced" or seat.step >= manifest.steps:
+            return count, None
+        due = routing.balanced_slots(
+            manifest.seed, seat.index, seat.step, manifest.microbatches_per_step, view.origins, view.mates, seat.me
+        )
+        return len(due), due
+
+    def _admit(self, keys: list[Key]) -> None:
+        """Tell those who waited that they may run."""
+        for key in keys:
+            self._calls[key].admitted.set()
+
+    def close(self) -> None:
+        """Answer Busy from now on, and flush the waiting line with Busy."""
+        for key in self.intake.close():
+            call = self._calls[key]
+            call.flushed = True
+            if call.task is not None:
+                call.task.cancel()
+        self._gauge()
+
+    def strike(self) -> None:
+        """Forget the due slots of origins that have left this step or are gone (`balanced`)."""
+        if self.intake.missing_origins:
+            self._admit(self.intake.strike(self._has_left))
+            self._seat.pulse()
+
+    def _was_heard(self, origin: PeerId, since: float) -> bool:
+        """A microbatch of it came by, or its advert is younger. Who still fetches its weights sends nothing."""
+        advert, at = self._seat.members.get(origin), self._seat.members.last_sign(origin)
+        return advert is not None and advert.state not in ("waiting", "syncing") and at is not None and at >= since
+
+    def _has_left(self, origin: PeerId) -> bool:
+        advert = self._seat.members.get(origin)
+        reached = self._seat.members.step_of(origin)
+        if origin in self._given_up and not self._was_heard(origin, self._given_up[origin]):
+            return True
+        # Who pauses is not at work: it has begun nothing that is still under way.
+        at_work = advert is not None and advert.state in membership.STAGE_0_AT_WORK | membership.READY
+        return not at_work or (reached is not None and int(reached) > self._seat.step)
+
+    # --- propagate --------------------------------------------------------------------------------------------------
+
+    async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
+        """See ports.Handler."""
+        check(self._seat, header)
+        seat = self._seat
+        seat.heard_at = seat.now()
+        seat.members.heard(header.origin, now=seat.heard_at)
+        if header.origin.step > seat.step:
+            self.strike()
+        key = Key(header.microbatch, header.digest)
+        verdict = self.intake.offer(key, header.origin)
+        match verdict.answer:
+            case Answer.REPEAT:
+                assert verdict.reply is not None
+                seat.event("microbatch", result="repeat")
+                return verdict.reply
+            case Answer.BUSY:
+                seat.event("busy", direction="in")
+                raise Busy(f"stage {seat.index} replica {seat.me} is busy: {verdict.reason}")
+            case Answer.JOIN:
+                call = self._calls[key]
+            case Answer.ADMIT | Answer.WAIT:
+                self._calls[key] = call = _Call(header, body)
+                if verdict.answer is Answer.ADMIT:
+                    call.admitted.set()
+                call.task = asyncio.create_task(self._serve(key, call, caller))
+                call.task.add_done_callback(lambda task: self._ended(key, call, task))
+        self._gauge()
+        with seat.serving(caller, of_microbatch(header.microbatch)):
+            return await self._wait(call)
+
+    def _ended(self, key: Key, call: _Call, task: asyncio.Task[Gradient]) -> None:
+        """An attempt's task is over. One that was cancelled before its first line ran still holds its place."""
+        if not task.cancelled():
+            task.exception()
+        if self._calls.get(key) is call:
+            del self._calls[key]
+            self._admit(self.intake.leave(key))
+            self._gauge()
+            self._seat.pulse()
+
+    async def _wait(self, call: _Call) -> Gradient:
+        """One caller's wait. The call ends when its last caller is gone."""
+        assert call.task is not None
+        call.callers += 1
+        try:
+            return await asyncio.shield(call.task)
+        finally:
+            call.callers -= 1
+            if not call.callers and not call.task.done():
+                call.task.cancel()
+
+    async def _serve(self, key: Key, call: _Call, caller: PeerId) -> Gradient:
+        """One attempt from its body to its reply."""
+        seat = self._seat
+        deadline = seat.now() + call.header.time_left_s
+        try:
+            with seat.waiting("activation", caller, call.header.time_left_s, of_microbatch(key.microbatch)):
+                activation = await call.body()
+            await self._admission(call, deadline)
+            contribution, reply, below_finite = await self._compute(activation, deadline)
+        except BaseException as error:
+            self._admit(self.intake.leave(key))
+            if call.flushed:
+                raise Busy(f"stage {seat.index} replica {seat.me} is in an outer round or leaving") from error
+            if not isinstance(error, PeerError | asyncio.CancelledError):
+                seat.fail(error)
+                raise Declined("this replica has failed") from error
+            if isinstance(error, Violation):
+                seat.event("microbatch", result="violation", peer=caller, message=str(error))
+            raise
+        else:
+            if contribution.counted:
+                served = reply.served[1] if len(reply.served) > 1 else None
+                seat.routes[key.microbatch] = (caller, served)
+                seat.event("microbatch", result="done" if reply.finite else "nonfinite")
+            self._admit(self.intake.done(key, counted=contribution.counted, reply=reply))
+            self._judge(contribution.finite or not below_finite, call.header.origin.peer)
+            return reply
+        finally:
+            del self._calls[key]
+            self._gauge()
+            seat.pulse()
+
+    async def _admission(self, call: _Call, deadline: float) -> None:
+        """Wait at the door, but not so long that the caller takes this node for hung: Busy is an answer too."""
+        seat = self._seat
+        longest_s, why = WAIT_SHARE * (deadline - seat.now()), of_microbatch(call.header.microbatch)
+        with seat.span("wait"), seat.waiting("place in the inner step", INNER_STEP, longest_s, why):
+            try:
+                async with asyncio.timeout(longest_s):
+                    await call.admitted.wait()
+            except TimeoutError:
+                raise Busy(f"stage {seat.index} replica {seat.me} has not come so far yet") from None
+
+    async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient, bool]:
+        """What this stage added, its reply, and whether everything further on was finite."""
+        seat, header, stage = self._seat, activation.header, self._seat.stage
+        why = of_microbatch(header.microbatch)
+        served: tuple[PeerId, ...]
+        if seat.last:
+            with seat.span("backward"), seat.computing("backward", why):
+                done = await to_the_end(
+                    stage.loss_backward(header.microbatch, activation.hidden, activation.targets, activation.mask)
+                )
+            served, below_finite = (seat.me,), True
+        else:
+            with seat.span("forward"), seat.computing("forward", why):
+                graph, hidden = await stage.forward(activation.hidden, activation.mask)
+            try:
+                parcel = StageOutput(header.microbatch, header.origin, hidden, activation.targets, activation.mask)
+                with seat.waiting("gradient", of_stage(seat.index + 1), deadline - seat.now(), why):
+                    gradient, _ = await self._sender.deliver(parcel, deadline)
+                with seat.span("backward"), seat.computing("backward", why):
+                    done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
+            except BaseException:
+                stage.discard(graph)
+                raise
+            served, below_finite = (seat.me, *gradient.served), gradient.finite
+        assert done.grad is not None, "a later stage has an input gradient"
+        finite = done.finite and below_finite
+        reply = Gradient(header.microbatch, done.grad, done.loss_sum, done.tokens, served, finite)
+        return done, reply, below_finite
+
+    def _judge(self, finite: bool, origin: PeerId) -> None:
+        """Stop the node when one result after the other is not finite and it cannot be the others' fault."""
+        self._streak.record(finite, origin)
+        reason = self._streak.reason_to_stop(self._seat.view.origins)
+        if reason is not None:
+            self._seat.fail(LocalError(reason))
+
+    def _gauge(self) -> None:
+        self._seat.event("gauge", name="in_flight", value=self.intake.in_flight)
+        self._seat.event("gauge", name="waiting", value=self.intake.waiting)

@@ -1,0 +1,105 @@
+"""What stage 0 begins: microbatches are read, and each is brought through the stages and back (design.md §4)."""
+
+import asyncio
+
+from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId, Origin, PeerId
+from noloco_p2p.core.nonfinite import NonFiniteStreak
+from noloco_p2p.core.status import DATA, INNER_STEP, of_microbatch, of_stage
+from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
+from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageOutput
+from noloco_p2p.node.state import NodeState, to_the_end
+
+
+class MicrobatchSource:
+    """The microbatches that one stage-0 node begins. `incarnation` is 64 random bits of this process."""
+
+    def __init__(self, seat: NodeState, sender: Dispatcher, incarnation: int) -> None:
+        self._seat = seat
+        self._sender = sender
+        self._incarnation = incarnation
+        self._counter = 0
+        self._streak = NonFiniteStreak()
+
+    async def read_and_send(self) -> dict[MicrobatchId, Batch]:
+        """The microbatches of one inner step, at most `max_in_flight` at once, until the last one has ended."""
+        data = self._seat.batches
+        assert data is not None, "stage 0 has data"
+        batches: dict[MicrobatchId, Batch] = {}
+        gate = asyncio.Semaphore(self._seat.config.limits.max_in_flight)
+        async with asyncio.TaskGroup() as flights:
+            for index in range(self._seat.manifest.microbatches_per_step):
+                with self._seat.waiting("place in flight", INNER_STEP):
+                    await gate.acquire()
+                if self._seat.draining:
+                    break
+                microbatch = MicrobatchId(self._seat.me, self._incarnation, self._counter)
+                self._counter += 1
+                with self._seat.waiting("batch", DATA):
+                    batches[microbatch] = await data.next()
+                flight = flights.create_task(self._microbatch(microbatch, index, batches[microbatch]))
+                flight.add_done_callback(lambda _: gate.release())
+        return batches
+
+    async def _microbatch(self, microbatch: MicrobatchId, index: int, batch: Batch) -> None:
+        """One microbatch of this origin: it contributes to the inner step, or is dropped with a count and a reason."""
+        seat = self._seat
+        try:
+            through, finite = await self._route(microbatch, Origin(seat.me, seat.step, index), batch)
+        except (PeerError, asyncio.CancelledError) as error:
+            seat.event("microbatch", result="dropped", reason=self._why(error), message=str(error))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        seat.heard_at = seat.now()
+        seat.routes[microbatch] = (None, through)
+        seat.event("microbatch", result="done" if finite else "nonfinite")
+        self._streak.record(finite, through or seat.me)
+        reason = self._streak.reason_to_stop((seat.me,) if seat.last else seat.view.following)
+        if reason is not None:
+            seat.fail(LocalError(reason))
+
+    async def _route(self, microbatch: MicrobatchId, origin: Origin, batch: Batch) -> tuple[PeerId | None, bool]:
+        """Forward, the call to the next stage, backward: (who served it next, was everything finite).
+
+        Raises PeerError when nobody could serve it.
+        """
+        seat, stage, why = self._seat, self._seat.stage, of_microbatch(microbatch)
+        if seat.last:
+            with seat.span("backward"), seat.computing("backward", why):
+                done = await to_the_end(stage.loss_backward(microbatch, batch.inputs, batch.targets, batch.mask))
+            return None, done.finite
+        with seat.span("forward"), seat.computing("forward", why):
+            graph, hidden = await stage.forward(batch.inputs, batch.mask)
+        try:
+            gradient, through = await self._deliver(StageOutput(microbatch, origin, hidden, batch.targets, batch.mask))
+            with seat.span("backward"), seat.computing("backward", why):
+                done = await to_the_end(stage.backward(graph, microbatch, gradient))
+        except BaseException:
+            stage.discard(graph)
+            raise
+        return through, done.finite and gradient.finite
+
+    async def _deliver(self, parcel: StageOutput) -> tuple[Gradient, PeerId]:
+        """Busy is no failure, and a stage that nobody serves comes back: try again as long as this node trains."""
+        seat = self._seat
+        with seat.waiting("gradient", of_stage(seat.index + 1), None, of_microbatch(parcel.microbatch)):
+            while True:
+                try:
+                    return await self._sender.deliver(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
+                except Busy:
+                    if seat.draining:
+                        raise
+                except Declined:
+                    if seat.draining or not await self._sender.until_served():
+                        raise
+
+    def _why(self, error: BaseException) -> str:
+        """The reason for which a microbatch was dropped, as a label."""
+        match error:
+            case Violation():
+                return "violation"
+            case Busy():
+                return "busy"
+            case asyncio.CancelledError():
+                return "cancelled"
+        return "leaving" if self._seat.draining else "declined"

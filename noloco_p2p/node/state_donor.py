@@ -1,0 +1,119 @@
+"""Lending this replica's state to newcomers: one frozen copy for all who ask at about the same time (design.md §6)."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from noloco_p2p.core.members import TRAINED
+from noloco_p2p.core.messages import PeerId, ReplicaState
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.errors import Declined
+from noloco_p2p.node.state import NodeState
+
+KEPT_S = 30.0
+"""How long a copy is kept after its last user has ended: whoever was cut off comes back for the rest of it."""
+MOST_COPIES = 2
+"""A copy is five times the weights: one that somebody still reads, and a fresh one."""
+STALE_INTERVALS = 2
+"""Outer intervals by which a copy may lag behind before the next newcomer gets a fresh one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    number: int
+    step: float
+    """This replica's clock when the copy was asked for."""
+    task: asyncio.Task[ReplicaState]
+    users: int = 0
+    drop: asyncio.TimerHandle | None = None
+
+
+class StateDonor:
+    """The copies of one replica; a node that moves has a new donor.
+
+    `incarnation` is the node's own: no two processes give a copy the same number.
+    """
+
+    def __init__(self, seat: NodeState, incarnation: int) -> None:
+        self._seat = seat
+        self._incarnation = incarnation
+        self._copies: list[_Copy] = []
+        self._made = 0
+
+    @asynccontextmanager
+    async def lend_state(self, caller: PeerId, number: int | None) -> AsyncIterator[ReplicaState]:
+        """See ports.Handler. The copy is kept while somebody uses it and KEPT_S longer."""
+        copy = self._fitting(caller) if number is None else self._numbered(number)
+        copy.users += 1
+        if copy.drop is not None:
+            copy.drop.cancel()
+            copy.drop = None
+        try:
+            yield await asyncio.shield(copy.task)
+        finally:
+            copy.users -= 1
+            if copy.users == 0 and copy in self._copies:
+                if copy.task.done() and (copy.task.cancelled() or copy.task.exception() is not None):
+                    self._copies.remove(copy)
+                else:
+                    copy.drop = asyncio.get_running_loop().call_later(KEPT_S, self._copies.remove, copy)
+
+    def close(self) -> None:
+        """Forget every copy, the node ends. Who still reads one keeps it until the end of its call."""
+        for copy in self._copies:
+            copy.task.cancel()
+            if copy.drop is not None:
+                copy.drop.cancel()
+        self._copies.clear()
+
+    def _numbered(self, number: int) -> _Copy:
+        for copy in self._copies:
+            if copy.number == number:
+                return copy
+        raise Declined(f"this node no longer has copy {number} of its state")
+
+    def _fitting(self, caller: PeerId) -> _Copy:
+        """The newest copy while it will do, else a new one in the place of one that nobody uses."""
+        seat = self._seat
+        if seat.advert.state not in TRAINED:
+            raise Declined(f"this node is {seat.advert.state}: it has no trained state to give")
+        reach = STALE_INTERVALS * seat.manifest.outer.inner_steps
+        if self._copies and seat.advert.step - self._copies[-1].step <= reach:
+            return self._copies[-1]
+        if len(self._copies) >= MOST_COPIES:
+            idle = [copy for copy in self._copies if copy.users == 0]
+            if not idle:
+                return self._copies[-1]
+            self._forget(idle[0])
+        return self._begin(caller)
+
+    def _begin(self, caller: PeerId) -> _Copy:
+        seat = self._seat
+        self._made += 1
+        purpose = ("donor", seat.me, self._incarnation, seat.index, seat.inner_steps, self._made)
+        number = generator(seat.manifest.seed, *purpose).getrandbits(64)
+        seat.event("info", message=f"freezes its state at step {seat.step} for {caller}")
+        task = asyncio.get_running_loop().create_task(self._capture(number), name=f"donor {seat.me}")
+        copy = _Copy(number, seat.advert.step, task)
+        self._copies.append(copy)
+        return copy
+
+    async def _capture(self, number: int) -> ReplicaState:
+        """The labels are read when the copy is there: device operations before it have been counted by then."""
+        seat = self._seat
+        with seat.computing("copy of the state", "for a newcomer"):
+            state = await seat.stage.capture(seat.advert.outer_round, seat.advert.step, seat.inner_steps)
+        return replace(
+            state,
+            number=number,
+            round=seat.advert.outer_round,
+            step=seat.advert.step,
+            inner_steps=seat.inner_steps,
+        )
+
+    def _forget(self, copy: _Copy) -> None:
+        if copy.drop is not None:
+            copy.drop.cancel()
+        copy.task.cancel()
+        self._copies.remove(copy)

@@ -1,0 +1,89 @@
+"""How fast a peer answers, and how fast bytes come from it. For an observer: nothing that comes is kept.
+
+What the peer has to give is a snapshot; it sends the same bytes to every partner, and its device has no work with it.
+"""
+
+import asyncio
+import statistics
+from dataclasses import dataclass
+
+import grpc.aio
+
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.transport import message_codec, servicer
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.channels import Channels
+from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.io.transport.grpc_errors import mapped
+
+ANSWER_S = 3.0
+"""Longest wait for a peer's answer, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What came of one snapshot."""
+
+    bytes: int
+    seconds: float
+    """From its first message to the last one that came in time."""
+    whole: bool
+    """False: the time was up."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate; 0.0 when nothing came."""
+        return self.bytes / max(self.seconds, 1e-6)
+
+
+class Gauge:
+    """Measures the links to the peers of one run. Belongs to one event loop."""
+
+    def __init__(self, me: PeerId, run_id: str) -> None:
+        self._metadata = servicer.metadata(me, run_id)
+        self._channels = Channels()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._channels.close()
+
+    async def round_trip_s(self, peer: Advert, calls: int) -> float:
+        """Median seconds of so many small calls, the connection not counted. Raises as `Transport.describe`."""
+        clock = asyncio.get_running_loop().time
+        took: list[float] = []
+        for number in range(calls + 1):
+            async with self._channels.link(peer, ANSWER_S) as link:
+                with mapped(peer.peer_id, "description", ANSWER_S, clock() + ANSWER_S):
+                    began = clock()
+                    await link.describe(pb.DescribeRequest(), timeout=ANSWER_S, metadata=self._metadata)
+            if number:
+                took.append(clock() - began)
+        return statistics.median(took)
+
+    async def transfer(self, peer: Advert, limit_s: float) -> Transfer:
+        """Take the peer's newest snapshot, for at most `limit_s`. Raises what a refusal means, Unreachable."""
+        clock = asyncio.get_running_loop().time
+        request = pb.SnapshotRequest(round=None, wait_s=0.0, stage=peer.stage)
+        size, began, ended, whole = 0, 0.0, 0.0, False
+        async with self._channels.link(peer, ANSWER_S) as link:
+            with mapped(peer.peer_id, "snapshot", ANSWER_S + limit_s, clock() + ANSWER_S + limit_s):
+                call = link.fetch_snapshot(request, timeout=ANSWER_S + limit_s, metadata=self._metadata)
+                try:
+                    async with asyncio.timeout(ANSWER_S):
+                        message = await call.read()
+                    if message is not grpc.aio.EOF:
+                        head, _ = unpacked(message, pb.SnapshotMessage)
+                        if head.HasField("refusal"):
+                            raise message_codec.to_error(head.refusal)
+                    began = ended = clock()
+                    async with asyncio.timeout(limit_s):
+                        while (message := await call.read()) is not grpc.aio.EOF:
+                            size, ended = size + len(message), clock()
+                    whole = True
+                except TimeoutError:
+                    if not size:
+                        raise Unreachable(f"nothing of a snapshot came from {peer.peer_id} in time") from None
+                finally:
+                    call.cancel()
+        return Transfer(size, ended - began, whole)

@@ -1,0 +1,195 @@
+"""Asks all nodes of a swarm for their status, for an observer: `noloco top`, `noloco doctor`.
+
+An address in an advert is a stranger's claim. Only `http://HOST:PORT/status` is ever asked for, redirects are not
+followed, and number, size and time of the answers are bounded.
+"""
+
+import asyncio
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.status import Seen, Status
+from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
+from noloco_p2p.io.telemetry import status_json
+from noloco_p2p.observe.diagnosis.findings import Report, line, number, short
+
+TIMEOUT_S = 2.0
+"""For one node's answer, from the connection to its last byte."""
+AT_ONCE = 32
+"""Nodes that are asked at the same time; each may send LIMIT_BYTES."""
+NODES_LIMIT = 1024
+"""More nodes are not asked."""
+HEAD_LIMIT_BYTES = 16_384
+_HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a node answers over HTTP."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """Of `http://HOST:PORT`, with or without a path, which is passed over. Raises ConfigError quoting it."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port
+        except ValueError:
+            host, port = "", None
+        if not host or port is None or parts.scheme != "http" or "@" in parts.netloc or not _HOST.fullmatch(host):
+            raise ConfigError(f"malformed address {line(url)[:100]!r}: it is not of the form http://HOST:PORT")
+        return cls(host, port)
+
+    def __str__(self) -> str:
+        """`http://HOST:PORT`."""
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A node's status, and its wall clock minus ours at about the same moment, seconds; None: it told no time."""
+
+    status: Status
+    clock_ahead_s: float | None
+
+
+async def ask(address: Address) -> Answer:
+    """One node's status. Raises Unreachable (no answer in TIMEOUT_S) or Violation (it is none)."""
+    before = time.time()
+    body = await _get(address, "/status", status_json.LIMIT_BYTES)
+    middle = (before + time.time()) / 2
+    status = status_json.decode(body)
+    told = number(status.figures.unix_time_s)
+    return Answer(status, told - middle if told else None)
+
+
+async def by_url(url: str) -> list[Report]:
+    """The swarm that one node sees, that node included; `url` is its `http://HOST:PORT`, or its metrics address.
+
+    Raises ConfigError (malformed), Unreachable or Violation when that node does not answer as one.
+    """
+    address = Address.parse(url)
+    try:
+        answer = await ask(address)
+    except Violation as error:
+        raise Violation(f"{address} does not answer as a node of this program: {error}") from None
+    except Unreachable as error:
+        raise Unreachable(f"{error}: give the metrics address that a running node prints") from None
+    mine = answer.status.advert
+    first = Report(mine.peer_id, mine, answer.status, "", answer.clock_ahead_s)
+    return await by_adverts([_here(seen) for seen in answer.status.seen], known=[first])
+
+
+async def by_adverts(adverts: Iterable[Advert], known: Sequence[Report] = ()) -> list[Report]:
+    """Reports of the nodes that these adverts tell of, sorted by peer id; `known` ones are not asked again.
+
+    Nodes that most of those who answered know are asked too: one reading of a directory can miss somebody.
+    """
+    found = {report.peer: report for report in known}
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def add(some: Iterable[Advert]) -> None:
+        new = {advert.peer_id: advert for advert in some if advert.state != "left" and advert.peer_id not in found}
+        wanted = [new[peer] for peer in sorted(new)]
+        for report in await asyncio.gather(*(_report(advert, places) for advert in wanted[:NODES_LIMIT])):
+            found[report.peer] = report
+        for advert in wanted[NODES_LIMIT:]:
+            found[advert.peer_id] = Report(advert.peer_id, advert, None, "not asked: there are too many nodes")
+
+    await add(adverts)
+    await add(_known_to_most(found))
+    return [found[peer] for peer in sorted(found)]
+
+
+def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
+    """The freshest advert of each node that more than half of those who answered see."""
+    counts: Counter[PeerId] = Counter()
+    newest: dict[PeerId, Advert] = {}
+    statuses = [report.status for report in found.values() if report.status is not None]
+    for status in statuses:
+        for advert in {seen.advert.peer_id: _here(seen) for seen in status.seen}.values():
+            counts[advert.peer_id] += 1
+            if advert.peer_id not in newest or advert.announced_at > newest[advert.peer_id].announced_at:
+                newest[advert.peer_id] = advert
+    return [newest[peer] for peer in sorted(counts) if 2 * counts[peer] > len(statuses)]
+
+
+def _here(seen: Seen) -> Advert:
+    """The advert of a node that another one told of, as if it had been read here."""
+    return replace(seen.advert, announced_at=asyncio.get_running_loop().time() - seen.age_s)
+
+
+async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
+    """Ask one node; never raises, what went wrong is in the report."""
+    report = await _asked(advert, places)
+    return replace(report, age_s=max(0.0, asyncio.get_running_loop().time() - advert.announced_at))
+
+
+async def _asked(advert: Advert, places: asyncio.Semaphore) -> Report:
+    if not advert.metrics:
+        return Report(advert.peer_id, advert, None, "it announces no metrics address")
+    try:
+        address = Address.parse(advert.metrics)
+        async with places:
+            answer = await ask(address)
+    except (PeerError, ConfigError) as error:
+        return Report(advert.peer_id, advert, None, line(str(error)))
+    told = answer.status.advert
+    if told.peer_id != advert.peer_id:
+        return Report(advert.peer_id, advert, None, f"another node answers at {address}: {short(told.peer_id)}")
+    return Report(advert.peer_id, advert, answer.status, "", answer.clock_ahead_s)
+
+
+# --- one request ------------------------------------------------------------------------------------------------------
+
+
+async def _get(address: Address, path: str, limit: int) -> bytes:
+    """The body of a page of at most `limit` bytes. Raises Unreachable, Violation."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port, limit=HEAD_LIMIT_BYTES)
+            try:
+                host = str(address).removeprefix("http://")
+                writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\nAccept: application/json\r\n\r\n".encode())
+                head = await reader.readuntil(b"\r\n\r\n")
+                return await _body(head, reader, limit)
+            finally:
+                writer.close()
+    except TimeoutError:
+        raise Unreachable(f"no answer from {address} within {TIMEOUT_S:g} s") from None
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else "it cannot be reached"
+        raise Unreachable(f"no answer from {address}: {reason}") from None
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, UnicodeError):
+        raise Violation(f"what {address} answers is not HTTP") from None
+
+
+async def _body(head: bytes, reader: asyncio.StreamReader, limit: int) -> bytes:
+    """What comes after the head, whole, until the other side closes or its length is reached."""
+    first, _, rest = head.decode("latin-1").partition("\r\n")
+    found = re.fullmatch(r"HTTP/1\.[01] ([1-5][0-9]{2})(?: .*)?", first)
+    if found is None:
+        raise Violation("the answer is not HTTP")
+    if found[1] != "200":
+        raise Violation(f"the answer is a redirect ({found[1]})" if found[1][0] == "3" else f"the answer is {found[1]}")
+    length = re.search(r"^content-length: *([0-9]{1,15}) *$", rest.replace("\r", ""), re.IGNORECASE | re.MULTILINE)
+    wanted = int(length[1]) if length is not None else None
+    if wanted is not None and wanted > limit:
+        raise Violation(f"the answer has {wanted} bytes, at most {limit} are read")
+    parts, size = [], 0
+    while (wanted is None or size < wanted) and (part := await reader.read(1 << 16)):
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise Violation(f"the answer has more than the {limit} bytes that are read")
+    if wanted is not None and size != wanted:
+        raise Violation(f"the answer ended after {size} of {wanted} bytes")
+    return b"".join(parts)

@@ -1,0 +1,265 @@
+"""`noloco top`: the whole swarm on one screen, from what all nodes say of themselves, and one sentence about it."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.errors import ConfigError, PeerError
+from noloco_p2p.observe import survey
+from noloco_p2p.observe.diagnosis.findings import (
+    SEVERITIES,
+    Report,
+    Severity,
+    counted,
+    lasted,
+    line,
+    many,
+    number,
+    short,
+)
+from noloco_p2p.observe.overview import ROUND_RESULTS, Node, Overview, Stage, overview
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+WIDTH = 100
+"""Columns where there is no terminal that has its own."""
+FINDINGS_SHOWN = 3
+STAGES_SHOWN = 12
+NODES_SHOWN = 200
+"""Rows where the height is not known; at a terminal as many as fit."""
+JOIN_FILE_S = 60.0
+"""Longest wait for the file of `--join @FILE`."""
+COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"}
+COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
+LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {'/'.join(ROUND_RESULTS)}; pwait: for partners"
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user asked for."""
+
+    join: tuple[str, ...]
+    """Addresses, or `@FILE`."""
+    url: str | None
+    once: bool
+    as_json: bool
+    interval_s: float
+
+
+class Source(Protocol):
+    """Where the reports come from."""
+
+    async def reports(self) -> list[Report]:
+        """All nodes, asked now. Raises PeerError when nothing can be known."""
+        ...
+
+
+def run_top(wish: Wish) -> None:
+    """Show the swarm once, or until Ctrl-C. Raises ConfigError, LocalError, and PeerError when nobody answers."""
+    if bool(wish.join) == (wish.url is not None):
+        raise ConfigError("give either --join ADDR or --url http://HOST:PORT: every node prints both when it starts")
+    try:
+        asyncio.run(_top(wish))
+    except KeyboardInterrupt:
+        if wish.once:
+            raise
+
+
+async def _top(wish: Wish) -> None:
+    async with _source(wish) as source:
+        found = overview(await source.reports())
+        if wish.as_json:
+            print(json.dumps(found.as_json(), allow_nan=False))
+        elif wish.once or not sys.stdout.isatty():
+            _console().print(render(found, None), soft_wrap=False)
+        else:
+            await _live(source, found, wish.interval_s)
+
+
+async def _live(source: Source, found: Overview, interval_s: float) -> None:
+    """Draw it anew after each interval. While nobody answers the last view stays, and says so."""
+    from rich.live import Live
+
+    console = _console()
+    loop = asyncio.get_running_loop()
+    seen_at, note = loop.time(), ""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            began = loop.time()
+            live.update(render(found, console.size.height, note), refresh=True)
+            await asyncio.sleep(max(0.0, interval_s - (loop.time() - began)))
+            try:
+                found, seen_at, note = overview(await source.reports()), loop.time(), ""
+            except PeerError as error:
+                note = f"as it was {lasted(loop.time() - seen_at)} ago: {line(str(error))}"
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
+
+
+# --- where the reports come from --------------------------------------------------------------------------------------
+
+
+class UrlSource:
+    """The swarm that the node at a URL sees; when that node has gone, what was known of the others."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._adverts: list[Advert] = []
+
+    async def reports(self) -> list[Report]:
+        """See `Source`."""
+        try:
+            found = await survey.by_url(self._url)
+        except PeerError:
+            if not self._adverts:
+                raise
+            found = await survey.by_adverts(self._adverts)
+            if not any(report.status is not None for report in found):
+                raise
+        self._adverts = [advert for report in found if (advert := report.newest) is not None]
+        return found
+
+
+class DirectorySource:
+    """The swarm as the directory has it, read anew each time."""
+
+    def __init__(self, directory: "Reading") -> None:
+        self._directory = directory
+
+    async def reports(self) -> list[Report]:
+        """See `Source`."""
+        return await survey.by_adverts(await self._directory.peers())
+
+
+class Reading(Protocol):
+    """The part of a directory that reads."""
+
+    async def peers(self) -> Sequence[Advert]:
+        """See `ports.Directory`."""
+        ...
+
+
+@asynccontextmanager
+async def _source(wish: Wish) -> AsyncIterator[Source]:
+    if wish.url is not None:
+        yield UrlSource(wish.url)
+        return
+    from noloco_p2p.launch import join_file
+    from noloco_p2p.launch.observer import observing
+
+    join_file.check(wish.join)
+    addresses = await join_file.JoinAddresses(wish.join, JOIN_FILE_S).come()
+    async with observing(addresses) as observer:
+        yield DirectorySource(observer.directory)
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def render(found: Overview, height: int | None, note: str = "") -> "RenderableType":
+    """All of it, at most `height` lines (None: as long as it is) of at most WIDTH columns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    head: list[Text] = [Text(found.sentence, style=f"bold {COLOURS[found.severity]}")]
+    if found.progress != found.sentence:
+        head.append(Text(f"{found.name}: {found.progress}" if found.name else found.progress))
+    if note:
+        head.append(Text(note, style="red"))
+    others = [f for f in found.findings if f.sentence != found.sentence]
+    shown = others[:FINDINGS_SHOWN]
+    head += [Text(f"{finding.severity}: {finding.sentence}", style=COLOURS[finding.severity]) for finding in shown]
+    if len(others) > len(shown):
+        counts = [many(n, s) for s in reversed(SEVERITIES) if (n := sum(f.severity == s for f in others[len(shown) :]))]
+        head.append(Text(f"and {', '.join(counts)} more"))
+    stages = _stages_table(found.stages)
+    # Each sentence may take two lines; the tables have a line of names, and there are three lines between and below.
+    taken = 2 * len(head) + min(len(found.stages), STAGES_SHOWN) + 7
+    rows = NODES_SHOWN if height is None else max(1, height - taken)
+    parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows])]
+    if len(found.nodes) > rows:
+        parts.append(Text(f"and {many(len(found.nodes) - rows, 'node')} more"))
+    return Group(*parts, Text(LEGEND, style="dim"))
+
+
+def _table(columns: Sequence[str], left: Sequence[str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for column in columns:
+        aligned = "left" if column in left else "right"
+        table.add_column(column, justify=aligned, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    return table
+
+
+def _stages_table(stages: Sequence[Stage]) -> "Table":
+    table = _table(("stage", "replicas", "tokens/s", "states"), ("states",))
+    for stage in stages[:STAGES_SHOWN]:
+        states = ", ".join(f"{count} {state}" for state, count in stage.states.items()) or "nobody"
+        table.add_row(str(stage.stage), str(stage.replicas), counted(stage.tokens_per_s), states)
+    if len(stages) > STAGES_SHOWN:
+        table.add_row("…", "", "", f"and {many(len(stages) - STAGES_SHOWN, 'stage')} more")
+    return table
+
+
+def _nodes_table(nodes: Sequence[Node]) -> "Table":
+    from rich.text import Text
+
+    table = _table(COLUMNS, ("node", "state", "rounds", "waits for"))
+    # Where the screen is narrow the columns that may wrap give way first: this one, whose text is cut instead.
+    table.columns[-1].no_wrap = False
+    for node in nodes:
+        # Text, not markup: what a node says of itself is not to be read as such.
+        texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells(node)]
+        table.add_row(*texts, style=None if node.answers else "dim")
+    return table
+
+
+def cells(node: Node) -> tuple[str, ...]:
+    """A node's row, in the order of COLUMNS."""
+    stage = UNKNOWN if node.stage is None else counted(node.stage)
+    if not node.answers:
+        state = node.state or UNKNOWN
+        return short(node.peer), stage, line(state), *[UNKNOWN] * (len(COLUMNS) - 4), f"silent: {line(node.failure)}"
+    rate = node.tokens_per_s if node.stage == 0 else node.microbatches_per_s
+    rounds = node.rounds or {}
+    return (
+        short(node.peer),
+        stage,
+        line(node.state or UNKNOWN),
+        counted_whole(node.step),
+        counted_whole(node.inner_steps),
+        counted(rate) if node.stage == 0 else f"{min(number(rate), 9999.0):.1f}",
+        "/".join(counted(rounds.get(result)) for result in ROUND_RESULTS),
+        lasted(number(node.partner_wait_s)).replace(" ", ""),
+        counted(node.bytes_per_s),
+        UNKNOWN if node.replica_std is None else f"{number(node.replica_std):.1e}",
+        UNKNOWN if node.loss is None else f"{min(number(node.loss), 9999.0):.2f}",
+        _waits_for(node),
+    )
+
+
+def counted_whole(value: float | None) -> str:
+    """A count in full up to a million."""
+    found = number(value)
+    return f"{found:.0f}" if abs(found) < 1e6 else counted(found)
+
+
+def _waits_for(node: Node) -> str:
+    wait = node.waits_for
+    if wait is None:
+        return ""
+    whom = short(wait.whom) if wait.whom.isalnum() else wait.whom
+    return line(f"{lasted(wait.since_s).replace(' ', '')} {whom}: {wait.what}")

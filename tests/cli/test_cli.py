@@ -1,0 +1,228 @@
+"""The command `noloco` without a swarm: bad usage, quick help, and how readings and summaries are worked out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noloco_p2p.config import RunManifest
+from noloco_p2p.lab.bench import pipeline
+from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
+from noloco_p2p.launch.node_probe import Endpoints, Reading
+from noloco_p2p.launch.node_process import Child
+from noloco_p2p.launch.swarm_table import History, PlainScreen, Row, deserted
+
+HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
+
+
+def noloco(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "noloco_p2p.cli.main", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["swarm", "--bogus"], "--bogus"),
+        (["swarm", "--stages", "0"], "--stages"),
+        (["swarm", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["swarm", "--set", "outer.inner_stepz=3"], "outer.inner_steps"),
+        (["swarm", "--set", "outer.alpha=0.9"], "S1"),
+        (["nope"], "nope"),
+        ([], "command"),
+    ],
+)
+def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], told: str, tmp_path: Path) -> None:
+    done = noloco(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "noloco-runs").exists()
+
+
+def test_debug_shows_where(tmp_path: Path) -> None:
+    done = noloco("swarm", "--set", "steps=none", "--debug", cwd=tmp_path)
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["noloco_p2p.cli.main", "noloco_p2p.cli.node"])
+def test_help_imports_nothing_heavy(module: str) -> None:
+    program = (
+        f"import runpy, sys; sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_module('{module}', run_name='__main__')\n"
+        f"except SystemExit as end: assert not end.code, end.code\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "--help" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def reading(at: float, steps: float, tokens: float) -> Reading:
+    return Reading(
+        at,
+        (
+            ("noloco_inner_steps_total", {}, steps),
+            ("noloco_tokens_total", {}, tokens),
+            ("noloco_outer_rounds_total", {"result": "partner"}, 2.0),
+            ("noloco_outer_rounds_total", {"result": "alone"}, 1.0),
+            ("noloco_loss", {}, 2.5),
+            ("noloco_state", {"state": "waiting"}, 0.0),
+            ("noloco_state", {"state": "training"}, 1.0),
+            ("noloco_peers", {"stage": "0", "state": "training"}, 2.0),
+            ("noloco_peers", {"stage": "1", "state": "training"}, 2.0),
+            ("noloco_peers", {"stage": "1", "state": "left"}, 1.0),
+        ),
+    )
+
+
+def test_a_row_comes_from_readings() -> None:
+    history = History("0-1", 0)
+    assert history.row() == Row("0-1", 0)
+    history.add(reading(10.0, 0.0, 0.0))
+    assert history.row() == Row("0-1", 0, "training", 0, 3, None, None, 3)
+    history.add(None)
+    history.add(reading(12.0, 4.0, 3000.0))
+    assert history.row() == Row("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
+    history.end({"state": "finished", "inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25})
+    assert history.row() == Row("0-1", 0, "finished", 5, 4, 2.25, None, None)
+
+
+def test_a_deserted_stage_is_told_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    def seen(*stages: tuple[str, float]) -> Reading:
+        return Reading(0.0, tuple(("noloco_stage_deserted_seconds", {"stage": s}, value) for s, value in stages))
+
+    notes = deserted([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
+    assert notes == ["stage 1 has no replica since 42 s"]
+    assert deserted([seen(("0", 0.0))]) == []
+    PlainScreen().show([Row("0-0", 0), Row("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "0-0  starting",
+        "0-1  paused  inner step 4  outer round 3  loss 2.500  tokens/s 1,500  peers 3",
+        "stage 1 has no replica since 42 s",
+    ]
+
+
+def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> Child:
+    """A node that has left its summary behind."""
+    child = Child(run_dir, stage, replica)
+    child.dir.mkdir(parents=True)
+    (child.dir / "summary.json").write_text(json.dumps({"state": "finished", **figures}))
+    return child
+
+
+def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
+    first = {"tokens": 1000, "inner_steps": 10, "outer_rounds": 2, "replica_std": 0.1}
+    nodes = [
+        written(
+            tmp_path, 0, 0, **first, validation_loss=2.0, first_step_at=100.0, last_step_at=109.0, evaluation_s=2.0
+        ),
+        written(
+            tmp_path, 0, 1, **first, validation_loss=3.0, first_step_at=101.0, last_step_at=111.0, evaluation_s=0.0
+        ),
+        written(tmp_path, 1, 0, tokens=2000, inner_steps=11, outer_rounds=3, replica_std=0.3, validation_loss=None),
+        Child(tmp_path, 1, 1),
+    ]
+    told = swarm_summary.summarise(nodes, RunManifest(stages=2, start_replicas=2, steps=10), 4, 30.0)
+    assert (told["stages"], told["replicas"], told["steps"], told["resumed_from_step"]) == (2, 2, 10, 4)
+    assert told["tokens"] == 2000
+    assert told["tokens_per_s"] == pytest.approx(2000 / (111 - 100 - 1))
+    assert told["validation_loss"] == 2.5
+    assert told["validation_perplexity"] == pytest.approx(exp(2.5))
+    assert (told["inner_steps"], told["outer_rounds"]) == (10, 3)
+    assert told["replica_std"] == [pytest.approx(0.1), 0.3]
+    assert told["completed"] is False, "one node wrote nothing"
+    assert told["nodes"][3]["peer_id"] is None
+
+
+STUBBORN = """#!/bin/sh
+trap '' TERM
+sleep 1000 &
+echo $! > "$STUBBORN_DIR/child"
+while :; do sleep 0.1; done
+"""
+
+
+def test_a_node_that_will_not_end_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "stubborn"
+    program.write_text(STUBBORN)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(node_process, "KILL_AFTER_S", 0.2)
+    node = Child(tmp_path / "run", 0, 0)
+    node.start([], {**os.environ, "STUBBORN_DIR": str(tmp_path)})
+    give_up_at = time.monotonic() + 10
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().endswith("\n"):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    grandchild = int((tmp_path / "child").read_text())
+    try:
+        node_process.end_all([node])
+        assert node.exit_code == -signal.SIGKILL
+        while alive(grandchild):
+            assert time.monotonic() < give_up_at, "what it started is still there"
+            time.sleep(0.01)
+    finally:
+        node.kill()
+        if alive(grandchild):
+            os.kill(grandchild, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    """It is there and has not ended (one that nobody has reaped has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_perplexity_that_overflows_is_none() -> None:
+    assert swarm_summary.perplexity(log(7)) == pytest.approx(7)
+    assert swarm_summary.perplexity(1e4) is None
+    assert swarm_summary.perplexity(float("nan")) is None
+
+
+def test_cpu_seconds_are_split_by_thread() -> None:
+    before = cpu_seconds.CpuSeconds({7: 1.0, 8: 5.0, 9: 0.5}, 2.0)
+    after = cpu_seconds.CpuSeconds({7: 2.0, 8: 9.0, 9: 1.0, 10: 0.25}, 2.5)
+    assert cpu_seconds.split(7, before, after) == {"compute": 4.0, "loop": 1.0, "wire": 1.25}
+
+
+def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, float]) -> pipeline.Moment:
+    """A node of the bench: its counters and its threads' CPU seconds; the machine was busy for 3 s per second."""
+    samples: tuple[tuple[str, dict[str, str], float], ...] = (
+        ("noloco_tokens_total", {}, tokens),
+        ("noloco_device_seconds_total", {}, busy),
+        ("noloco_idle_seconds_total", {"cause": "partner"}, at / 10),
+    )
+    endpoints = Endpoints(f"peer-{pid}", "run", pid, (), "")
+    return pipeline.Moment(endpoints, Reading(at, samples), cpu_seconds.CpuSeconds(cpu_s, 0.0), 3 * at)
+
+
+def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_seconds, "cores", lambda: 4)
+    begin = {
+        "0-0": moment(1, 100.0, 5000.0, 50.0, {1: 10.0, 2: 90.0}),
+        "1-0": moment(5, 100.0, 9000.0, 50.0, {5: 10.0, 6: 80.0}),
+    }
+    end = {
+        "0-0": moment(1, 110.0, 25000.0, 58.0, {1: 11.0, 2: 98.0, 3: 2.0}),
+        "1-0": moment(5, 110.0, 29000.0, 56.0, {5: 12.0, 6: 87.0}),
+    }
+    told = pipeline.figures(begin, end)
+    assert told["tokens_per_s"] == pytest.approx(2000.0), "of stage 0 only"
+    assert told["device_busy"] == pytest.approx((0.8 + 0.6) / 2)
+    assert told["idle_by_cause"] == {"partner": pytest.approx(0.1)}
+    shares = {"compute": 15 / 40, "loop": 3 / 40, "wire": 2 / 40, "others": 10 / 40, "idle": 10 / 40}
+    assert told["core_shares"] == pytest.approx(shares)

@@ -1,0 +1,130 @@
+"""The audit files hold what the stage really did, in the format of design.md §5."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from stages import make_batch, make_manifest, make_stages, microbatch, run_microbatch, weights
+
+from noloco_p2p.compute import host_tensor
+from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.errors import LocalError
+from noloco_p2p.ports import StepLabel
+
+KEY = "origin-0000000000000007-"
+
+
+def test_a_round_is_on_record(tmp_path: Path) -> None:
+    manifest = make_manifest()
+    stage, last = (
+        make_torch_stage(manifest, index, peer, audit_dir=str(tmp_path / "audit"), self_test=False)
+        for index, peer in enumerate(("me", "next"))
+    )
+    other = make_stages(manifest, "other")
+    stages, names = [stage, last], list(stage.parameters)
+    initial = weights([stage])
+    run_microbatch(stages, make_batch(1), microbatch(1))
+    stage.inner_step(StepLabel(1, 0, 1e-2, {}))
+    fast = weights([stage])
+    stage.merge(stage.snapshot(1, 10), other[0].snapshot(1, 10))
+    directory = tmp_path / "audit"
+    kinds = ("slow", "fast", "momentum", "slow_after", "adam_mean", "adam_square")
+    record = load_file(directory / "round-000001-me.safetensors")
+    assert set(record) == {f"{kind}/{name}" for kind in kinds for name in names}
+    for name in names:
+        assert torch.equal(record[f"slow/{name}"], initial[name])
+        assert torch.equal(record[f"fast/{name}"], fast[name])
+        assert torch.equal(record[f"slow_after/{name}"], weights([stage])[name])
+        assert torch.allclose(record[f"momentum/{name}"], record[f"slow_after/{name}"] - record[f"slow/{name}"])
+        adam = stage._adam._optimizer.state[stage.parameters[name]]
+        assert torch.equal(record[f"adam_mean/{name}"], adam["exp_avg"])
+        assert torch.equal(record[f"adam_square/{name}"], adam["exp_avg_sq"])
+    assert any(record[f"adam_mean/{name}"].any() for name in names)
+    with safe_open(directory / "round-000001-me.safetensors", "pt") as file:
+        assert file.metadata() == {
+            "round": "1",
+            "peer_id": "me",
+            "partner_id": "other",
+            "partner_round": "1",
+            "alpha": "0.5",
+            "beta": "0.7",
+            "gamma": "0.7",
+        }
+    stage.merge(stage.snapshot(2, 20), None)
+    with safe_open(directory / "round-000002-me.safetensors", "pt") as file:
+        assert (file.metadata()["partner_id"], file.metadata()["partner_round"]) == ("", "")
+
+
+def test_initial_weights_are_on_record(tmp_path: Path) -> None:
+    stage = make_torch_stage(make_manifest(), 1, "me", audit_dir=str(tmp_path), self_test=False)
+    initial = weights([stage])
+    record = load_file(tmp_path / "initial-me.safetensors")
+    assert record.keys() == initial.keys()
+    assert all(torch.equal(record[name], initial[name]) for name in initial)
+
+
+def test_inner_steps_and_batches_are_on_record(tmp_path: Path) -> None:
+    stages = [
+        make_torch_stage(make_manifest(), index, f"peer{index}", audit_dir=str(tmp_path), self_test=False)
+        for index in range(2)
+    ]
+    batches = {microbatch(3): make_batch(3), microbatch(1): make_batch(1, padded=2)}
+    losses = {identity: run_microbatch(stages, batch, identity)[0].loss_sum for identity, batch in batches.items()}
+    run_microbatch(stages, make_batch(3), microbatch(3))
+    routes = dict.fromkeys(batches, (None, "peer1"))
+    began_at = time.time()
+    stages[0].inner_step(StepLabel(1, 0, 0.25, routes, batches))
+    stages[0].inner_step(StepLabel(2, 2, 0.5, {}))
+    stages[1].inner_step(StepLabel(1, 0, 0.25, {microbatch(3): ("peer0", None)}))
+    lines = [json.loads(line) for line in (tmp_path / "steps-peer0.jsonl").read_text().splitlines()]
+    expected = [
+        {"id": f"{KEY}{n}", "previous": None, "next": "peer1", "tokens": 13, "loss_sum": losses[microbatch(n)]}
+        for n in (3, 1)
+    ]
+    inner_at = [line.pop("at") for line in lines]
+    assert began_at <= inner_at[0] <= inner_at[1] <= time.time()
+    assert lines[0] == {"inner_step": 1, "step": 0, "learning_rate": 0.25, "microbatches": expected}
+    assert lines[1] == {"inner_step": 2, "step": 2, "learning_rate": 0.5, "microbatches": []}
+    record = load_file(tmp_path / "batches-peer0-000001.safetensors")
+    assert sorted(record) == sorted(
+        [f"{kind}/{KEY}{n}" for kind in ("inputs", "targets") for n in (1, 3)] + [f"mask/{KEY}1"]
+    )
+    assert torch.equal(record[f"targets/{KEY}3"], host_tensor.to_torch(make_batch(3).targets))
+    assert (tmp_path / "batches-peer0-000002.safetensors").exists()
+    assert not (tmp_path / "batches-peer1-000001.safetensors").exists()
+    later = json.loads((tmp_path / "steps-peer1.jsonl").read_text())
+    assert [(one["previous"], one["next"]) for one in later["microbatches"]] == [("peer0", None), (None, None)]
+
+
+def test_without_weights_there_are_inner_steps_only(tmp_path: Path) -> None:
+    stages = make_stages(make_manifest(), audit_dir=str(tmp_path), audit_weights=False)
+    run_microbatch(stages, make_batch(1), microbatch(1))
+    stages[0].inner_step(StepLabel(1, 0, 0.25, {}, {microbatch(1): make_batch(1)}))
+    stages[0].merge(stages[0].snapshot(1, 1), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["steps-me.jsonl"]
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    stages = make_stages(make_manifest(), audit_dir=str(tmp_path))
+    os.symlink("/dev/full", tmp_path / "steps-me.jsonl")
+    with pytest.raises(LocalError, match=r"the audit cannot write .*steps-me.jsonl: No space left on device; free"):
+        stages[0].inner_step(StepLabel(1, 0, 0.25, {}))
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(LocalError, match=r"audit.dir: cannot make .*file"):
+        make_torch_stage(make_manifest(), 0, "me", audit_dir=str(blocked), self_test=False)
+
+
+def test_a_directory_that_vanishes_is_one_line(tmp_path: Path) -> None:
+    stages = make_stages(make_manifest(), audit_dir=str(tmp_path / "audit"))
+    for path in (tmp_path / "audit").iterdir():
+        path.unlink()
+    (tmp_path / "audit").rmdir()
+    with pytest.raises(LocalError, match=r"the audit cannot write .*round-000001-me") as caught:
+        stages[0].merge(stages[0].snapshot(1, 10), None)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,155 @@
+"""Slices of Hugging Face models: the split, the initial weights, what is refused, and sizes without memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from stages import SIZES, make_manifest, make_stages, weights
+
+from noloco_p2p.compute import model, model_family, model_size, selftest
+from noloco_p2p.compute.factory import check_model, make_torch_stage, pick_device
+from noloco_p2p.config import ModelSettings, RunManifest
+from noloco_p2p.errors import ConfigError, LocalError
+
+
+def test_layers_are_split_evenly_and_earlier_stages_take_the_extra() -> None:
+    assert [len(part) for part in model_family.layer_ranges(4, 3)] == [2, 1, 1]
+    for layers in range(1, 12):
+        for stages in range(1, layers + 1):
+            parts = model_family.layer_ranges(layers, stages)
+            assert [layer for part in parts for layer in part] == list(range(layers))
+            counts = [len(part) for part in parts]
+            assert counts == sorted(counts, reverse=True)
+            assert counts[0] - counts[-1] <= 1
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_initial_weights_do_not_depend_on_the_split(name: str) -> None:
+    whole = weights(make_stages(make_manifest(name, 1)))
+    for count in (2, 3, 4):
+        stages = make_stages(make_manifest(name, count))
+        names = [parameter for stage in stages for parameter in stage.parameters]
+        assert sorted(names) == sorted(whole)
+        assert all(torch.equal(value, whole[key]) for key, value in weights(stages).items())
+
+
+def test_initial_weights_follow_the_seed_and_look_like_the_family() -> None:
+    first, second = (weights(make_stages(make_manifest("llama", 1, seed=seed))) for seed in (1, 2))
+    key = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(first[key], second[key])
+    assert float(first[key].std()) == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(first["model.norm.weight"], torch.ones(32, dtype=torch.float64))
+
+
+def test_making_a_stage_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    make_stages(make_manifest("llama", 2))
+    assert torch.equal(torch.rand(3), expected)
+
+
+REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    ("lama", {}, 2, "no causal language model 'lama' .*'llama'"),
+    ("t5", {}, 2, "no causal language model 't5'"),
+    ("llama", {"hiden_size": 32}, 2, "not a field of the family llama: 'hiden_size' .*'hidden_size'"),
+    ("llama", {"dtype": "float16"}, 2, "not a field of the family llama: 'dtype'"),
+    ("llama", {"hidden_size": "many"}, 2, "hidden_size.*expected int"),
+    ("llama", {"hidden_size": 33, "num_attention_heads": 4}, 2, "not a multiple"),
+    ("llama", {"attention_dropout": 0.1, "num_hidden_layers": 2}, 2, "attention_dropout is 0.1; dropout must be 0"),
+    ("gpt2", {"tie_word_embeddings": False}, 2, "pdrop is 0.1; dropout must be 0"),
+    ("llama", {"num_hidden_layers": 4}, 7, "stages is 7, but the model has only 4 layers"),
+    ("llama", {"tie_word_embeddings": True}, 2, "tie_word_embeddings is true, which needs one stage, not 2"),
+    ("llama", {"max_position_embeddings": 4}, 2, "sequence_length is 8, but the model has 4 positions"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "stages", "message"), REFUSED)
+def test_bad_models_are_refused_in_one_line(name: str, fields: dict[str, Any], stages: int, message: str) -> None:
+    settings = ModelSettings(family=name, config=fields)
+    manifest = RunManifest(model=settings, stages=stages, sequence_length=8)
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_torch_stage(manifest, 0, "me")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stage_that_the_run_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="stage is 2, but the run has stages 0 to 1"):
+        make_torch_stage(make_manifest(), 2, "me")
+
+
+SPLITTABLE = ["llama", "gpt2", "opt", "gpt_neox", "qwen3", "qwen3_moe", "olmo", "gemma2", "gemma3_text", "phi3"]
+
+
+def small(name: str) -> Any:
+    """A small configuration of the family, without dropout and ties."""
+    fields: dict[str, Any] = {"vocab_size": 61, "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    zero: dict[str, dict[str, Any]] = {
+        "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        "opt": {"dropout": 0.0},
+        "gpt_neox": {"num_hidden_layers": 3},
+        "bloom": {"n_layer": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    }
+    if name == "bloom":
+        fields = {"vocab_size": 61, "hidden_size": 64, "n_head": 4}
+    return model_family.make_config(
+        ModelSettings(family=name, config={**fields, "tie_word_embeddings": False, **zero.get(name, {})})
+    )
+
+
+@pytest.mark.parametrize("name", SPLITTABLE)
+def test_self_test_accepts_what_splits_exactly(name: str) -> None:
+    selftest.check_architecture(small(name), 2, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["granite", "bloom"])
+def test_self_test_refuses_what_does_not(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the family {name} cannot be split over 2 stages"):
+        selftest.check_architecture(small(name), 2, torch.float32)
+    selftest.check_architecture(small(name), 1, torch.float32)
+
+
+def test_self_test_notices_a_stage_that_adds_positions_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_one(_: model.AddsNothing, positions: torch.Tensor, *__: object) -> torch.Tensor:
+        return positions.new_ones((), dtype=torch.float32)
+
+    monkeypatch.setattr(model.AddsNothing, "forward", add_one)
+    with pytest.raises(ConfigError, match="gpt2 cannot be split over 2 stages: its logits differ"):
+        selftest.check_architecture(small("gpt2"), 2, torch.float32)
+
+
+def test_sizes_are_those_of_the_real_stages() -> None:
+    manifest = make_manifest("opt", 3)
+    described = model_size.describe(manifest)
+    stages = make_stages(manifest)
+    assert [one.parameters for one in described.stages] == [stage.state.parameters for stage in stages]
+    assert described.parameters == sum(stage.state.parameters for stage in stages)
+    assert [one.layers for one in described.stages] == [2, 1, 1]
+
+
+def test_the_default_run_has_about_a_million_parameters() -> None:
+    assert model_size.describe(RunManifest()).parameters == 1_148_032
+
+
+def test_a_stage_that_does_not_fit_is_refused_before_anything_is_allocated() -> None:
+    fields = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2, "num_attention_heads": 64}
+    manifest = RunManifest(model=ModelSettings(config={**fields, "vocab_size": 2**17}), stages=2)
+    assert model_size.describe(manifest).parameters > 10**13
+    with pytest.raises(LocalError, match=r"stage 1 needs .* GiB for weights, optimizer and snapshots, but this"):
+        make_torch_stage(manifest, 1, "me")
+
+
+def test_a_strangers_manifest_cannot_fill_memory_before_a_stage_is_chosen() -> None:
+    wide = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2, "num_attention_heads": 64}
+    with pytest.raises(ConfigError, match="its heads are too wide to be tried"):
+        check_model(RunManifest(model=ModelSettings(config={**wide, "vocab_size": 2**17}), stages=2))
+    deep = RunManifest().model.config | {"num_hidden_layers": 10**8}
+    with pytest.raises(ConfigError, match="100000000 layers are more than the 1024"):
+        check_model(RunManifest(model=ModelSettings(config=deep)))
+
+
+def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LocalError, match="device: cuda:1 is not here"):
+        pick_device("cuda:1")
+    assert pick_device("auto") == torch.device("cpu")

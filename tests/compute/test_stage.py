@@ -1,0 +1,263 @@
+"""The synchronous stage: what counts, what is refused, the inner step, and that nothing unfinite stays behind."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from stages import (
+    as_gradient,
+    gradients,
+    make_batch,
+    make_label,
+    make_manifest,
+    make_stages,
+    microbatch,
+    run_microbatch,
+    weights,
+)
+from torch import Tensor, nn
+
+from noloco_p2p.compute import host_tensor
+from noloco_p2p.compute.accumulator import Accumulator, Added
+from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum
+from noloco_p2p.errors import Violation
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def hidden(values: Tensor) -> HostTensor:
+    return host_tensor.from_torch("hidden", values)
+
+
+def test_state_says_what_travels() -> None:
+    first, last = make_stages(make_manifest(dtype="float32", wire_dtype="bfloat16"))
+    assert first.state.hidden == ("hidden", "bfloat16", (2, 8, 32)) == last.state.hidden
+    names = list(first.parameters)
+    assert [spec.name for spec in first.state.snapshot] == [f"slow/{n}" for n in names] + [f"delta/{n}" for n in names]
+    assert {spec.dtype for spec in first.state.snapshot} == {"float32"}
+    _, sent = first.forward(make_batch(1).inputs, None)
+    assert sent.spec == first.state.hidden
+    given = last.loss_backward(microbatch(1), sent, make_batch(1).targets, None)
+    assert given.grad is not None
+    assert given.grad.spec == ("grad", "bfloat16", (2, 8, 32))
+
+
+def test_read_only_buffers_are_taken() -> None:
+    stages, batch = make_stages(make_manifest()), make_batch(1)
+    inputs = HostTensor("inputs", "int32", (2, 8), memoryview(bytes(batch.inputs.data)))
+    assert bytes(stages[0].forward(inputs, None)[1].data) == bytes(stages[0].forward(batch.inputs, None)[1].data)
+
+
+BAD_HIDDEN = [
+    (hidden(torch.zeros(2, 8, 31, dtype=torch.float64)), r"got float64 \[2, 8, 31\], not float64 \[2, 8, 32\]"),
+    (hidden(torch.zeros(2, 8, 32, dtype=torch.float32)), "got float32"),
+    (hidden(torch.full((2, 8, 32), torch.nan, dtype=torch.float64)), "not finite"),
+    (hidden(torch.full((2, 8, 32), -torch.inf, dtype=torch.float64)), "not finite"),
+    (HostTensor("hidden", "float64", (2, 8, 32), memoryview(bytes(8))), "8 bytes do not hold"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_HIDDEN)
+def test_bad_hidden_states_are_violations_and_leave_no_trace(bad: HostTensor, message: str) -> None:
+    middle, last = make_stages(make_manifest(stages=3))[1:]
+    targets = make_batch(1).targets
+    with pytest.raises(Violation, match=message):
+        middle.forward(bad, None)
+    with pytest.raises(Violation, match=message):
+        last.loss_backward(microbatch(1), bad, targets, None)
+    with pytest.raises(Violation, match=message):
+        last.evaluate(bad, targets, None)
+    good = last.loss_backward(microbatch(1), hidden(torch.ones(2, 8, 32, dtype=torch.float64)), targets, None)
+    assert good.counted
+
+
+@pytest.mark.parametrize("value", [61, -1])
+def test_ids_outside_the_vocabulary_are_violations(value: int) -> None:
+    stage = make_stages(make_manifest(stages=1))[0]
+    bad = torch.full((2, 8), value, dtype=torch.int32)
+    batch = make_batch(1)
+    with pytest.raises(Violation, match="ids outside the vocabulary of 61"):
+        stage.loss_backward(microbatch(1), host_tensor.from_torch("inputs", bad), batch.targets, None)
+    with pytest.raises(Violation, match="ids outside the vocabulary of 61"):
+        stage.loss_backward(microbatch(1), batch.inputs, host_tensor.from_torch("targets", bad), None)
+
+
+def test_a_repeated_id_is_answered_but_not_added() -> None:
+    stages, batch = make_stages(make_manifest()), make_batch(1)
+    first = run_microbatch(stages, batch, microbatch(1))
+    before = gradients(stages)
+    again = run_microbatch(stages, batch, microbatch(1))
+    assert [one.counted for one in first] == [True, True]
+    assert [one.counted for one in again] == [False, False]
+    assert [one.finite for one in again] == [True, True]
+    assert first[1].grad is not None
+    assert again[1].grad is not None
+    assert bytes(first[1].grad.data) == bytes(again[1].grad.data)
+    assert same(gradients(stages), before)
+    result = stages[0].inner_step(make_label())
+    assert (result.tokens, result.microbatches) == (13, 1)
+    assert not run_microbatch(stages, batch, microbatch(1))[0].counted
+
+
+def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
+    sums = Accumulator([nn.Parameter(torch.zeros(1))])
+    for step in range(20):
+        for index in range(1000):
+            sums.add(Added(microbatch(step * 1000 + index), 1, 1.0), (torch.ones(1),))
+        sums.close_step()
+    assert [sums.is_spent(microbatch(step * 1000)) for step in range(20)] == [False] * 13 + [True] * 7
+    sums = Accumulator([nn.Parameter(torch.zeros(1))])
+    for number in range(SPENT_IDS + 1):
+        sums.add(Added(microbatch(number), 1, 1.0), (torch.ones(1),))
+        for _ in range(SPENT_STEPS):
+            sums.close_step()
+    assert [sums.is_spent(microbatch(number)) for number in (0, 1)] == [False, True]
+
+
+def zero_gradient(stage: Any, tokens: int, value: float) -> Gradient:
+    grad = host_tensor.from_torch("grad", torch.full(stage.state.hidden.shape, value, dtype=torch.float64))
+    return Gradient(microbatch(2), grad, 1.0 if tokens else 0.0, tokens, ("next",), finite=tokens > 0)
+
+
+@pytest.mark.parametrize(("tokens", "value"), [(5, math.nan), (5, math.inf), (0, 0.0), (5, 1e308)])
+def test_a_gradient_that_is_not_finite_leaves_no_trace(tokens: int, value: float) -> None:
+    stages = make_stages(make_manifest(stages=3))
+    run_microbatch(stages, make_batch(1), microbatch(1))
+    before = gradients(stages)
+    _, flow = stages[0].forward(make_batch(2).inputs, None)
+    graph, _ = stages[1].forward(flow, None)
+    given = stages[1].backward(graph, microbatch(2), zero_gradient(stages[1], tokens, value))
+    assert (given.finite, given.tokens, given.loss_sum, given.counted) == (False, 0, 0.0, True)
+    assert given.grad is not None
+    assert not host_tensor.to_torch(given.grad).any()
+    assert same(gradients(stages), before)
+    result = stages[1].inner_step(make_label())
+    assert (result.tokens, result.microbatches) == (13, 2)
+
+
+def test_a_parameter_gradient_that_alone_is_not_finite_leaves_no_trace() -> None:
+    """At stage 0 there is no outgoing gradient to see it by."""
+    stages = make_stages(make_manifest())
+    run_microbatch(stages, make_batch(1), microbatch(1))
+    before = gradients(stages[:1])
+    graph, _ = stages[0].forward(make_batch(2).inputs, None)
+    given = stages[0].backward(graph, microbatch(2), zero_gradient(stages[0], 5, 1e307))
+    assert not given.finite
+    assert same(gradients(stages[:1]), before)
+
+
+def test_a_loss_that_is_not_finite_leaves_no_trace() -> None:
+    stages = make_stages(make_manifest())
+    run_microbatch(stages, make_batch(1), microbatch(1))
+    before = gradients(stages)
+    with torch.no_grad():
+        stages[1].parameters["lm_head.weight"].fill_(torch.nan)
+    given = run_microbatch(stages, make_batch(2), microbatch(2))
+    assert [one.finite for one in given] == [False, False]
+    assert [one.tokens for one in given] == [0, 0]
+    assert same(gradients(stages), before)
+
+
+def test_a_gradient_of_another_shape_is_a_violation_and_keeps_the_graph() -> None:
+    stages = make_stages(make_manifest())
+    graph, flow = stages[0].forward(make_batch(1).inputs, None)
+    wrong = Gradient(microbatch(1), hidden(torch.zeros(2, 8, 31, dtype=torch.float64)), 1.0, 1, ())
+    with pytest.raises(Violation, match="hidden: got"):
+        stages[0].backward(graph, microbatch(1), wrong)
+    with pytest.raises(Violation, match="claims 17 tokens"):
+        stages[0].backward(graph, microbatch(1), zero_gradient(stages[0], 17, 0.0))
+    right = stages[1].loss_backward(microbatch(1), flow, make_batch(1).targets, None)
+    assert stages[0].backward(graph, microbatch(1), as_gradient(right, microbatch(1))).counted
+
+
+def test_discard_frees_and_ignores_unknown_handles() -> None:
+    stage = make_stages(make_manifest())[0]
+    graph, _ = stage.forward(make_batch(1).inputs, None)
+    stage.discard(graph)
+    stage.discard(graph)
+    with pytest.raises(KeyError):
+        stage.backward(graph, microbatch(1), zero_gradient(stage, 1, 1.0))
+
+
+def test_evaluate_leaves_no_trace_and_gives_the_training_loss() -> None:
+    stages, batch = make_stages(make_manifest(stages=3)), make_batch(1, padded=2)
+    expected = run_microbatch(stages, batch, microbatch(1))[2]
+    before = gradients(stages)
+    flow: HostTensor | LossSum = batch.inputs
+    for stage in stages:
+        assert isinstance(flow, HostTensor)
+        flow = stage.evaluate(flow, batch.targets, batch.mask)
+    assert isinstance(flow, LossSum)
+    assert flow.loss_sum == pytest.approx(expected.loss_sum, rel=1e-14)
+    assert flow.tokens == expected.tokens
+    assert same(gradients(stages), before)
+
+
+def test_a_mask_hides_tokens() -> None:
+    stages = make_stages(make_manifest())
+    batch = make_batch(1, padded=3)
+    assert bytes(stages[0].forward(batch.inputs, batch.mask)[1].data) != bytes(
+        stages[0].forward(batch.inputs, None)[1].data
+    )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("clip_norm", [0.05, 1e6])
+def test_inner_steps_are_adamw_on_the_token_mean(clip_norm: float, index: int) -> None:
+    """Against torch's own clip and AdamW, on a clone of the parameters; microbatches of unequal token counts."""
+    stages = make_stages(make_manifest(inner={"clip_norm": clip_norm, "weight_decay": 0.1, "beta2": 0.9}))
+    mine = {name: nn.Parameter(theta.detach().clone()) for name, theta in stages[index].parameters.items()}
+    adamw = torch.optim.AdamW(mine.values(), betas=(0.9, 0.9), eps=1e-8, weight_decay=0.1, foreach=False)
+    for step in range(1, 4):
+        batches = [make_batch(10 * step, ignored=0), make_batch(10 * step + 1, ignored=7)]
+        loss_sums = [run_microbatch(stages, b, microbatch(2 * step + i))[0].loss_sum for i, b in enumerate(batches)]
+        for name, summed in gradients([stages[index]]).items():
+            mine[name].grad = summed / 25
+        norm = float(nn.utils.clip_grad_norm_(list(mine.values()), clip_norm))
+        adamw.param_groups[0]["lr"] = 0.01 * step
+        adamw.step()
+        result = [stage.inner_step(make_label(step, 0.01 * step)) for stage in stages][index]
+        assert (result.tokens, result.microbatches) == (25, 2)
+        assert result.loss_sum == pytest.approx(sum(loss_sums))
+        assert result.grad_norm == pytest.approx(norm, rel=1e-12)
+        assert (norm > clip_norm) == (clip_norm < 1)
+        for name, theta in stages[index].parameters.items():
+            assert torch.allclose(theta, mine[name], rtol=1e-11, atol=1e-14), name
+
+
+def test_a_step_without_tokens_changes_nothing() -> None:
+    stages = make_stages(make_manifest())
+    run_microbatch(stages, make_batch(1), microbatch(1))
+    for stage in stages:
+        stage.inner_step(make_label())
+    before = weights(stages)
+    for stage in stages:
+        result = stage.inner_step(make_label(2))
+        assert (result.tokens, result.loss_sum, result.microbatches, result.grad_norm) == (0, 0.0, 0, 0.0)
+    assert same(weights(stages), before)
+
+
+def test_the_accumulators_start_again_after_a_step() -> None:
+    stages = make_stages(make_manifest())
+    run_microbatch(stages, make_batch(1), microbatch(1))
+    once = gradients(stages)
+    for stage in stages:
+        stage.inner_step(make_label(1, learning_rate=0.0))
+    run_microbatch(stages, make_batch(1), microbatch(2))
+    assert same(gradients(stages), once)
+
+
+def test_one_stage_that_is_first_and_last() -> None:
+    stage = make_stages(make_manifest(stages=1, dtype="float32"))[0]
+    losses = []
+    for step in range(1, 31):
+        given = stage.loss_backward(microbatch(step), make_batch(1).inputs, make_batch(1).targets, None)
+        assert given.grad is None
+        losses.append(stage.inner_step(make_label(step)).loss_sum / given.tokens)
+    assert losses[0] > 4
+    assert losses[-1] < 0.5

@@ -1,0 +1,325 @@
+"""Intake: never two weight versions in one microbatch, never one id counted twice, places given back, no deadlock."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS, Answer, Intake, Key, SpentIds
+from noloco_p2p.core.messages import MicrobatchId, Origin
+
+ORIGINS = ("a", "b", "c")
+
+
+def key(origin: str, counter: int, digest: int = 0) -> Key:
+    return Key(MicrobatchId(origin, 1, counter), digest)
+
+
+def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
+    intake: Intake[str] = Intake(max_in_flight=4, line_places=1)
+    intake.open(0, target=2)
+    first, second, third, fourth = (key("a", n) for n in range(4))
+    assert intake.offer(first, Origin("a", 0, 0)).answer is Answer.ADMIT
+    assert intake.offer(second, Origin("a", 0, 1)).answer is Answer.ADMIT
+    assert intake.offer(third, Origin("b", 0, 0)).answer is Answer.WAIT
+    assert intake.offer(fourth, Origin("b", 0, 1)).answer is Answer.BUSY
+    assert not intake.ready
+    assert intake.done(first, counted=True, reply="1") == []
+    assert not intake.ready
+    assert intake.done(second, counted=True, reply="2") == []
+    assert intake.ready
+    intake.seal()
+    assert intake.open(1, target=2) == [third]
+
+
+def test_a_failed_attempt_gives_its_place_back() -> None:
+    intake: Intake[str] = Intake(4, 1)
+    intake.open(0, target=1)
+    intake.offer(key("a", 0), Origin("a", 0, 0))
+    intake.offer(key("a", 1), Origin("a", 0, 1))
+    assert intake.leave(key("a", 0)) == [key("a", 1)]
+    intake.done(key("a", 1), counted=True, reply="r")
+    assert intake.ready
+
+
+def test_a_repeat_gets_the_kept_reply_for_two_steps() -> None:
+    intake: Intake[str] = Intake(4, 1)
+    intake.open(0, target=1)
+    intake.offer(key("a", 0), Origin("a", 0, 0))
+    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Answer.JOIN
+    intake.done(key("a", 0), counted=True, reply="kept")
+    for step in (1, 2):
+        assert intake.offer(key("a", 0), Origin("a", 0, 0)).reply == "kept"
+        intake.seal()
+        intake.open(step, target=0)
+    verdict = intake.offer(key("a", 0), Origin("a", 0, 0))
+    assert verdict.answer is Answer.ADMIT, "without a kept reply it is computed for its reply only"
+    assert not intake.ready, "it holds the step open"
+    intake.done(key("a", 0), counted=False, reply="again")
+    assert intake.ready, "and took no place of the target"
+
+
+def test_another_way_takes_no_second_place() -> None:
+    intake: Intake[str] = Intake(4, 1)
+    intake.open(0, target=2)
+    for digest in (1, 2):
+        assert intake.offer(key("a", 0, digest), Origin("a", 0, 0)).answer is Answer.ADMIT
+    intake.leave(key("a", 0, 1))
+    intake.done(key("a", 0, 2), counted=True, reply="r")
+    assert not intake.ready
+    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Answer.ADMIT
+    intake.done(key("a", 1), counted=True, reply="r")
+    assert intake.ready
+
+
+def test_another_way_is_let_in_although_the_target_is_reached() -> None:
+    intake: Intake[str] = Intake(4, 1)
+    intake.open(0, target=1)
+    assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Answer.ADMIT
+    assert intake.offer(key("a", 0, 2), Origin("a", 0, 0)).answer is Answer.ADMIT
+    intake.done(key("a", 0, 1), counted=True, reply="r")
+    assert not intake.ready, "what was let in holds the step open"
+    intake.done(key("a", 0, 2), counted=False, reply="r")
+    assert intake.ready
+
+
+def test_balanced_labels() -> None:
+    """A due slot is admitted, one that is not ours goes beyond the target, one ahead of the step waits apart."""
+    intake: Intake[str] = Intake(8, 1)
+    intake.open(5, target=1, due={("a", 0)})
+    assert intake.offer(key("b", 0), Origin("b", 6, 0)).answer is Answer.WAIT
+    assert intake.offer(key("b", 1), Origin("b", 6, 1)).answer is Answer.BUSY
+    assert intake.offer(key("c", 0), Origin("c", 5, 7)).answer is Answer.ADMIT
+    assert intake.offer(key("c", 1), Origin("c", 4, 0)).answer is Answer.ADMIT
+    assert intake.offer(key("a", 0), Origin("a", 5, 0)).answer is Answer.ADMIT
+    for name, number in (("c", 0), ("c", 1), ("a", 0)):
+        assert not intake.ready
+        intake.done(key(name, number), counted=True, reply="r")
+    assert intake.ready
+    intake.seal()
+    assert intake.open(6, target=1, due={("b", 0)}) == [key("b", 0)]
+
+
+def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
+    intake: Intake[str] = Intake(1, 1)
+    intake.open(0, 2, due={("a", 0), ("a", 1)})
+    assert intake.offer(key("b", 9), Origin("b", 1, 0)).answer is Answer.WAIT
+    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Answer.ADMIT
+    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Answer.WAIT
+    assert intake.done(key("a", 0), counted=True, reply="r") == [key("a", 1)]
+
+
+def test_a_struck_slot_is_not_waited_for() -> None:
+    intake: Intake[str] = Intake(1, 1)
+    intake.open(0, 2, due={("a", 0), ("b", 0)})
+    intake.offer(key("a", 0), Origin("a", 0, 0))
+    intake.done(key("a", 0), counted=True, reply="r")
+    assert not intake.ready
+    assert intake.missing_origins == ["b"]
+    intake.strike(lambda peer: peer == "b")
+    assert intake.ready
+
+
+def test_close_flushes_the_line_and_hears_nothing_new() -> None:
+    intake: Intake[str] = Intake(1, 1)
+    intake.open(0, 1)
+    intake.offer(key("a", 0), Origin("a", 0, 0))
+    intake.offer(key("a", 1), Origin("a", 0, 1))
+    assert intake.close() == [key("a", 1)]
+    intake.leave(key("a", 1))
+    assert intake.offer(key("a", 2), Origin("a", 0, 2)).answer is Answer.BUSY
+    assert intake.in_flight == 1
+    assert intake.waiting == 0
+
+
+def test_a_step_may_not_be_taken_while_something_is_in_flight() -> None:
+    intake: Intake[str] = Intake(1, 1)
+    intake.open(0, 1)
+    intake.offer(key("a", 0), Origin("a", 0, 0))
+    with pytest.raises(AssertionError, match="in flight"):
+        intake.seal()
+
+
+def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
+    first, *numbered = (MicrobatchId("p", 1, number) for number in range(SPENT_IDS + 11))
+    spent = SpentIds()
+    assert spent.spend(first)
+    assert not spent.spend(first)
+    for _ in range(100):
+        spent.end_step()
+    assert first in spent, "few ids are kept for ever"
+    for each in numbered:
+        spent.spend(each)
+    for step in range(SPENT_STEPS):
+        assert numbered[0] in spent, step
+        spent.end_step()
+    assert len(spent) == SPENT_IDS
+    assert first not in spent
+
+
+class MicrobatchServer(RuleBasedStateMachine):
+    """One replica and its senders: offers, repeats by other ways, cancellations, replies in any order, steps, rounds.
+
+    The model is the stage: it counts an id once, and its weights have a version that each attempt notes when admitted.
+    """
+
+    balanced = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.intake: Intake[int] = Intake(max_in_flight=3, line_places=2)
+        self.version = 0
+        self.step = 0
+        self.running: dict[Key, int] = {}
+        self.waiting: set[Key] = set()
+        self.origin: dict[Key, Origin] = {}
+        self.counted: dict[MicrobatchId, int] = {}
+        self.counted_in_step = 0
+        self.placed: set[MicrobatchId] = set()
+        self.target = 0
+        self.opened = False
+        self.counters = dict.fromkeys(ORIGINS, 0)
+        self.open_step()
+
+    def due(self) -> set[tuple[str, int]]:
+        return {(origin, index) for origin in ORIGINS for index in range(2) if (index + self.step) % 2 == 0}
+
+    def open_step(self) -> None:
+        due = self.due() if self.balanced else None
+        self.target = len(due) if due is not None else 3
+        self.opened = True
+        self.admit(self.intake.open(self.step, self.target, due))
+
+    def admit(self, keys: list[Key]) -> None:
+        for one in keys:
+            assert one in self.waiting, "only who waits is let in"
+            self.waiting.remove(one)
+            self.running[one] = self.version
+
+    @rule(origin=st.sampled_from(ORIGINS), index=st.integers(0, 1), digest=st.integers(0, 1), ahead=st.integers(-1, 1))
+    def offer(self, origin: str, index: int, digest: int, ahead: int) -> None:
+        label = Origin(origin, max(0, self.step + ahead), index)
+        one = key(origin, 2 * label.step + index, digest)
+        verdict = self.intake.offer(one, label)
+        match verdict.answer:
+            case Answer.ADMIT:
+                assert one not in self.running
+                self.running[one] = self.version
+            case Answer.WAIT:
+                assert one not in self.waiting
+                self.waiting.add(one)
+            case Answer.JOIN:
+                assert one in self.running or one in self.waiting
+            case Answer.REPEAT:
+                assert one.microbatch in self.counted
+            case Answer.BUSY:
+                assert one not in self.running
+        self.origin[one] = label
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), fails=st.booleans())
+    def end(self, data: Any, fails: bool) -> None:
+        one = data.draw(st.sampled_from(sorted(self.running)))
+        version = self.running.pop(one)
+        assert version == self.version, "the weights changed while a microbatch was in flight"
+        if fails:
+            self.admit(self.intake.leave(one))
+            return
+        counted = one.microbatch not in self.counted
+        self.counted.setdefault(one.microbatch, self.step)
+        self.counted_in_step += counted
+        self.admit(self.intake.done(one, counted=counted, reply=version))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel_waiting(self, data: Any) -> None:
+        one = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.waiting.remove(one)
+        self.admit(self.intake.leave(one))
+
+    @precondition(lambda self: self.opened and self.intake.ready)
+    @rule(outer=st.booleans())
+    def take_step(self, outer: bool) -> None:
+        assert not self.running
+        if not self.balanced:
+            assert self.counted_in_step == self.target, "a target is reached, and never passed, by counted microbatches"
+        self.intake.seal()
+        self.version += 1
+        self.step += 1
+        self.counted_in_step = 0
+        if outer:
+            for one in self.intake.close():
+                self.waiting.remove(one)
+                self.intake.leave(one)
+            assert not self.waiting
+        self.open_step()
+
+    @precondition(lambda self: self.balanced and self.intake.missing_origins)
+    @rule()
+    def origins_leave(self) -> None:
+        gone = self.intake.missing_origins[0]
+        self.admit(self.intake.strike(lambda peer: peer == gone))
+        assert gone not in self.intake.missing_origins
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        assert self.intake.in_flight == len(self.running) <= 3
+        assert self.intake.waiting == len(self.waiting) <= (4 if self.balanced else 2)
+
+    @invariant()
+    def somebody_can_go_on(self) -> None:
+        """No deadlock: something runs, or the step can be taken, or a fresh due microbatch is let in."""
+        if self.running or self.intake.ready:
+            return
+        if self.balanced:
+            assert self.intake.missing_origins, "nothing runs, nothing is due, and the step is not ready"
+        else:
+            probe = key("a", 10_000)
+            assert self.intake.offer(probe, Origin("a", self.step, 0)).answer is Answer.ADMIT
+            self.intake.leave(probe)
+
+
+class BalancedDoor(MicrobatchServer):
+    """The same under `balanced`: slots instead of arrival order."""
+
+    balanced = True
+
+
+TestDoor = MicrobatchServer.TestCase
+TestBalancedDoor = BalancedDoor.TestCase
+TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_under_pressure_every_step_ends(seed: int) -> None:
+    """Many senders that retry until they are served: the door serves all of them, in steps of the target's size."""
+    rng = random.Random(seed)
+    intake: Intake[int] = Intake(max_in_flight=2, line_places=1)
+    intake.open(0, target=4)
+    outside = [key(rng.choice(ORIGINS), n) for n in range(40)]
+    running: list[Key] = []
+    steps = served = 0
+    while served < 40:
+        if outside:
+            one = outside.pop(0)
+            verdict = intake.offer(one, Origin(one.microbatch.peer, 0, 0))
+            if verdict.answer is Answer.ADMIT:
+                running.append(one)
+            elif verdict.answer is Answer.BUSY:
+                outside.append(one)
+        if running and rng.random() < 0.5:
+            one = running.pop(rng.randrange(len(running)))
+            if rng.random() < 0.2:
+                running += intake.leave(one)
+                outside.append(one)
+            else:
+                served += 1
+                running += intake.done(one, counted=True, reply=served)
+        if intake.ready:
+            intake.seal()
+            steps += 1
+            running += intake.open(steps, target=4)
+    assert steps == 10

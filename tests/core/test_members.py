@@ -1,0 +1,198 @@
+"""Membership: states, who is set aside, who vanishes, the swarm's clock, the choice of a stage."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from noloco_p2p.core.members import STATES, TRANSITIONS, Members, lacking, next_state
+from noloco_p2p.core.messages import Advert, Origin
+from noloco_p2p.core.nonfinite import LONGEST_STREAK, NonFiniteStreak
+
+EVENTS = sorted({event for _, event in TRANSITIONS})
+
+
+def advert(peer: str, stage: int = 1, state: str = "training", **more: object) -> Advert:
+    return replace(Advert(peer, "run", stage, ("127.0.0.1:1",), state=state), **more)  # type: ignore[arg-type]
+
+
+def read(members: Members, adverts: list[Advert], now: float) -> None:
+    """A reading at `now` of adverts that are of this moment where they do not say of which."""
+    members.update([a if a.announced_at else replace(a, announced_at=now) for a in adverts], now=now)
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(STATES, EVENTS)))
+def test_every_state_and_event(state: str, event: str) -> None:
+    legal = {
+        "starting": {"made": "waiting", "drain": "draining"},
+        "waiting": {"begin": "syncing", "drain": "draining"},
+        "syncing": {"synced": "training", "drain": "draining"},
+        "training": {"end": "finished", "pause": "paused", "drain": "draining"},
+        "paused": {"resume": "training", "drain": "draining"},
+        "finished": {"drain": "draining"},
+        "draining": {"leave": "left", "move": "syncing"},
+        "left": {},
+    }
+    if event in legal[state]:
+        assert next_state(state, event) == legal[state][event]
+    else:
+        with pytest.raises(ValueError, match=f"{state}.*{event}"):
+            next_state(state, event)
+
+
+def test_an_empty_reading_wipes_nothing_and_a_missing_peer_goes_after_two() -> None:
+    members = Members("me", ttl_s=30)
+    read(members, [advert("a"), advert("b"), advert("me")], now=0)
+    read(members, [], now=1)
+    read(members, [advert("me")], now=2)
+    assert [a.peer_id for a in members.all()] == ["a", "b"]
+    read(members, [advert("b")], now=3)
+    assert [a.peer_id for a in members.all()] == ["a", "b"]
+    read(members, [advert("b")], now=4)
+    assert [a.peer_id for a in members.all()] == ["b"]
+
+
+def test_who_says_that_it_left_is_gone_at_once() -> None:
+    members = Members("me", ttl_s=30)
+    read(members, [advert("a")], now=0)
+    read(members, [advert("a", state="left")], now=1)
+    assert members.all() == []
+
+
+def test_an_older_advert_does_not_replace_a_newer_one() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a", step=7.0)], now=10)
+    read(members, [advert("a", step=3.0, announced_at=6.0)], now=11)
+    assert members.all()[0].step == 7.0
+
+
+def test_a_failing_peer_is_set_aside_for_a_growing_bounded_time() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a"), advert("b")], now=0)
+    now, waits = 0.0, []
+    for _ in range(9):
+        members.failed("a", now=now)
+        assert list(members.usable(1, now=now)) == ["b"]
+        members.failed("a", now=now)  # the same outage, heard of twice
+        start = now
+        while list(members.usable(1, now=now)) == ["b"]:
+            now += 0.5
+        waits.append(now - start)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    members.answered("a")
+    members.failed("a", now=now)
+    assert len(members.usable(1, now=now + 1)) == 2, "an answer forgives"
+
+
+def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a"), advert("b")], now=0)
+    members.failed("b", now=0)
+    members.failed("a", now=0.5)
+    assert list(members.usable(1, now=0.6)) == ["b"]
+    assert list(members.usable(1, now=0.6, without={"b"})) == ["a"]
+
+
+def test_clocks_take_the_newest_sign() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a", stage=0, step=4.5, steps_per_s=2.0, announced_at=9.0)], now=10)
+    assert members.clocks(now=10) == [(4.5, 1.0, 2.0)]
+    members.heard(Origin("a", 8, 0), now=12)
+    assert members.clocks(now=13) == [(8.0, 1.0, 2.0)]
+    assert members.step_of("a") == 8
+    members.heard(Origin("a", 6, 0), now=14)
+    assert members.step_of("a") == 8, "a late label does not turn the clock back"
+    assert members.step_of("nobody") is None
+
+
+def test_a_clock_without_a_measured_speed_holds_nobody_back() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a", stage=0, step=4.0), advert("b", stage=0, step=5.0, steps_per_s=1.0)], now=0)
+    assert members.clocks(now=3) == [(5.0, 3.0, 1.0)]
+
+
+def test_lacking_names_what_is_missing() -> None:
+    others = [advert("a", 0, "waiting"), advert("b", 1, "starting")]
+    me = advert("me", 1, "waiting")
+    assert lacking(me, others, 2, 2, {"waiting"}) == {0: 1, 1: 1}
+    assert lacking(me, others, 2, 1, {"waiting"}) == {}
+
+
+def test_ten_non_finite_in_a_row_stop_the_node_when_it_cannot_be_one_sender() -> None:
+    streak = NonFiniteStreak()
+    for _ in range(LONGEST_STREAK):
+        assert streak.reason_to_stop(["a"]) is None
+        streak.record(False, "a")
+    assert streak.reason_to_stop(["a", "b"]) is None, "one sender of several may be the one that is broken"
+    assert streak.reason_to_stop(["b"]) is None, "the broken one has left, and the other is not it"
+    assert "10 microbatches in a row" in (streak.reason_to_stop(["a"]) or "")
+    streak.record(False, "b")
+    assert streak.reason_to_stop(["a", "b", "c"]) is not None
+    streak.record(True, "a")
+    assert streak.reason_to_stop(["a"]) is None
+
+
+def used(members: Members, *, now: float) -> list[str]:
+    return list(members.usable(1, now=now))
+
+
+def test_a_hung_peer_that_answers_again_is_used_again_soon_after_its_time() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a"), advert("b")], now=0)
+    for now in (0.0, 10.0, 20.0):
+        members.failed("a", now=now)
+    assert members.is_aside("a", now=23.9)
+    assert used(members, now=23.9) == ["b"]
+    assert used(members, now=24.0) == ["a", "b"], "tried again when its time has ended, without being asked for"
+    members.answered("a")
+    members.failed("a", now=25.0)
+    assert used(members, now=26.0) == ["a", "b"], "after an answer its time starts at a second again"
+
+
+def test_a_failed_peer_that_has_gone_on_since_is_used_at_once() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a", state="syncing"), advert("b")], now=0)
+    for now in (5.0, 10.0, 15.0, 20.0):
+        members.failed("a", now=now)
+    read(members, [advert("a", announced_at=18.0), advert("b")], now=21)
+    assert used(members, now=21) == ["b"], "it went on before it failed"
+    read(members, [advert("a", state="waiting"), advert("b")], now=22)
+    assert used(members, now=22) == ["a", "b"], "a new process of it is there"
+
+
+def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "starting")], now=0)
+    assert members.deserted(4, 1) == [3], "who has no weights yet serves nobody"
+    assert not members.anybody(3)
+    read(members, [advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "waiting")], now=1)
+    assert members.deserted(4, 1) == []
+    for peer, now in (("b", 2.0), ("b", 4.0), ("c", 5.0)):
+        members.failed(peer, now=now)
+    assert members.deserted(4, 1) == [], "c has failed only once"
+    members.failed("c", now=7.0)
+    assert members.deserted(4, 1) == [2]
+    assert members.anybody(2), "deserted until it answers, but worth a call"
+    members.answered("b")
+    assert members.deserted(4, 1) == []
+
+
+def test_failures_of_a_stage_that_is_not_called_do_not_desert_it() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a", 0), advert("b", 1), advert("c", 2)], now=0)
+    for peer in ("a", "c"):
+        members.failed(peer, now=1.0)
+        members.failed(peer, now=5.0)
+    assert members.deserted(3, 0) == []
+    members.failed("b", now=1.0)
+    members.failed("b", now=5.0)
+    assert members.deserted(3, 0) == [1]
+
+
+def test_the_furthest_clock_of_who_left_stage_0_is_known() -> None:
+    members = Members("me", ttl_s=30.0)
+    read(members, [advert("a", 0, step=7.0), advert("b", 1, state="left", step=9.0)], now=0.0)
+    assert members.left_at_step == 0.0
+    read(members, [advert("a", 0, state="left", step=8.0)], now=1.0)
+    read(members, [advert("c", 0, state="left", step=5.0)], now=2.0)
+    assert members.left_at_step == 8.0

@@ -1,0 +1,451 @@
+"""The laws of the data: shifted targets, every token once, held-out means held out, exact resumption, clear errors."""
+
+import asyncio
+import gzip
+import itertools
+import json
+import random
+import subprocess
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tokenizer_files import save_tokenizer
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Batch, HostTensor
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data import corpora, hub_corpora, samples, tokenizers
+from noloco_p2p.io.data.threaded_batches import READ_AHEAD, ThreadedBatches, make_batches
+
+Numbers = npt.NDArray[np.int64]
+
+
+def array(tensor: HostTensor) -> Numbers:
+    dtype = {"int32": "<i4", "uint8": "u1"}[tensor.dtype]
+    return np.frombuffer(tensor.data, dtype).reshape(tensor.shape).astype(np.int64)
+
+
+def manifest(kind: str, **changes: object) -> RunManifest:
+    small = {"sequence_length": 16, "microbatch_size": 3, "data": {"kind": kind}, "evaluation": {"microbatches": 2}}
+    return RunManifest.model_validate(small | changes)
+
+
+def write_text(folder: Path) -> tuple[str, ...]:
+    for i in range(120):
+        (folder / f"{i:03}.txt").write_text(f"<{i:03}>" * (20 + i % 7))
+    with gzip.open(folder / "more.txt.gz", "wt") as file:
+        file.write("<zzz>" * 40)
+    return (str(folder / "*.txt"), str(folder / "*.gz"))
+
+
+def write_c4(folder: Path) -> tuple[str, ...]:
+    for shard in range(2):
+        with gzip.open(folder / f"c4-train.0000{shard}-of-00002.json.gz", "wt") as file:
+            for i in range(200):
+                row = {"text": f"é{shard}:{i} " * 8, "timestamp": "2019-04-25T12:57:54Z", "url": "http://example.org"}
+                file.write(json.dumps(row) + "\n")
+    return (str(folder / "c4-*.json.gz"),)
+
+
+def write_parquet(folder: Path) -> tuple[str, ...]:
+    chance = random.Random(0)
+    ids = [[chance.randrange(384) for _ in range(chance.randrange(1, 30))] for _ in range(600)]
+    mask = [[1] * (len(row) - len(row) // 3) + [0] * (len(row) // 3) for row in ids]
+    rows = datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": mask})
+    rows.to_parquet(folder / "reddit.parquet", batch_size=100)
+    return (str(folder / "*.parquet"),)
+
+
+def nothing(folder: Path) -> tuple[str, ...]:
+    return ()
+
+
+KINDS = {"stdlib": nothing, "text": write_text, "c4": write_c4, "parquet": write_parquet}
+
+
+@pytest.fixture(params=sorted(KINDS))
+def kind_and_files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, tuple[str, ...]]:
+    return request.param, KINDS[request.param](tmp_path)
+
+
+def read(batches: ThreadedBatches, count: int) -> list[Batch]:
+    async def collect() -> list[Batch]:
+        return [await batches.next() for _ in range(count)]
+
+    return asyncio.run(collect())
+
+
+def values(batch: Batch) -> tuple[bytes, bytes, bytes]:
+    return bytes(batch.inputs.data), bytes(batch.targets.data), bytes(batch.mask.data) if batch.mask else b""
+
+
+def test_targets_are_the_inputs_one_ahead(kind_and_files: tuple[str, tuple[str, ...]]) -> None:
+    kind, files = kind_and_files
+    batches = make_batches(manifest(kind), NodeConfig(data_files=files), "peer")
+    for batch in [*read(batches, 5), *batches.validation()]:
+        assert batch.inputs.spec == ("inputs", "int32", (3, 16))
+        assert batch.targets.spec == ("targets", "int32", (3, 16))
+        inputs, targets = array(batch.inputs), array(batch.targets)
+        if kind == "parquet":
+            assert batch.mask is not None
+            assert batch.mask.spec == ("mask", "uint8", (3, 16))
+            mask = array(batch.mask)
+            assert np.array_equal(targets[:, :-1] == -100, mask[:, 1:] == 0)
+            assert (mask[:, 1:] == 0).any()
+            assert (targets != -100).any(axis=1).all()
+        else:
+            assert batch.mask is None
+        counted = targets[:, :-1] != -100
+        assert np.array_equal(inputs[:, 1:][counted], targets[:, :-1][counted])
+    batches.close()
+
+
+@pytest.mark.parametrize("stop", [1, 7, 290])
+def test_a_cursor_resumes_bitwise(kind_and_files: tuple[str, tuple[str, ...]], stop: int) -> None:
+    """290 microbatches are more than one pass over the small corpora."""
+    kind, files = kind_and_files
+    config = NodeConfig(data_files=files)
+    whole = make_batches(manifest(kind), config, "peer")
+    expected = [values(batch) for batch in read(whole, stop + 40)]
+    first = make_batches(manifest(kind), config, "peer")
+    assert [values(batch) for batch in read(first, stop)] == expected[:stop]
+    cursor = json.loads(json.dumps(first.cursor))
+    rest = make_batches(manifest(kind), config, "peer", cursor)
+    assert rest.cursor == cursor
+    assert [values(batch) for batch in read(rest, 40)] == expected[stop:]
+    for batches in (whole, first, rest):
+        batches.close()
+
+
+def test_the_cursor_does_not_count_what_is_read_ahead(kind_and_files: tuple[str, tuple[str, ...]]) -> None:
+    """A checkpoint takes it right after `next`, however far the reading thread has come by then."""
+    kind, files = kind_and_files
+    config = NodeConfig(data_files=files)
+    batches = make_batches(manifest(kind), config, "peer")
+    fresh = batches.cursor
+    cursors = []
+    for _ in range(6):
+        read(batches, 1)
+        deadline = time.monotonic() + 20.0
+        while len(batches._ready) < READ_AHEAD and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(batches._ready) == READ_AHEAD
+        cursors.append(batches.cursor)
+    batches.close()
+    one_by_one, expected = make_batches(manifest(kind), config, "peer"), []
+    stream = one_by_one._stream.batches(samples.Place())
+    for _, place in itertools.islice(stream, 6):
+        expected.append({"units": fresh["units"], **place._asdict()})
+    assert cursors == expected
+    assert fresh not in cursors
+    assert batches.cursor == cursors[-1], "closing changes nothing"
+
+
+def test_peers_read_different_streams_and_the_same_validation(kind_and_files: tuple[str, tuple[str, ...]]) -> None:
+    kind, files = kind_and_files
+    a, b = (make_batches(manifest(kind), NodeConfig(data_files=files), peer) for peer in ("a", "b"))
+    assert {values(batch) for batch in read(a, 10)}.isdisjoint(values(batch) for batch in read(b, 10))
+    held_out = [values(batch) for batch in a.validation()]
+    assert len(held_out) == 2
+    assert held_out == [values(batch) for batch in b.validation()] == [values(batch) for batch in a.validation()]
+    a.close()
+    b.close()
+
+
+def one_pass(kind: str, files: tuple[str, ...]) -> tuple[bytes, bytes]:
+    """All text of a pass, and all held-out text, of a kind that reads text (ids back to bytes, EOS as a line end)."""
+    corpus: corpora.Corpus
+    tokenizer = tokenizers.ByteTokenizer()
+    if kind == "c4":
+        from noloco_p2p.io.data.hub_corpora import c4_corpus
+
+        corpus = c4_corpus(manifest("c4").data, files, tokenizer)
+    else:
+        corpus = corpora.text_corpus(files, tokenizer) if files else corpora.stdlib_corpus(tokenizer)
+
+    def text(documents: Iterator[corpora.Document]) -> bytes:
+        ids = np.concatenate([document.ids for document in documents])
+        return np.where(ids == 1, 10, ids - 3).astype(np.uint8).tobytes()
+
+    every = (corpus.documents(unit, 0, lambda: True) for unit in range(corpus.units))
+    return text(itertools.chain.from_iterable(every)), text(corpus.held_out())
+
+
+def test_a_file_is_held_out_by_the_checksum_of_its_relative_path(tmp_path: Path) -> None:
+    trained, held_out = one_pass("text", write_text(tmp_path))
+    for i in range(120):
+        text = b"<%03d>" % i * (20 + i % 7) + b"\n"
+        is_held_out = zlib.crc32(b"%03d.txt" % i) % 50 == 0
+        assert (text in held_out, text in trained) == (is_held_out, not is_held_out), i
+    assert held_out
+    assert b"<zzz>" * 40 + b"\n" in trained
+
+
+def test_the_standard_library_is_read_whole_without_its_tests() -> None:
+    trained, held_out = one_pass("stdlib", ())
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests"}
+    names = [path.relative_to(root) for path in root.rglob("*.py")]
+    kept = sorted(name.as_posix() for name in names if skipped.isdisjoint(name.parts[:-1]))
+    expected: dict[bool, bytes] = {True: b"", False: b""}
+    for is_held_out in expected:
+        chosen = [name for name in kept if (zlib.crc32(name.encode()) % 50 == 0) == is_held_out]
+        texts = [(root / name).read_bytes() for name in chosen]
+        expected[is_held_out] = b"".join(text.replace(b"\x01", b"?") + b"\n" for text in texts if text)
+    assert zlib.crc32(trained) == zlib.crc32(expected[False])
+    assert zlib.crc32(held_out) == zlib.crc32(expected[True])
+
+
+def test_c4_holds_out_documents_where_no_file_is_named_validation(tmp_path: Path) -> None:
+    trained, held_out = one_pass("c4", write_c4(tmp_path))
+    texts = [f"é{shard}:{i} ".encode() * 8 + b"\n" for shard in range(2) for i in range(200)]
+    out = [text for text in texts if text in held_out]
+    assert 2 <= len(out) <= 30
+    assert [text for text in texts if text in trained] == [text for text in texts if text not in out]
+
+
+def test_c4_files_named_validation_are_the_held_out_part(tmp_path: Path) -> None:
+    files = write_c4(tmp_path)
+    with gzip.open(tmp_path / "c4-validation.00000-of-00001.json.gz", "wt") as file:
+        file.write(json.dumps({"text": "only here", "timestamp": "2019-04-25T12:57:54Z", "url": "u"}) + "\n")
+    trained, held_out = one_pass("c4", files)
+    assert held_out == b"only here\n"
+    assert trained.count(b"\n") == 400
+    assert b"only here" not in trained
+
+
+class Counting:
+    """A corpus of units of 3 documents of 40 ids, all different."""
+
+    def __init__(self, share: float, units: int = 5) -> None:
+        self.share = share
+        self.units = units
+
+    def documents(self, unit: int, skip: int, take: corpora.Take) -> Iterator[corpora.Document]:
+        for i in range(skip, 3):
+            first = (unit * 3 + i) * 40
+            yield corpora.Document(np.arange(first, first + 40, dtype=np.int32)) if take() else corpora.EMPTY
+
+    def held_out(self) -> Iterator[corpora.Document]:
+        return iter([])
+
+
+def test_every_token_of_a_pass_is_a_target_once() -> None:
+    one = manifest("text", microbatch_size=1, sequence_length=37)
+    stream = samples.SampleStream(Counting(1.0), one, "peer").batches(samples.Place())
+    targets = [int(n) for batch, _ in itertools.islice(stream, 599 // 37) for n in array(batch.targets).flat]
+    assert len(targets) == len(set(targets)) == 599 // 37 * 37
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_place_inside_a_unit_resumes_bitwise(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "POOL_TOKENS", 70)
+    one = samples.SampleStream(Counting(share), manifest("text", microbatch_size=2), "peer")
+    whole = [(values(batch), place) for batch, place in itertools.islice(one.batches(samples.Place()), 60)]
+    assert any(place.document not in (0, 3) for _, place in whole)
+    for k in range(50):
+        resumed = [(values(batch), place) for batch, place in itertools.islice(one.batches(whole[k][1]), 9)]
+        assert resumed == whole[k + 1 : k + 10], f"after {k + 1} microbatches"
+
+
+def test_replicas_begin_with_different_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "POOL_TOKENS", 400)
+    one = manifest("text", microbatch_size=1, sequence_length=39)
+    read_by = []
+    for peer in ("a", "b"):
+        stream = samples.SampleStream(Counting(1.0, units=200), one, peer).batches(samples.Place())
+        read_by.append({int(array(batch.inputs)[0, 0]) // 120 for batch, _ in itertools.islice(stream, 30)})
+    assert len(read_by[0] & read_by[1]) <= 3
+
+
+def test_replicas_take_different_documents_where_there_are_few_units() -> None:
+    one = manifest("text", microbatch_size=1, sequence_length=39)
+    taken: dict[str, list[int]] = {}
+    for peer in ("a", "b"):
+        stream = samples.SampleStream(Counting(0.125), one, peer).batches(samples.Place())
+        taken[peer] = [int(array(batch.inputs)[0, 0]) // 40 for batch, _ in itertools.islice(stream, 300)]
+    assert set(taken["a"]) == set(taken["b"]) == set(range(15)), "over many passes each reads all"
+    equal = sum(x == y for x, y in zip(taken["a"], taken["b"], strict=True))
+    assert equal < 60, "1 in 15 agrees by chance"
+
+
+def test_the_byte_tokenizer_is_byt5s() -> None:
+    from transformers import ByT5Tokenizer
+
+    theirs = ByT5Tokenizer()
+    ours = tokenizers.ByteTokenizer()
+    texts = ["", "Größe 日本 \x00\x7f", "</s><pad><extra_id_0>", Path(json.__file__).read_text("utf-8")]
+    for text in texts:
+        ids = theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert ours.encode(text.encode()).tolist() == ids
+    assert (ours.eos, tokenizers.BYTE_VOCABULARY) == (theirs.eos_token_id, len(theirs))
+
+
+def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
+    from tokenizers import pre_tokenizers
+
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    directory = save_tokenizer(tmp_path / "good", letters | {"<eos>": len(letters)})
+    files = write_text(tmp_path)
+    settings = manifest("text", data={"kind": "text", "tokenizer": "some/name"})
+    batches = make_batches(settings, NodeConfig(data_files=files, tokenizer_dir=directory), "peer")
+    from transformers import AutoTokenizer
+
+    text = AutoTokenizer.from_pretrained(directory).decode(array(read(batches, 1)[0].inputs)[0].tolist())
+    assert text.replace("<eos>", "").strip("<>0123456789z") == ""
+    batches.close()
+    spare = tokenizers.load_tokenizer("some/name", directory, 257).encode(b"a<spare>b<eos>\xff")
+    assert spare.max() < 256, "special tokens in a text are text"
+    assert AutoTokenizer.from_pretrained(directory).decode(spare.tolist()) == "a<spare>b<eos>"
+    with pytest.raises(ConfigError, match="has 257 ids, the model's vocab_size is 256"):
+        tokenizers.load_tokenizer("some/name", directory, 256)
+    empty = save_tokenizer(tmp_path / "empty", {"<eos>": 0})
+    with pytest.raises(ConfigError, match="its files are empty or do not fit"):
+        tokenizers.load_tokenizer("some/name", empty, 384)
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        tokenizers.load_tokenizer("some/name", save_tokenizer(tmp_path / "no_eos", letters, eos=None), 384)
+    with pytest.raises(ConfigError, match="there is no directory"):
+        tokenizers.load_tokenizer("some/name", str(tmp_path / "absent"), 384)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        tokenizers.load_tokenizer("some/name", str(tmp_path / "bare"), 384)
+
+
+def test_wrong_settings_are_told_in_one_line(tmp_path: Path) -> None:
+    glob = str(tmp_path / "nothing-*.txt")
+    cases: list[tuple[RunManifest, NodeConfig, str]] = [
+        (manifest("text"), NodeConfig(data_files=(glob,)), "no file matches .*nothing-"),
+        (manifest("text"), NodeConfig(), "needs data_files"),
+        (manifest("c4"), NodeConfig(), "needs data_files, or data.dataset"),
+        (manifest("stdlib"), NodeConfig(data_files=(glob,)), "set data.kind: text"),
+        (manifest("stdlib", data={"dataset": "allenai/c4"}), NodeConfig(), "use c4 or parquet"),
+        (manifest("stdlib", model={"config": {"vocab_size": 300}}), NodeConfig(), "384 ids, the model's .* 300"),
+        (manifest("stdlib", model={"config": {}}), NodeConfig(), "vocab_size must be stated"),
+        (manifest("stdlib"), NodeConfig(tokenizer_dir="x"), "tokenizer_dir is set"),
+    ]
+    for settings, config, message in cases:
+        with pytest.raises(ConfigError, match=message) as caught:
+            make_batches(settings, config, "peer")
+        assert "\n" not in str(caught.value)
+
+
+def test_too_little_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(ConfigError, match="too small"):
+        make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "a.txt"),)), "peer")
+    (tmp_path / "b.txt").write_text("short")
+    with pytest.raises(ConfigError, match="gives 0 samples of 17 tokens, fewer than one microbatch"):
+        make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "*.txt"),)), "peer")
+
+
+def test_a_cursor_of_other_data_is_refused(tmp_path: Path) -> None:
+    config = NodeConfig(data_files=write_text(tmp_path))
+    cursor = {"units": 7, "pass_number": 0, "unit": 0, "document": 0, "sample": 0}
+    with pytest.raises(ConfigError, match=r"data of 7 units, here are \d+: other files"):
+        make_batches(manifest("text"), config, "peer", cursor)
+    with pytest.raises(ConfigError, match="damaged"):
+        make_batches(manifest("text"), config, "peer", cursor | {"sample": "x"})
+
+
+def test_data_that_breaks_later_ends_next_and_hangs_nothing(tmp_path: Path) -> None:
+    files = write_text(tmp_path)
+    batches = make_batches(manifest("text"), NodeConfig(data_files=files), "peer")
+    for path in tmp_path.glob("*.txt"):
+        path.unlink()
+    with pytest.raises(LocalError, match="cannot be read"):
+        read(batches, 1)
+    batches.close()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"input_ids": [[1, 384]] * 9, "attention_mask": [[1, 1]] * 9}, "token ids from 1 to 384, vocab_size is 384"),
+        ({"input_ids": [[1, 2]] * 9, "attention_mask": [[1]] * 9}, "ids and .* mask values"),
+        ({"input_ids": [[1, 2]] * 9}, "attention_mask"),
+    ],
+)
+def test_parquet_that_does_not_fit(tmp_path: Path, columns: dict[str, list[list[int]]], message: str) -> None:
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "x.parquet")
+    with pytest.raises(LocalError, match=message):
+        make_batches(manifest("parquet"), NodeConfig(data_files=(str(tmp_path / "x.parquet"),)), "peer")
+
+
+def test_a_shard_cut_short_is_told(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    write_c4(whole)
+    shard = sorted(whole.iterdir())[0]
+    (tmp_path / "c4-train.json.gz").write_bytes(shard.read_bytes()[:-40])
+    with pytest.raises(LocalError, match="cannot be read"):
+        make_batches(manifest("c4"), NodeConfig(data_files=(str(tmp_path / "*.gz"),)), "peer")
+
+
+def test_a_cancelled_next_loses_nothing(tmp_path: Path) -> None:
+    config = NodeConfig(data_files=write_text(tmp_path))
+    expected = [values(batch) for batch in read(make_batches(manifest("text"), config, "peer"), 30)]
+    batches = make_batches(manifest("text"), config, "peer")
+
+    async def interrupted() -> list[tuple[bytes, bytes, bytes]]:
+        found: list[tuple[bytes, bytes, bytes]] = []
+        while len(found) < 30:
+            task = asyncio.create_task(batches.next())
+            await asyncio.sleep(0)
+            task.cancel()
+            try:
+                found.append(values(await task))
+            except asyncio.CancelledError:
+                found.append(values(await batches.next()))
+        return found
+
+    assert asyncio.run(interrupted()) == expected
+    batches.close()
+
+
+def test_close_ends_the_thread_and_a_waiting_next() -> None:
+    batches = make_batches(manifest("stdlib"), NodeConfig(), "peer")
+
+    async def closed() -> None:
+        await batches.next()
+        batches.close()
+        with pytest.raises(LocalError, match="closed"):
+            await batches.next()
+
+    asyncio.run(closed())
+    assert batches._thread is not None
+    assert not batches._thread.is_alive()
+
+
+def test_the_default_data_needs_no_heavy_import() -> None:
+    code = """
+import asyncio, sys
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.io.batches import make_batches
+asyncio.run(make_batches(RunManifest(), NodeConfig(), "peer").next())
+print(sorted({"datasets", "transformers", "torch", "pandas", "pyarrow"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_named_data_set_is_streamed_with_its_own_validation_split(tmp_path: Path) -> None:
+    """A folder stands in for the hub: the same loader opens both by name."""
+    for split, count in (("train", 130), ("validation", 20)):
+        lines = [json.dumps({"text": f"{split} {i} " * 9}) for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    train, validation = hub_corpora._hub(str(tmp_path), None, ["text"])
+    assert {row["text"].split()[0] for row in train} == {"train"}
+    assert validation is not None
+    assert [row["text"].split()[:2] for row in validation] == [["validation", str(i)] for i in range(20)]
+    (tmp_path / "validation.jsonl").unlink()
+    assert hub_corpora._hub(str(tmp_path), None, ["text"])[1] is None
+    with pytest.raises(LocalError, match="cannot be opened"):
+        hub_corpora._hub(str(tmp_path / "absent"), None, ["text"])

@@ -1,0 +1,131 @@
+"""Join addresses, announced hosts, known peers, clocks and dial allowances: all that needs no network."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, from_here, local_host_towards, reserve_port
+from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.io.dht.join_handshake import DialAllowance, check_clock
+from noloco_p2p.io.dht.known_peers import PEERS_LIMIT, KnownPeers
+
+PEER = peer_id_of(bytes(range(32)))
+
+
+@pytest.mark.parametrize("where", ["/ip4/10.0.0.1", "/ip6/fe80::1", "/dns4/node-1.example.org"])
+def test_a_join_address_is_read_and_written_back(where: str) -> None:
+    text = f"{where}/tcp/4001/p2p/{PEER}"
+    assert str(JoinAddress.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not of the form"),
+        ("10.0.0.1:4001", "not of the form"),
+        (f"/ip4/10.0.0.1/udp/4001/p2p/{PEER}", "not of the form"),
+        (f"/ip4/10.0.0.1/tcp/4001/p2p/{PEER}\n", "not of the form"),
+        ("/ip4/10.0.0.1/tcp/4001", "not of the form"),
+        (f"/ip4/10.0.0.1/tcp/0/p2p/{PEER}", "no port 0"),
+        (f"/ip4/10.0.0.1/tcp/70000/p2p/{PEER}", "no port 70000"),
+        (f"/ip4/10.0.0.1/tcp/4001/p2p/{PEER[:-1]}", "mistyped or cut off"),
+        (f"/ip4/10.0.0.300/tcp/4001/p2p/{PEER}", "no ip4 host"),
+        (f"/ip4/name/tcp/4001/p2p/{PEER}", "no ip4 host"),
+        (f"/ip6/10.0.0.1/tcp/4001/p2p/{PEER}", "no ip6 host"),
+    ],
+)
+def test_a_malformed_join_address_is_one_line(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        JoinAddress.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_announced_host_is_one_that_others_can_use() -> None:
+    join = JoinAddress.parse(f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}")
+    assert announced_host("0.0.0.0", "node.example", join) == "node.example"
+    assert announced_host("0.0.0.0", None, join) == "127.0.0.1"
+    assert announced_host("0.0.0.0", None, None) not in ("", "0.0.0.0")
+    assert announced_host("127.0.0.3", None, join) == "127.0.0.3"
+    assert local_host_towards("no such host") == "127.0.0.1"
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(LocalError, match=f"port {port} on 127.0.0.1 is in use"):
+            reserve_port("127.0.0.1", port)
+    reserve_port("127.0.0.1", port).close()
+    with pytest.raises(LocalError, match=r"cannot listen on 192\.0\.2\.1"):
+        reserve_port("192.0.2.1", 0)
+
+
+def address(number: int) -> JoinAddress:
+    return JoinAddress("10.0.0.1", 1 + number, peer_id_of(number.to_bytes(32)))
+
+
+def test_known_peers_are_found_again_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "node" / "known_peers.json"
+    known = KnownPeers(path)
+    known.load()
+    known.remember(address(number) for number in range(PEERS_LIMIT + 6))
+    again = KnownPeers(path)
+    again.load()
+    found = again.unlinked(set(), 1000)
+    assert found == [address(number) for number in range(6, PEERS_LIMIT + 6)]
+    assert again.unlinked({one.peer_id for one in found[1:]}, 1000) == [found[0]]
+    assert [path.name for path in path.parent.iterdir()] == ["known_peers.json"]
+
+
+def test_known_peers_take_turns(tmp_path: Path) -> None:
+    known = KnownPeers(tmp_path / "known_peers.json")
+    known.remember(address(number) for number in range(5))
+    dialled = known.unlinked(set(), 2) + known.unlinked(set(), 2) + known.unlinked(set(), 1)
+    assert sorted(map(str, dialled)) == sorted(str(address(number)) for number in range(5))
+
+
+@pytest.mark.parametrize("text", ["", "{", "17", '["nonsense", 5, null]', "\0\0"])
+def test_a_spoilt_file_of_known_peers_is_no_obstacle(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "known_peers.json"
+    path.write_text(text)
+    known = KnownPeers(path)
+    known.load()
+    assert known.unlinked(set(), 10) == []
+
+
+def test_clocks_may_differ_by_half_a_lifetime() -> None:
+    check_clock(114.0, mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+    check_clock(86.0, mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+    with pytest.raises(ConfigError, match=r"clock is 16\.5 s behind"):
+        check_clock(117.0, mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+    with pytest.raises(ConfigError, match=r"clock is 20\.5 s ahead"):
+        check_clock(80.0, mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+    with pytest.raises(ConfigError, match="clock is"):
+        check_clock(float("nan"), mine_before=100.0, mine_after=101.0, ttl_s=30.0)
+
+
+def test_strangers_cannot_have_much_dialled() -> None:
+    allowance = DialAllowance(at_once=2, per_minute=3)
+    assert [allowance.begin(now=0.0) for _ in range(3)] == [True, True, False]
+    allowance.end()
+    allowance.end()
+    assert [allowance.begin(now=1.0) for _ in range(2)] == [True, False]
+    allowance.end()
+    assert not allowance.begin(now=59.0)
+    assert allowance.begin(now=60.0)
+
+
+def test_what_listens_everywhere_is_reached_at_loopback() -> None:
+    hosts = ("0.0.0.0", "::", "127.0.0.1", "10.0.0.5", "fd00::3", "node.example")
+    assert [from_here(host) for host in hosts] == [
+        "127.0.0.1",
+        "[::1]",
+        "127.0.0.1",
+        "10.0.0.5",
+        "[fd00::3]",
+        "node.example",
+    ]

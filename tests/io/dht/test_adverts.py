@@ -1,0 +1,239 @@
+"""Signed records: whatever is not a well-formed advert signed by its own subkey is refused."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.core.messages import Advert, Holding
+from noloco_p2p.errors import ConfigError, Violation
+from noloco_p2p.io.dht.adverts import (
+    LATER_TEXTS,
+    LONGEST_TTL_S,
+    PAYLOAD_LIMIT_BYTES,
+    PLAIN_FIELDS,
+    AdvertValidator,
+    Record,
+    decode,
+    encode,
+    packed_bytes,
+    packed_text,
+)
+from noloco_p2p.io.dht.identity import Identity, peer_id_of
+
+RUN = "ab" * 32
+NOW = 1.0e9
+KEYS = {b"key of stage 0": 0, b"key of stage 1": 1}
+PEER = peer_id_of(bytes(range(32)))
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Stands for hivemind's DHTRecord."""
+
+    key: bytes
+    subkey: bytes
+    value: bytes
+    expiration_time: float
+
+
+def advert(**changes: object) -> Advert:
+    fields: dict[str, object] = {
+        "peer_id": PEER,
+        "run_id": RUN,
+        "stage": 0,
+        "addresses": ("10.0.0.1:5000", "host.example:5000"),
+        "metrics": "http://10.0.0.1:9100/metrics",
+        "libp2p_metrics": "http://10.0.0.1:9101/metrics",
+        "state": "training",
+        "step": 12.75,
+        "outer_round": 3,
+        "microbatches_per_s": 1.5,
+        "steps_per_s": 0.25,
+        "evaluated": True,
+        "settled": True,
+        "partner_from_round": 4,
+        "moving_to": 1,
+        "holds": (Holding(0, 3, 30), Holding(1, 2, 20)),
+        "version": "1.2.3",
+    }
+    return Advert(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def record(made: Advert) -> Record:
+    return Record(made, NOW - 2.0, (f"/ip4/10.0.0.1/tcp/4001/p2p/{made.peer_id}",))
+
+
+def test_every_field_of_an_advert_travels() -> None:
+    assert decode(encode(record(advert())), run_id=RUN, stage=0, peer_id=PEER) == record(advert())
+    elsewhere = {"peer_id", "run_id", "stage", "addresses", "announced_at", "moving_to", "holds"}
+    assert {field.name for field in dataclasses.fields(Advert)} == set(PLAIN_FIELDS) | set(LATER_TEXTS) | elsewhere
+
+
+def test_an_advert_of_a_version_without_the_later_texts_is_read() -> None:
+    for payload in (without("libp2p_metrics"), encode(record(advert(libp2p_metrics="")))):
+        assert b"libp2p_metrics" not in payload
+        assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(libp2p_metrics=""))
+
+
+def test_a_node_that_moves_nowhere_and_holds_nothing() -> None:
+    made = record(advert(moving_to=None, holds=()))
+    assert decode(encode(made), run_id=RUN, stage=0, peer_id=PEER) == made
+
+
+def test_of_many_holdings_the_last_ones_are_told_and_fit() -> None:
+    holds = tuple(Holding(1000 + i, 10**7 + i, 10**9 + i) for i in range(50))
+    payload = encode(record(advert(addresses=("h" * 80 + ":50000",) * 3, metrics="m" * 100, holds=holds)))
+    assert decode(payload, run_id=RUN, stage=0, peer_id=PEER).advert.holds == holds[-8:]
+
+
+@pytest.mark.parametrize("changes", [{"moving_to": 2}, {"holds": (Holding(2, 1, 1),)}])
+def test_an_advert_speaks_only_of_stages_that_there_are(changes: dict[str, object]) -> None:
+    payload = encode(record(advert(**changes)))
+    assert decode(payload, run_id=RUN, stage=0, peer_id=PEER, stages=3).advert == advert(**changes)
+    with pytest.raises(Violation, match=r"stage 2 of 2"):
+        decode(payload, run_id=RUN, stage=0, peer_id=PEER, stages=2)
+
+
+def test_an_advert_that_nobody_would_accept_is_not_made() -> None:
+    with pytest.raises(ConfigError, match=f"at most {PAYLOAD_LIMIT_BYTES}"):
+        encode(
+            record(advert(addresses=("x" * 250, "y" * 250, "z" * 250, "w" * 250), metrics="m" * 250, version="v" * 250))
+        )
+
+
+def spoilt(**changes: object) -> bytes:
+    return json.dumps({**json.loads(encode(record(advert()))), **changes}).encode()
+
+
+def without(name: str) -> bytes:
+    return json.dumps({k: v for k, v in json.loads(encode(record(advert()))).items() if k != name}).encode()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"[1]",
+        b"{",
+        b"[" * 1000,
+        b"\xff\xfe",
+        encode(record(advert())) + b" " * PAYLOAD_LIMIT_BYTES,
+        spoilt(step=float("nan")),
+        spoilt(step=float("inf")),
+        spoilt(step=-1.0),
+        spoilt(step="1"),
+        spoilt(step=True),
+        spoilt(step=10**400),
+        spoilt(outer_round=1.5),
+        spoilt(outer_round=-1),
+        spoilt(outer_round=2**70),
+        spoilt(state="sleeping"),
+        spoilt(evaluated=1),
+        spoilt(version=None),
+        spoilt(version="1\n2"),
+        spoilt(metrics="h" * 300),
+        spoilt(libp2p_metrics="h" * 300),
+        spoilt(libp2p_metrics=None),
+        spoilt(libp2p_metrics=["http://10.0.0.1:9101/metrics"]),
+        spoilt(addresses="10.0.0.1:1"),
+        spoilt(addresses=["a:1"] * 5),
+        spoilt(addresses=[["a:1"]]),
+        spoilt(announced_at=None),
+        spoilt(partner_from_round=-1),
+        spoilt(partner_from_round=None),
+        without("partner_from_round"),
+        spoilt(moving_to=-1),
+        spoilt(moving_to="1"),
+        spoilt(moving_to=True),
+        without("moving_to"),
+        without("holds"),
+        spoilt(holds=None),
+        spoilt(holds={"0": 1}),
+        spoilt(holds=[[0, 1, 1]] * 9),
+        spoilt(holds=[[0, 1]]),
+        spoilt(holds=[0, 1, 1]),
+        spoilt(holds=[[0, 1, 1.5]]),
+        spoilt(holds=[[0, -1, 1]]),
+        spoilt(holds=[[0, 1, 2**64]]),
+    ],
+)
+def test_a_malformed_payload_is_a_violation(payload: bytes) -> None:
+    with pytest.raises(Violation, match=r"^advert "):
+        decode(payload, run_id=RUN, stage=0, peer_id=PEER)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_violation(payload: bytes) -> None:
+    with pytest.raises(Violation):
+        decode(payload, run_id=RUN, stage=0, peer_id=PEER)
+
+
+def test_the_packing_is_hivemind_s() -> None:
+    from hivemind.utils import MSGPackSerializer
+
+    for length in (0, 31, 255, 256, PAYLOAD_LIMIT_BYTES):
+        assert packed_bytes(bytes(length)) == MSGPackSerializer.dumps(bytes(length))
+    assert packed_text(PEER) == MSGPackSerializer.dumps(PEER)
+
+
+def signed(identity: Identity, **changes: object) -> tuple[AdvertValidator, Raw]:
+    validator = AdvertValidator(identity, RUN, KEYS, lambda: NOW)
+    value = packed_bytes(encode(record(advert(peer_id=identity.peer_id))))
+    plain = Raw(b"key of stage 0", packed_text(identity.peer_id), value, NOW + 30.0)
+    return validator, dataclasses.replace(plain, value=validator.sign_value(plain))
+
+
+def test_a_signed_record_is_valid_for_everybody(tmp_path: Path) -> None:
+    mine, other = Identity.open(tmp_path / "mine"), Identity.open(tmp_path / "other")
+    validator, good = signed(mine)
+    elsewhere = AdvertValidator(other, RUN, KEYS, lambda: NOW)
+    assert validator.validate(good)
+    assert elsewhere.validate(good)
+    assert packed_bytes(encode(record(advert(peer_id=mine.peer_id)))) == elsewhere.strip_value(good)
+    mine.close()
+    other.close()
+
+
+FORGERIES: dict[str, Callable[[Raw, str], Raw]] = {
+    "another peer's subkey": lambda r, other: dataclasses.replace(r, subkey=packed_text(other)),
+    "moved to another stage": lambda r, _: dataclasses.replace(r, key=b"key of stage 1"),
+    "moved to another run": lambda r, _: dataclasses.replace(r, key=b"key of another run"),
+    "kept alive": lambda r, _: dataclasses.replace(r, expiration_time=r.expiration_time + 1e-3),
+    "changed": lambda r, _: dataclasses.replace(r, value=r.value.replace(b"12.75", b"99.75")),
+    "bit of the signature": lambda r, _: dataclasses.replace(r, value=bytes([r.value[0] ^ 1]) + r.value[1:]),
+    "no signature": lambda r, _: dataclasses.replace(r, value=r.value[64:]),
+    "no value": lambda r, _: dataclasses.replace(r, value=b""),
+    "trailing bytes": lambda r, _: dataclasses.replace(r, value=r.value + b"x"),
+    "no subkey": lambda r, _: dataclasses.replace(r, subkey=b"\xc0"),
+    "subkey as bytes": lambda r, _: dataclasses.replace(r, subkey=packed_bytes(r.subkey[2:])),
+    "never ends": lambda r, _: dataclasses.replace(r, expiration_time=float("inf")),
+    "ends at nan": lambda r, _: dataclasses.replace(r, expiration_time=float("nan")),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(FORGERIES))
+def test_a_forged_record_is_refused(tmp_path: Path, kind: str) -> None:
+    mine = Identity.open(tmp_path / "mine")
+    validator, good = signed(mine)
+    assert validator.validate(good)
+    assert not validator.validate(FORGERIES[kind](good, PEER))
+    mine.close()
+
+
+def test_what_is_signed_but_not_an_advert_or_lives_too_long_is_refused(tmp_path: Path) -> None:
+    mine = Identity.open(tmp_path / "mine")
+    validator, good = signed(mine)
+    for value, expires in (
+        (packed_bytes(b"{}"), NOW + 30.0),
+        (packed_bytes(spoilt(announced_at=NOW + 31.0)), NOW + 30.0),
+        (good.value[64:], NOW + LONGEST_TTL_S + 1.0),
+    ):
+        plain = Raw(good.key, good.subkey, value, expires)
+        assert not validator.validate(dataclasses.replace(plain, value=validator.sign_value(plain)))
+    mine.close()

@@ -1,0 +1,185 @@
+"""The directory over a real DHT on loopback: a few libp2p daemons, one event loop."""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from daemons import RUN, STRANGER, gone, node, run, until
+
+from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.io.dht.adverts import Record, decode, encode, packed_bytes, stage_key
+
+
+def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            node(tmp_path / "a") as a,
+            node(tmp_path / "b", join=[a.address]) as b,
+            node(tmp_path / "c", join=[a.address]) as c,
+        ):
+            assert await a.directory.peers() == []
+            await a.directory.announce(a.advert(), 30.0)
+            await b.directory.announce(b.advert(stage=1), 30.0)
+            await c.directory.announce(c.advert(step=7.25), 1.0)
+            everybody = sorted((a.advert(), b.advert(stage=1), c.advert(step=7.25)), key=lambda one: one.peer_id)
+            for one in (a, b, c):
+                seen = await one.directory.peers()
+                assert [replace(peer, announced_at=0.0) for peer in seen] == everybody
+                now = asyncio.get_running_loop().time()
+                assert all(0.0 < now - peer.announced_at < 5.0 for peer in seen)
+
+            async def expired() -> bool:
+                return {peer.peer_id for peer in await a.directory.peers()} == {a.libp2p.peer_id, b.libp2p.peer_id}
+
+            await until(expired, 3.0)  # c does not renew, and nobody says so
+            await b.directory.announce(b.advert(stage=0, state="syncing"), 30.0)
+            moved = [peer for peer in await a.directory.peers() if peer.peer_id == b.libp2p.peer_id]
+            assert [(peer.stage, peer.state) for peer in moved] == [(0, "syncing")]
+            old = (await a.directory._node.get(stage_key(RUN, 1), latest=True)).value[b.libp2p.peer_id].value
+            assert decode(old, run_id=RUN, stage=1, peer_id=b.libp2p.peer_id).advert.state == "left"
+            await b.directory.withdraw()
+            states = {peer.peer_id: peer.state for peer in await a.directory.peers()}
+            assert states == {a.libp2p.peer_id: "training", b.libp2p.peer_id: "left"}
+            await b.directory.withdraw()
+            await b.directory.announce(
+                b.advert(), 1.0
+            )  # shorter than what it announced before, and renewed all the same
+            assert b.libp2p.peer_id in [peer.peer_id for peer in await c.directory.peers()]
+            pids = [one.libp2p.daemon_pid for one in (a, b, c)]
+            assert not any(gone(pid) for pid in pids)
+        assert all(gone(pid) for pid in pids)
+
+    run(scenario)
+
+
+def test_an_advert_of_somebody_else_is_not_announced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            for wrong in (a.advert(peer_id=STRANGER), a.advert(run_id="ef" * 32), a.advert(stage=2)):
+                with pytest.raises(ConfigError):
+                    await a.directory.announce(wrong, 30.0)
+            with pytest.raises(ConfigError):
+                await a.directory.announce(a.advert(), 1e6)
+            assert await a.directory.peers() == []
+
+    run(scenario)
+
+
+def test_a_directory_that_lost_everything_is_a_failed_read_and_no_empty_swarm(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            await a.directory.announce(a.advert(), 30.0)
+            a.directory._node.protocol.storage.clear()
+            with pytest.raises(Unreachable, match="lost all adverts"):
+                await a.directory.peers()
+
+    run(scenario)
+
+
+def test_forged_records_are_refused_by_storing_and_by_reading_nodes(tmp_path: Path) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            await a.directory.announce(a.advert(), 30.0)
+            await b.directory.announce(b.advert(), 30.0)
+            honest = [peer.peer_id for peer in await b.directory.peers()]
+            key = DHTID.generate(stage_key(RUN, 0))
+            mallory, victim = a.directory._node.protocol, b.directory._node.protocol
+            expires = time.time() + 60.0
+            made = packed_bytes(encode(Record(a.advert(step=99.0), time.time(), ())))
+            forged = bytes(64) + made
+            stored = [
+                await mallory.call_store(b.libp2p.p2p.peer_id, [key], [forged], [expires], subkeys=[subkey])
+                for subkey in (STRANGER, b.libp2p.peer_id, None)
+            ]
+            assert stored == [[False]] * 3
+            poisoned = DictionaryDHTValue()
+            poisoned.store(STRANGER, forged, expires)
+            assert await mallory.call_store(b.libp2p.p2p.peer_id, [key], [poisoned], [expires]) == [False]
+            assert STRANGER not in victim.storage.get(key).value
+
+            # Mallory's own storage answers readers with a forgery: the reader drops it and keeps what is honest.
+            mallory.storage.store(key, forged, expires, subkey=STRANGER)
+            assert [peer.peer_id for peer in await b.directory.peers()] == honest
+
+    run(scenario)
+
+
+def test_a_restarted_node_outbids_its_earlier_advert(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            async with node(tmp_path / "b", join=[a.address]) as b:
+                await b.directory.announce(b.advert(step=1.0), 60.0)
+            async with node(tmp_path / "b", join=[a.address]) as b:
+                await b.directory.announce(b.advert(step=2.0), 10.0)
+            assert [peer.step for peer in await a.directory.peers()] == [2.0]
+
+    run(scenario)
+
+
+def test_a_restarted_bootstrap_node_rejoins_its_swarm(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            await b.directory.announce(b.advert(), 30.0)
+            await a.directory.peers()
+            await a.directory.rejoin()
+            await a.directory.close()
+            await a.libp2p.close()
+            a.libp2p.identity.close()
+            async with node(tmp_path / "a") as again:
+                assert again.libp2p.joined == ()
+                assert [peer.peer_id for peer in await again.directory.peers()] == [b.libp2p.peer_id]
+                await again.directory.announce(again.advert(), 30.0)
+                assert len(await b.directory.peers()) == 2
+
+    run(scenario)
+
+
+def test_an_isolated_node_finds_its_swarm_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("noloco_p2p.io.dht.hivemind_directory.REJOIN_PERIOD_S", 2.0)
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            port = int(a.address.split("/")[4])
+            async with node(tmp_path / "b", join=[a.address]) as b:
+                await a.directory.close()
+                await a.libp2p.close()
+                a.libp2p.identity.close()
+
+                async def alone() -> bool:
+                    return not await b.libp2p.links()
+
+                await until(alone)
+                table = b.directory._node.protocol.routing_table
+                for node_id in list(table.uid_to_peer_id):
+                    del table[node_id]  # as hivemind does when a peer does not answer
+                (tmp_path / "a" / "known_peers.json").unlink(missing_ok=True)
+                async with node(tmp_path / "a", port=port) as again:
+                    await again.directory.announce(again.advert(), 30.0)
+
+                    async def seen() -> bool:
+                        return [peer.peer_id for peer in await b.directory.peers()] == [again.libp2p.peer_id]
+
+                    await until(seen, 20.0)
+
+    run(scenario)
+
+
+def test_the_death_of_the_daemon_is_noticed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            await a.directory.announce(a.advert(), 30.0)
+            os.kill(a.libp2p.daemon_pid, signal.SIGKILL)
+            with pytest.raises(LocalError, match="has died"):
+                await asyncio.wait_for(asyncio.shield(a.libp2p.failed), 5.0)
+            for refused in (a.directory.announce(a.advert(), 30.0), a.directory.peers(), a.directory.withdraw()):
+                with pytest.raises(LocalError, match="has died"):
+                    await refused
+
+    run(scenario)

@@ -1,0 +1,146 @@
+"""The libp2p daemon on loopback: joining and its errors, the manifest, the dial-back, the end."""
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from daemons import RUN, STRANGER, daemon, run
+
+from noloco_p2p.config import MANIFEST_LIMIT_BYTES
+from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachable, Violation
+from noloco_p2p.io.dht import libp2p as libp2p_module
+from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
+from noloco_p2p.io.dht.join_handshake import (
+    DialAllowance,
+    ask_dial_back,
+    fetch_manifest,
+    offer_manifest,
+    serve_dial_back,
+)
+from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.p2p_daemon import SOCKETS_MIN_AGE_S, sweep_stale_sockets
+from noloco_p2p.launch.node_probe import scrape
+
+
+def test_bad_join_addresses_each_have_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert libp2p_module.DIAL_TIMEOUT_S <= 5.0
+    monkeypatch.setattr("noloco_p2p.io.dht.libp2p.DIAL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("noloco_p2p.io.dht.hivemind_directory.BOOTSTRAP_TIMEOUT_S", 1.0)
+
+    async def refused(join: list[str], kind: type[Exception], message: str) -> None:
+        begun = time.monotonic()
+        with pytest.raises(kind, match=message) as caught:
+            async with daemon(tmp_path / "b", join=join):
+                pass
+        assert "\n" not in str(caught.value)
+        assert time.monotonic() - begun < 10.0
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a:
+            good = a.join_addresses[0]
+            with socket.socket() as silent:
+                silent.bind(("127.0.0.1", 0))
+                dead = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{a.peer_id}"
+                await refused([dead], Unreachable, "nobody answers .*refused")
+                silent.listen()
+                await refused([dead], Unreachable, "an answer did not come within 1 s")
+            await refused([good[:-4]], ConfigError, "malformed join address")
+            await refused([good.replace(a.peer_id, STRANGER)], ConfigError, f"another peer answers there .{a.peer_id}")
+            with pytest.raises(ConfigError, match="this node's own"):
+                await Libp2p.open(a.identity, host="127.0.0.1", port=0, join=[good])
+            async with daemon(tmp_path / "b", join=[dead.replace(a.peer_id, STRANGER), good]) as b:
+                assert [str(address) for address in b.joined] == [good]
+                with pytest.raises(Unreachable, match="keeps no directory of this run"):
+                    await HivemindDirectory.open(b, run_id=RUN, stages=1, known_path=tmp_path / "known")
+
+    run(scenario)
+
+
+def test_a_port_in_use_is_refused_even_by_another_daemon(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a:
+            port = int(a.join_addresses[0].split("/")[4])
+            with pytest.raises(LocalError, match=f"port {port} on 127.0.0.1 is in use"):
+                async with daemon(tmp_path / "b", port=port):
+                    pass
+
+    run(scenario)
+
+
+def test_it_serves_its_own_metrics_where_it_is_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", metrics_port=0) as b:
+            assert a.metrics_port is None
+            found = await asyncio.to_thread(scrape, f"http://127.0.0.1:{b.metrics_port}/metrics", 5.0)
+            assert any(name.startswith("libp2p_") for name, _, _ in found.samples)
+            with pytest.raises(LocalError, match=f"port {b.metrics_port} .*choose another listen.libp2p_metrics_port"):
+                async with daemon(tmp_path / "c", metrics_port=b.metrics_port):
+                    pass
+
+    run(scenario)
+
+
+def test_ctrl_c_in_a_terminal_does_not_reach_the_daemon(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a:
+            assert os.getpgid(a.daemon_pid) == a.daemon_pid != os.getpgid(0)
+
+    run(scenario)
+
+
+def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            with pytest.raises(Declined, match="no noloco node, or not ready"):
+                await fetch_manifest(b, a.peer_id)
+            await offer_manifest(a, b"m" * MANIFEST_LIMIT_BYTES)
+            before = time.time()
+            manifest, theirs = await fetch_manifest(b, a.peer_id)
+            assert manifest == b"m" * MANIFEST_LIMIT_BYTES
+            assert before <= theirs <= time.time()
+            await offer_manifest(b, b"m" * (MANIFEST_LIMIT_BYTES + 1))
+            with pytest.raises(Violation, match="manifest of 65537 bytes"):
+                await fetch_manifest(a, b.peer_id)
+            with pytest.raises(Unreachable):
+                await b.call(STRANGER, "noloco/manifest/1", b"", 2.0)
+
+    run(scenario)
+
+
+def test_a_joined_peer_dials_back(tmp_path: Path) -> None:
+    dialled: list[tuple[str, str]] = []
+
+    async def probe(address: str, peer_id: str) -> str | None:
+        dialled.append((address, peer_id))
+        if address.endswith(":2"):
+            raise Unreachable("refused")
+        return None if address.endswith(":1") else "another peer is there"
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            await serve_dial_back(a, probe, DialAllowance(per_minute=3))
+            assert await ask_dial_back(b, a.peer_id, "127.0.0.1:1") is None
+            assert await ask_dial_back(b, a.peer_id, "127.0.0.1:2") == "refused"
+            assert await ask_dial_back(b, a.peer_id, "127.0.0.1:3") == "another peer is there"
+            assert dialled == [(f"127.0.0.1:{port}", b.peer_id) for port in (1, 2, 3)]
+            with pytest.raises(Declined, match="not of the form host:port"):
+                await ask_dial_back(b, a.peer_id, "nonsense")
+            with pytest.raises(Busy):
+                await ask_dial_back(b, a.peer_id, "127.0.0.1:1")
+            assert len(dialled) == 3
+
+    run(scenario)
+
+
+def test_only_sockets_that_nobody_listens_on_are_swept(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as live:
+        dead.bind(str(tmp_path / "hivemind-p2pd-dead.sock"))
+        live.bind(str(tmp_path / "hivemind-p2pd-live.sock"))
+        live.listen()
+        (tmp_path / "other.sock").touch()
+        assert sweep_stale_sockets(tmp_path, SOCKETS_MIN_AGE_S) == 0
+        assert sweep_stale_sockets(tmp_path, 0.0) == 1
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hivemind-p2pd-live.sock", "other.sock"]

@@ -1,0 +1,403 @@
+"""What is saved is read back bitwise; what is torn, corrupt or another's is passed over; the old ones stay."""
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from noloco_p2p.core.messages import (
+    REPLICA_KINDS,
+    Checkpoint,
+    Holding,
+    HostTensor,
+    MicrobatchId,
+    PeerId,
+    ReplicaState,
+)
+from noloco_p2p.errors import LocalError
+from noloco_p2p.io.storage import checkpoint_format
+from noloco_p2p.io.storage.checkpoint_format import Damaged, read_checkpoint, read_tensors, stored_shards
+from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
+from noloco_p2p.ports import Checkpoints
+from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
+from noloco_p2p.sim.loop import run as run_virtually
+
+RUN, PEER = "ab" * 32, "12D3KooWaaaabbbbccccme"
+
+
+def _tensor(name: str, dtype: str, shape: tuple[int, ...], chance: random.Random) -> HostTensor:
+    values = np.array([chance.gauss(0, 1) for _ in range(int(np.prod(shape)))], dtype)
+    return HostTensor(name, dtype, shape, memoryview(values.tobytes()))
+
+
+def _checkpoint(round: int, stage: int = 1, *, dtype: str = "float32", peer: PeerId = PEER) -> Checkpoint:
+    """Every field has a value that is easily lost: odd shapes, 64-bit numbers, a clock between two steps."""
+    chance = random.Random(f"{round} {stage}")
+    shapes = {"a.weight": (3, 5), "a.bias": (1,), "none": (0, 4), "b": (2, 2, 2)}
+    tensors = [_tensor(f"{kind}/{name}", dtype, shapes[name], chance) for kind in REPLICA_KINDS for name in shapes]
+    spent = [MicrobatchId(p, 2**63 + n, c) for c in range(20) for p, n in (("z", 1), ("a", 5), ("z", 2)) if c % 3 or n]
+    chance.gauss(0, 1)  # leaves a half of a pair behind, which is a part of the state
+    state = ReplicaState(
+        peer=peer,
+        stage=stage,
+        round=round,
+        step=round * 10 + 0.1,
+        inner_steps=round * 10 - 1,
+        adam_steps=round * 10 - 2,
+        tensors=tuple(tensors),
+        number=2**64 - 1,
+        spent=tuple(spent),
+    )
+    cursor = None if stage else {"units": 3, "pass_number": 2**40, "place": [1, 2.5, "é"]}
+    return Checkpoint(state, cursor, chance.getstate())
+
+
+def _holding(checkpoint: Checkpoint) -> Holding:
+    return Holding(checkpoint.state.stage, checkpoint.state.round, int(checkpoint.state.step))
+
+
+def _save(store: Checkpoints, *all_of_them: Checkpoint) -> None:
+    async def save() -> None:
+        for one in all_of_them:
+            await store.save(one)
+
+    run_virtually(save(), limit_s=60.0) if isinstance(store, SimCheckpoints) else asyncio.run(save())
+
+
+def _held(store: Checkpoints) -> list[Holding]:
+    return asyncio.run(store.held())
+
+
+def _load(store: Checkpoints, held: Holding) -> Checkpoint | None:
+    if isinstance(store, SimCheckpoints):
+        return run_virtually(store.load(held), limit_s=60.0)
+    return asyncio.run(store.load(held))
+
+
+def _newest(store: Checkpoints) -> Checkpoint | None:
+    """As a node that restarts: the newest that can be read."""
+    for held in reversed(_held(store)):
+        found = _load(store, held)
+        if found is not None:
+            return found
+    return None
+
+
+# --- the laws of the port, in both worlds -----------------------------------------------------------------------------
+
+Open = Callable[[], Checkpoints]
+"""Opens the same store again, as another process of the node would; it keeps 3."""
+
+
+@pytest.fixture(params=["files", "simulated"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    disk = Disk()
+    if request.param == "files":
+        return lambda: FileCheckpoints(tmp_path, RUN, PEER, 3)
+    return lambda: SimCheckpoints(disk, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_checkpoint_comes_back_bitwise_in_another_process(reopen: Open, dtype: str, stage: int) -> None:
+    assert _held(reopen()) == []
+    saved = _checkpoint(10, stage, dtype=dtype)
+    _save(reopen(), saved)
+    assert _held(reopen()) == [Holding(stage, 10, 100)]
+    found = _load(reopen(), Holding(stage, 10, 100))
+    assert found == saved
+    chance, restored = random.Random(f"10 {stage}"), random.Random()
+    chance.setstate(saved.random_state)
+    restored.setstate(found.random_state)
+    assert [chance.gauss(0, 1) for _ in range(9)] == [restored.gauss(0, 1) for _ in range(9)]
+    assert _load(reopen(), Holding(stage, 11, 100)) is None
+
+
+def test_the_newest_are_kept_also_after_a_step_back(reopen: Open) -> None:
+    saved = {round: _checkpoint(round) for round in (5, 10, 15, 20)}
+    _save(reopen(), *saved.values())
+    assert [held.round for held in _held(reopen())] == [10, 15, 20]
+    again = _checkpoint(7, 2)
+    _save(reopen(), again)
+    assert [(held.stage, held.round) for held in _held(reopen())] == [(1, 15), (1, 20), (2, 7)]
+    assert _newest(reopen()) == again
+    assert _load(reopen(), Holding(1, 15, 150)) == saved[15]
+
+
+def test_a_round_saved_again_takes_the_place_of_the_former_one(reopen: Open) -> None:
+    first, other = _checkpoint(5), _checkpoint(10)
+    later = replace(first, state=replace(first.state, step=55.5, adam_steps=54))
+    same_name = replace(later, state=replace(later.state, adam_steps=53))
+    _save(reopen(), first, other, later)
+    assert _held(reopen()) == [Holding(1, 10, 100), Holding(1, 5, 55)]
+    assert _newest(reopen()) == later
+    _save(reopen(), same_name)
+    assert _held(reopen()) == [Holding(1, 10, 100), Holding(1, 5, 55)]
+    assert _newest(reopen()) == same_name
+
+
+# --- torn and corrupt -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Checkpoint, Path, Path]:
+    """A directory with the checkpoints of rounds 5 and 10: (that of 5, manifest of 10, tensors of 10)."""
+    older = _checkpoint(5)
+    _save(FileCheckpoints(tmp_path, RUN, PEER, 3), older, _checkpoint(10))
+    (path,) = tmp_path.glob("checkpoints/*/stage-1-round-000010-*.json")
+    assert _newest(FileCheckpoints(tmp_path, RUN, PEER, 3)) == _checkpoint(10)
+    return older, path, path.with_suffix(".safetensors")
+
+
+def _swept(tmp_path: Path) -> list[str]:
+    """Save one more, and list what is there then."""
+    _save(FileCheckpoints(tmp_path, RUN, PEER, 3), _checkpoint(15))
+    return sorted(path.name[:20] for path in tmp_path.glob("checkpoints/*/*"))
+
+
+ONLY_5_AND_15 = ["stage-1-round-000005"] * 2 + ["stage-1-round-000015"] * 2
+
+
+@pytest.mark.parametrize("what", ["manifest", "tensors"])
+@pytest.mark.parametrize("left", [None, 0.0, 0.5, 0.999])
+def test_a_torn_file_is_detected_and_the_one_before_is_used(
+    two: tuple[Checkpoint, Path, Path], tmp_path: Path, what: str, left: float | None
+) -> None:
+    older, *files = two
+    path = files[what == "tensors"]
+    whole = path.read_bytes()
+    path.unlink() if left is None else path.write_bytes(whole[: int(left * len(whole))])
+    store = FileCheckpoints(tmp_path, RUN, PEER, 3)
+    assert _held(store) == [Holding(1, 5, 50)]
+    assert _newest(store) == older
+    assert [shard.manifest.round for shard in stored_shards(tmp_path)] == [5]
+    assert _swept(tmp_path) == ONLY_5_AND_15
+
+
+@pytest.mark.parametrize("what", ["manifest", "tensors"])
+def test_a_flipped_bit_anywhere_is_detected_and_the_one_before_is_used(
+    two: tuple[Checkpoint, Path, Path], tmp_path: Path, what: str
+) -> None:
+    older, *files = two
+    path = files[what == "tensors"]
+    whole = path.read_bytes()
+    for place in (*range(8), *random.Random(0).sample(range(8, len(whole)), 150), len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        store = FileCheckpoints(tmp_path, RUN, PEER, 3)
+        assert _newest(store) == older, f"byte {place}: {whole[place : place + 1]!r}"
+        assert _held(store) == [Holding(1, 5, 50)], "what turned out damaged is not announced any more"
+
+
+def test_a_damaged_one_does_not_count_among_those_kept(
+    two: tuple[Checkpoint, Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, _, path = two
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    store = FileCheckpoints(tmp_path, RUN, PEER, 2)
+    assert _newest(store) == older
+    assert [(record.levelno, str(path) in record.message) for record in caplog.records] == [(logging.WARNING, True)]
+    _save(store, _checkpoint(15))
+    assert [held.round for held in _held(store)] == [5, 15]
+    assert not path.exists()
+
+
+class _Killed(BaseException):
+    """The process is gone here."""
+
+
+def _failing_at(call: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its `call`-th step to the disk on, all fail: 4 flushes and 2 renamings a save."""
+    done: Iterator[int] = iter(range(100))
+
+    def step(real: Callable[..., object]) -> Callable[..., object]:
+        def stepped(*arguments: object) -> object:
+            if next(done) >= call:
+                raise error
+            return real(*arguments)
+
+        return stepped
+
+    monkeypatch.setattr(os, "fsync", step(os.fsync))
+    monkeypatch.setattr(Path, "replace", step(Path.replace))
+
+
+@pytest.mark.parametrize("call", range(7))
+def test_a_node_killed_while_it_writes_has_the_whole_one_or_the_one_before(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = _checkpoint(5), _checkpoint(10)
+    _save(FileCheckpoints(tmp_path, RUN, PEER, 3), older)
+    with monkeypatch.context() as patch:
+        _failing_at(call, _Killed(), patch)
+        if call < 6:
+            with pytest.raises(_Killed):
+                _save(FileCheckpoints(tmp_path, RUN, PEER, 3), newer)
+        else:
+            _save(FileCheckpoints(tmp_path, RUN, PEER, 3), newer)
+    store = FileCheckpoints(tmp_path, RUN, PEER, 3)
+    assert _newest(store) == (newer if call >= 5 else older)
+    _save(store, _checkpoint(15))
+    rounds = [5, 10, 15] if call >= 5 else [5, 15]
+    assert [held.round for held in _held(store)] == rounds
+    names = sorted(path.name[:20] for path in tmp_path.glob("checkpoints/*/*"))
+    assert names == sorted(2 * [f"stage-1-round-{round:06d}" for round in rounds]), "leftovers are swept"
+
+
+# --- full disks, other nodes ------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_and_the_old_ones_stay(tmp_path: Path) -> None:
+    store, older = FileCheckpoints(tmp_path, RUN, PEER, 3), _checkpoint(5)
+    _save(store, older)
+    before = sorted(tmp_path.glob("checkpoints/*/*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = before[1].stat().st_size
+    for largest in (100, room // 2, room + 1):  # the manifest is larger than the tensors here
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+        try:
+            with pytest.raises(LocalError, match=f"{before[0].parent} .*: free some space") as raised:
+                _save(store, _checkpoint(10))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "\n" not in str(raised.value)
+        assert sorted(tmp_path.glob("checkpoints/*/*")) == before
+    assert _newest(store) == older
+    _save(store, _checkpoint(10))
+    assert _newest(store) == _checkpoint(10)
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_a_disk_that_fails_on_the_way_leaves_the_old_ones(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, older = FileCheckpoints(tmp_path, RUN, PEER, 3), _checkpoint(5)
+    _save(store, older)
+    with monkeypatch.context() as patch:
+        _failing_at(call, OSError(errno.ENOSPC, "No space left on device"), patch)
+        with pytest.raises(LocalError, match="No space left on device"):
+            _save(store, _checkpoint(10))
+    assert _load(store, _holding(older)) == older
+    assert _swept(tmp_path)[:2] == ONLY_5_AND_15[:2]
+    assert not list(tmp_path.glob("checkpoints/*/*.new"))
+
+
+def test_a_directory_that_cannot_be_made_or_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    store = FileCheckpoints(tmp_path, RUN, PEER, 3)
+    with pytest.raises(LocalError, match=f"{tmp_path}/checkpoints/.*Not a directory"):
+        _save(store, _checkpoint(5))
+    assert _held(store) == []
+    assert stored_shards(tmp_path / "absent") == []
+
+
+def test_other_runs_nodes_and_formats_are_passed_over_and_left_alone(tmp_path: Path) -> None:
+    """All in one folder: run and peer have equal ends and beginnings."""
+    foreign = [FileCheckpoints(tmp_path, RUN[:-1] + "c", PEER, 3), FileCheckpoints(tmp_path, RUN, "Q" + PEER[-12:], 3)]
+    for store in foreign:
+        _save(store, _checkpoint(5))
+    own = FileCheckpoints(tmp_path, RUN, PEER, 2)
+    assert _held(own) == []
+    assert _load(own, Holding(1, 5, 50)) is None
+    _save(own, _checkpoint(1))
+    (path,) = (shard.path for shard in stored_shards(tmp_path) if shard.holding.round == 1)
+    content = json.loads(path.read_text()) | {"format": 2}
+    del content["digest"]
+    path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
+    assert _held(own) == []
+    _save(own, _checkpoint(5), _checkpoint(10), _checkpoint(15))
+    assert [held.round for held in _held(own)] == [10, 15]
+    assert [_held(store) for store in foreign] == [[Holding(1, 5, 50)]] * 2
+    assert path.exists()
+    assert path.with_suffix(".safetensors").exists()
+    assert len(list(tmp_path.glob("checkpoints/*"))) == 1
+
+
+# --- without a node ---------------------------------------------------------------------------------------------------
+
+
+def test_anybody_can_read_the_shards_of_a_whole_swarm(tmp_path: Path) -> None:
+    peers = ("12D3KooWonex", "12D3KooWtwox")
+    for node, peer in enumerate(peers):
+        store = FileCheckpoints(tmp_path / f"node-{node}", RUN, peer, 3)
+        _save(store, *(_checkpoint(round, node, peer=peer) for round in (10, 5)))
+    found = stored_shards(tmp_path)
+    assert [(one.manifest.peer_id, one.holding) for one in found] == [
+        (peers[0], Holding(0, 10, 100)),
+        (peers[0], Holding(0, 5, 50)),
+        (peers[1], Holding(1, 10, 100)),
+        (peers[1], Holding(1, 5, 50)),
+    ]
+    assert [one.holding for one in stored_shards(tmp_path / "node-1")] == [one.holding for one in found[2:]]
+    saved = _checkpoint(5, 1, peer=peers[1])
+    assert read_checkpoint(found[3]) == saved
+    slow = read_tensors(found[3], {"slow", "momentum"})
+    assert slow == tuple(t for t in saved.state.tensors if t.name.startswith(("slow/", "momentum/")))
+    theirs = safetensors.numpy.load_file(found[3].tensors_path)
+    assert {name: values.tobytes() for name, values in theirs.items()} == {
+        tensor.name: bytes(tensor.data) for tensor in saved.state.tensors
+    }
+    whole = found[3].tensors_path.read_bytes()
+    found[3].tensors_path.write_bytes(whole[:-1] + b"?")
+    with pytest.raises(Damaged, match=f"{found[3].tensors_path} is damaged: the values of .* the digest"):
+        read_tensors(found[3])
+
+
+def test_the_disk_does_not_need_torch() -> None:
+    code = "import noloco_p2p.io.checkpoints, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+# --- the simulated disk -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_crash_during_a_simulated_save_leaves_nothing_or_a_torn_one(torn: bool) -> None:
+    disk = Disk(torn_by_crash=torn)
+    older = _checkpoint(5)
+
+    async def main() -> None:
+        store = SimCheckpoints(disk, 3, save_s=1.0)
+        await store.save(older)
+        assert asyncio.get_running_loop().time() == pytest.approx(1.0)
+        saving = asyncio.create_task(store.save(_checkpoint(10)))
+        await asyncio.sleep(0.5)
+        store.crash()
+        await asyncio.wait([saving])
+        assert asyncio.get_running_loop().time() == pytest.approx(1.5)
+        with pytest.raises(asyncio.CancelledError):
+            await store.save(_checkpoint(15))
+
+    run_virtually(main(), limit_s=60.0)
+    store = SimCheckpoints(disk, 3)
+    assert [held.round for held in _held(store)] == ([5, 10] if torn else [5])
+    assert _newest(store) == older
+    assert [held.round for held in _held(store)] == [5]
+
+
+def test_a_simulated_disk_can_be_torn_full_and_lost() -> None:
+    disk, older = Disk(), _checkpoint(5)
+    store = SimCheckpoints(disk, 3)
+    disk.tear()
+    _save(store, older, _checkpoint(10))
+    disk.full = True
+    with pytest.raises(LocalError, match="full"):
+        _save(store, _checkpoint(15))
+    disk.tear()
+    assert _newest(store) == older
+    disk.wipe()
+    assert _held(store) == []

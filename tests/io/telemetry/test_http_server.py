@@ -1,0 +1,329 @@
+"""The HTTP server of a node: what its pages say, and that neither a stuck loop nor a bad client keeps it from it."""
+
+import asyncio
+import gzip
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.core.messages import Advert, Holding
+from noloco_p2p.core.status import Seen, Status, Trouble, Wait
+from noloco_p2p.errors import LocalError
+from noloco_p2p.io.telemetry import http_pages, http_server, status_json
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+
+RUN = "ab" * 32
+
+
+def advert(number: int, **changes: object) -> Advert:
+    known = Advert(
+        f"12D3KooW{number:044d}",
+        RUN,
+        number % 2,
+        (f"192.168.100.{number % 250}:41002",),
+        metrics=f"http://192.168.100.{number % 250}:41003/metrics",
+        state="training",
+        step=1234.5678,
+        outer_round=123,
+        microbatches_per_s=12.345678901234567,
+        steps_per_s=1.2345678901234567,
+        settled=True,
+        partner_from_round=3,
+        holds=(Holding(1, 122, 1220), Holding(2, 122, 1220)),
+        version="0.1.0",
+    )
+    return replace(known, **changes)  # type: ignore[arg-type]
+
+
+def status(peers: int = 2) -> Status:
+    return Status(
+        advert(0), "tiny", 2, 1000, 12, seen=tuple(Seen(advert(number), 3.2123456789) for number in range(1, 1 + peers))
+    )
+
+
+class Asker:
+    """A client of one server."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """Code, headers and body of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request(method, path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()
+        finally:
+            connection.close()
+
+    def line(self, path: str) -> tuple[int, str]:
+        """Code and text of the answer."""
+        code, _, body = self.ask(path)
+        return code, body.decode()
+
+
+@pytest.fixture
+def telemetry() -> Iterator[PrometheusTelemetry]:
+    made = PrometheusTelemetry(stages=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def asker(telemetry: PrometheusTelemetry) -> Iterator[Asker]:
+    port = telemetry.serve("127.0.0.1", 0)
+    try:
+        yield Asker(port)
+    finally:
+        telemetry.close()
+
+
+def sample(telemetry: PrometheusTelemetry, metric: str, /, **labels: str) -> float | None:
+    return telemetry.registry.get_sample_value(f"noloco_{metric}", labels)
+
+
+def test_before_there_is_a_node_it_says_that_it_starts(telemetry: PrometheusTelemetry, asker: Asker) -> None:
+    assert asker.line("/health") == (503, f"{http_pages.STARTING}\n")
+    code, text = asker.line("/status")
+    assert (code, json.loads(text)) == (503, {"health": http_pages.STARTING})
+    assert asker.line("/sd")[0] == 503, "Prometheus keeps the targets that it had"
+    assert asker.ask("/metrics")[0] == 200
+    assert sample(telemetry, "healthy") == 0
+
+
+def test_health_is_ok_or_one_line(telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path) -> None:
+    now = [status()]
+    telemetry.watch(lambda: now[0], tmp_path)
+    assert asker.line("/health") == (200, "ok\n")
+    assert sample(telemetry, "healthy") == 1
+    now[0] = replace(status(), waits=(Wait("gradient", "12D3KooWyou", 99.0, 60.0, "microbatch 7\nof X"),))
+    code, text = asker.line("/health")
+    assert code == 503
+    assert text == "overdue: gradient of 12D3KooWyou since 99 s of at most 60 s (microbatch 7 of X)\n"
+    assert json.loads(asker.line("/status")[1])["health"] == text.strip()
+    assert sample(telemetry, "healthy") == 0
+
+
+def test_status_reads_back(telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path) -> None:
+    telemetry.watch(status, tmp_path)
+    telemetry.event("outer_round", round=1, result="alone", reason="none", seconds=0.5, bytes=0)
+    code, headers, body = asker.ask("/status")
+    assert (code, headers["Content-Type"]) == (200, "application/json")
+    told = status_json.decode(body)
+    assert replace(told, figures=status().figures) == status()
+    assert told.figures.rounds == {"alone": 1}
+    assert told.figures.disk_free_bytes is not None
+    assert told.figures.rss_bytes > 1_000_000
+    assert abs(told.figures.unix_time_s - time.time()) < 60
+
+
+def test_discovery_has_one_target_for_each_live_node(asker: Asker, telemetry: PrometheusTelemetry) -> None:
+    seen = (
+        Seen(advert(1, libp2p_metrics="http://192.168.100.1:41004/debug/metrics/prometheus")),
+        Seen(advert(2, state="left")),
+        Seen(advert(3, stage=-1, metrics="http://[fd00::3]:41003/metrics"), aside_s=9.0),
+        Seen(advert(4, metrics="")),
+        Seen(advert(5, metrics="http://evil:41003/metrics?x=1")),
+        Seen(advert(6, metrics="ftp://10.0.0.1:21/metrics")),
+    )
+    telemetry.watch(lambda: replace(status(), seen=seen), Path())
+    code, headers, body = asker.ask("/sd")
+    assert (code, headers["Content-Type"]) == (200, "application/json")
+    found = json.loads(body)
+
+    def labels(number: int, stage: str, kind: str = "node", **more: str) -> dict[str, str]:
+        meta = {"peer_id": advert(number).peer_id, "stage": stage, "run_id": RUN, "version": "0.1.0", "kind": kind}
+        return {f"__meta_noloco_{name}": value for name, value in meta.items()} | more
+
+    assert found == [
+        {"targets": ["192.168.100.0:41003"], "labels": labels(0, "0")},
+        {"targets": ["192.168.100.1:41003"], "labels": labels(1, "1")},
+        {
+            "targets": ["192.168.100.1:41004"],
+            "labels": labels(1, "1", "libp2p", __metrics_path__="/debug/metrics/prometheus"),
+        },
+        {"targets": ["[fd00::3]:41003"], "labels": labels(3, "")},
+    ]
+
+
+def test_a_newcomer_that_has_seen_nobody_yet_lists_nobody(asker: Asker, telemetry: PrometheusTelemetry) -> None:
+    now = [replace(status(), advert=replace(advert(0), state="starting"), seen=())]
+    telemetry.watch(lambda: now[0], Path())
+    assert asker.line("/sd") == (503, f"{http_pages.STARTING}\n")
+    now[0] = replace(now[0], seen=(Seen(advert(1)),))
+    assert len(json.loads(asker.ask("/sd")[2])) == 2
+    now[0] = replace(status(), seen=())
+    assert len(json.loads(asker.ask("/sd")[2])) == 1, "the first node, that waits for others"
+
+
+def test_what_is_made_at_a_scrape(telemetry: PrometheusTelemetry, tmp_path: Path) -> None:
+    waits = (Wait("orders", "owner", 500.0, None, idle=True), Wait("gradient", "P", 3.0, 60.0))
+    troubles = tuple(Trouble(f"trouble {number}", "bad", 1.0) for number in range(100))
+    telemetry.watch(lambda: replace(status(), waits=waits, troubles=troubles), tmp_path)
+    telemetry.measure_memory(lambda: (7, 9))
+    assert sample(telemetry, "run_steps") == 1000
+    assert sample(telemetry, "longest_wait_seconds") == 3.0, "nothing waits for what is idle"
+    assert sample(telemetry, "trouble", name="trouble 0") == 1
+    assert [sample(telemetry, "device_memory_bytes", kind=kind) for kind in ("used", "total")] == [7, 9]
+    assert (sample(telemetry, "disk_free_bytes") or 0) > 0
+    families = {family.name: family for family in telemetry.registry.collect()}
+    assert len(families["noloco_trouble"].samples) == 24
+    telemetry.measure_memory(None)
+    used, total = (sample(telemetry, "device_memory_bytes", kind=kind) for kind in ("used", "total"))
+    assert 1_000_000 < (used or 0) < (total or 0)
+    rss = telemetry.registry.get_sample_value("process_resident_memory_bytes")
+    assert rss is not None
+    assert rss > 1_000_000
+
+
+def test_a_bug_in_the_status_is_told_and_leaves_the_metrics(telemetry: PrometheusTelemetry, asker: Asker) -> None:
+    def fails() -> Status:
+        raise RuntimeError("dictionary changed size\nduring iteration")
+
+    telemetry.watch(fails, Path())
+    assert asker.line("/health") == (500, "500 RuntimeError: dictionary changed size\n")
+    code, text = asker.line("/metrics")
+    assert code == 200
+    assert "noloco_healthy 0.0" in text
+    assert "noloco_inner_steps_total 0.0" in text
+
+
+def test_a_loop_that_stands_is_told(
+    telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop itself sleeps; another thread asks meanwhile, and once more after it has come back."""
+    monkeypatch.setattr("noloco_p2p.core.health.LONGEST_SILENCE_S", 0.5)
+    telemetry.watch(status, tmp_path)
+    found: list[tuple[int, str]] = []
+    stands, asked = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        stands.wait(10)
+        while len(found) < 2000 and (not found or found[-1][0] == 200):
+            found.append(asker.line("/health"))
+        asked.set()
+
+    async def life() -> None:
+        telemetry.event("lag", seconds=0.0)
+        stands.set()
+        assert asked.wait(10)  # blocks the loop: that is what the test is about
+        telemetry.event("lag", seconds=0.6)
+
+    observer = threading.Thread(target=ask)
+    observer.start()
+    asyncio.run(life())
+    observer.join()
+    assert found[0] == (200, "ok\n")
+    assert found[-1] == (503, "the event loop has been silent for 1 s: something blocks this process\n")
+    assert asker.line("/health") == (200, "ok\n")
+
+
+def test_the_usual_manners(asker: Asker, telemetry: PrometheusTelemetry) -> None:
+    telemetry.watch(lambda: status(100), Path())
+    code, headers, body = asker.ask("/")
+    assert code == 200
+    assert all(path in body.decode() for path in ("/metrics", "/sd", "/health", "/status"))
+    assert asker.ask("/nothing")[0] == 404
+    assert asker.ask("/metrics", "POST")[0] == 501
+    with socket.create_connection(("127.0.0.1", asker.port), timeout=5) as client:
+        client.sendall(b"HEAD /sd HTTP/1.0\r\n\r\n")
+        head, _, body = b"".join(iter(lambda: client.recv(65_536), b"")).partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(asker.ask('/sd')[2])}".encode() in head.splitlines()
+    assert body == b""
+    code, headers, packed = asker.ask("/sd", **{"Accept-Encoding": "gzip"})
+    assert headers["Content-Encoding"] == "gzip"
+    assert gzip.decompress(packed) == asker.ask("/sd")[2]
+
+
+def test_metrics_speak_the_format_that_is_asked_for(asker: Asker) -> None:
+    _, headers, body = asker.ask("/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")
+    _, headers, body = asker.ask("/metrics?name[]=noloco_step&unheard=of")
+    assert headers["Content-Type"].startswith("text/plain")
+    assert [line for line in body.decode().splitlines() if not line.startswith("#")] == ["noloco_step 0.0"]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_slow_clients_hold_nothing(asker: Asker) -> None:
+    """Three times as many as there are places connect and say nothing; all others are answered all the same."""
+    before = threading.active_count()
+    slow = [socket.create_connection(("127.0.0.1", asker.port)) for _ in range(3 * http_server.REQUESTS_LIMIT)]
+    try:
+        wait_until(lambda: threading.active_count() >= before + http_server.REQUESTS_LIMIT)
+        for _ in range(5):
+            assert asker.ask("/metrics")[0] == 200
+            assert threading.active_count() <= before + http_server.REQUESTS_LIMIT
+    finally:
+        for each in slow:
+            each.close()
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def test_a_client_that_drips_is_cut_off_in_time(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then resets every timeout of the socket, but not the deadline of the request."""
+    monkeypatch.setattr(http_server, "DEADLINE_S", 0.5)
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", asker.port), timeout=0.05) as drip:
+        drip.sendall(b"GET /metrics HTTP/1.0\r\nX-Slow: ")
+        while time.monotonic() < began + 5:
+            try:
+                drip.sendall(b"x")
+                if drip.recv(100) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+    assert 0.4 < time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\r\n\r\n", b"GET\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n", b"\xff\x00" * 50 + b"\r\n", b"A" * 70_000]
+)
+def test_nonsense_is_refused_and_the_next_one_answered(asker: Asker, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", asker.port), timeout=5) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        try:
+            answer = client.recv(4096)
+        except ConnectionResetError:
+            answer = b""
+    assert b" 200 " not in answer
+    assert asker.ask("/metrics")[0] == 200
+
+
+def test_a_closed_server_is_gone(telemetry: PrometheusTelemetry) -> None:
+    port = telemetry.serve("127.0.0.1", 0)
+    telemetry.close()
+    telemetry.close()
+    with pytest.raises(ConnectionRefusedError):
+        Asker(port).ask("/health")
+    assert telemetry.serve("127.0.0.1", port) == port, "it can be opened again at once"
+    telemetry.close()
+
+
+def test_an_address_that_is_not_ours_is_told(telemetry: PrometheusTelemetry) -> None:
+    with pytest.raises(LocalError, match=r"metrics: 192\.0\.2\.1 port 0 cannot be opened .*listen\.metrics_port"):
+        telemetry.serve("192.0.2.1", 0)
+
+
+def test_256_peers_fit_into_200_kb(asker: Asker, telemetry: PrometheusTelemetry, tmp_path: Path) -> None:
+    telemetry.watch(lambda: status(256), tmp_path)
+    sizes = {path: len(asker.ask(path)[2]) for path in ("/metrics", "/sd", "/status")}
+    assert all(1_000 < size < 200_000 for size in sizes.values()), sizes
+    assert len(json.loads(asker.ask("/sd")[2])) == 257

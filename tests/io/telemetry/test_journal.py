@@ -1,0 +1,268 @@
+"""The journal: what stands in it, that it stays small, and that nothing which happens to its files hurts the node."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noloco_p2p.io.telemetry.event_files import NAME, EventFiles, oldest_first
+from noloco_p2p.io.telemetry.journal import MOST_CHARACTERS, FileJournal, Journal, period_s
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+
+MINUTE, HOUR, WEEK = 60.0, 3_600.0, 7 * 86_400.0
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+class Lines:
+    """A journal in memory, and the clocks it reads."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.wall = Clock()
+        self.raw: list[bytes] = []
+        self.journal = Journal(self.raw.append, self.clock, self.wall)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in map(json.loads, self.raw) if line["event"] == kind]
+
+    def note(self, kind: str, /, **fields: object) -> None:
+        self.journal.note(kind, fields)
+
+    def step(self, loss: float, tokens: int = 10) -> None:
+        self.note(
+            "inner_step",
+            inner_step=1,
+            step=7.25,
+            tokens=tokens,
+            loss_sum=loss * tokens,
+            loss_tokens=tokens,
+            learning_rate=1e-3,
+            grad_norm=float("nan"),
+            busy_s=0.5,
+        )
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return Lines()
+
+
+def in_order(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in oldest_first(directory) for line in path.read_bytes().splitlines()]
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+# === what stands in it ================================================================================================
+
+
+def test_a_line_of_progress_tells_where_the_node_stands_and_every_count_since_its_start(lines: Lines) -> None:
+    lines.note("state", state="training", reason="synced")
+    for loss in (6.0, 4.0):
+        lines.step(loss)
+    lines.note("idle", cause="partner", seconds=0.25)
+    lines.note("idle", cause="partner", seconds=0.5)
+    lines.note("bytes", direction="in", kind="activation", bytes=1_000)
+    lines.note("microbatch", result="dropped", reason="deadline", message="too late")
+    lines.note("span", name="forward", seconds=0.125)
+    lines.clock.at += 1.0
+    lines.note("reroute", reason="unreachable", peer="Q", message="gone")
+    (told,) = lines.of("progress")
+    assert told == {
+        "time": 100.0,
+        "event": "progress",
+        "up_s": 1.0,
+        "state": "training",
+        "step": 7.25,
+        "learning_rate": 0.001,
+        "grad_norm": None,
+        "inner_steps": 2,
+        "tokens": 20,
+        "loss": 5.0,
+        "final_loss": 5.0,
+        "device_s": 1.0,
+        "idle_s": {"partner": 0.75},
+        "bytes": {"in activation": 1000},
+        "microbatches": {"dropped": 1},
+        "dropped": {"deadline": 1},
+        "phase_s": {"forward": 0.125},
+        "rerouted": {"unreachable": 1},
+        "held": {},
+    }
+
+
+def test_the_loss_is_the_mean_since_the_line_before_and_the_counts_go_on(lines: Lines) -> None:
+    for loss in (6.0, 2.0):
+        lines.step(loss)
+        lines.clock.at += 1.0
+        lines.note("lag", seconds=0.0)
+    assert [(told["loss"], told["tokens"], told["final_loss"]) for told in lines.of("progress")] == [
+        (6.0, 10, 6.0),
+        (2.0, 20, 4.0),
+    ]
+
+
+def test_the_end_writes_what_has_not_been_told_and_nothing_comes_after_it(lines: Lines) -> None:
+    lines.journal.start(peer_id="Q", name="tiny", stage=None)
+    lines.step(3.0)
+    lines.journal.end()
+    lines.note("warning", message="closing")
+    assert [json.loads(line)["event"] for line in lines.raw] == ["start", "progress", "end"]
+    assert lines.of("progress")[0]["inner_steps"] == 1
+    assert "stage" not in lines.of("start")[0]
+
+
+def test_membership_and_deserted_stages_have_a_line_when_they_change_only(lines: Lines) -> None:
+    for count in (2, 2, 3, 3, 2):
+        lines.note("membership", counts={(0, "training"): count, (1, "waiting"): 1})
+    for stages in ({}, {1: 0.0}, {1: 5.0}, {}, {}):
+        lines.note("deserted", stages=stages)
+    assert [told["counts"]["0 training"] for told in lines.of("membership")] == [2, 3, 2]
+    assert [list(told["stages"]) for told in lines.of("deserted")] == [["1"], []]
+
+
+def test_a_text_of_a_peer_stays_one_bounded_line(lines: Lines) -> None:
+    lines.note("warning", message="first\nsecond \x1b[31m" + "x" * 10_000)
+    (told,) = lines.of("warning")
+    assert lines.raw[0].count(b"\n") == 1
+    assert len(told["message"]) == MOST_CHARACTERS
+
+
+def test_one_warning_again_and_again_is_one_line_and_a_count(lines: Lines) -> None:
+    for _ in range(50):
+        lines.note("warning", message="no snapshot")
+    lines.clock.at += 1.0
+    lines.note("lag", seconds=0.0)
+    assert len(lines.of("warning")) == 1
+    assert lines.of("progress")[0]["held"] == {"warning": 49}
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(5.0, 1.0), (HOUR, 3.6), (WEEK, 604.8)])
+def test_the_period_of_progress_grows_with_the_age(age_s: float, expected: float) -> None:
+    assert period_s(age_s) == pytest.approx(expected)
+
+
+def test_a_week_has_about_7400_lines_of_progress_and_no_round_is_lost_to_the_count(lines: Lines) -> None:
+    rounds = 0
+    while lines.clock.at < WEEK:
+        lines.clock.at += 7.0
+        rounds += 1
+        lines.note("outer_round", round=rounds, result="partner", reason="drawn", partner="Q", seconds=1.0, bytes=9)
+    lines.journal.end()
+    progress = lines.of("progress")
+    assert 5_000 < len(progress) < 7_500  # an event comes every seven seconds only
+    assert progress[-1]["rounds"] == {"partner": rounds}
+    assert len(lines.of("outer_round")) < 4.1 * 7_500
+    assert sum(map(len, lines.raw)) < 10_000_000
+
+
+# === its files ========================================================================================================
+
+
+def test_a_million_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path) -> None:
+    """Many processes, one after the other, each with its burst of every kind: what a node that keeps failing writes."""
+    files = EventFiles(tmp_path, file_bytes=20_000, files=8)
+    clock, largest, events = Clock(), 0, 0
+    for life in range(500):
+        journal = Journal(files.write, clock, clock)
+        journal.start(peer_id="Q", life=life)
+        for n in range(100):
+            journal.note("warning", {"message": f"trouble {n} of life {life}"})
+        for _ in range(1_900):
+            journal.note("busy", {"direction": "in"})
+        clock.at += 10.0
+        journal.end()
+        events += 2_000
+        largest = max(largest, size_of(tmp_path))
+    files.close()
+    found = in_order(tmp_path)
+    assert events == 1_000_000
+    assert 100_000 < largest <= 8 * 20_000
+    assert found[-1]["event"] == "end"
+    assert [line["life"] for line in found if line["event"] == "start"][-1] == 499
+    times = [line["time"] for line in found]
+    assert times == sorted(times)
+
+
+def test_a_node_that_was_killed_within_a_line_goes_on_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b'{"event":"start"}\n{"event":"prog')
+    files = EventFiles(tmp_path)
+    files.write(b'{"event":"start","second":true}\n')
+    files.close()
+    assert (tmp_path / NAME).read_bytes().splitlines()[1:] == [b'{"event":"prog', b'{"event":"start","second":true}']
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Path:
+    (tmp_path / NAME).symlink_to("/dev/full")
+    return tmp_path
+
+
+def test_a_full_disk_costs_lines_until_there_is_room_again(full_disk: Path) -> None:
+    clock = Clock()
+    files = EventFiles(full_disk, now=clock)
+    files.write(b"lost\n")
+    (full_disk / NAME).unlink()
+    files.write(b"lost as well\n")
+    clock.at += 11.0
+    files.write(b"written\n")
+    files.close()
+    assert (full_disk / NAME).read_bytes().split() == [b"written"]
+
+
+def test_a_directory_that_is_removed_hurts_nobody_and_one_that_comes_back_is_used(tmp_path: Path) -> None:
+    clock, directory = Clock(), tmp_path / "node"
+    directory.mkdir()
+    files = EventFiles(directory, now=clock)
+    files.write(b"first\n")
+    (directory / NAME).unlink()
+    directory.rmdir()
+    files.write(b"lost\n")
+    assert not directory.exists()
+    directory.mkdir()
+    clock.at += 11.0
+    files.write(b"second\n")
+    files.close()
+    assert (directory / NAME).read_bytes() == b"second\n"
+
+
+def test_a_disk_that_hangs_does_not_stop_the_node(tmp_path: Path) -> None:
+    """The file is a pipe that nobody reads: opening it for both, the thread hangs once it is full."""
+    os.mkfifo(tmp_path / NAME)
+    journal = FileJournal(tmp_path)
+    journal.open(peer_id="Q")
+    for n in range(5_000):
+        journal.start(text="x" * 300, n=n)
+    reader = os.open(tmp_path / NAME, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert os.read(reader, 1 << 20).startswith(b'{"time"')
+    finally:
+        os.close(reader)
+
+
+def test_telemetry_hands_every_event_and_phase_to_the_journal_and_survives_its_faults(tmp_path: Path) -> None:
+    telemetry, journal = PrometheusTelemetry(2), FileJournal(tmp_path)
+    journal.open(peer_id="Q", name="tiny")
+    telemetry.record(journal)
+    with telemetry.span("forward"):
+        telemetry.event("state", state="training", reason="synced")
+    telemetry.event("stuck", message="nothing for 60 s", well=False)
+    telemetry.event("inner_step", tokens="many")
+    journal.close()
+    found = in_order(tmp_path)
+    assert [line["event"] for line in found] == ["start", "state", "stuck", "progress", "end"]
+    assert found[3]["phase_s"]["forward"] > 0
+    assert found[3]["state"] == "training"

@@ -1,0 +1,386 @@
+"""Telemetry: every event counted right, bounded series, names by the rules, never raising, never blocking."""
+
+import asyncio
+import io
+import json
+import logging
+import re
+import socket
+import threading
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from noloco_p2p.core.members import STATES
+from noloco_p2p.errors import LocalError
+from noloco_p2p.io.telemetry import log
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.ports import Telemetry
+
+
+@pytest.fixture
+def telemetry() -> PrometheusTelemetry:
+    return PrometheusTelemetry(stages=2)
+
+
+def inner_step(telemetry: Telemetry, number: int, loss_sum: float, tokens: int = 100) -> None:
+    telemetry.event(
+        "inner_step",
+        inner_step=number,
+        step=number + 0.5,
+        tokens=tokens,
+        loss_sum=loss_sum,
+        loss_tokens=tokens,
+        learning_rate=1e-3,
+        grad_norm=0.5,
+        busy_s=0.25,
+    )
+
+
+def everything(telemetry: Telemetry) -> None:
+    """One event of each kind that a node emits."""
+    telemetry.event("state", state="training", reason="all are here")
+    inner_step(telemetry, 1, 550.0)
+    telemetry.event("microbatch", result="done")
+    telemetry.event("microbatch", result="violation", peer="P", message="not finite")
+    telemetry.event("reroute", reason="unreachable", peer="P", message="gone")
+    telemetry.event("busy", direction="in")
+    for result, partner in (("partner", "Q"), ("alone", None)):
+        telemetry.event("outer_round", round=1, result=result, partner=partner, reason="odd", seconds=0.5, bytes=4096)
+    telemetry.event("evaluation", step=10, loss=1.5, tokens=64)
+    telemetry.event("membership", counts={(0, "training"): 2, (1, "waiting"): 1}, joined=3, departed=1)
+    telemetry.event("membership", counts={(0, "training"): 2, (1, "waiting"): 1})
+    telemetry.event("replica_std", value=0.01)
+    telemetry.event("idle", cause="partner", seconds=0.5)
+    telemetry.event("idle", cause="partner", seconds=0.25)
+    telemetry.event("bytes", direction="out", kind="activation", bytes=1000)
+    telemetry.event("bytes", direction="in", kind="gradient", bytes=300)
+    telemetry.event("gauge", name="in_flight", value=3)
+    telemetry.event("gauge", name="waiting", value=1)
+    telemetry.event("gauge", name="parameters", value=321)
+    telemetry.event("lag", seconds=0.02)
+    telemetry.event("warning", message="the directory is slow")
+    telemetry.event("info", message="holds stage 0 of 2")
+    telemetry.event("microbatch", result="dropped", reason="drained", message="it leaves")
+    telemetry.event("deserted", stages={1: 42.0})
+    telemetry.event("checkpoint", round=3, step=30.0, seconds=0.5, bytes=2000)
+    telemetry.event("guarded", stage=1, round=4, bytes=3000)
+    telemetry.event("resumed", source="peer", round=3, step=30.5, peer="Q")
+    telemetry.event("moved", stage=1, reason="it holds the swarm back")
+    with telemetry.span("forward"):
+        pass
+    with telemetry.span("unheard of"):
+        pass
+
+
+def scraped(telemetry: PrometheusTelemetry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    port = telemetry.serve("127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    finally:
+        telemetry.close()
+    families = list(text_string_to_metric_families(text))
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
+    everything(telemetry)
+    telemetry.identify(peer_id="12D3", run_id="ab", stage="0", version="0.1.0")
+    found = scraped(telemetry)
+    node = (("peer_id", "12D3"), ("run_id", "ab"), ("stage", "0"), ("version", "0.1.0"))
+    expected: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
+        ("noloco_node_info", node): 1,
+        ("noloco_inner_steps_total", ()): 1,
+        ("noloco_outer_rounds_total", (("result", "partner"),)): 1,
+        ("noloco_outer_rounds_total", (("result", "alone"),)): 1,
+        ("noloco_outer_rounds_total", (("result", "stale"),)): 0,
+        ("noloco_microbatches_total", (("result", "done"),)): 1,
+        ("noloco_microbatches_total", (("result", "violation"),)): 1,
+        ("noloco_rerouted_total", (("reason", "unreachable"),)): 1,
+        ("noloco_busy_replies_total", (("direction", "in"),)): 1,
+        ("noloco_loss", ()): 5.5,
+        ("noloco_validation_loss", ()): 1.5,
+        ("noloco_learning_rate", ()): 1e-3,
+        ("noloco_grad_norm", ()): 0.5,
+        ("noloco_step", ()): 1.5,
+        ("noloco_tokens_total", ()): 100,
+        ("noloco_device_seconds_total", ()): 0.25,
+        ("noloco_phase_seconds_count", (("phase", "forward"),)): 1,
+        ("noloco_phase_seconds_count", (("phase", "other"),)): 1,
+        ("noloco_bytes_total", (("direction", "out"), ("kind", "activation"))): 1000,
+        ("noloco_bytes_total", (("direction", "in"), ("kind", "gradient"))): 300,
+        ("noloco_in_flight", ()): 3,
+        ("noloco_waiting", ()): 1,
+        ("noloco_parameters", ()): 321,
+        ("noloco_outer_rounds_alone", ()): 1,
+        ("noloco_pulled_bytes_total", ()): 8192,
+        ("noloco_peers", (("stage", "0"), ("state", "training"))): 2,
+        ("noloco_peers", (("stage", "1"), ("state", "training"))): 0,
+        ("noloco_peers", (("stage", "1"), ("state", "waiting"))): 1,
+        ("noloco_peers_joined_total", ()): 3,
+        ("noloco_peers_departed_total", ()): 1,
+        ("noloco_replica_std", ()): 0.01,
+        ("noloco_idle_seconds_total", (("cause", "partner"),)): 0.75,
+        ("noloco_event_loop_lag_seconds", ()): 0.02,
+        ("noloco_state", (("state", "training"),)): 1,
+        ("noloco_state", (("state", "paused"),)): 0,
+        ("noloco_dropped_total", (("reason", "drained"),)): 1,
+        ("noloco_stage_deserted_seconds", (("stage", "0"),)): 0,
+        ("noloco_guarded_round", (("stage", "1"),)): 4,
+        ("noloco_checkpoint_round", ()): 3,
+        ("noloco_checkpoint_duration_seconds", ()): 0.5,
+        ("noloco_checkpoint_size_bytes", ()): 2000,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert 42 <= found["noloco_stage_deserted_seconds", (("stage", "1"),)] < 60
+    assert abs(found["noloco_checkpoint_timestamp_seconds", ()] - time.time()) < 60
+
+
+def test_rounds_in_a_row_that_ended_alone_are_counted(telemetry: PrometheusTelemetry) -> None:
+    in_a_row = []
+    for result in ("alone", "alone", "stale", "alone"):
+        telemetry.event("outer_round", round=1, result=result, partner=None, reason="odd", seconds=0.5, bytes=0)
+        in_a_row.append(telemetry.registry.get_sample_value("noloco_outer_rounds_alone"))
+    assert in_a_row == [1, 2, 0, 1]
+
+
+def test_a_deserted_stage_is_told_when_it_goes_and_when_it_is_back(
+    telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for seconds in (3.0, 4.0, 5.0):
+        telemetry.event("deserted", stages={1: seconds, 7: seconds})
+    assert [r.message for r in caplog.records] == ["stage 1 has no replica since 3 s: the run waits for one"]
+    telemetry.event("deserted", stages={})
+    telemetry.event("deserted", stages={})
+    assert [r.message for r in caplog.records][1:] == ["stage 1 has a replica again, after 5 s"]
+    found = scraped(telemetry)
+    assert [found["noloco_stage_deserted_seconds", (("stage", s),)] for s in "01"] == [0, 0]
+    assert ("noloco_stage_deserted_seconds", (("stage", "7"),)) not in found, "there is no such stage"
+
+
+def test_checkpoints_and_guarding_are_told_once(
+    telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for number in (1, 2, 3):
+        telemetry.event("checkpoint", round=number, step=10.0 * number, seconds=0.25, bytes=2000)
+        telemetry.event("guarded", stage=1, round=number, bytes=3000)
+    telemetry.event("guarded", stage=2, round=1, bytes=3000)
+    assert [r.message for r in caplog.records] == [
+        "checkpoint of outer round 1: 0.25 s, 2,000 bytes",
+        "guards stage 1: holds its outer round 1, 3,000 bytes",
+    ]
+    assert telemetry.totals()["checkpoints"] == 3
+
+
+def test_names_follow_the_rules(telemetry: PrometheusTelemetry) -> None:
+    """Prometheus: a namespace, base units, `_total` for counters and for nothing else, a help text."""
+    everything(telemetry)
+    for metric in telemetry.registry.collect():
+        assert re.fullmatch(r"(noloco|process)_[a-z_]*[a-z]", metric.name)
+        assert metric.documentation.endswith(".")
+        assert not re.search(r"_(ms|us|kb|mb|minutes|millis\w*)(_|$)", metric.name)
+        sample_names = {sample.name for sample in metric.samples if not sample.name.endswith("_created")}
+        if metric.type == "counter":
+            assert sample_names == {metric.name + "_total"}
+        else:
+            assert not metric.name.endswith("_total")
+
+
+def test_totals_for_the_summary(telemetry: PrometheusTelemetry) -> None:
+    everything(telemetry)
+    for number in range(2, 13):
+        inner_step(telemetry, number, 100.0 * number)
+    inner_step(telemetry, 13, 0.0, tokens=0)
+    telemetry.event("outer_round", round=2, result="other", partner="R", reason="busy", seconds=1.0, bytes=1)
+    totals: dict[str, Any] = json.loads(json.dumps(telemetry.totals()))
+    assert totals["inner_steps"] == 13
+    assert totals["tokens"] == 1200
+    assert totals["first_loss"] == 5.5
+    assert totals["final_loss"] == pytest.approx(sum(range(3, 13)) / 10)
+    assert totals["validation_loss"] == 1.5
+    assert totals["outer_rounds"] == {"partner": 1, "alone": 1, "other": 1}
+    assert (totals["pulled"], totals["alone"]) == (2, 1)
+    assert totals["microbatches"] == {"done": 1, "violation": 1, "dropped": 1}
+    assert totals["dropped"] == {"drained": 1}
+    assert totals["resumed"] == {"source": "peer", "round": 3, "step": 30.5, "peer": "Q"}
+    assert (totals["checkpoints"], totals["moves"]) == (1, 1)
+    assert totals["rerouted"] == 1
+    assert (totals["bytes_sent"], totals["bytes_received"]) == (1000, 300)
+    assert totals["idle_s"] == {"partner": 0.75}
+    assert totals["device_s"] == pytest.approx(13 * 0.25)
+    assert totals["step"] == 13.5
+    assert totals["replica_std"] == 0.01
+    assert totals["state"] == "training"
+    assert 0 <= totals["last_step_at"] - totals["training_at"] < 60
+
+
+def test_nothing_has_happened_yet(telemetry: PrometheusTelemetry) -> None:
+    totals = telemetry.totals()
+    assert (totals["first_loss"], totals["final_loss"], totals["inner_steps"]) == (None, None, 0)
+
+
+def test_a_loss_that_is_not_finite_spoils_no_figure(telemetry: PrometheusTelemetry) -> None:
+    inner_step(telemetry, 1, 300.0)
+    inner_step(telemetry, 2, float("nan"))
+    assert telemetry.totals()["final_loss"] == 3.0
+    assert scraped(telemetry)["noloco_loss", ()] == 3.0
+
+
+def test_series_are_bounded(telemetry: PrometheusTelemetry) -> None:
+    """What strangers can choose (stages of adverts, kinds, reasons) makes no unbounded number of series."""
+    for i in range(500):
+        telemetry.event("membership", counts={(i, f"state{i}"): 1, (i, "training"): 1})
+        telemetry.event("reroute", reason=f"reason {i}")
+        telemetry.event("microbatch", result="dropped", reason=f"reason {i}")
+        telemetry.event("guarded", stage=i, round=1, bytes=1)
+        telemetry.event("deserted", stages={i: 1.0})
+        telemetry.event("bytes", direction="in", kind=f"kind {i}", bytes=1)
+    found = scraped(telemetry)
+    assert sum(name == "noloco_peers" for name, _ in found) == 2 * len(STATES)
+    for name in ("noloco_stage_deserted_seconds", "noloco_guarded_round"):
+        assert sum(sample == name for sample, _ in found) == 2
+    for name in ("noloco_rerouted_total", "noloco_bytes_total", "noloco_dropped_total"):
+        values = [value for (sample, _), value in found.items() if sample == name]
+        assert len(values) <= 26
+        assert sum(values) == 500, "none is lost: the rest is counted as other"
+
+
+class Hostile:
+    """A value that breaks whoever looks at it."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def test_it_never_raises_into_its_caller(telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for kind in (*telemetry._events.handlers, "unheard of"):
+        telemetry.event(kind)
+        if kind != "unheard of":
+            telemetry.event(kind, **dict.fromkeys(("state", "result", "message", "value", "counts", "name"), Hostile()))
+    everything(telemetry)
+    assert telemetry.totals()["inner_steps"] == 1
+    assert "event inner_step failed" in caplog.text
+
+
+def test_a_port_in_use_is_told_by_its_number(telemetry: PrometheusTelemetry) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LocalError, match=f"port {port} cannot be opened.*metrics_port"):
+            telemetry.serve("127.0.0.1", port)
+    telemetry.close()
+
+
+def test_a_scrape_is_answered_while_the_loop_stands(telemetry: PrometheusTelemetry) -> None:
+    async def blocks_the_loop() -> float:
+        return scraped(telemetry)["noloco_inner_steps_total", ()]
+
+    assert asyncio.run(blocks_the_loop()) == 0
+
+
+@pytest.fixture
+def lines() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO) -> None:
+    stop = log.start(lines)
+    everything(telemetry)
+    for _ in range(20):
+        telemetry.event("reroute", reason="unreachable", peer="P", message="gone")
+    stop()
+    text = lines.getvalue()
+    for part in (
+        "INFO    training: all are here",
+        "outer round 1: partner of Q (odd), 0.50 s, 4,096 bytes; inner step 1, loss 5.500",
+        "WARNING microbatch violation, P: not finite",
+        "validation at step 10: 1.5000 nats per token over 64 tokens",
+        "WARNING the directory is slow",
+        "holds stage 0 of 2",
+        "WARNING microbatch dropped (drained): it leaves",
+        "WARNING stage 1 has no replica since 42 s: the run waits for one",
+        "checkpoint of outer round 3: 0.50 s, 2,000 bytes",
+        "goes on from step 30.5 (outer round 3), weights from: peer of Q",
+        "moves to stage 1: it holds the swarm back",
+    ):
+        assert part in text
+    assert text.count("routed again") == 1, "trouble is told once in a while"
+
+
+def test_log_lines_for_machines(
+    telemetry: PrometheusTelemetry, lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(logging._levelToName, logging.WARNING, "WARN")  # as hivemind does when it is imported
+    stop = log.start(lines, json_lines=True)
+    everything(telemetry)
+    telemetry.event("info", message="two\nlines")
+    stop()
+    found = [json.loads(line) for line in lines.getvalue().splitlines()]
+    kinds = {"state", "microbatch", "reroute", "outer_round", "evaluation", "warning", "info"}
+    kinds |= {"deserted", "checkpoint", "guarded", "resumed", "moved"}
+    assert {line["event"] for line in found} == kinds
+    by_kind = {line["event"]: line for line in found}
+    assert by_kind["info"]["message"] == "two\nlines"
+    assert by_kind["outer_round"] | {"round": 1, "result": "alone", "level": "info"} == by_kind["outer_round"]
+    assert by_kind["reroute"]["peer"] == "P"
+    assert by_kind["reroute"]["level"] == "warning"
+
+
+def test_the_root_logger_is_as_before_afterwards(lines: io.StringIO) -> None:
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level)
+    log.start(lines)()
+    assert (root.handlers, root.level) == before
+
+
+def test_held_back_lines_are_counted() -> None:
+    now = [0.0]
+    limiter = log.Limiter(5.0, lambda: now[0])
+    assert [limiter.admit("a") for _ in range(4)] == [0, None, None, None]
+    assert limiter.admit("b") == 0
+    now[0] = 5.0
+    assert limiter.admit("a") == 3
+
+
+class Stuck(io.StringIO):
+    """An output that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.gate.wait(0.5)
+        return super().write(text)
+
+
+def test_a_stuck_output_blocks_nobody(telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "STOP_S", 0.05)
+    output = Stuck()
+    stop = log.start(output)
+    began = time.perf_counter()
+    for i in range(log.QUEUE_LINES + 20):
+        telemetry.event("info", message=f"line {i}")
+    stop()
+    assert time.perf_counter() - began < 5, "20 lines too many would cost half a second each"
+    output.gate.set()
+
+
+def test_events_of_the_hot_path_are_cheap(telemetry: PrometheusTelemetry) -> None:
+    """A few µs are usual; a test can only notice that something has become ten times dearer."""
+    began = time.perf_counter()
+    for _ in range(2000):
+        telemetry.event("microbatch", result="done")
+        telemetry.event("bytes", direction="in", kind="activation", bytes=1)
+        telemetry.event("gauge", name="in_flight", value=1)
+    assert (time.perf_counter() - began) / 6000 < 100e-6

@@ -1,0 +1,106 @@
+"""Rates and figures of now: right for a stream, for lumps far apart, and for what has stopped."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p.core.status import Figures
+from noloco_p2p.io.telemetry import process_usage, recent_rates
+from noloco_p2p.io.telemetry.recent_rates import Rate, Recent
+from noloco_p2p.io.telemetry.totals import Totals
+
+
+def stream(rate: Rate, gap_s: float, amount: float, until: float) -> float:
+    """Amounts every `gap_s` seconds; the time of the last."""
+    now = 0.0
+    while now + gap_s <= until:
+        now += gap_s
+        rate.add(now, amount)
+    return now
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0.01, 100.0), st.floats(0.0, 1.0))
+def test_a_steady_stream_has_its_rate_at_any_moment(gap_s: float, phase: float) -> None:
+    """Whether amounts come a hundred times a second or every 100 s, and just after a lump as well as just before."""
+    rate = Rate()
+    last = stream(rate, gap_s, 7.0, 30 * max(gap_s, 1.0))
+    assert rate.per_s(last + phase * gap_s) == pytest.approx(7.0 / gap_s, rel=0.3 if gap_s > 3 else 0.15)
+
+
+def test_what_goes_up_and_down_has_its_mean_over_ten_seconds() -> None:
+    rate = Rate()
+    found = []
+    for second in range(60):
+        for part in range(10):
+            rate.add(second + part / 10, 4.0 if second % 2 else 0.0)
+        found.append(rate.per_s(second + 0.95))
+    assert all(18.0 < each < 22.5 for each in found[20:]), found[20:]
+
+
+def test_it_follows_a_change_within_about_ten_seconds() -> None:
+    rate = Rate()
+    last = stream(rate, 0.1, 1.0, 100.0)
+    for step in range(1, 121):
+        rate.add(last + step / 10, 5.0)
+    assert rate.per_s(last + 12.0) == pytest.approx(50.0, rel=0.05)
+
+
+@pytest.mark.parametrize("gap_s", [0.01, 1.0, 20.0])
+def test_what_has_stopped_goes_to_nothing(gap_s: float) -> None:
+    rate = Rate()
+    last = stream(rate, gap_s, 3.0, 50 * gap_s)
+    found = [rate.per_s(last + seconds) for seconds in (0.0, 6.0, 12.0, 61.0, 1000.0)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == pytest.approx(3.0 / gap_s, rel=0.1)
+    assert found[-2:] == ([0.0, 0.0] if gap_s < 20 else [found[-2], 0.0])
+
+
+def test_nothing_and_one_lump_have_no_rate() -> None:
+    rate = Rate()
+    assert rate.per_s(5.0) == 0.0
+    rate.add(6.0, 100.0)
+    assert rate.per_s(7.0) == 0.0
+    rate.add(8.0, 100.0)
+    assert rate.per_s(8.0) == 50.0
+
+
+def test_marks_are_bounded() -> None:
+    rate = Rate()
+    stream(rate, 0.01, 1.0, 100.0)
+    assert len(rate._marks) <= 11
+
+
+def test_figures_that_are_not_finite_are_none(tmp_path: Path) -> None:
+    totals, recent = Totals(), Recent()
+    assert recent_rates.figures(totals, recent, None).loss is None
+    totals.last_losses.append((6.0, 2.0))
+    totals.outer_rounds["alone"] += 1
+    recent.grad_norm, recent.learning_rate = math.nan, 0.5
+    found = recent_rates.figures(totals, recent, tmp_path)
+    assert (found.loss, found.grad_norm, found.learning_rate) == (3.0, None, 0.5)
+    assert found.rounds == {"alone": 1}
+    assert found.loop_silent_s == 0.0
+    assert (found.disk_free_bytes or 0) > 0
+    totals.outer_rounds["alone"] += 1
+    assert found.rounds == {"alone": 1}, "a copy: the totals go on"
+    assert isinstance(found, Figures)
+
+
+def test_what_the_machine_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = b"x" * 30_000_000
+    before = process_usage.rss_bytes()
+    assert 10_000_000 < before < process_usage.memory_bytes()
+    monkeypatch.setattr(process_usage, "STATM", tmp_path / "nowhere")
+    assert len(held) < process_usage.rss_bytes() < 100 * before
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(process_usage, "CGROUP_MEMORY", limit)
+    whole = process_usage.memory_bytes()
+    limit.write_text("max\n")
+    assert process_usage.memory_bytes() == whole
+    limit.write_text("1000000\n")
+    assert process_usage.memory_bytes() == 1_000_000
+    assert process_usage.disk_free_bytes(tmp_path / "nowhere") is None

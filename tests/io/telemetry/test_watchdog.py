@@ -1,0 +1,64 @@
+"""The watchdog: one line when a node is not well, one when it is again."""
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.status import Figures, Status, Wait
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.io.telemetry.watchdog import Watchdog
+
+WELL = Status(Advert("12D3me", "run", 0, ("h:1",), state="training"), "tiny", 2, 100, 7)
+
+
+def test_one_line_for_each_ailment_however_long_it_lasts() -> None:
+    said: list[tuple[str, bool]] = []
+    told = WELL
+    dog = Watchdog(lambda: told, lambda line, well: said.append((line, well)))
+    dog.look()
+    assert said == []
+    for since_s in (12.0, 13.0, 14.0):
+        told = replace(WELL, waits=(Wait("gradient", "12D3other", since_s, 10.0),))
+        dog.look()
+    assert said == [("overdue: gradient of 12D3other since 12 s of at most 10 s", False)]
+    told = replace(WELL, waits=(Wait("snapshot", "12D3other", 12.0, 10.0),))
+    dog.look()
+    assert said[1:] == [("overdue: snapshot of 12D3other since 12 s of at most 10 s", False)]
+    told = WELL
+    dog.look()
+    dog.look()
+    assert said[2:] == [("goes on", True)]
+
+
+def test_it_looks_by_itself_and_ends() -> None:
+    silent = replace(WELL, figures=Figures(loop_silent_s=60.0))
+    heard = threading.Event()
+    dog = Watchdog(lambda: silent, lambda line, well: heard.set(), period_s=0.001)
+    dog.start()
+    assert heard.wait(10.0)
+    dog.close()
+    assert "watchdog" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_log_says_it(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    telemetry = PrometheusTelemetry(2)
+    ill = threading.Event()
+    stuck = replace(WELL, waits=(Wait("gradient", "12D3other", 12.0, 10.0),))
+    with caplog.at_level(logging.INFO, "noloco_p2p"):
+        telemetry.watch(lambda: stuck if ill.is_set() else WELL, tmp_path)
+        try:
+            ill.set()
+            wait_until(lambda: len(caplog.records) == 1, "the watchdog's line", 10.0)
+            ill.clear()
+            wait_until(lambda: len(caplog.records) == 2, "its line when that is over", 10.0)
+        finally:
+            telemetry.close()
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, "watchdog: overdue: gradient of 12D3other since 12 s of at most 10 s"),
+        (logging.INFO, "watchdog: goes on"),
+    ]

@@ -1,0 +1,149 @@
+"""The gRPC transport on loopback: what is sent arrives bit for bit, and every way to fail is one error, soon."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transport_fixture import (
+    LARGE,
+    RUN,
+    SMALL,
+    Events,
+    Node,
+    activation,
+    echo,
+    gradient_of,
+    hang,
+    pair,
+    run,
+)
+
+from noloco_p2p.core.messages import Activation, Description, Gradient, Header, LossSum
+from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
+from noloco_p2p.io.transport import message_codec
+from noloco_p2p.ports import Body
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with every message of an activation that the sender draws."""
+    original, seen = message_codec.to_activation, list[int]()
+
+    def counted(sent: Activation, time_left_s: float) -> Iterator[Any]:
+        for index, message in enumerate(original(sent, time_left_s)):
+            seen.append(index)
+            yield message
+
+    monkeypatch.setattr(message_codec, "to_activation", counted)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("shape", [SMALL, (4, 128, 512), (3, 333, 777)])
+def test_propagate_returns_the_same_bits(dtype: str, shape: tuple[int, int, int]) -> None:
+    async def scenario() -> None:
+        sent = activation(shape, dtype=dtype, mask=True)
+        received: list[Activation] = []
+
+        async def serve(header: Header, body: Body) -> Gradient:
+            received.append(await body())
+            return gradient_of(header, received[0].hidden.spec)
+
+        node = Node(serve)
+        async with pair(node) as both:
+            gradient = await both.a.propagate(both.peer, sent)
+        assert gradient == gradient_of(sent.header, sent.hidden.spec)
+        assert received[0].tensors == sent.tensors
+        caller, header = node.calls[0]
+        assert caller == "A"
+        assert header.specs == tuple(t.spec for t in sent.tensors)
+        assert sent.header.time_left_s - 5 < header.time_left_s <= sent.header.time_left_s
+        assert replace(header, specs=(), digest=0, time_left_s=20.0) == sent.header
+
+    run(scenario())
+
+
+def test_the_digest_is_that_of_the_activation_and_of_nothing_else() -> None:
+    async def scenario() -> None:
+        node = Node(echo)
+        async with pair(node) as both:
+            for sent in (activation(counter=1), activation(counter=1), activation(counter=2)):
+                await both.a.propagate(both.peer, sent)
+        first, again, other = (header.digest for _, header in node.calls)
+        assert first == again != other
+
+    run(scenario())
+
+
+def test_evaluate_and_describe() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            for shape in (SMALL, (3, 333, 777)):
+                assert await both.a.evaluate(both.peer, activation(shape)) == LossSum(2.25, 7)
+            assert await both.a.describe(both.peer) == Description("B", RUN, 1, "training", 7.5, 3, "0.1")
+
+    run(scenario())
+
+
+def test_bytes_are_counted_once_per_message_at_both_ends() -> None:
+    async def scenario() -> None:
+        mine, theirs, sent = Events(), Events(), activation(mask=True)
+        async with pair(Node(echo), mine, theirs) as both:
+            await both.a.propagate(both.peer, sent)
+            await both.a.describe(both.peer)
+        size, grad = sum(t.data.nbytes for t in sent.tensors), sent.hidden.data.nbytes
+        assert mine.seen[2][1]["kind"] == "control"
+        assert [("bytes", {"direction": "out", "kind": "activation", "bytes": size})] == mine.seen[:1]
+        assert [("bytes", {"direction": "in", "kind": "gradient", "bytes": grad})] == mine.seen[1:2]
+        assert [("bytes", {"direction": "in", "kind": "activation", "bytes": size})] == theirs.seen[:1]
+        assert [("bytes", {"direction": "out", "kind": "gradient", "bytes": grad})] == theirs.seen[1:2]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+@pytest.mark.parametrize("error", [Busy("full"), Declined("not my stage"), Violation("not finite"), Busy("x" * 9999)])
+def test_a_refusal_is_raised_again_here_and_before_the_body_is_there(
+    error: PeerError, shape: tuple[int, int, int], drawn: list[int]
+) -> None:
+    async def refuse(header: Header, body: Body) -> Gradient:
+        raise error
+
+    async def scenario() -> None:
+        async with pair(Node(refuse)) as both:
+            with pytest.raises(type(error)) as caught:
+                await both.a.propagate(both.peer, activation(shape))
+        assert str(caught.value) == str(error)[:500]
+        if isinstance(caught.value, Violation):
+            assert caught.value.ours
+        assert len(drawn) < 24, "the sender did not stop"
+
+    run(scenario())
+
+
+def test_a_kept_reply_may_come_before_the_body(drawn: list[int]) -> None:
+    sent = activation(LARGE)
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        return gradient_of(header, header.specs[0])
+
+    async def scenario() -> None:
+        async with pair(Node(serve)) as both:
+            for _ in range(3):
+                drawn.clear()
+                gradient = await both.a.propagate(both.peer, sent)
+                assert gradient == gradient_of(sent.header, sent.hidden.spec)
+                assert len(drawn) < 24, "the sender did not stop"
+
+    run(scenario())
+
+
+def test_flow_control_holds_the_sender_while_nobody_reads(drawn: list[int]) -> None:
+    async def scenario() -> None:
+        async with pair(Node(hang)) as both:
+            with pytest.raises(Unreachable):
+                await both.a.propagate(both.peer, activation(LARGE, time_left_s=1.0))
+            assert 0 < len(drawn) < 24
+
+    run(scenario())

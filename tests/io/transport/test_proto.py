@@ -1,0 +1,144 @@
+"""The committed stubs are what the pinned generators make of proto/noloco.proto, and every part of it is explained."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.core.wire import Chunk, End, Frame
+from noloco_p2p.errors import Violation
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.frame_codec import packed, unpacked
+
+ROOT = Path(__file__).resolve().parents[3]
+STUBS = ("noloco_pb2.py", "noloco_pb2.pyi", "noloco_pb2_grpc.py", "noloco_pb2_grpc.pyi")
+
+
+def generate(*arguments: str) -> None:
+    """Runs protoc in the repository's root, with the plug-ins of this environment."""
+    search = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", "noloco_p2p/io/transport=proto", *arguments]
+    subprocess.run(
+        [*command, "noloco_p2p/io/transport/noloco.proto"],
+        cwd=ROOT,
+        env=os.environ | {"PATH": search},
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def test_generating_the_stubs_again_changes_nothing(tmp_path: Path) -> None:
+    generate(*(f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")))
+    made = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert made == sorted(STUBS)
+    for name in STUBS:
+        fresh = (tmp_path / "noloco_p2p" / "io" / "transport" / name).read_text()
+        assert fresh == (ROOT / "noloco_p2p" / "io" / "transport" / name).read_text(), (
+            f"{name} is not what proto/noloco.proto gives"
+        )
+
+
+def test_every_message_field_and_method_has_a_sentence(tmp_path: Path) -> None:
+    target = tmp_path / "described"
+    generate("--include_source_info", f"--descriptor_set_out={target}")
+    (described,) = descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes()).file
+    commented = {
+        tuple(place.path)
+        for place in described.source_code_info.location
+        if place.leading_comments.strip().endswith(".")
+    }
+    wanted: set[tuple[int, ...]] = {(6, s) for s in range(len(described.service))}
+    wanted |= {(6, s, 2, m) for s, service in enumerate(described.service) for m in range(len(service.method))}
+
+    def add(path: tuple[int, ...], message: descriptor_pb2.DescriptorProto) -> None:
+        wanted.add(path)
+        wanted.update((*path, 2, index) for index in range(len(message.field)))
+        for index, enum in enumerate(message.enum_type):
+            wanted.add((*path, 4, index))
+            wanted.update((*path, 4, index, 2, value) for value in range(len(enum.value)))
+        for index, nested in enumerate(message.nested_type):
+            add((*path, 3, index), nested)
+
+    for index, message in enumerate(described.message_type):
+        add((4, index), message)
+    assert len(wanted) > 60
+    assert wanted <= commented, f"without a sentence: {sorted(wanted - commented)}"
+
+
+u32, u64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
+frame_lists = st.lists(st.builds(Chunk, u32, u64, st.binary(max_size=300)) | st.builds(End, u32, u64, u64), max_size=4)
+heads = st.sampled_from(
+    [
+        pb.ActivationMessage(),
+        pb.ActivationMessage(header=pb.ActivationHeader(run_id="r" * 200, stage=3, time_left_s=1.5, digest=7)),
+        pb.Reply(gradient=pb.GradientHeader(loss_sum=-2.0, tokens=5, served=["A", "B"])),
+        pb.Reply(refusal=pb.Refusal(kind=pb.Refusal.KIND_BUSY, message="full")),
+        pb.SnapshotMessage(header=pb.SnapshotHeader(peer="A", round=0, step=9)),
+    ]
+)
+Head = pb.ActivationMessage | pb.Reply | pb.SnapshotMessage
+
+
+def generated(head: Head, frames: list[Frame]) -> Head:
+    """The same message by the generated classes."""
+    whole = type(head).FromString(head.SerializeToString())
+    for frame in frames:
+        if isinstance(frame, Chunk):
+            chunk = pb.Chunk(tensor=frame.tensor, offset=frame.offset, data=bytes(frame.data))
+            whole.frames.append(pb.Frame(chunk=chunk))
+        else:
+            whole.frames.append(pb.Frame(end=pb.End(tensor=frame.tensor, length=frame.length, digest=frame.digest)))
+    return whole
+
+
+@given(heads, frame_lists)
+def test_frames_by_hand_are_the_bytes_of_the_contract(head: Head, frames: list[Frame]) -> None:
+    whole = generated(head, frames)
+    assert type(head).FromString(packed(head, frames)) == whole
+    for raw in (whole.SerializeToString(), packed(head, frames)):
+        read, found = unpacked(raw, type(head))
+        assert read == head
+        assert found == frames
+
+
+@given(heads, frame_lists, st.data())
+def test_bytes_that_are_no_message_are_a_violation_or_another_message(
+    head: Head, frames: list[Frame], data: st.DataObject
+) -> None:
+    raw = bytearray(packed(head, frames) or b"\x00")
+    place = data.draw(st.integers(0, len(raw) - 1))
+    if data.draw(st.booleans()):
+        raw[place] ^= data.draw(st.integers(1, 255))
+    else:
+        del raw[place:]
+    try:
+        read, found = unpacked(bytes(raw), type(head))
+    except Violation:
+        return
+    assert type(head).FromString(bytes(raw)) == generated(read, found), "read, but not as the contract has it"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00",
+        b"\x12\x05\x0a",
+        b"\xff" * 12,
+        b"\x12\x80",
+        b"\x12\x02\x1a\x00",
+        b"\x12\x04\x0a\x02\x1a\x05",
+        b"\x12\x04\x0a\x03\x1a\x01",
+        b"\x12\x05\x0a\x01\x1a\x01x",
+        b"\x0a\x7f",
+    ],
+)
+def test_broken_bytes_are_a_violation(raw: bytes) -> None:
+    with pytest.raises(Violation):
+        unpacked(raw, pb.ActivationMessage)

@@ -1,0 +1,289 @@
+"""The gRPC transport when things go wrong: every way to fail is one error, soon, and leaves nothing behind."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transport_fixture import (
+    LARGE,
+    RUN,
+    SMALL,
+    SOON_S,
+    Buffers,
+    Node,
+    activation,
+    advert,
+    alive,
+    echo,
+    gradient_of,
+    hang,
+    pair,
+    run,
+    tensor,
+    transport,
+    watched_buffers,
+)
+
+from noloco_p2p.core.messages import Gradient, Header
+from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
+from noloco_p2p.io.transport import message_codec, servicer
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.io.transport.grpc_transport import probe
+from noloco_p2p.ports import Body
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
+    return watched_buffers(monkeypatch)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+def test_a_deadline_is_unreachable_and_cancels_the_handler(shape: tuple[int, int, int]) -> None:
+    async def scenario() -> None:
+        node = Node(hang)
+        async with pair(node) as both:
+            await both.a.describe(both.peer)
+            with pytest.raises(Unreachable, match=r"no gradient from B within 0\.3 s"):
+                await both.a.propagate(both.peer, activation(shape, time_left_s=0.3))
+            await asyncio.wait_for(node.ended.wait(), SOON_S)
+            assert node.ends == ["CancelledError"]
+            with pytest.raises(Unreachable, match="no time is left"):
+                await both.a.propagate(both.peer, activation(shape, time_left_s=0.0))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("shape", [SMALL, (3, 333, 777)])
+def test_a_caller_that_is_cancelled_cancels_the_handler_and_frees_its_buffers(
+    shape: tuple[int, int, int], buffers: Buffers
+) -> None:
+    received = asyncio.Event()
+
+    async def read_then_hang(header: Header, body: Body) -> Gradient:
+        kept = await body()
+        received.set()
+        await asyncio.get_running_loop().create_future()
+        return gradient_of(header, kept.hidden.spec)
+
+    async def scenario() -> None:
+        node = Node(read_then_hang)
+        async with pair(node) as both:
+            calling = asyncio.create_task(both.a.propagate(both.peer, activation(shape)))
+            await asyncio.wait_for(received.wait(), SOON_S)
+            assert alive(buffers) == len(buffers) == 2
+            calling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            await asyncio.wait_for(node.ended.wait(), SOON_S)
+            assert node.ends == ["CancelledError"]
+            await asyncio.sleep(0.05)
+            assert alive(buffers) == 0
+            assert await both.a.describe(both.peer), "the connection lives on"
+
+    run(scenario())
+
+
+def test_a_peer_that_stops_is_unreachable_at_once() -> None:
+    async def scenario() -> None:
+        for shape in (SMALL, LARGE):
+            node = Node(hang)
+            async with pair(node) as both:
+                calling = asyncio.create_task(both.a.propagate(both.peer, activation(shape)))
+                await asyncio.wait_for(node.entered.wait(), SOON_S)
+                await both.b.close()
+                with pytest.raises(Unreachable):
+                    await asyncio.wait_for(calling, SOON_S)
+                assert node.ends == ["CancelledError"]
+                with pytest.raises(Unreachable, match="B cannot be reached: 127"):
+                    await asyncio.wait_for(both.a.propagate(both.peer, activation(shape)), SOON_S)
+
+    run(scenario())
+
+
+def test_a_peer_that_comes_back_is_reached_at_once() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            await both.a.propagate(both.peer, activation())
+            await both.b.close()
+            with pytest.raises(Unreachable):
+                await both.a.propagate(both.peer, activation())
+            again = transport("B", port=both.b.port)
+            await again.serve(Node(echo))
+            try:
+                await asyncio.wait_for(both.a.propagate(both.peer, activation()), SOON_S)
+            finally:
+                await again.close()
+
+    run(scenario())
+
+
+def test_a_peer_that_moved_is_reached_at_its_new_address_at_once() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both, pair(Node(echo)) as moved:
+            await both.a.propagate(both.peer, activation())
+            await both.b.close()
+            await asyncio.wait_for(both.a.propagate(moved.peer, activation()), SOON_S)
+
+    run(scenario())
+
+
+def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", 0))
+                dead = f"127.0.0.1:{taken.getsockname()[1]}"
+                await both.a.propagate(advert(dead, *both.peer.addresses), activation())
+                with pytest.raises(Unreachable, match=dead):
+                    await both.a.propagate(advert(dead, peer_id="C"), activation())
+                with pytest.raises(Unreachable, match="announces no address"):
+                    await both.a.propagate(advert(peer_id="D"), activation())
+
+    run(scenario())
+
+
+def test_another_run_is_a_violation_that_names_both() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            stranger = transport("S", run_id="run-2")
+            try:
+                with pytest.raises(Violation, match="'run-2', this node on run 'run-1'"):
+                    await stranger.propagate(both.peer, activation())
+                with pytest.raises(Violation, match="run 'run-2', this node works on 'run-1'"):
+                    await both.a.propagate(both.peer, activation(run_id="run-2"))
+            finally:
+                await stranger.close()
+
+    run(scenario())
+
+
+def test_a_port_in_use_is_named() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            second = transport("C", port=both.b.port)
+            with pytest.raises(LocalError, match=rf"port {both.b.port}: it is in use.*grpc_port"):
+                await second.serve(Node(echo))
+            await second.close()
+
+    run(scenario())
+
+
+def test_calls_in_flight_do_not_mix() -> None:
+    async def scenario() -> None:
+        node = Node(echo)
+        shapes = [SMALL, (3, 333, 777), (4, 128, 512)] * 5
+        sent = [activation(shape, counter=i) for i, shape in enumerate(shapes)]
+        async with pair(node) as both:
+            gradients = await asyncio.gather(*(both.a.propagate(both.peer, one) for one in sent))
+        for one, gradient in zip(sent, gradients, strict=True):
+            assert gradient.microbatch == one.header.microbatch
+            assert gradient.grad.data == one.hidden.data
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("shape", [SMALL, (3, 333, 777)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda g: replace(g, grad=tensor("grad", "float32", (2, 8, 17))),
+        lambda g: replace(g, grad=replace(g.grad, dtype="int32")),
+        lambda g: replace(g, microbatch=g.microbatch._replace(counter=77)),
+        lambda g: replace(g, grad=replace(g.grad, data=g.grad.data[:-1])),
+    ],
+)
+def test_a_wrong_gradient_is_the_peers_violation(
+    fault: Callable[[Gradient], Gradient], shape: tuple[int, int, int]
+) -> None:
+    async def serve(header: Header, body: Body) -> Gradient:
+        return fault(await echo(header, body))
+
+    async def scenario() -> None:
+        async with pair(Node(serve)) as both:
+            with pytest.raises(Violation) as caught:
+                await both.a.propagate(both.peer, activation(shape))
+            assert not caught.value.ours
+
+    run(scenario())
+
+
+def test_a_bug_of_the_handler_reaches_the_caller_as_declined() -> None:
+    async def serve(header: Header, body: Body) -> Gradient:
+        raise KeyError("a bug")
+
+    async def scenario() -> None:
+        async with pair(Node(serve)) as both:
+            with pytest.raises(Declined, match="failed to serve"):
+                await both.a.propagate(both.peer, activation())
+
+    run(scenario())
+
+
+def test_close_ends_calls_in_both_directions_and_leaves_no_task() -> None:
+    async def scenario() -> None:
+        before = asyncio.all_tasks()
+        node = Node(hang)
+        async with pair(node) as both:
+            calls = [asyncio.create_task(both.a.propagate(both.peer, activation(s))) for s in (SMALL, LARGE, SMALL)]
+            await asyncio.wait_for(node.entered.wait(), SOON_S)
+            await both.a.close()
+            for call in calls:
+                with pytest.raises(Unreachable):
+                    await asyncio.wait_for(call, SOON_S)
+            with pytest.raises(Unreachable, match="is closed"):
+                await both.a.describe(both.peer)
+        left = asyncio.all_tasks() - before
+        assert not left or not (await asyncio.wait(left, timeout=SOON_S))[1]
+        assert set(node.ends) == {"CancelledError"}
+
+    run(scenario())
+
+
+def test_probe_says_who_answers() -> None:
+    async def scenario() -> None:
+        starting = transport("B")
+        await starting.listen()
+        address = f"127.0.0.1:{starting.port}"
+        try:
+            with pytest.raises(Declined, match="starting"):
+                await starting.describe(advert(address))
+            assert await probe(address, "B", RUN, 2.0) is None
+            assert await probe(address, "C", RUN, 2.0) == "another node answers there: 'B'"
+            assert await probe(address, "B", "run-2", 2.0) == "the node there works on run 'run-1'"
+        finally:
+            await starting.close()
+        assert await probe(address, "B", RUN, 2.0) == "nothing accepts connections there"
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            assert "no answer within 0.3 s" in str(
+                await probe(f"127.0.0.1:{silent.getsockname()[1]}", "B", RUN, timeout_s=0.3)
+            )
+
+    run(scenario())
+
+
+def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers: Buffers) -> None:
+    class Stalled:
+        """A call whose next message never comes."""
+
+        async def read(self) -> Any:
+            return await asyncio.get_running_loop().create_future()
+
+    async def scenario() -> None:
+        sent = activation((3, 333, 777))
+        header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
+        _, frames = unpacked(list(message_codec.to_activation(sent, 10.0))[1], pb.ActivationMessage)
+        incoming = servicer.Incoming(Stalled(), header, frames, lambda *count: None)
+        reading = asyncio.create_task(incoming.body())
+        await asyncio.sleep(0)
+        assert alive(buffers) == 1
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError) as kept:
+            await reading
+        assert alive(buffers) == 0
+        assert kept.tb is not None
+
+    run(scenario())

@@ -1,0 +1,84 @@
+"""A link whose other end is gone without a word: gRPC's own probes end the calls in flight, on both sides."""
+
+import asyncio
+
+import pytest
+from link_fixture import Proxy
+from transport_fixture import LARGE, SMALL, SOON_S, Node, activation, echo, hang, pair, run
+
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.transport import channels, servicer
+
+PROBING = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
+
+
+def hurried(options: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """All that has to do with probes twelve times as fast."""
+    return tuple((name, value // 12 if name.endswith(PROBING) else value) for name, value in options)
+
+
+@pytest.fixture(autouse=True)
+def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "OPTIONS", hurried(channels.OPTIONS))
+    monkeypatch.setattr(servicer, "OPTIONS", hurried(servicer.OPTIONS))
+
+
+def test_the_real_probes_find_out_within_fifteen_seconds() -> None:
+    for options in (channels.OPTIONS, servicer.OPTIONS):
+        found = dict(options)
+        assert 0 < found["grpc.keepalive_time_ms"] + found["grpc.http2.ping_timeout_ms"] <= 15_000 // 12
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+def test_calls_in_flight_on_a_half_open_link_fail_and_their_handlers_are_cancelled(
+    shape: tuple[int, int, int],
+) -> None:
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        node = Node(hang)
+        async with pair(node) as both, Proxy(both.b.port) as proxy:
+            calling = [asyncio.create_task(both.a.propagate(proxy.peer, activation(shape, counter=i))) for i in (1, 2)]
+            await asyncio.wait_for(node.entered.wait(), SOON_S)
+            while len(node.calls) < 2:
+                node.entered.clear()
+                await asyncio.wait_for(node.entered.wait(), SOON_S)
+            proxy.swallow()
+            began = clock()
+            for outcome in await asyncio.gather(*calling, return_exceptions=True):
+                assert isinstance(outcome, Unreachable)
+            assert clock() - began < 2.5, "15 s of the real ones are 1.25 s"
+            while len(node.ends) < 2:
+                node.ended.clear()
+                await asyncio.wait_for(node.ended.wait(), SOON_S)
+            assert node.ends == ["CancelledError"] * 2
+            await both.a.close()
+
+    run(scenario())
+
+
+def test_the_next_call_goes_over_a_new_link() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both, Proxy(both.b.port) as proxy:
+            await both.a.propagate(proxy.peer, activation(counter=1))
+            proxy.swallow()
+            with pytest.raises(Unreachable):
+                await both.a.propagate(proxy.peer, activation(counter=2))
+            sent = activation(counter=3)
+            assert (await both.a.propagate(proxy.peer, sent)).grad.data == sent.hidden.data
+            assert len(proxy.wires) == 2
+            await both.a.close()
+
+    run(scenario())
+
+
+def test_a_quiet_sound_link_with_a_call_in_flight_is_left_alone() -> None:
+    async def scenario() -> None:
+        node = Node(hang)
+        async with pair(node) as both, Proxy(both.b.port) as proxy:
+            calling = asyncio.create_task(both.a.propagate(proxy.peer, activation(time_left_s=2.0)))
+            await asyncio.wait_for(node.entered.wait(), SOON_S)
+            with pytest.raises(Unreachable, match=r"within 2 s"):
+                await calling
+            await both.a.close()
+
+    run(scenario())

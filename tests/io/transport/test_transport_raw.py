@@ -1,0 +1,287 @@
+"""What the server does with callers that do not keep the protocol: bare stubs, streams that end early, wrong bytes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from transport_fixture import (
+    LARGE,
+    RUN,
+    SOON_S,
+    Buffers,
+    Node,
+    activation,
+    alive,
+    echo,
+    gradient_of,
+    hang,
+    pair,
+    run,
+    watched_buffers,
+)
+
+from noloco_p2p.core.messages import Activation, Gradient, Header
+from noloco_p2p.errors import Busy, Violation
+from noloco_p2p.io.transport import message_codec, servicer
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.ports import Body
+
+MIDDLE = (3, 333, 777)
+"""3 MiB: some chunks."""
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
+    return watched_buffers(monkeypatch)
+
+
+@dataclass
+class Bodies:
+    """A handler that reads, and remembers how the reading ended."""
+
+    error: str = ""
+
+    async def serve(self, header: Header, body: Body) -> Gradient:
+        try:
+            return await echo(header, body)
+        except BaseException as error:
+            self.error = f"{type(error).__name__}: {error}"
+            raise
+
+
+@asynccontextmanager
+async def raw_call(node: Node, run_id: str = RUN, seconds: float | None = 10.0) -> AsyncIterator[Any]:
+    """A bare Propagate call to a server with `node`."""
+    async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
+        call = NodeStub(channel).Propagate(timeout=seconds, metadata=servicer.metadata("raw", run_id))
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+
+def messages(sent: Activation) -> list[pb.ActivationMessage]:
+    return [pb.ActivationMessage.FromString(raw) for raw in message_codec.to_activation(sent, 10.0)]
+
+
+async def refused(call: Any, sent: list[pb.ActivationMessage]) -> str:
+    """Sends these messages and the end of the stream; the text of the Violation that is told."""
+    for message in sent:
+        await call.write(message)
+    await call.done_writing()
+    reply = await asyncio.wait_for(call.read(), SOON_S)
+    assert reply.refusal.kind == pb.Refusal.KIND_VIOLATION
+    return str(reply.refusal.message)
+
+
+def flip_a_byte(sent: list[pb.ActivationMessage]) -> None:
+    chunk = sent[1].frames[0].chunk
+    chunk.data = chunk.data[:100] + bytes([chunk.data[100] ^ 1]) + chunk.data[101:]
+
+
+def swap_chunks(sent: list[pb.ActivationMessage]) -> None:
+    sent[2], sent[3] = sent[3], sent[2]
+
+
+def truncate(sent: list[pb.ActivationMessage]) -> None:
+    del sent[2:]
+
+
+def drop_the_ends(sent: list[pb.ActivationMessage]) -> None:
+    for message in sent:
+        kept = [frame for frame in message.frames if frame.HasField("chunk")]
+        del message.frames[:]
+        message.frames.extend(kept)
+
+
+def overrun(sent: list[pb.ActivationMessage]) -> None:
+    sent[3].frames[0].chunk.data += b"x"
+
+
+def wrong_total(sent: list[pb.ActivationMessage]) -> None:
+    sent[0].header.digest ^= 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (flip_a_byte, "do not have the digest that was sent"),
+        (swap_chunks, "starts at byte 2097152, 1048576 is due"),
+        (truncate, "truncated: 1048576 of 3104892 bytes"),
+        (drop_the_ends, "of tensor 1 came, 0 is due"),
+        (overrun, "goes to byte 3104893 of 3104892"),
+        (wrong_total, "declared for all of them"),
+    ],
+)
+def test_a_broken_body_is_a_violation_for_both_sides_and_frees_its_buffers(
+    fault: Callable[[list[pb.ActivationMessage]], None], text: str, buffers: Buffers
+) -> None:
+    async def scenario() -> None:
+        bodies = Bodies()
+        sent = messages(activation(MIDDLE))
+        fault(sent)
+        async with raw_call(Node(bodies.serve)) as call:
+            assert text in await refused(call, sent)
+            assert bodies.error.startswith("Violation: ")
+            assert text in bodies.error
+            assert buffers
+            assert alive(buffers) == 0
+
+    run(scenario())
+
+
+def test_a_caller_gone_in_the_middle_of_the_body_is_a_cancellation_and_no_violation(
+    buffers: Buffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        bodies = Bodies()
+        node = Node(bodies.serve)
+        allocated, allocate = asyncio.Event(), message_codec.allocate
+
+        def noted(length: int) -> memoryview:
+            allocated.set()
+            return allocate(length)
+
+        monkeypatch.setattr(message_codec, "allocate", noted)
+        async with raw_call(node) as call:
+            for message in messages(activation(LARGE))[:3]:
+                await call.write(message)
+            await asyncio.wait_for(allocated.wait(), SOON_S)
+            assert alive(buffers) == 1
+            call.cancel()
+            await asyncio.wait_for(node.ended.wait(), SOON_S)
+            assert node.ends == ["CancelledError"]
+            assert bodies.error.startswith("CancelledError")
+            assert alive(buffers) == 0
+
+    run(scenario())
+
+
+def specs(*kinds: tuple[str, str, tuple[int, ...]]) -> list[pb.TensorSpec]:
+    return [pb.TensorSpec(name=name, dtype=dtype, shape=shape) for name, dtype, shape in kinds]
+
+
+HIDDEN, TARGETS = ("hidden", "float32", (2, 8, 16)), ("targets", "int32", (2, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"run_id": "run-2"}, "run 'run-2', this node works on 'run-1'"),
+        ({"time_left_s": 0.0}, "makes no sense"),
+        ({"time_left_s": float("nan")}, "makes no sense"),
+        ({"stage": 0}, "makes no sense"),
+        ({"specs": specs()}, "an activation is hidden"),
+        ({"specs": specs(HIDDEN)}, "an activation is hidden"),
+        ({"specs": specs(TARGETS, HIDDEN)}, "an activation is hidden"),
+        ({"specs": specs(("hidden", "int32", (2, 8, 16)), TARGETS)}, "an activation is hidden"),
+        ({"specs": specs(("hidden", "float32", (2, 8)), TARGETS)}, "an activation is hidden"),
+        ({"specs": specs(HIDDEN, ("targets", "int32", (2, 9)))}, "an activation is hidden"),
+        ({"specs": specs(HIDDEN, TARGETS, ("mask", "int32", (2, 8)))}, "an activation is hidden"),
+        ({"specs": specs(HIDDEN, TARGETS, ("mask", "uint8", (2, 8)), TARGETS)}, "an activation is hidden"),
+        ({"specs": specs(("hidden", "quint4", (2, 8, 16)), TARGETS)}, "unknown element type 'quint4'"),
+        ({"specs": specs(("hidden", "float32", (1 << 62, 8, 16)), TARGETS)}, "at most 134217728 are taken"),
+    ],
+)
+def test_a_header_that_makes_no_sense_never_reaches_the_handler(changes: dict[str, Any], text: str) -> None:
+    async def scenario() -> None:
+        node = Node(hang)
+        (sent,) = messages(activation())
+        del sent.frames[:]
+        if "specs" in changes:
+            del sent.header.specs[:]
+        sent.header.MergeFrom(pb.ActivationHeader(**changes))
+        for name, value in changes.items():
+            if name != "specs":
+                setattr(sent.header, name, value)
+        async with raw_call(node) as call:
+            assert text in await refused(call, [sent])
+        assert node.calls == []
+
+    run(scenario())
+
+
+def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> None:
+    async def scenario() -> None:
+        node = Node(hang)
+        (sent,) = messages(activation())
+        async with raw_call(node) as call:
+            assert "carries no header" in await refused(call, [])
+        async with raw_call(node) as call:
+            assert "carries no header" in await refused(call, [pb.ActivationMessage(frames=sent.frames)])
+        async with raw_call(node, seconds=None) as call:
+            assert "needs a deadline" in await refused(call, [sent])
+        async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
+            odd = (("noloco-peer", "raw"), ("noloco-run", RUN), ("noloco-protocol", "99"))
+            reply = await NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5, metadata=odd)
+            assert "protocol '99', this node speaks '2'" in reply.refusal.message
+            assert (reply.peer_id, reply.run_id) == ("B", RUN)
+        assert node.calls == []
+
+    run(scenario())
+
+
+def test_an_activation_of_one_message_is_the_same_stream_to_the_contract() -> None:
+    async def scenario() -> None:
+        sent = activation(mask=True)
+        async with raw_call(Node(echo)) as call:
+            await call.write(messages(sent)[0])
+            reply = await call.read()
+            assert await call.read() is grpc.aio.EOF
+        gradient = message_codec.GradientReader(sent).feed(reply.SerializeToString())
+        assert gradient is not None
+        assert gradient.grad.data == sent.hidden.data
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_an_early_reply_does_not_break_the_writing_of_a_caller_that_has_not_seen_it(refuses: bool) -> None:
+    """A write that fails makes gRPC drop what the caller has not yet read."""
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        if refuses:
+            raise Busy("full")
+        return gradient_of(header, header.specs[0])
+
+    async def scenario() -> None:
+        async with raw_call(Node(serve)) as call:
+            sent = messages(activation(LARGE))
+            await call.write(sent[0])
+            first = await asyncio.wait_for(call.read(), SOON_S)
+            assert first.HasField("refusal") == refuses
+            for _ in range(0 if refuses else 31):
+                assert (await asyncio.wait_for(call.read(), SOON_S)).frames
+            for message in sent[1:]:
+                await asyncio.wait_for(call.write(message), SOON_S)
+            await call.done_writing()
+            assert await asyncio.wait_for(call.read(), SOON_S) is grpc.aio.EOF
+            assert await call.code() is grpc.StatusCode.OK
+
+    run(scenario())
+
+
+def test_a_body_that_is_asked_for_twice_is_truncated_the_second_time() -> None:
+    seen: list[Violation] = []
+
+    async def twice(header: Header, body: Body) -> Gradient:
+        gradient = await echo(header, body)
+        try:
+            await body()
+        except Violation as error:
+            seen.append(error)
+        return gradient
+
+    async def scenario() -> None:
+        async with raw_call(Node(twice)) as call:
+            await call.write(messages(activation())[0])
+            assert (await asyncio.wait_for(call.read(), SOON_S)).HasField("gradient")
+        assert "truncated" in str(seen[0])
+
+    run(scenario())

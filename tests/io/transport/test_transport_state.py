@@ -1,0 +1,110 @@
+"""A replica's state over gRPC: bit for bit, or an error and nothing."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import nan
+
+import pytest
+from state_fixture import MIB, SPECS, STATE, TENSORS, Donor
+from transport_fixture import Events, Node, alive, hang, pair, run, watched_buffers
+
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, TensorSpec
+from noloco_p2p.errors import Declined, PeerError, Unreachable, Violation
+from noloco_p2p.io.transport import weights_codec
+
+
+def test_a_state_arrives_bit_for_bit_but_for_what_does_not_travel() -> None:
+    async def scenario() -> None:
+        mine, theirs = Events(), Events()
+        donor = Donor(replace(STATE, spent=(MicrobatchId("A", 1, 2),)))
+        async with pair(Node(hang, lend=donor.lend), mine, theirs) as both:
+            assert await both.a.fetch_state(both.peer, 10.0, SPECS) == STATE
+            await asyncio.wait_for(donor.returned.wait(), 3.0)
+            assert (donor.asked, donor.lent) == ([None], 0)
+        size = sum(spec.nbytes for spec in SPECS)
+        assert mine.seen == [("bytes", {"direction": "in", "kind": "state", "bytes": size})]
+        assert theirs.seen == [("bytes", {"direction": "out", "kind": "state", "bytes": size})]
+
+    run(scenario())
+
+
+def test_a_flipped_bit_is_a_violation_and_everything_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, original = watched_buffers(monkeypatch), wire.frames
+
+    def flipped(
+        tensors: Iterable[HostTensor], digests: Iterable[int], *, first: int = 0, offset: int = 0
+    ) -> Iterator[wire.Frame]:
+        for frame in original(tensors, digests, first=first, offset=offset):
+            if isinstance(frame, wire.Chunk) and frame.tensor == 5:
+                yield frame._replace(data=bytes([frame.data[0] ^ 16]) + bytes(frame.data[1:]))
+            else:
+                yield frame
+
+    monkeypatch.setattr(wire, "frames", flipped)
+
+    async def scenario() -> None:
+        donor = Donor()
+        async with pair(Node(hang, lend=donor.lend)) as both:
+            with pytest.raises(Violation, match=f"'{SPECS[5].name}' do not have the digest") as caught:
+                await both.a.fetch_state(both.peer, 10.0, SPECS)
+            assert not caught.value.ours
+            assert alive(made) == 0 < len(made)
+            assert donor.asked == [None], "the same bytes are never asked for again"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "error"),
+    [
+        ({}, SPECS[:-1], Violation),
+        ({}, (*SPECS, TensorSpec("adam_square/more", "float32", (3,))), Violation),
+        ({}, (SPECS[1], SPECS[0], *SPECS[2:]), Violation),
+        ({}, (SPECS[0]._replace(shape=(MIB // 3, 3)), *SPECS[1:]), Violation),
+        ({}, (SPECS[0]._replace(dtype="int32"), *SPECS[1:]), Violation),
+        ({"peer": "C"}, SPECS, Violation),
+        ({"step": nan}, SPECS, Violation),
+        ({"step": -1.0}, SPECS, Violation),
+        ({"adam_steps": 67}, SPECS, Violation),
+        ({"round": 1 << 60}, SPECS, Violation),
+        ({"stage": 2}, SPECS, Declined),
+    ],
+)
+def test_what_was_not_expected_is_refused_before_any_memory_is_taken(
+    changes: dict[str, object],
+    expected: tuple[TensorSpec, ...],
+    error: type[PeerError],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = watched_buffers(monkeypatch)
+
+    async def scenario() -> None:
+        donor = Donor(replace(STATE, **changes))  # type: ignore[arg-type]
+        async with pair(Node(hang, lend=donor.lend)) as both:
+            with pytest.raises(error) as caught:
+                await both.a.fetch_state(both.peer, 10.0, expected)
+            assert not getattr(caught.value, "ours", False)
+            assert made == []
+            await asyncio.wait_for(donor.returned.wait(), 3.0)
+
+    run(scenario())
+
+
+def test_a_peer_that_has_no_state_and_one_that_is_not_there() -> None:
+    async def scenario() -> None:
+        async with pair(Node(hang)) as both:
+            with pytest.raises(Declined, match="no state here"):
+                await both.a.fetch_state(both.peer, 10.0, SPECS)
+            await both.b.close()
+            with pytest.raises(Unreachable, match="cannot be reached"):
+                await both.a.fetch_state(both.peer, 10.0, SPECS)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("where", [(99, 0), (len(TENSORS), 0), (1, 13)])
+def test_a_place_that_the_state_does_not_have_is_a_violation(where: tuple[int, int]) -> None:
+    with pytest.raises(Violation, match="has no byte"):
+        next(weights_codec.to_state(STATE, *where))

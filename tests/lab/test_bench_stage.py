@@ -1,0 +1,120 @@
+"""`noloco bench stage` measures what it says, on a small run."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stages import make_manifest
+from typer.testing import CliRunner
+
+from noloco_p2p.cli.bench import bench as benches
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId
+from noloco_p2p.errors import LocalError
+from noloco_p2p.lab.bench import stage as bench
+from noloco_p2p.ports import Contribution
+
+PHASES = ("forward_s", "loss_backward_s", "backward_s", "step_s", "plain_s")
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds that the stages' operations have taken."""
+
+    now: float = 0.0
+
+
+class Slow:
+    """A stage that does nothing, in 1, 2, 3, 4 and 5 times `unit_s`; forward and backward at once are three."""
+
+    def __init__(self, clock: Clock, unit_s: float) -> None:
+        self._clock = clock
+        self._unit_s = unit_s
+
+    def _takes(self, units: float) -> None:
+        self._clock.now += units * self._unit_s
+
+    def forward(self, inputs: HostTensor, mask: None) -> tuple[int, HostTensor]:
+        self._takes(1)
+        return 7, inputs
+
+    def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: None) -> None:
+        self._takes(1)
+
+    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        self._takes(2)
+        return Contribution(gradient.grad, 0.0, 1, counted=True, finite=True)
+
+    def loss_backward(self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: None) -> Any:
+        self._takes(3)
+        return Contribution(inputs, 0.0, 1, counted=True, finite=True)
+
+    def inner_step(self, label: object) -> None:
+        self._takes(3)
+
+    def snapshot(self, round: int, step: int) -> None:
+        self._takes(4)
+
+    def merge(self, mine: None, theirs: None) -> None:
+        self._takes(5)
+
+
+def test_the_cpu_agrees_with_itself_and_everything_takes_time() -> None:
+    manifest = make_manifest("llama", 3, dtype="float32")
+    found: dict[str, Any] = bench.run("cpu", manifest=manifest, repeats=2)
+    assert (found["device"], found["stages"], found["tokens"]) == ("cpu", 3, 16)
+    assert all(0 < found[phase] < 60 for phase in PHASES)
+    assert found["loss_deviation"] <= 1e-6
+    assert found["gradient_deviation"] <= 1e-5
+    assert found["peak_bytes"] > 2**20
+    parts = found["forward_s"] + found["loss_backward_s"] + found["backward_s"]
+    assert found["ratio"] == pytest.approx(found["plain_s"] / parts)
+    each = found["stages_costs"]
+    assert [tuple(one) for one in each] == [bench.COSTS] * 3
+    assert all(0 < one[name] < 60 for one in each for name in bench.COSTS)
+    in_turn = sum(one["forward_s"] + one["backward_s"] for one in each)
+    assert parts / 4 < in_turn < parts * 4, "the stages' own seconds add up to those of all together"
+
+
+def test_the_last_stage_which_does_all_in_one_has_a_backward_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are counted by a clock that the stages' operations move themselves."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    stages: Any = [Slow(clock, 1.0), Slow(clock, 10.0)]
+    batch = bench._make_batch(make_manifest("llama", 2, dtype="float32"))
+    found = bench.costs(stages, batch, torch.device("cpu"), 2)
+    assert found == [
+        {"forward_s": 1.0, "backward_s": 2.0, "inner_step_s": 3.0, "snapshot_s": 4.0, "merge_s": 5.0},
+        {"forward_s": 10.0, "backward_s": 20.0, "inner_step_s": 30.0, "snapshot_s": 40.0, "merge_s": 50.0},
+    ]
+
+
+def test_a_narrow_wire_shows_in_the_deviation() -> None:
+    manifest = make_manifest("llama", 3, dtype="float32", wire_dtype="bfloat16")
+    found: dict[str, Any] = bench.run("cpu", manifest=manifest, repeats=1)
+    assert 1e-4 < found["gradient_deviation"] < 0.2
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(LocalError, match="cuda:63 is not here"):
+        bench.run("cuda:63")
+
+
+def test_the_command_measures_the_run_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(device: str, *, manifest: RunManifest) -> dict[str, Any]:
+        told = {"stages": manifest.stages, "length": manifest.sequence_length, "device": device}
+        return told | {"stages_costs": [{"forward_s": 0.5}, {"forward_s": 0.25}]}
+
+    monkeypatch.setattr(bench, "run", run)
+    config = tmp_path / "run.yaml"
+    config.write_text("stages: 3\nsequence_length: 8\n")
+    words = ["stage", "--config", str(config), "--set", "stages=2", "--device", "cpu"]
+    as_json = CliRunner().invoke(benches, [*words, "--json"])
+    costs = [{"forward_s": 0.5}, {"forward_s": 0.25}]
+    assert json.loads(as_json.stdout) == {"stages": 2, "length": 8, "device": "cpu", "stages_costs": costs}
+    lines = CliRunner().invoke(benches, words).stdout.splitlines()
+    assert lines[3:] == ["stages_costs 0:", "  forward_s: 0.5", "stages_costs 1:", "  forward_s: 0.25"]

@@ -1,0 +1,257 @@
+"""The churn bench: its figures are worked out right, and it leaves no process behind."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from processes import SMALL, wait_until, working_below
+
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.lab.bench import churn, churn_stats, churn_watch
+from noloco_p2p.lab.bench.churn_result import loss_ratio, rounds_lost
+from noloco_p2p.lab.bench.churn_stats import Life, Line
+from noloco_p2p.lab.bench.node_fleet import Fleet, Node
+from noloco_p2p.launch.node_process import Child
+
+
+def lines(*steps: tuple[float, int, Sequence[str]]) -> list[Line]:
+    return [Line("P", at, inner, inner - 1, 10 * len(ids), tuple(ids)) for at, inner, ids in steps]
+
+
+BEGINNING = Life(0.0, "start")
+
+
+def test_nothing_is_counted_twice_in_an_honest_life() -> None:
+    assert churn_stats.duplicates(lines((1, 1, "ab"), (2, 2, "cd")), [BEGINNING]) == 0
+
+
+@pytest.mark.parametrize("again", [(2, 2, "cb"), (2, 2, "cc")])
+def test_an_id_counted_twice_is_found(again: tuple[float, int, str]) -> None:
+    assert churn_stats.duplicates(lines((1, 1, "ab"), again), [BEGINNING]) == 1
+
+
+def test_what_a_checkpoint_does_not_contain_may_be_counted_again() -> None:
+    before = [(1, 1, "ab"), (2, 2, "cd"), (3, 3, "ef")]
+    lives = [BEGINNING, Life(10.0, "shard")]
+    assert churn_stats.duplicates(lines(*before, (11, 2, "cf"), (12, 3, "eg")), lives) == 0, (
+        "it went on from inner step 1"
+    )
+    assert churn_stats.duplicates(lines(*before, (11, 3, "ce")), lives) == 1, "c is in the checkpoint, e is not"
+    assert churn_stats.duplicates(lines(*before, (11, 4, "ce")), lives) == 2
+
+
+def test_weights_of_another_replica_contain_nothing_that_was_counted_here() -> None:
+    for source in ("peer", "guardian", "fresh"):
+        lives = [BEGINNING, Life(10.0, source)]
+        assert churn_stats.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "cd")), lives) == 0
+        assert churn_stats.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "bd")), lives) == 1
+
+
+def test_stalls_are_counted_from_the_disturbance() -> None:
+    trained = [0.0, 1.0, 2.0, 6.0, 7.0, 8.0, 20.0, 21.0]
+    assert churn_stats.stalls(trained, [2.5], 21.0) == [12.0], "the longest one, whenever it began"
+    assert churn_stats.stalls(trained, [2.5, 7.5], 21.0) == [3.5, 12.0]
+    assert churn_stats.stalls(trained, [2.5, 7.5, 15.0], 21.0) == [3.5, 12.0, 5.0]
+    assert churn_stats.stalls(trained, [20.5], 30.0) == [9.0], "until the end, when nothing comes any more"
+    assert churn_stats.stalls([], [], 3.0) == []
+
+
+def test_the_last_that_trains_in_its_stage_is_spared() -> None:
+    rng = Random(7)
+    training = {0: ["0-0", "0-1", "0-2"], 1: ["1-0"], 2: ["2-0", "2-1"]}
+    drawn = {churn_stats.victim(rng, training) for _ in range(200)}
+    assert drawn == {"0-0", "0-1", "0-2", "2-0", "2-1"}
+    assert churn_stats.victim(rng, {0: ["0-0"], 1: []}) is None
+    assert [churn_stats.victim(Random(3), training) for _ in range(2)] == [churn_stats.victim(Random(3), training)] * 2
+
+
+def test_loss_at_equal_tokens() -> None:
+    curve = [(100.0, 4.0), (200.0, 3.0), (400.0, 2.0)]
+    assert [churn_stats.at_tokens(curve, tokens) for tokens in (50, 100, 150, 300, 500)] == [4.0, 4.0, 3.5, 2.5, 2.0]
+    assert churn_stats.at_tokens([], 5) is None
+    calm = {"curve": curve[:2], "tokens": 400, "validation_loss": 2.0}
+    churned = {"tokens": 300, "validation_loss": 2.55}
+    assert loss_ratio(churned, calm) == {"equal_tokens": pytest.approx(1.02), "equal_steps": pytest.approx(1.275)}
+    assert loss_ratio({"tokens": 0, "validation_loss": None}, calm) == {"equal_tokens": None, "equal_steps": None}
+
+
+def test_quantiles() -> None:
+    values = [float(n) for n in range(1, 101)]
+    assert (churn_stats.quantile(values, 0.5), churn_stats.quantile(values, 0.95)) == (50.0, 95.0)
+    assert (churn_stats.quantile([3.0], 0.95), churn_stats.quantile([], 0.5)) == (3.0, None)
+
+
+def test_a_line_that_was_cut_off_is_left_out() -> None:
+    whole = {
+        "inner_step": 3,
+        "step": 2,
+        "at": 5.5,
+        "microbatches": [{"id": "a", "tokens": 7}, {"id": "b", "tokens": 8}],
+    }
+    assert churn_stats.parsed("P", json.dumps(whole)) == Line("P", 5.5, 3, 2, 15, ("a", "b"))
+    assert churn_stats.parsed("P", json.dumps(whole)[:-9]) is None
+    assert churn_stats.events('peer id  X\n{"event": "resumed"}\n{"event": "out') == [{"event": "resumed"}]
+
+
+def test_the_shape_is_told_as_stages_by_replicas() -> None:
+    assert churn.shape_of("3x2") == (3, 2)
+    for wrong in ("3", "x3", "0x2", "2x-1", "3x3x3"):
+        with pytest.raises(ConfigError, match="STAGESxREPLICAS"):
+            churn.shape_of(wrong)
+
+
+def test_rounds_lost_by_a_stage_that_died(tmp_path: Path) -> None:
+    def log(name: str, *told: dict[str, object]) -> None:
+        (tmp_path / f"{name}.log").write_text("".join(json.dumps(one) + "\n" for one in told))
+
+    log("1-0", {"event": "outer_round", "time": 1.0, "round": 6}, {"event": "outer_round", "time": 9.0, "round": 8})
+    log(
+        "1-1",
+        {"event": "outer_round", "time": 2.0, "round": 7},
+        {"event": "resumed", "time": 8.0, "round": 7, "source": "peer"},
+        {"event": "resumed", "time": 6.0, "round": 6, "source": "guardian"},
+    )
+    fleet = Fleet(tmp_path, (2, 2), [], 1)
+    told = {"stage": 1, "before": 7, "after": 6, "source": "guardian", "lost": 1}
+    assert rounds_lost(fleet, 1, 5.0) == told
+    assert rounds_lost(fleet, 1, 8.5)["after"] is None
+
+
+FAKE = r"""
+import json, os, signal, sys, time
+from pathlib import Path
+home = Path(sys.argv[sys.argv.index("--dir") + 1])
+os.chdir(home)
+told = {"peer_id": home.name, "run_id": "r", "pid": os.getpid(), "join": ["addr"], "metrics": "http://127.0.0.1:1/"}
+(home / "endpoints.json").write_text(json.dumps(told))
+os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+steps = home.parent / "audit" / f"steps-{home.name}.jsonl"
+for n in range(1, 10_000):
+    line = {"inner_step": n, "step": n, "at": time.time(), "microbatches": []}
+    with steps.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    time.sleep(0.02)
+"""
+"""A node as the bench sees it: it tells where it is, steps, and has a process of its own below it."""
+
+
+def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be read after the kill: the node trains no more, and has not come back."""
+    fleet = Fleet(tmp_path, (1, 1), [], 1)
+    (tmp_path / "audit").mkdir()
+    monkeypatch.setattr(Node, "peer", "12D3me")
+    node = fleet.nodes["0-0"]
+    step = {"at": 2.0, "inner_step": 1, "step": 1, "microbatches": [{"id": "a", "tokens": 3}]}
+    steps = tmp_path / "audit" / "steps-12D3me.jsonl"
+    node.started_at, node.killed = 1.0, False
+    steps.write_text(json.dumps(step) + "\n")
+    fleet.tick()
+    assert (node.trains, fleet.back_s) == (True, [1.0])
+    fleet.kill(node, None)
+    with steps.open("a") as file:
+        file.write(json.dumps({**step, "at": 2.5, "inner_step": 2}) + "\n")
+    fleet.tick()
+    assert (node.trains, fleet.back_s, len(fleet.lines)) == (False, [1.0], 2)
+
+
+def disturbed_and_broken_off(run_dir: Path) -> None:
+    """Kill, stop and restart, then Ctrl-C while a node is stopped."""
+    with Fleet(run_dir, (2, 2), [], 1) as fleet:
+        fleet.start()
+        fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all step", 30.0)
+        hung, dead, brief = (fleet.nodes[name] for name in ("0-0", "1-1", "0-1"))
+        fleet.stop(hung, 60.0)
+        assert fleet.training() == {0: ["0-1"], 1: ["1-0", "1-1"]}
+        before = dead.child.endpoints
+        fleet.kill(dead, 0.0)
+        assert fleet.training() == {0: ["0-1"], 1: ["1-0"]}
+        fleet.wait(lambda: dead.active, "it is back", 30.0)
+        assert None not in (before, dead.child.endpoints)
+        assert before != dead.child.endpoints
+        fleet.stop(brief, 0.0)
+        fleet.wait(lambda: brief.active, "it goes on", 30.0)
+        assert len(working_below(run_dir)) >= 8, "four nodes, each with a process below it"
+        assert fleet.back_s
+        assert fleet.step > 1
+        raise KeyboardInterrupt
+
+
+def test_whatever_happens_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, code = tmp_path / "node", tmp_path / "node.py"
+    code.write_text(FAKE)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    run_dir = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        disturbed_and_broken_off(run_dir)
+    wait_until(lambda: not working_below(run_dir), "the end of all that was started", 10.0)
+
+
+def test_a_node_that_ends_by_itself_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "node"
+    program.write_text("#!/bin/sh\necho no luck\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with Fleet(tmp_path / "run", (1, 1), [], 1) as fleet, pytest.raises(LocalError, match="0-0 did not start: no luck"):
+        fleet.start()
+
+
+def test_who_hangs_and_who_only_came_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(Child, "running", property(lambda child: child.name in running))
+    monkeypatch.setattr(Child, "exit_code", property(lambda child: None if child.name in running else 0))
+    monkeypatch.setattr(Child, "read_metrics", lambda child: None)
+    running = {"0-0", "0-1", "1-0", "1-1"}
+    fleet = Fleet(tmp_path, (2, 2), [], 1)
+    fleet.back_s = [10.0]
+    seen = churn_watch.Watch(fleet, 100, lambda line: None)
+    for node in fleet.nodes.values():
+        node.trains, node.started_at, node.moved_at = True, now[0], now[0]
+    now[0] += 29.0
+    fleet.step = 50
+    for name in ("0-0", "1-0"):
+        fleet.nodes[name].moved_at = now[0]
+    seen.tick(now[0])
+    assert seen.hangs == []
+    assert seen.near_the_end(now[0]), "29 s are left"
+    fleet.nodes["1-1"].stopped_until = now[0] + 9
+    now[0] += 2.0
+    seen.tick(now[0])
+    seen.tick(now[0])
+    assert seen.hangs == ["0-1: no inner step for 30 s"], "a stopped node does not hang, and a hang is told once"
+    fleet.nodes["1-1"].stopped_until, fleet.nodes["1-1"].trains = None, False
+    fleet.step = 99
+    seen.tick(now[0])
+    running -= {"0-0", "0-1", "1-0"}
+    assert not seen.over
+    seen.tick(now[0])
+    assert (seen.over, seen.too_late, len(seen.hangs)) == (True, ["1-1"], 1)
+
+
+def resumptions(log: str) -> int:
+    return sum(one.get("event") == "resumed" for one in churn_stats.events(log))
+
+
+def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
+    monkeypatch.setattr(churn_watch.Watch, "near_the_end", lambda *_: False)
+    wish = churn.Wish((2, 2), 1.0, 1.8 / 60, False, 3, 1, 400, False, tuple(SMALL[1::2]))
+    told = churn.one_run(tmp_path / "run", wish, 400, 3, lambda line: None, disturbed=True)
+    assert (told["kills"], told["stops"], told["duplicates"], told["crashes"], told["hangs"]) == (1, 0, 0, [], [])
+    assert len(told["back_s"]) == len(told["stall_after_kill_s"]) == 1
+    logs = [path.read_text("utf-8") for path in sorted((tmp_path / "run").glob("*-*.log"))]
+    (lives,) = [log.split("peer id  ")[1:] for log in logs if log.count("peer id  ") == 2]
+    assert resumptions(lives[1]) == 1, "the killed node came back to a run that has begun"
+    # Others may have taken up weights too: who looks late at the start finds the run begun.
+    assert sum(told["resumed_from"].values()) == sum(map(resumptions, logs))
+    assert told["tokens"] == told["microbatches_done"] * 2 * 32
+    assert told["microbatches_done"] > 400
+    assert told["curve"][-1][0] <= told["tokens"]
+    assert 0 < told["validation_loss"] < 6
+    wait_until(lambda: not working_below(tmp_path), "the end of all that was started", 10.0)

@@ -1,0 +1,88 @@
+"""Experiment convergence: the methods read the same tokens, their rates are found by one rule, the report stands."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from noloco_p2p.lab.experiments import convergence
+from noloco_p2p.lab.experiments.convergence import RATES, Size, further, measure, runs
+from noloco_p2p.lab.experiments.convergence_findings import METHODS, REPLICAS, tell
+from noloco_p2p.lab.experiments.markdown_page import markdown
+from noloco_p2p.lab.experiments.spec import Case, Figures, Result
+
+TINY = Size(hidden=16, layers=2, steps=2, seeds=2)
+
+
+def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(convergence, "QUICK", TINY)
+    monkeypatch.setattr(convergence, "HELD_OUT", 1)
+    cases = {case.settings["method"]: case for case in runs(quick=True) if case.settings["rate"] == RATES[0]}
+    found = {method: measure(case) for method, case in cases.items()}
+    assert list(found) == list(METHODS)
+    assert {figures["tokens"] for figures in found.values()} == {TINY.steps * REPLICAS * 4 * 64}
+    assert {method: f["optimizer_steps"] for method, f in found.items()} == {
+        "one": TINY.steps * REPLICAS,
+        "parallel": TINY.steps,
+        "noloco": TINY.steps,
+        "apart": TINY.steps,
+    }
+    # Nothing has been merged or averaged before the first step ends: the same batches at the same weights.
+    firsts = [found[method]["curve"][0][1] for method in ("parallel", "noloco", "apart")]
+    assert firsts == pytest.approx([firsts[0]] * 3, rel=1e-5)
+    assert len(found["apart"]["final_losses"]) == REPLICAS
+    assert len(set(found["apart"]["final_losses"])) == REPLICAS
+    parameters = found["parallel"]["parameters"]
+    assert found["parallel"]["between_replicas"] == pytest.approx(2 * 7 * 4 * parameters / (REPLICAS * 4 * 64))
+    assert found["noloco"]["between_replicas"] == pytest.approx(8 * 8 * parameters / (TINY.steps * REPLICAS * 4 * 64))
+    assert found["one"]["between_stages"] == found["apart"]["between_replicas"] == 0.0
+
+
+def figures_of(loss: float | None) -> Figures:
+    """What a run might have given."""
+    told = {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "optimizer_steps": 2, "parameters": 10}
+    return told | {"curve": [[50.0, loss], [100.0, loss]], "between_stages": 5.0, "between_replicas": 1.0}
+
+
+def gone_through(best: float) -> list[Result]:
+    """All cases that are asked for, where the loss is smallest at a rate of `best` and diverges far above it."""
+    results: list[Result] = []
+    cases: Sequence[Case] = runs(quick=False)
+    while cases:
+        for case in cases:
+            ratio = case.settings["rate"] / best
+            loss = None if ratio > 4 else 1 + abs(ratio - 1) + 0.01 * case.settings["seed"]
+            results.append(Result(case, figures_of(loss), 1.0))
+        cases = further(False, results)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("best", "tried", "chosen"),
+    [
+        (4e-3, [1.5e-3, 4e-3, 1e-2], 4e-3),
+        (1e-2, [1.5e-3, 4e-3, 1e-2, 2.5e-2], 1e-2),
+        (6e-4, [2.4e-4, 6e-4, 1.5e-3, 4e-3, 1e-2], 6e-4),
+        (2e-4, [2.4e-4, 6e-4, 1.5e-3, 4e-3, 1e-2], 2.4e-4),
+    ],
+)
+def test_rates_go_on_while_the_best_is_at_the_end_and_the_seeds_follow_at_the_best(
+    best: float, tried: list[float], chosen: float
+) -> None:
+    results = gone_through(best)
+    for method in METHODS:
+        mine = [one.case.settings for one in results if one["method"] == method]
+        assert sorted(one["rate"] for one in mine if one["seed"] == 1) == tried
+        assert [(one["rate"], one["seed"]) for one in mine if one["seed"] > 1] == [(chosen, 2), (chosen, 3)]
+
+
+def test_the_report_stands_whatever_came_out() -> None:
+    results = gone_through(4e-3)
+    page = markdown(tell(results), drawn=True)
+    assert "| NoLoCo | 0.004 | 2 | 1.02 ± 0.01 |" in page
+    lost = [dataclasses.replace(one, figures=figures_of(None)) if one["method"] == "apart" else one for one in results]
+    page = markdown(tell(lost), drawn=True)
+    assert "| no communication | 0.0015 | 2 | – | – |" in page
+    assert "replicas that never meet at –, one process" in page

@@ -1,0 +1,84 @@
+"""Experiment 1: the node's pull beside log2 N, the models beside their formulas, the paper's ratios from its model."""
+
+import statistics
+
+import numpy as np
+import pytest
+
+from noloco_p2p.lab.experiments import allreduce
+from noloco_p2p.lab.experiments.allreduce import Wire
+from noloco_p2p.lab.experiments.latency import EXPERIMENT, MODELS, measure, ratio
+from noloco_p2p.lab.experiments.paper import published
+from noloco_p2p.lab.experiments.spec import Case, Result
+
+
+def _measured(regime: str, nodes: int, std_over_mean: float, pairing: str = "matched") -> Result:
+    case = Case(
+        "one",
+        {
+            "regime": regime,
+            "pairing": pairing,
+            "nodes": nodes,
+            "std_over_mean": std_over_mean,
+            "worlds": 1,
+            "draws": 3,
+            "tree_draws": 3,
+            "seed": 5,
+        },
+    )
+    return Result(case, measure(case), 0.0)
+
+
+def test_64_replicas_without_spread_the_tree_takes_log2_of_them_as_long_as_a_pull() -> None:
+    found = _measured("latency", 64, 0.0)
+    assert ratio(found) == pytest.approx(6, rel=0.05)
+    assert found["pull"]["results"] == {"partner": 64}
+    assert found["pull"]["begun_apart_s"] == 0
+
+
+def test_a_pull_takes_two_latencies_and_its_two_vectors() -> None:
+    found = _measured("bandwidth", 8, 0.0)
+    assert found["pull"]["last"]["mean_s"] == pytest.approx(2 * 0.010 + 2 * 1.0)
+    crowded = _measured("bandwidth", 8, 0.0, "random")
+    assert crowded["pull"]["last"]["mean_s"] > 3.9, "somebody was chosen twice at least, and shares its access"
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 64])
+def test_without_spread_every_model_is_its_formula(nodes: int) -> None:
+    wire, level = Wire(0.25, 0.0, vector_s=2.0), allreduce.levels(nodes)
+    expected = {
+        "tree": 2 * level * (0.25 + 4.0),
+        "binomial": 2 * level * (0.25 + 2.0),
+        "ring": 2 * (nodes - 1) * (0.25 + 2.0 / nodes),
+        "butterfly": 2 * (0.25 + 2.0 * (nodes - 1) / nodes),
+    }
+    found = {name: model(wire, nodes, allreduce.dice(0)) for name, model in MODELS.items()}
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("nodes", [3, 1, 0])
+def test_a_tree_needs_a_power_of_two(nodes: int) -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        allreduce.levels(nodes)
+
+
+def test_latencies_have_the_mean_and_the_spread_that_were_asked_for() -> None:
+    drawn = Wire(0.010, 1.0).draw(allreduce.dice(1), (200_000,))
+    assert np.mean(drawn) == pytest.approx(0.010, rel=0.02)
+    assert np.std(drawn) / np.mean(drawn) == pytest.approx(1.0, rel=0.05)
+
+
+def test_the_papers_model_gives_the_papers_ratios() -> None:
+    theirs = published()["sync_time_ratio_tree_allreduce_over_pair_n1024"]
+    for key in ("std_over_mean_0", "0.5", "1", "2", "2.5"):
+        wire, rng = Wire(1.0, float(key.rsplit("_", 1)[-1])), allreduce.dice(3, key)
+        tree = statistics.fmean(allreduce.tree_s(wire, 1024, rng) for _ in range(200))
+        pair = statistics.fmean(allreduce.exchange_s(wire, rng) for _ in range(20_000))
+        assert tree / (2 * pair) == pytest.approx(theirs[key], rel=0.08)
+
+
+def test_the_report_names_what_it_compares() -> None:
+    results = [_measured(regime, 4, 0.0) for regime in ("latency", "bandwidth")]
+    told = "\n".join(map(str, EXPERIMENT.tell(results)))
+    assert "tree (paper)" in told
+    assert "('bandwidth-bound', 'butterfly', '1 of 1 cases', 0.75" in told.replace("[", "(")

@@ -1,0 +1,148 @@
+"""Experiments 3 and 6: the bounds are what the outer round does, and the reports say what the runs found."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from noloco_p2p.core.outer_update import outer_step
+from noloco_p2p.lab.experiments import bounds, markdown_page, stability, stability_report, staleness
+from noloco_p2p.lab.experiments.spec import Case, Figures, Result
+
+MATCHINGS_OF_FOUR = ([1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("replicas", [4, 8, 16, None])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.7, 0.9])
+def test_the_mean_square_turns_at_s1(alpha: float, replicas: int | None) -> None:
+    bound = bounds.s1(alpha, replicas)
+    assert bounds.growth(alpha, bound, replicas) == pytest.approx(1.0, abs=1e-9)
+    assert bounds.growth(alpha, 0.99 * bound, replicas) < 1 - 1e-5
+    assert bounds.growth(alpha, 1.01 * bound, replicas) > 1 + 1e-5
+
+
+def test_the_moments_are_the_mean_over_all_matchings_of_the_real_outer_round() -> None:
+    generator = np.random.default_rng(1)
+    phi, momentum = generator.standard_normal((2, 4, 5))
+    phi -= phi.mean(0)
+    momentum -= momentum.mean(0)
+    factors = (0.6, 0.7, 0.9)
+    after = np.zeros(3)
+    for partner in MATCHINGS_OF_FOUR:
+        mine = (phi, np.zeros_like(phi))
+        x, delta = bounds.play(mine, momentum, mine, partner, factors)
+        after += np.array([(x * x).sum(), (x * delta).sum(), (delta * delta).sum()]) / len(MATCHINGS_OF_FOUR)
+    before = np.array([(phi * phi).sum(), (phi * momentum).sum(), (momentum * momentum).sum()])
+    assert bounds.moments(factors[0], factors[2], 4) @ before == pytest.approx(after, rel=1e-12)
+
+
+def test_who_is_its_own_partner_goes_alone_with_what_is_fresh() -> None:
+    generator = np.random.default_rng(2)
+    phi, delta, momentum, old_phi, old_delta = generator.standard_normal((5, 3, 4))
+    factors = {"alpha": 0.5, "beta": 0.7, "gamma": 0.6}
+    x, after = bounds.play((phi, delta), momentum, (old_phi, old_delta), [0, 2, 1], (0.5, 0.7, 0.6))
+    alone = outer_step(phi[0], momentum[0], [(phi[0], delta[0])], **factors)
+    paired = outer_step(phi[1], momentum[1], [(phi[1], delta[1]), (old_phi[2], old_delta[2])], **factors)
+    np.testing.assert_allclose([x[0], after[0]], alone, rtol=1e-12)
+    np.testing.assert_allclose([x[1], after[1]], paired, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("stale_rounds", "expected"), [(0, 1 + 0.5 * (3 / 4) / (7 / 8)), (1, 1.25)])
+def test_noise_meets_the_snapshot_of_its_age(stale_rounds: int, expected: float) -> None:
+    """After one round φ is the mean of the pair's two Δ, or half one's own where the other's is still 0."""
+    meet = bounds.meetings("matched", 0.0, seed=4, replicas=8)
+    found = bounds.noise_spreads((0.0, 1.0, 1.0), meet, [1.0, 1.0], replicas=8, seed=4, stale_rounds=stale_rounds)
+    assert (found[1] / found[0]) ** 2 == pytest.approx(expected, rel=0.06)
+
+
+def test_nearly_every_run_bears_more_than_the_mean_square() -> None:
+    bound = bounds.typical_bound(0.5, 8, seed=3, accuracy=0.05)
+    assert 1.02 * bounds.s1(0.5, 8) < bound < 1.3 * bounds.s1(0.5, 8)
+
+
+def short(gamma: float) -> Case:
+    sizes = {"rounds": 15, "inner_steps": 1, "hidden_size": 16, "sequence_length": 8, "microbatch_size": 2}
+    return Case("short", {"kind": "training", "replicas": 4, "alpha": 0.3, "gamma": gamma, "seed": 5, **sizes})
+
+
+def test_real_replicas_part_outside_the_bound_only_and_as_their_pairs_foretell() -> None:
+    inside, outside = (stability.measure(short(multiple * bounds.s1(0.3, 4))) for multiple in (0.6, 1.4))
+    assert inside["growth"] < 0.9
+    assert outside["growth"] > 1.1
+    for found in (inside, outside):
+        assert len(found["spreads"]) == 15
+        assert found["growth"] == pytest.approx(found["noise_growth"], rel=0.05)
+
+
+def measured(cases: list[Case], growth: Mapping[str, float | None] | None = None) -> list[Result]:
+    """Results as they would be if the spread did what the mean square says, with changes by name of the case."""
+    results = []
+    for case in cases:
+        told = case.settings
+        if told["kind"] == "typical":
+            results.append(Result(case, {"bound": 1.1 * bounds.s1(told["alpha"])}, 1.0))
+            continue
+        factor: float | None = bounds.growth(told["alpha"], told["gamma"], told["replicas"])
+        figures: Figures = {"noise_growth": factor, "loss": 3.0, "merged_loss": 2.9, "stopped": None}
+        factor = (growth or {}).get(case.name, factor)
+        spreads = [] if factor is None else [factor**round for round in range(told["rounds"])]
+        results.append(Result(case, figures | {"growth": factor, "spreads": spreads}, 1.0))
+    return results
+
+
+def table(blocks: list[markdown_page.Block], column: str) -> list[dict[str, Any]]:
+    """The rows of the first table that has the column."""
+    found = next(block for block in blocks if isinstance(block, markdown_page.Table) and column in block.columns)
+    return [dict(zip(found.columns, row, strict=True)) for row in found.rows]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_report_finds_the_bound_that_the_runs_have(quick: bool) -> None:
+    blocks = stability_report.tell(measured(stability.runs(quick)))
+    verdicts = {row["condition"].split(":")[0]: row for row in table(blocks, "right")}
+    assert verdicts["S1 for N replicas"]["right"] == "100%"
+    assert verdicts["S1"]["allowed, **grew**"] == 0
+    assert verdicts["paper, eq. 74, n = 2"]["allowed, **grew**"] > 0
+    for row in table(blocks, "S1 for N"):
+        crossing = row["γ where the spread began to grow"]
+        assert crossing is None or crossing == pytest.approx(row["S1 for N"], rel=0.03)
+    assert sum(row["γ where the spread began to grow"] is not None for row in table(blocks, "S1 for N")) > 1
+
+
+def test_a_run_that_was_stopped_counts_as_grown() -> None:
+    cases = stability.runs(True)
+    stopped = next(case.name for case in cases if case.settings.get("gamma") == 2.8)
+    blocks = stability_report.tell(measured(cases, {stopped: None}))
+    row = next(row for row in table(blocks, "grew") if row["γ"] == 2.8)
+    assert (row["grew"], row["training"]) == ("**yes**", "not finite")
+    assert "stability-n8.png" in markdown_page.markdown(blocks, drawn=True)
+
+
+@pytest.mark.parametrize("stale_rounds", [0, 1, 2, 3])
+def test_staleness_brakes_the_mean_as_the_report_says(stale_rounds: int) -> None:
+    past, momentum = [0.0], 0.0
+    factors = {"alpha": staleness.ALPHA, "beta": staleness.BETA, "gamma": staleness.GAMMA}
+    for _ in range(200):
+        old = past[max(0, len(past) - 1 - stale_rounds)]
+        phi, momentum = outer_step(past[-1], momentum, [(past[-1], 1.0), (old, 1.0)], **factors)
+        past.append(phi)
+    speed = (past[-1] - past[-2]) * (1 - staleness.ALPHA) / staleness.BETA
+    group = staleness.Group(staleness.Variant("matched", stale_rounds), [], [])
+    assert group.outer_step == pytest.approx(speed, rel=1e-9)
+
+
+def test_lost_partners_are_counted_and_widen_the_spread() -> None:
+    sizes = {"replicas": 4, "steps": 24, "inner_steps": 2, "hidden_size": 16}
+    sizes |= {"sequence_length": 8, "microbatch_size": 2, "held_out_microbatches": 2}
+    results = []
+    for variant in (staleness.BASELINE, staleness.Variant("random", 2, 0.5)):
+        case = Case(f"{variant}", {**variant._asdict(), "seed": 1, **sizes})
+        results.append(Result(case, staleness.measure(case), 1.0))
+    assert [sum(one["rounds"].values()) for one in results] == [48, 48]
+    assert 12 < results[1]["rounds"]["lost"] < 36
+    rows = table(staleness.tell(results), "spread / baseline's")
+    assert float(rows[0]["spread / baseline's"]) == 1.0
+    assert float(rows[1]["spread / baseline's"]) > 1.1
+    assert all(math.isfinite(one["loss"]) for one in results)

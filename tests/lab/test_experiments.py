@@ -1,0 +1,198 @@
+"""What experiments share: the runner keeps what was measured, the report has what was found, the command lists them."""
+
+import json
+import math
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_experiment import FAILING, FOLLOWED, MARKS, NOT_FINITE, TOY
+from typer.testing import CliRunner
+
+import noloco_p2p
+from noloco_p2p.cli.main import app
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.lab.experiments import NAMES, find, mpl_charts, runner
+from noloco_p2p.lab.experiments.markdown_page import Curve, Heatmap, Plot, Table, markdown, mean_std
+from noloco_p2p.lab.experiments.paper import published
+from noloco_p2p.lab.experiments.runner import Order
+from noloco_p2p.lab.experiments.spec import Case, Experiment
+
+
+class _Here(Executor):
+    """Measures in this process, at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except (ArithmeticError, ValueError) as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture(autouse=True)
+def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def _light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processes and no plots."""
+    monkeypatch.setattr(runner, "_pool", lambda jobs: nullcontext(_Here()))
+    monkeypatch.setattr(mpl_charts, "available", lambda: False)
+
+
+light = pytest.mark.usefixtures("_light")
+
+
+def _run(experiment: Experiment, out: str = "out", *, quick: bool = False, jobs: int = 1) -> Path:
+    return runner.run(experiment, Order(Path(out), quick, jobs), lambda line: None)
+
+
+def _document(out: str = "out") -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(Path(out, "results.json").read_text())
+    return document
+
+
+def _marks() -> list[str]:
+    return MARKS.read_text().split()
+
+
+def test_results_stand_in_the_order_of_the_cases_and_are_equal_from_run_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "code_digest", lambda: "this")
+    report = _run(TOY, "one", jobs=2).read_text()
+    assert Path("one", "squares.png").exists()
+    monkeypatch.setattr(mpl_charts, "available", lambda: False)
+    _run(TOY, "other")
+    one, other = _document("one"), _document("other")
+    assert [run["case"] for run in one["runs"]] == ["case-3", "case-1", "case-2"]
+    assert one["runs"][0] == {
+        "case": "case-3",
+        "settings": {"n": 3, "seed": 3},
+        "figures": {"square": 9, "both": [1, 2]},
+    }
+    assert one.pop("wall")["cases_s"].keys() == other.pop("wall")["cases_s"].keys() == {"case-1", "case-2", "case-3"}
+    assert one == other
+    assert "| 3 | 9 |" in report
+    assert "seeds 1 to 3" in report
+    assert "noloco experiment toy`" in report
+
+
+@light
+def test_a_run_that_failed_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "code_digest", lambda: "this")
+    with pytest.raises(ArithmeticError, match="two") as caught:
+        _run(FAILING)
+    assert "case-2" in caught.value.__notes__[0]
+    assert [run["case"] for run in _document()["runs"]] == ["case-3", "case-1"]
+    assert not _document()["complete"]
+    _run(TOY)
+    assert _marks() == ["case-3", "case-1", "case-2", "case-2"]
+    assert _document()["complete"]
+    # Nothing is left to do, unless the code has changed.
+    _run(TOY)
+    assert len(_marks()) == 4
+    monkeypatch.setattr(runner, "code_digest", lambda: "another")
+    _run(TOY)
+    assert len(_marks()) == 7
+
+
+@light
+def test_further_cases_follow_from_the_results_and_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "code_digest", lambda: "this")
+    _run(FOLLOWED)
+    assert [(run["case"], run["figures"]["square"]) for run in _document()["runs"]][-1] == ("again", 169)
+    _run(FOLLOWED)
+    assert _marks() == ["case-3", "case-1", "case-2", "again"]
+
+
+@light
+def test_another_experiments_directory_is_refused() -> None:
+    _run(TOY, quick=True)
+    with pytest.raises(ConfigError, match="quick run of toy"):
+        _run(TOY)
+    Path("out", "results.json").write_text("no JSON")
+    with pytest.raises(ConfigError, match="no results file"):
+        _run(TOY)
+
+
+@light
+def test_figures_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        _run(NOT_FINITE, quick=True)
+
+
+@light
+def test_without_matplotlib_the_report_says_so() -> None:
+    told = _run(TOY, quick=True).read_text()
+    assert "“Squares”: not drawn, matplotlib is not installed" in told
+    assert not list(Path("out").glob("*.png"))
+
+
+def test_charts_are_drawn_equal_for_equal_figures(tmp_path: Path) -> None:
+    curve = Curve("a", [1, 2, 4], [1, 2, 3], error=[0.1, 0.1, 0.2])
+    plot = Plot("plot", "Plot", ("x", "y"), [curve], ("log2", "log"))
+    grid = ([0.1, 0.5, 0.9], [1.0])
+    heat = Heatmap("heat", "Heat", ("x", "y", "z"), grid, [[1.0, None, 2.0]], [(0.5, 1.0)], [curve], log_values=True)
+    for chart in (plot, heat):
+        first = mpl_charts.draw(chart, tmp_path).read_bytes()
+        assert first.startswith(b"\x89PNG")
+        assert mpl_charts.draw(chart, tmp_path).read_bytes() == first
+    drawn = markdown([plot, heat], drawn=True)
+    assert drawn.split() == ["![Plot](plot.png)", "![Heat](heat.png)"]
+
+
+def test_cells_and_samples_are_written_for_people() -> None:
+    told = markdown([Table(("a|b", "c"), [[1.23456, None], ["x|y", 7]], "Above.")], drawn=True)
+    assert told == "Above.\n\n| a|b | c |\n| --- | --- |\n| 1.235 | – |\n| x\\|y | 7 |\n"
+    assert mean_std([]) == "–"
+    assert mean_std([2.0]) == "2"
+    assert mean_std([1.0, 3.0]) == f"2 ± {math.sqrt(2):.2g}"
+
+
+def test_the_code_is_known_by_all_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    monkeypatch.setattr(noloco_p2p, "__file__", str(tmp_path / "__init__.py"))
+    digests = []
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("deep/b.py", "2"), ("deep/c.json", ""), ("deep/notes.txt", "3")):
+        (tmp_path / name).write_text(text)
+        digests.append(runner.code_digest())
+    assert len(set(digests)) == 4
+    assert digests[-1] == digests[-2], "what is no source plays no part"
+
+
+@light
+def test_two_cases_of_one_name_are_refused() -> None:
+    double = Experiment("toy", "", "", "", lambda quick: [Case("a"), Case("a", {"n": 1})], TOY.measure, TOY.tell)
+    with pytest.raises(ValueError, match="same name"):
+        _run(double)
+
+
+def test_the_papers_figures_are_those_of_its_tables() -> None:
+    paper = published()
+    assert "2506.10911" in paper["source"]
+    assert len(paper["final_perplexity"]) == 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_has_cases_of_one_name_each_and_says_what_it_does_not_show(name: str) -> None:
+    experiment = find(name)
+    assert experiment.name == name
+    for quick in (True, False):
+        cases = experiment.runs(quick)
+        assert len({case.name for case in cases}) == len(cases) > 0
+        json.dumps([dict(case.settings) for case in cases], allow_nan=False)
+    assert experiment.question.endswith("?")
+    assert min(len(experiment.setting), len(experiment.limits)) > 100
+
+
+def test_the_command_lists_them_and_refuses_another_name() -> None:
+    listed = CliRunner().invoke(app, ["experiment"])
+    assert [line.split()[0] for line in listed.output.splitlines()] == list(NAMES)
+    refused = CliRunner().invoke(app, ["experiment", "alchemy"])
+    assert isinstance(refused.exception, ConfigError)
+    assert "latency" in str(refused.exception)

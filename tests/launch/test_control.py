@@ -1,0 +1,110 @@
+"""`noloco pause` and `noloco resume`: the right process gets the signal, nobody else ever does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.launch import control
+
+NODE = """
+import signal, sys
+from pathlib import Path
+from noloco_p2p.io.identity import KEY, Identity
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda n, _: print(signal.Signals(n).name, flush=True))
+identity = Identity.open(Path(sys.argv[1]) / KEY)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+"""What matters of a node here: it holds its identity and hears signals."""
+
+
+@contextmanager
+def running(node_dir: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen([sys.executable, "-c", NODE, str(node_dir)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert heard(process) == "ready"
+        introduce(node_dir, process.pid)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def heard(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def introduce(node_dir: Path, pid: int) -> None:
+    told = {"peer_id": "P", "run_id": "r", "pid": pid, "join": [], "metrics": ""}
+    (node_dir / "endpoints.json").write_text(json.dumps(told))
+
+
+def noloco(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "noloco_p2p.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_node_is_told(tmp_path: Path) -> None:
+    with running(tmp_path) as process:
+        paused = noloco("pause", "--dir", str(tmp_path))
+        assert (paused.returncode, heard(process)) == (0, "SIGUSR1")
+        assert paused.stdout == f"told to pause: {tmp_path} (process {process.pid})\n"
+        resumed = noloco("resume", "--dir", str(tmp_path))
+        assert (resumed.returncode, heard(process)) == (0, "SIGUSR2")
+        assert resumed.stdout == f"told to go on: {tmp_path} (process {process.pid})\n"
+
+
+def test_all_nodes_of_a_swarm_are_told(tmp_path: Path) -> None:
+    (tmp_path / "0-1.log").write_text("")
+    with running(tmp_path / "0-0") as first, running(tmp_path / "1-0") as second:
+        assert len(control.tell(tmp_path, control.PAUSE)) == 2
+        assert (heard(first), heard(second)) == ("SIGUSR1", "SIGUSR1")
+
+
+def test_without_a_node_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    for directory, told in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, "no node runs in")):
+        done = noloco("pause", "--dir", str(directory))
+        assert done.returncode == 2
+        assert told in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: Path) -> None:
+    """A node was killed, its number is somebody else's now: SIGUSR1 would end most programs."""
+    with running(tmp_path):
+        pass
+    somebody = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        introduce(tmp_path, somebody.pid)
+        with pytest.raises(ConfigError, match="no node runs in"):
+            control.tell(tmp_path, control.PAUSE)
+        with running(tmp_path):  # the node was started again and has not told yet where it is
+            introduce(tmp_path, somebody.pid)
+            with pytest.raises(ConfigError, match="no node runs in"):
+                control.tell(tmp_path, control.PAUSE)
+        assert somebody.poll() is None
+    finally:
+        somebody.communicate(b"\n")
+    assert somebody.returncode == 0
+
+
+def test_a_signal_that_the_system_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with running(tmp_path) as process:
+        monkeypatch.setattr(os, "kill", refuse)
+        with pytest.raises(LocalError, match=rf"process {process.pid}\): Operation not permitted"):
+            control.tell(tmp_path, signal.SIGUSR1)
+        monkeypatch.undo()

@@ -1,0 +1,174 @@
+"""`noloco eval` and `noloco generate` on exported models."""
+
+from collections.abc import Sequence
+from math import log
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
+from tokenizer_files import save_tokenizer
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from noloco_p2p.compute.exported_model import TrainedModel
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
+from noloco_p2p.core.messages import HostTensor, LossSum
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.io.data.threaded_batches import make_batches
+from noloco_p2p.launch.evaluation import run_eval, run_generate, tell
+
+
+def pipeline_loss(stages: Sequence[TorchStage], manifest: RunManifest) -> float:
+    """The swarm's validation loss of one route: nats per token of the run's own held-out microbatches."""
+    nats, tokens = 0.0, 0
+    for batch in make_batches(manifest, NodeConfig(), "me").validation():
+        flow: HostTensor | LossSum = batch.inputs
+        for stage in stages:
+            assert isinstance(flow, HostTensor)
+            flow = stage.evaluate(flow, batch.targets, batch.mask)
+        assert isinstance(flow, LossSum)
+        nats, tokens = nats + flow.loss_sum, tokens + flow.tokens
+    return nats / tokens
+
+
+def test_evaluation_is_the_swarms_own(tmp_path: Path) -> None:
+    """On the data that the run held out: merged model, and mean over the replicas."""
+    manifest = small_run()
+    swarm = save_swarm(manifest, tmp_path / "run", [2, 2])
+    out = exported(tmp_path / "run", tmp_path / "out")
+    figures = run_eval(out, (), held_out=False, microbatches=None, device="cpu")
+    routes = [pipeline_loss([mine[i] for mine in swarm], manifest) for i in range(2)]
+    assert figures["replica_losses"] == pytest.approx(routes, rel=1e-6)
+    assert figures["replica_mean"]["loss"] == pytest.approx(sum(routes) / 2, rel=1e-6)
+    assert (figures["microbatches"], figures["tokens"]) == (4, 4 * 2 * 16)
+    for mine in swarm:
+        with torch.no_grad():
+            for name, theta in mine[0].parameters.items():
+                theta.copy_((theta + mine[1].parameters[name]) / 2)
+    assert figures["merged"]["loss"] == pytest.approx(pipeline_loss([mine[0] for mine in swarm], manifest), rel=1e-6)
+    assert figures["merged"]["loss"] != pytest.approx(figures["replica_mean"]["loss"], rel=1e-4)
+    assert run_eval(out, ("stdlib",), held_out=False, microbatches=None, device="cpu") == figures
+    assert run_eval(out, (), held_out=False, microbatches=3, device="cpu")["tokens"] == 3 * 2 * 16
+    assert "mean of 2 replicas" in tell(figures)[0]
+
+
+def test_all_tokens_of_files_are_evaluated(tmp_path: Path) -> None:
+    """Also of the last sample, which is shorter; each file is followed by an end of text."""
+    manifest = small_run(stages=1)
+    stage = make_replica(manifest, 0, "a")
+    save(manifest, tmp_path / "a", stage, "a", 3)
+    out = exported(tmp_path, tmp_path / "out")
+    texts = [b"0123456789" * 7, TEXT.encode()]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    figures = run_eval(out, (str(tmp_path / "*.txt"),), held_out=False, microbatches=None, device="cpu")
+    size = len(b"".join(texts))
+    assert (figures["tokens"], figures["bytes"]) == (size + 2, size)
+    assert "replica_mean" not in figures
+    ids = torch.tensor([1, *(byte + 3 for byte in texts[0]), 1, *(byte + 3 for byte in texts[1]), 1])
+    nats = 0.0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    for at in range(0, size + 2, 16):
+        inputs, targets = ids[at : at + 16][: size + 2 - at], ids[at + 1 : at + 17]
+        with torch.no_grad():
+            logits = model(input_ids=inputs[None]).logits[0]
+        nats += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    assert figures["merged"]["loss"] == pytest.approx(nats / (size + 2), rel=1e-6)
+    assert figures["merged"]["bits_per_byte"] == pytest.approx(nats / log(2) / size, rel=1e-6)
+    part = run_eval(out, (str(tmp_path / "*.txt"),), held_out=False, microbatches=2, device="cpu")
+    assert part["tokens"] == 2 * 2 * 16
+
+
+def test_held_out_part_of_files(tmp_path: Path) -> None:
+    manifest = small_run(stages=1)
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    out = exported(tmp_path, tmp_path / "out")
+    (tmp_path / "long.txt").write_bytes(TEXT.encode() * 2000)
+    files = (str(tmp_path / "long.txt"),)
+    figures = run_eval(out, files, held_out=True, microbatches=None, device="cpu")
+    text = manifest.model_copy(update={"data": manifest.data.model_copy(update={"kind": "text"})})
+    batches = list(make_batches(text, NodeConfig(data_files=files), "me").validation())
+    assert figures["microbatches"] == len(batches) == 4
+
+
+def test_generation_follows_from_the_seed(tmp_path: Path) -> None:
+    """Past the window as well, which is when gpt2 has no positions left."""
+    manifest = small_run("gpt2")
+    save_swarm(manifest, tmp_path / "run", [1, 1])
+    out = exported(tmp_path / "run", tmp_path / "out")
+
+    def said(seed: int, temperature: float = 1.0) -> str:
+        return run_generate(out, "import ", tokens=60, temperature=temperature, seed=seed, device="cpu")
+
+    assert said(1) == said(1) != said(2)
+    assert said(1, 0.0) == said(2, 0.0) != said(1)
+    assert said(1) != ""
+    assert run_generate(out, "", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
+
+
+def test_greedy_generation_is_that_of_the_whole_context(tmp_path: Path) -> None:
+    """What the kept keys and values give is what a forward over all ids gives."""
+    manifest = small_run()
+    save_swarm(manifest, tmp_path / "run", [1, 1])
+    out = exported(tmp_path / "run", tmp_path / "out")
+    model, ids = AutoModelForCausalLM.from_pretrained(out), [50, 60, 70]
+    continuation = TrainedModel.load(out, "cpu").continuation(ids, 16, 0.0, 0)
+    seen = list(ids)
+    for _ in range(40):
+        seen = seen[-8:] if len(seen) > 16 else seen
+        with torch.no_grad():
+            expected = int(model(input_ids=torch.tensor([seen])).logits[0, -1].argmax())
+        assert next(continuation) == expected
+        seen.append(expected)
+
+
+def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"noloco\.json cannot be read"):
+        run_eval(tmp_path, (), held_out=False, microbatches=None, device="cpu")
+    manifest = small_run(stages=1)
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    out = exported(tmp_path, tmp_path / "out")
+    (out / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="no model that can be loaded"):
+        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+
+
+def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:
+    """Bytes of text are counted, and text is said, by means of the exported tokenizer."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    directory = save_tokenizer(tmp_path / "tokenizer", letters | {"<eos>": len(letters)})
+    manifest = small_run(stages=1)
+    manifest = manifest.model_copy(update={"data": DataSettings(kind="text", tokenizer="some/name")})
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    out = exported(tmp_path / "a", tmp_path / "out", tokenizer_dir=directory)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer(TEXT).input_ids == AutoTokenizer.from_pretrained(directory)(TEXT).input_ids
+    (tmp_path / "text.txt").write_text(TEXT)
+    figures = run_eval(out, (str(tmp_path / "text.txt"),), held_out=False, microbatches=None, device="cpu")
+    assert figures["tokens"] == len(TEXT.encode()) + 1
+    (tmp_path / "ascii.txt").write_text("0123456789" * 7)
+    figures = run_eval(out, (str(tmp_path / "ascii.txt"),), held_out=False, microbatches=None, device="cpu")
+    assert (figures["tokens"], figures["bytes"]) == (71, 70)
+    assert run_generate(out, "0", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
+    with pytest.raises(ConfigError, match="name them with --data"):
+        run_eval(out, (), held_out=False, microbatches=None, device="cpu")
+
+
+def test_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on parquet files of ids does not know what they stand for."""
+    manifest = small_run(stages=1).model_copy(update={"data": DataSettings(kind="parquet")})
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    out = exported(tmp_path / "a", tmp_path / "out")
+    assert "no tokenizer is written" in capsys.readouterr().out
+    ids = [[(7 * row + at) % 384 for at in range(20)] for row in range(200)]
+    table = pyarrow.table({"input_ids": ids, "attention_mask": [[1] * 20 for _ in ids]})
+    pyarrow.parquet.write_table(table, tmp_path / "ids.parquet")
+    figures = run_eval(out, (str(tmp_path / "ids.parquet"),), held_out=True, microbatches=1, device="cpu")
+    assert (figures["tokens"], figures["bytes"], figures["merged"]["bits_per_byte"]) == (32, None, None)
+    assert tell(figures)[-2].split() == ["bits", "per", "byte", "-"]
+    with pytest.raises(ConfigError, match="export once more with --tokenizer-dir"):
+        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")

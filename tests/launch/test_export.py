@@ -1,0 +1,186 @@
+"""The model taken home from checkpoints: its logits, its mean, its files, and what is refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from noloco_p2p.compute import host_tensor
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data.tokenizers import ByteTokenizer
+from noloco_p2p.launch.export import Order, run_export
+
+
+def weights_in(directory: Path) -> dict[str, Tensor]:
+    """The weights as AutoModelForCausalLM loads them."""
+    return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+
+
+def pipeline_logits(stages: Sequence[TorchStage], tokens_BT: Tensor) -> Tensor:
+    """What the stages give, one after the other."""
+    flow = host_tensor.from_torch("inputs", tokens_BT)
+    for stage in stages:
+        _, flow = stage.forward(flow, None)
+    return host_tensor.to_torch(flow)
+
+
+@pytest.mark.parametrize(
+    ("family", "stages", "model"),
+    [
+        ("llama", 1, {}),
+        ("llama", 2, {}),
+        ("llama", 3, {}),
+        ("gpt2", 1, {"tie_word_embeddings": True}),
+        ("gpt2", 2, {}),
+        ("gpt2", 3, {}),
+        ("qwen3_moe", 2, {}),
+    ],
+)
+def test_logits_are_those_of_the_pipeline(tmp_path: Path, family: str, stages: int, model: dict[str, Any]) -> None:
+    manifest = small_run(family, stages, model)
+    swarm = save_swarm(manifest, tmp_path / "run", [2] * stages)
+    out = exported(tmp_path / "run", tmp_path / "out", mean=False)
+    tokens_BT = torch.randint(0, 384, (2, 16), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(out)(input_ids=tokens_BT.long()).logits
+    assert torch.equal(found, pipeline_logits([mine[0] for mine in swarm], tokens_BT))
+    assert not (out / "replicas").exists()
+
+
+def test_mean_is_the_mean_and_single_replicas_are_chained(tmp_path: Path) -> None:
+    manifest = small_run()
+    swarm = save_swarm(manifest, tmp_path / "run", [3, 2])
+    out = exported(tmp_path / "run", tmp_path / "out")
+    merged, chains = weights_in(out), [weights_in(out / "replicas" / str(i)) for i in range(3)]
+    assert not (out / "replicas" / "3").exists()
+    for mine in swarm:
+        for name in mine[0].parameters:
+            values = [stage.parameters[name].detach() for stage in mine]
+            mean = torch.stack([value.double() for value in values]).mean(dim=0).float()
+            assert torch.equal(merged[name], mean)
+            assert not torch.equal(merged[name], values[0])
+            for i, chain in enumerate(chains):
+                assert torch.equal(chain[name], values[i % len(values)])
+
+
+def test_the_record_says_what_was_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest round that both stages have is 4; one node of stage 0 has only an older one, and is named."""
+    manifest = small_run()
+    for peer, stage, rounds in (("a", 0, (2, 4, 6)), ("b", 0, (2,)), ("c", 1, (2, 4))):
+        replica = make_replica(manifest, stage, peer)
+        for round in rounds:
+            save(manifest, tmp_path / peer, replica, peer, round, step=10.0 * round + 0.5)
+    out = exported([tmp_path / peer for peer in "abc"], tmp_path / "out")
+    record = json.loads((out / "noloco.json").read_text())
+    assert record["run_id"] == manifest.run_id
+    assert (record["round"], record["step"], record["replicas"]) == (4, 40, 0)
+    assert record["stages"] == [[{"peer_id": "a", "step": 40}], [{"peer_id": "c", "step": 40}]]
+    told = capsys.readouterr().out
+    assert "not used: b of stage 0: its newest checkpoint is of round 2" in told
+    assert f"run {manifest.run_id}, outer round 4" in told
+
+
+def test_the_last_checkpoint_of_a_round_counts(tmp_path: Path) -> None:
+    """Of a node and an old copy of its directory, say."""
+    manifest = small_run(stages=1)
+    stage = make_replica(manifest, 0, "a")
+    save(manifest, tmp_path / "a", stage, "a", 3)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    with torch.no_grad():
+        for theta in stage.parameters.values():
+            theta.add_(1)
+    save(manifest, tmp_path / "a", stage, "a", 3, step=9.0)
+    found = weights_in(exported(tmp_path, tmp_path / "out"))
+    assert all(torch.equal(found[name], theta) for name, theta in stage.parameters.items())
+
+
+def test_a_corrupt_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    manifest = small_run()
+    save_swarm(manifest, tmp_path / "run", [2, 2])
+    (path,) = (tmp_path / "run" / "1-0").glob("**/*.safetensors")
+    data = bytearray(path.read_bytes())
+    length = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:length])
+    data[length + header["fast/lm_head.weight"]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(LocalError) as error:
+        exported(tmp_path / "run", tmp_path / "out")
+    assert str(path) in str(error.value)
+    assert str(path.with_suffix(".json")) in str(error.value)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["run"]
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    manifest, run, out = small_run(), tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        exported(run, out)
+    with pytest.raises(ConfigError, match="no such directory"):
+        exported(tmp_path / "nowhere", out)
+    save(manifest, run / "0-0", make_replica(manifest, 0, "a"), "a", 3)
+    with pytest.raises(ConfigError, match="no checkpoint of stage 1 "):
+        exported(run, out)
+    save(manifest, run / "1-0", make_replica(manifest, 1, "b"), "b", 2)
+    with pytest.raises(ConfigError, match="stage 0 has 3; stage 1 has 2"):
+        exported(run, out)
+    save(manifest, run / "1-0", make_replica(manifest, 1, "b"), "b", 3)
+    other = small_run(stages=1)
+    save(other, tmp_path / "other", make_replica(other, 0, "a"), "a", 3)
+    with pytest.raises(ConfigError, match=f"several runs.*{other.run_id[:12]} in {tmp_path / 'other'}"):
+        exported([run, tmp_path / "other"], out)
+    with pytest.raises(ConfigError, match="either --join ADDR"):
+        run_export(Order(("/ip4/127.0.0.1/tcp/1/p2p/x",), (run,), out, True, True, None))
+    with pytest.raises(ConfigError, match="tokenizer_dir is set"):
+        exported(run, out, tokenizer_dir=str(tmp_path))
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["other", "run"]
+    out.mkdir()
+    (out / "something").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        exported(run, out)
+    (out / "something").unlink()
+    assert exported(run, out).is_dir()
+
+
+def test_the_manifest_must_be_that_of_the_checkpoints(tmp_path: Path) -> None:
+    manifest = small_run(stages=1)
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    path = tmp_path / "a" / "manifest.json"
+    path.write_bytes(small_run(stages=1, family="gpt2").canonical_json())
+    with pytest.raises(LocalError, match=f"manifest.json is of run .*{manifest.run_id[:12]}"):
+        exported(tmp_path, tmp_path / "out")
+    path.write_text("{}x")
+    with pytest.raises(LocalError, match=r"manifest\.json is damaged"):
+        exported(tmp_path, tmp_path / "out")
+    path.unlink()
+    with pytest.raises(LocalError, match=r"manifest\.json is not there"):
+        exported(tmp_path, tmp_path / "out")
+
+
+def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "noloco_p2p.cli.main", "export", "--from", str(tmp_path), "--out", "x"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == f"error: --from {tmp_path}: no whole checkpoint lies there or below\n"
+
+
+def test_the_tokenizer_is_that_of_the_training_data(tmp_path: Path) -> None:
+    manifest = small_run()
+    save_swarm(manifest, tmp_path / "run", [1, 1])
+    out = exported(tmp_path / "run", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert len(tokenizer) == 384
+    assert tokenizer(TEXT, add_special_tokens=False).input_ids == ByteTokenizer().encode(TEXT.encode()).tolist()
+    assert tokenizer.decode(tokenizer(TEXT).input_ids, skip_special_tokens=True) == TEXT
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == ByteTokenizer.eos
+    assert (model.dtype, model.config.architectures) == (torch.float32, ["LlamaForCausalLM"])

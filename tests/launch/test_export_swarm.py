@@ -1,0 +1,214 @@
+"""The model taken home from nodes that run: real libp2p, DHT and gRPC; what the nodes give is scripted."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from daemons import daemon, run
+from stages import make_manifest, make_stages
+from transport_fixture import Events, Node, hang
+
+from noloco_p2p.compute import export, host_tensor
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.config import ListenSettings, OuterSettings, RunManifest
+from noloco_p2p.core.messages import Advert, PeerId, Snapshot
+from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
+from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
+from noloco_p2p.io.dht.join_handshake import offer_manifest
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.launch.collection import Collection, Replica, better, common
+from noloco_p2p.launch.live_collection import chosen, from_swarm, next_target
+
+MANIFEST = make_manifest(dtype="float32")
+
+
+@dataclass
+class Holder:
+    """A node that gives snapshots of its newest two rounds."""
+
+    stage: TorchStage
+    newest: int
+    moves: int = 0
+    """It is so many rounds further when it is first asked; later it reaches what it is asked for."""
+    dead: bool = False
+    """It is announced, and nothing listens at its address."""
+    peer: PeerId = ""
+    address: str = ""
+    asked: list[int | None] = field(default_factory=list)
+
+    async def give(self, stage: int, round: int | None, wait_s: float) -> Snapshot:
+        """As `duties/rounds.py` does."""
+        assert stage == self.stage.state.index
+        assert round is not None
+        self.asked.append(round)
+        if self.moves:
+            self.newest = self.newest + self.moves if len(self.asked) == 1 else max(round, self.newest)
+        given = round if self.newest - 1 <= round <= self.newest else self.newest
+        return replace(self.stage.snapshot(given, 10 * given), peer=self.peer)
+
+
+def holders(*newest: tuple[int, int]) -> list[Holder]:
+    """One for each (stage, newest round), each with weights of its own."""
+    made = []
+    for number, (index, round) in enumerate(newest):
+        stage = make_stages(MANIFEST)[index]
+        with torch.no_grad():
+            for theta in stage.parameters.values():
+                theta.add_(0.1 * (number + 1))
+        made.append(Holder(stage, round))
+    return made
+
+
+@asynccontextmanager
+async def swarm(home: Path, members: Sequence[Holder], manifest: RunManifest = MANIFEST) -> AsyncIterator[str]:
+    """These nodes, announced; the address to join."""
+    first: str | None = None
+    async with AsyncExitStack() as closing:
+        for number, holder in enumerate(members):
+            libp2p = await closing.enter_async_context(daemon(home / str(number), join=[first] if first else None))
+            directory = await HivemindDirectory.open(
+                libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=home / f"known-{number}.json"
+            )
+            closing.push_async_callback(directory.close)
+            transport = GrpcTransport(libp2p.peer_id, manifest.run_id, ListenSettings(), Events(), 1 << 20)
+            closing.push_async_callback(transport.close)
+            await transport.serve(Node(hang, holder.give))
+            await offer_manifest(libp2p, manifest.canonical_json())
+            holder.peer = libp2p.peer_id
+            addresses = ("127.0.0.1:1" if holder.dead else f"127.0.0.1:{transport.port}",)
+            mine = Advert(holder.peer, manifest.run_id, holder.stage.state.index, addresses, state="training")
+            await directory.announce(replace(mine, outer_round=holder.newest), 30.0)
+            first = first or libp2p.join_addresses[0]
+        assert first is not None
+        yield first
+
+
+def test_the_newest_round_that_all_can_give(tmp_path: Path) -> None:
+    """One stage is a round ahead, and one of four nodes is gone: three give round 5, the fourth is named."""
+
+    async def test() -> None:
+        members = holders((0, 5), (0, 5), (1, 6), (0, 5))
+        members[3].dead = True
+        said: list[str] = []
+        async with swarm(tmp_path, members) as address:
+            found = await from_swarm([address], one=False, say=said.append)
+        assert (found.manifest, found.round) == (MANIFEST, 5)
+        assert [{r.peer for r in mine} for mine in found.stages] == [
+            {members[0].peer, members[1].peer},
+            {members[2].peer},
+        ]
+        for mine in found.stages:
+            for replica in mine:
+                assert (replica.round, replica.step) == (5, 50)
+                stage = next(member.stage for member in members if member.peer == replica.peer)
+                for name, theta in stage.parameters.items():
+                    torch.testing.assert_close(replica.weights[name], theta.detach(), rtol=1e-6, atol=1e-7)
+        assert len(said) == 1
+        assert f"not used: {members[3].peer} of stage 0" in said[0]
+
+    run(test)
+
+
+def test_a_swarm_that_moves_on_is_met_at_a_later_round(tmp_path: Path) -> None:
+    """The adverts are old; when the first answers come, nodes are 2 and 5 rounds further. All then reach round 11."""
+
+    async def test() -> None:
+        members = holders((0, 5), (1, 5))
+        members[0].moves, members[1].moves = 2, 5
+        async with swarm(tmp_path, members) as address:
+            found = await from_swarm([address], one=False, say=print)
+        assert found.round == 11
+        assert [member.asked for member in members] == [[5, 11], [5, 11]]
+
+    run(test)
+
+
+def test_one_replica_of_each_stage(tmp_path: Path) -> None:
+    """The lowest peer id, or the next one when that is gone."""
+
+    async def test() -> None:
+        members = holders((0, 5), (0, 5), (1, 5))
+        async with swarm(tmp_path, members) as address:
+            low, high = sorted(members[:2], key=lambda member: member.peer)
+            found = await from_swarm([address], one=True, say=print)
+            assert [[r.peer for r in mine] for mine in found.stages] == [[low.peer], [members[2].peer]]
+            assert high.asked == []
+            low.newest, low.peer = 6, "a liar"
+            said: list[str] = []
+            found = await from_swarm([address], one=True, say=said.append)
+            assert [[r.peer for r in mine] for mine in found.stages] == [[high.peer], [members[2].peer]]
+            assert "sent the snapshot of a liar" in said[0]
+
+    run(test)
+
+
+def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with swarm(tmp_path / "a", holders((0, 5))) as address:
+            with pytest.raises(LocalError, match="nobody in the swarm has trained weights of stage 1"):
+                await from_swarm([address], one=False, say=print)
+        with pytest.raises(Unreachable, match="nobody answers"):
+            await from_swarm([address], one=False, say=print)
+        alone = MANIFEST.model_copy(update={"outer": OuterSettings(pairing="none")})
+        async with swarm(tmp_path / "b", holders((0, 0)), alone) as address:
+            with pytest.raises(ConfigError, match="no outer rounds"):
+                await from_swarm([address], one=False, say=print)
+
+    run(test)
+
+
+def test_weights_of_a_snapshot_are_phi_and_delta() -> None:
+    stage = holders((1, 3))[0].stage
+    parameters = export.stage_specs(MANIFEST, 1)
+    snapshot = stage.snapshot(3, 7)
+    assert tuple(tensor.spec for tensor in snapshot.tensors) == export.snapshot_specs(parameters)
+    found = export.fast_weights(snapshot, parameters)
+    for name, theta in stage.parameters.items():
+        torch.testing.assert_close(found[name], theta.detach(), rtol=1e-6, atol=1e-7)
+    first = host_tensor.to_torch(snapshot.tensors[0]).clone()
+    first.view(-1)[0] = torch.nan
+    bad = replace(snapshot, tensors=(host_tensor.from_torch(parameters[0].name, first), *snapshot.tensors[1:]))
+    bad = replace(bad, tensors=(replace(bad.tensors[0], name=snapshot.tensors[0].name), *bad.tensors[1:]))
+    with pytest.raises(Violation, match="not finite"):
+        export.fast_weights(bad, parameters)
+
+
+@pytest.mark.parametrize(
+    ("target", "rounds", "following"),
+    [
+        (7, {0: [7, 7], 1: [7, 7]}, 7),
+        (7, {0: [7, 9], 1: [8, 7]}, 10),  # the swarm is past it: all are asked to reach the same later round
+        (7, {0: [7, 6], 1: [7, 7]}, 6),  # somebody is one behind: the others still keep that round
+        (7, {0: [7, 3], 1: [7, 7]}, 7),  # somebody is far behind: it goes without
+        (7, {0: [7, 7], 1: [5, 4]}, 5),
+    ],
+)
+def test_the_next_round_that_is_asked_for(target: int, rounds: dict[int, list[int]], following: int) -> None:
+    assert next_target(target, rounds) == following
+
+
+def test_who_is_asked() -> None:
+    def advert(peer: str, stage: int, partner_from_round: int = 0) -> Advert:
+        return Advert(peer, "run", stage, (), partner_from_round=partner_from_round)
+
+    adverts = [advert("c", 1, 9), advert("b", 0), advert("a", 0, 9), advert("d", 0)]
+    assert [one.peer_id for one in chosen(adverts, 8, 2, one=False)] == ["b", "d", "c"]
+    assert [one.peer_id for one in chosen(adverts, 9, 2, one=False)] == ["a", "b", "d", "c"]
+    assert [one.peer_id for one in chosen(adverts, 8, 2, one=True)] == ["b", "c"]
+
+
+def test_the_newest_round_that_all_stages_have() -> None:
+    def found(*at: tuple[str, int, int]) -> Collection | None:
+        return common(MANIFEST, [Replica(peer, stage, round, 1, {}) for peer, stage, round in at])
+
+    newer = found(("b", 0, 5), ("a", 0, 5), ("c", 1, 5), ("d", 1, 6))
+    assert newer is not None
+    assert newer.round == 5
+    assert [[replica.peer for replica in mine] for mine in newer.stages] == [["a", "b"], ["c"]]
+    assert found(("a", 0, 5), ("c", 1, 6)) is None
+    older_larger = found(("a", 0, 4), ("b", 0, 4), ("c", 1, 4), ("d", 1, 4))
+    assert better(newer, older_larger) is better(older_larger, newer) is older_larger
+    assert better(None, newer) is better(newer, None) is newer

@@ -1,0 +1,135 @@
+"""A swarm started by hand, one terminal a node: the join command that is printed, leaving, dying, being left."""
+
+import shlex
+import signal
+import time
+from pathlib import Path
+
+from processes import SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
+
+from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.observe.health_check import ask
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+TERMINALS = "terminals"
+LOCAL = settings(limits__drain_s="60", directory__ttl_s="8")
+"""A node that is told to leave may take long; one that is killed is soon forgotten."""
+
+
+def join_command(node: NodeProcess) -> list[str]:
+    """The command line that a node prints for the others, as a shell would split it."""
+    (line,) = [line for line in node.printed().splitlines() if line.startswith("join ")]
+    words = shlex.split(line.removeprefix("join "))
+    assert words[0] == "noloco-node"
+    return words[1:]
+
+
+def say_join_command(node: NodeProcess) -> list[str]:
+    node.wait_for(lambda: "join " in node.printed() and node.printed().endswith("\n"), "join command")
+    return join_command(node)
+
+
+def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(tmp_path: Path) -> None:
+    terminals = tmp_path / TERMINALS
+    terminals.mkdir()
+    few = settings(steps="20", evaluation__microbatches="2")
+    address = tmp_path / "address"
+    address.write_text(f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}\n")
+    with node_processes(tmp_path) as nodes:
+        by_file = nodes.start("--join", f"@{address}", cwd=terminals, fresh=True)
+        by_file.wait_for(lambda: "reads the file again" in by_file.logged(), "word that the address of before is dead")
+        first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals, fresh=True)
+        pasted = say_join_command(first)
+        assert pasted[0] == "--join"
+        assert len(pasted) == 2, "nothing but the address"
+        for _ in range(2):
+            nodes.start(*pasted, cwd=terminals, fresh=True)
+        nodes.all_end_well()
+        nodes.nothing_left()
+    assert address.read_text() == f"{pasted[1]}\n"
+    homes = sorted((terminals / "noloco-runs").iterdir())
+    assert [home.name for home in homes] == ["node-1", "node-2", "node-3", "node-4"]
+    told = [NodeProcess(first.process, home, first.out, first.err).summary() for home in homes]
+    assert by_file.logged().count("nobody answers") == 1, "said once"
+    assert sorted(str(one["stage"]) for one in told) == ["0", "0", "1", "1"]
+    assert len({one["peer_id"] for one in told}) == 4
+    assert {one["state"] for one in told} == {"finished"}
+    assert all(one["outer_rounds"] == 2 for one in told)
+    losses = [one["validation_loss"] for one in told if one["stage"] == 0]
+    assert len(losses) == 2
+    assert all(isinstance(loss, float) and 0 < loss < 6.1 for loss in losses)
+
+
+def start_swarm(nodes: Nodes, counts: tuple[int, ...], *more: str) -> list[list[NodeProcess]]:
+    """The nodes of each stage; the first of stage 0 is the first of all. Returns once it trains."""
+    made: list[list[NodeProcess]] = [[] for _ in counts]
+    made[0].append(nodes.start(*SMALL, *LOCAL, *more, "--stage", "0", own_dir="0-0"))
+    address = made[0][0].endpoints().join[0]
+    for stage, count in enumerate(counts):
+        for replica in range(len(made[stage]), count):
+            made[stage].append(
+                nodes.start(
+                    "--join",
+                    address,
+                    "--stage",
+                    str(stage),
+                    "--watch-stdin",
+                    *LOCAL,
+                    own_dir=f"{stage}-{replica}",
+                    pipe_stdin=True,
+                )
+            )
+    for node in nodes.started:
+        node.wait_for_steps(1)
+    return made
+
+
+def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        (stays, leaves), (serves, dies) = start_swarm(nodes, (2, 2), *settings(steps="240"))
+        assert [ask(node.dir, None, tmp_path) for node in nodes.started] == [(True, "ok")] * 4
+        leaves.process.send_signal(signal.SIGTERM)
+        assert leaves.end(30) == 0
+        assert leaves.logged().splitlines()[-1].endswith("left: leave")
+        assert leaves.summary()["state"] == "left"
+        dies.process.kill()
+        dies.process.wait()
+        assert ask(dies.dir, None, tmp_path)[1].startswith("no node answers at http://127.0.0.1:")
+        assert stays.end() == 0, stays.logged()
+        assert serves.end() == 0, serves.logged()
+        nodes.nothing_left()
+        told = stays.summary()
+        assert told["state"] == serves.summary()["state"] == "finished"
+        assert told["outer_rounds"] == 60
+        assert int(str(told["rerouted"])) > 0, "what the killed replica had was sent to the other one"
+
+
+def test_unequal_stages_train_and_a_second_signal_or_a_closed_input_ends_a_node_at_once(tmp_path: Path) -> None:
+    endless = settings(steps="100000", start_replicas="1")
+    with node_processes(tmp_path) as nodes:
+        (first,), (one, other) = start_swarm(nodes, (1, 2), *endless)
+        assert other.process.stdin is not None
+        other.process.stdin.close()
+        assert other.end(10) == 0
+        assert "the launcher is gone" in other.logged()
+        one.process.send_signal(signal.SIGSTOP)
+        first.process.send_signal(signal.SIGTERM)
+        first.wait_for(lambda: "draining: told to leave" in first.logged(), "drain")
+        time.sleep(0.5)
+        assert first.process.poll() is None, "it waits for the gradients of what it sent"
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end(10) == 0
+        one.process.send_signal(signal.SIGCONT)
+        one.process.send_signal(signal.SIGTERM)
+        assert one.end(10) == 0
+        nodes.nothing_left()
+
+
+def test_two_nodes_in_one_directory_do_not_share_an_identity(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        first = nodes.start(*SMALL, own_dir="mine")
+        wait_until(lambda: (tmp_path / "mine" / "identity.key").exists(), "the identity")
+        second = nodes.start(*SMALL, own_dir="mine")
+        assert second.end() == 2
+        assert "in use by another process" in second.logged()
+        first.process.kill()

@@ -1,0 +1,144 @@
+"""Join addresses by a file: what it may hold, waiting for it, and what an old one does."""
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+import pytest
+from processes import node_processes
+
+from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.launch import join_file
+from noloco_p2p.launch.join_file import FILE_LIMIT_BYTES, JoinAddresses
+
+ONE, OTHER = (f"/ip4/10.0.0.{n}/tcp/9466/p2p/{peer_id_of(bytes([n]) * 32)}" for n in (1, 2))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_file, "POLL_S", 0.005)
+    monkeypatch.setattr(join_file, "AGAIN_S", 0.005)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "address"
+
+
+def test_a_file_is_written_whole_read_back_and_removed(path: Path) -> None:
+    join_file.remove(path)
+    join_file.write(path, [ONE, OTHER])
+    assert path.read_text() == f"{ONE}\n{OTHER}\n"
+    assert [*path.parent.iterdir()] == [path], "nothing else is left there"
+    assert join_file.read(path) == [ONE, OTHER]
+    join_file.remove(path)
+    assert join_file.read(path) == []
+
+
+def test_white_space_is_no_address_and_an_empty_file_has_none(path: Path) -> None:
+    path.write_text(f"\n  {ONE} \r\n\n{OTHER}")
+    assert join_file.read(path) == [ONE, OTHER]
+    path.write_text("\n")
+    assert join_file.read(path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (f"{ONE}\nbootstrap:9466\n".encode(), ":2: malformed join address 'bootstrap:9466'"),
+        (f"{ONE} {OTHER}".encode(), ":1: malformed join address"),
+        (b"\xff\xfe", "not UTF-8 text"),
+        (b"\n" * (FILE_LIMIT_BYTES + 1), "no list of join addresses"),
+    ],
+)
+def test_other_content_is_one_line_that_names_the_place(path: Path, content: bytes, told: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(JoinAddresses([f"@{path}"]).come())
+    assert str(caught.value).startswith(str(path))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        join_file.read(tmp_path)
+    with pytest.raises(LocalError, match="cannot be removed: Is a directory"):
+        join_file.remove(tmp_path)
+    with pytest.raises(LocalError, match="there is no directory"):
+        join_file.remove(tmp_path / "none" / "address")
+
+
+def test_what_can_be_no_join_is_refused_before_anything_is_begun(path: Path) -> None:
+    join_file.check([ONE, f"@{path}"])
+    with pytest.raises(ConfigError, match="write --join @FILE"):
+        join_file.check(["@"])
+    with pytest.raises(ConfigError, match="malformed join address"):
+        join_file.check([ONE, str(path)])
+    path.write_text("not yet")
+    with pytest.raises(ConfigError, match=f"{path}:1: malformed join address"):
+        join_file.check([ONE, f"@{path}"])
+
+
+def test_a_node_waits_for_the_file_and_says_so_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> tuple[str, ...]:
+        coming = asyncio.create_task(JoinAddresses([f"@{path}"]).come())
+        await asyncio.sleep(0.03)
+        assert not coming.done()
+        join_file.write(path, [ONE])
+        return await asyncio.wait_for(coming, 5)
+
+    assert asyncio.run(scenario()) == (ONE,)
+    assert caplog.messages == [f"waits for the join address in {path}"]
+
+
+def test_nobody_waits_for_a_file_when_another_address_is_there(path: Path) -> None:
+    assert asyncio.run(JoinAddresses([f"@{path}", OTHER]).come()) == (OTHER,)
+    assert asyncio.run(JoinAddresses([]).come()) == ()
+    path.write_text(ONE)
+    assert asyncio.run(JoinAddresses([OTHER, f"@{path}"]).come()) == (OTHER, ONE)
+
+
+def test_a_file_is_read_again_after_nobody_answered_and_an_address_is_not(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text(ONE)
+    failure = Unreachable("nobody answers")
+
+    async def scenario() -> None:
+        addresses = JoinAddresses([f"@{path}"])
+        assert await addresses.come() == (ONE,)
+        assert await addresses.may_change(failure)
+        join_file.write(path, [OTHER])
+        assert await addresses.come() == (OTHER,)
+        assert await addresses.may_change(failure)
+        assert not await JoinAddresses([ONE]).may_change(failure)
+
+    asyncio.run(scenario())
+    assert caplog.messages == ["nobody answers; reads the file again until somebody answers"]
+
+
+def test_a_node_that_was_here_before_waits_only_so_long(path: Path) -> None:
+    async def scenario() -> None:
+        addresses = JoinAddresses([f"@{path}"], patience_s=0.02)
+        with pytest.raises(Unreachable, match=f"there is no join address in {path}"):
+            await asyncio.wait_for(addresses.come(), 5)
+        join_file.write(path, [ONE])
+        assert await addresses.come() == (ONE,)
+        assert not await addresses.may_change(Unreachable("nobody answers"))
+
+    asyncio.run(scenario())
+
+
+def test_a_signal_ends_the_wait_at_once_and_in_order(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        node = nodes.start("--join", f"@{tmp_path / 'address'}", own_dir="node")
+        node.wait_for(lambda: "waits for the join address in" in node.logged(), "word that it waits")
+        node.process.send_signal(signal.SIGTERM)
+        assert node.end() == 0
+        assert node.logged().splitlines()[-1].endswith("stopped at once")
+        nodes.nothing_left()

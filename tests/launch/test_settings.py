@@ -1,0 +1,215 @@
+"""Settings: precedence, every fault at once with its place, agreement with a swarm, manifests from strangers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
+from noloco_p2p.errors import ConfigError, Violation
+from noloco_p2p.launch import config_reference, settings, yaml_entries
+
+
+def faults(path: Path | None, environ: dict[str, str] | None = None, sets: list[str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        settings.load(path, environ or {}, sets or [])
+    return str(caught.value).split("\n")
+
+
+def test_without_anything_the_defaults() -> None:
+    assert settings.load(None, {"PATH": "/bin", "NOLOCO": "1"}, []) == (RunManifest(), NodeConfig())
+
+
+def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 1\nseed: 1\nstages: 1\ninner:\n  beta1: 0.1\nlisten:\n  grpc_port: 1\n")
+    environ = {"NOLOCO__SEED": "2", "NOLOCO__STAGES": "2", "NOLOCO__LISTEN__GRPC_PORT": "2", "OTHER": "x"}
+    manifest, node = settings.load(path, environ, ["stages=3", "outer.inner_steps=7"])
+    found = (manifest.steps, manifest.seed, manifest.stages, manifest.inner.beta1, manifest.outer.inner_steps)
+    assert found == (1, 2, 3, 0.1, 7)
+    assert node.listen.grpc_port == 2
+    assert manifest.inner.beta2 == RunManifest().inner.beta2, "what a section leaves out has its default"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("2E4", 2e4), ("3", 3.0), ("0.5", 0.5)],
+)
+def test_numbers_are_read_as_people_mean_them(text: str, value: float) -> None:
+    assert settings.load(None, {}, [f"inner.peak_learning_rate={text}"])[0].inner.peak_learning_rate == value
+
+
+def test_all_faults_are_told_at_once_each_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: a\n"
+        "stpes: 10\n"
+        "seed: many\n"
+        "outer:\n"
+        "  alhpa: 0.2\n"
+        "  alpha: 1.5\n"
+        "inner:\n"
+        "  clip_norm: .inf\n"
+        "model:\n"
+        "  config:\n"
+        "    hidden_size: {a: 1}\n"
+        "device: gpu\n"
+        "routing: best\n"
+        "evaluation: 3\n"
+        "data_files: x\n"
+        "threads: true\n"
+        "steps: 1.5\n"
+    )
+    environ = {"NOLOCO__INNER__BETA1": "x", "NOLOCO__SEEED": "1"}
+    found = faults(path, environ, ["steps", "alpha=3", "outer={gamma: text}", "name=]"])
+    assert found == [
+        "--set steps: write it as --set key=value",
+        "--set name: not valid YAML: expected the node content, but found ']'",
+        f"{path}:2: there is no key stpes; the nearest is steps",
+        f"{path}:5: there is no key outer.alhpa; the nearest is outer.alpha",
+        "NOLOCO__SEEED: there is no key seeed; the nearest is seed",
+        "--set alpha: there is no key alpha; the nearest is outer.alpha",
+        f"{path}:3: seed must be a whole number, not 'many'",
+        f"{path}:11: model.config.hidden_size must be a number, text, true, false, null, or a list of them",
+        f"{path}:17: steps must be a whole number, not 1.5",
+        "NOLOCO__INNER__BETA1: inner.beta1 must be a number, not 'x'",
+        f"{path}:8: inner.clip_norm must be a finite number, not inf",
+        f"{path}:6: outer.alpha must be less than 1.0, not 1.5",
+        "--set outer: outer.gamma must be a number, not 'text'",
+        f"{path}:13: routing must be 'random', 'balanced' or 'fixed', not 'best'",
+        f"{path}:14: evaluation must be a section of keys, not 3",
+        f"{path}:12: device must match ^(auto|cpu|cuda(:\\d+)?)$, not 'gpu'",
+        f"{path}:16: threads must be a whole number, not True",
+        f"{path}:15: data_files must be a list, not 'x'",
+    ]
+
+
+def test_the_place_of_a_fault_is_the_one_that_counts(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 5\n")
+    assert faults(path, sets=["steps=0"]) == ["--set steps: steps must be at least 1, not 0"]
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("outer:\n  alpha: 0.1\n  alpha: 0.2\nmodel:\n  config: {a: 1, a: 2}\nsteps: 1\nsteps: 2\n")
+    assert sorted(faults(path)) == [
+        f"{path}:3: outer.alpha stands here a second time",
+        f"{path}:5: model.config.a stands here a second time",
+        f"{path}:7: steps stands here a second time",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1\n", ":1: a file with lines `key: value` is wanted"),
+        ("a: 1\nb: [1\n", ":3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+        ("name: !!python/name:os.system\n", ":1: not valid YAML: could not determine a constructor"),
+    ],
+)
+def test_a_file_that_is_no_settings_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    [line] = faults(path)
+    assert line.startswith(f"{path}{message}")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert faults(tmp_path / "absent.yaml") == [f"{tmp_path / 'absent.yaml'} cannot be read: No such file or directory"]
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert faults(tmp_path / "binary.yaml") == [f"{tmp_path / 'binary.yaml'} is not UTF-8 text: invalid start byte"]
+
+
+def test_an_empty_file_and_an_empty_section_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for text in ("", "# nothing\n", "outer:\n  # alpha: 0.1\nlisten:\n"):
+        path.write_text(text)
+        assert settings.load(path, {}, []) == (RunManifest(), NodeConfig())
+
+
+def test_values_that_do_not_go_together() -> None:
+    [line] = faults(None, sets=["outer.alpha=0.9", "outer.gamma=0.7"])
+    assert "stability bound S1" in line
+    assert "outer.allow_unstable" in line
+    settings.load(None, {}, ["outer.alpha=0.9", "outer.gamma=0.7", "outer.allow_unstable=true"])
+
+
+def test_the_model_section_of_a_file_stands_whole_and_single_keys_change_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model:\n  family: gpt2\n  config:\n    n_embd: 64\n    vocab_size: 384\n")
+    changed = ["model.config.vocab_size=500", "model.config.n_layer=3"]
+    assert settings.load(path, {}, changed)[0].model.config == {"n_embd": 64, "vocab_size": 500, "n_layer": 3}
+    default = RunManifest().model.config
+    assert settings.load(None, {}, ["model.config.hidden_size=64"])[0].model.config == default | {"hidden_size": 64}
+    assert settings.load(None, {}, ["model.config={n_embd: 8}"])[0].model.config == {"n_embd": 8}
+
+
+def test_a_node_that_joins_gives_no_other_manifest(tmp_path: Path) -> None:
+    swarm = RunManifest(steps=500, name="theirs")
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 500\nlisten:\n  grpc_port: 7000\n")
+    settings.read(path, {}, ["name=theirs", "outer.beta=0.7"]).check_agrees(swarm)
+    path.write_text("steps: 400\nseed: 0\nouter:\n  alpha: 0.1\nmodel:\n  config:\n    hidden_size: 64\n")
+    given = settings.read(path, {"NOLOCO__NAME": "mine"}, ["model.config.vocab_size=384"])
+    with pytest.raises(ConfigError) as caught:
+        given.check_agrees(swarm)
+    lines = str(caught.value).split("\n")
+    assert f"{path}:1: steps is 400 here, 500 in the swarm: leave it out" in lines
+    assert f"{path}:4: outer.alpha is 0.1 here, 0.5 in the swarm: leave it out" in lines
+    assert "NOLOCO__NAME: name is 'mine' here, 'theirs' in the swarm: leave it out" in lines
+    assert f"{path}:7: model.config.hidden_size is 64 here, 128 in the swarm: leave it out" in lines
+    assert f"{path}:6: model.config.num_hidden_layers is not set here, 4 in the swarm: leave it out" in lines
+    assert not any("vocab_size" in line or "seed" in line for line in lines)
+
+
+def test_a_key_that_goes_with_the_swarms_others_is_not_measured_by_the_defaults() -> None:
+    """gamma 1.9 breaks S1 with the default alpha, and is right with the swarm's."""
+    swarm = RunManifest.model_validate({"outer": {"alpha": 0.1, "gamma": 1.9}})
+    settings.read(None, {}, ["outer.gamma=1.9"]).check_agrees(swarm)
+
+
+def test_a_manifest_travels() -> None:
+    manifest = RunManifest(steps=7)
+    received = settings.manifest_from_json(manifest.canonical_json())
+    assert received == manifest
+    assert received.run_id == manifest.run_id
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"[" * 5000,
+        b"{" + b" " * MANIFEST_LIMIT_BYTES + b"}",
+        b'{"steps": "7"}',
+        b'{"steps": 0}',
+        b'{"unheard_of": 1}',
+        b'{"model": {"config": {"a": NaN}}}',
+        b'{"outer": {"alpha": 0.9, "gamma": 0.7}}',
+        json.dumps({"data": {"dataset": "../../etc/passwd"}}).encode(),
+        json.dumps({"data": {"tokenizer": "/etc/passwd"}}).encode(),
+        json.dumps({"model": {"config": {"a" * 60000: "b" * 10000}}}).encode(),
+    ],
+)
+def test_a_manifest_from_a_stranger_that_is_none(data: bytes) -> None:
+    with pytest.raises(Violation) as caught:
+        settings.manifest_from_json(data)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_no_key_stands_in_both_models() -> None:
+    assert set(RunManifest.model_fields).isdisjoint(NodeConfig.model_fields)
+
+
+def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
+    text = config_reference.reference_markdown()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("| `") for row in rows] == [".".join(key) for key in yaml_entries.KEYS]
+    assert all(len(row) == 4 and len(row[3]) > 10 for row in rows)
+    assert "| `outer.alpha` | number ≥ 0, < 1 | `0.5` | α, momentum. |" in text
+    assert "| `evaluation.every_steps` | whole number ≥ 1 or none | `250` |" in text
+    assert '| `wire_dtype` | `float64`, `float32`, `bfloat16` | `"float32"` |' in text

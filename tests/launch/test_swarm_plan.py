@@ -1,0 +1,155 @@
+"""What `noloco swarm` starts: a fresh run by its settings, or the unfinished one of a directory."""
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Holding
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.dht.identity import KEY, Identity
+from noloco_p2p.launch import settings
+from noloco_p2p.launch import swarm_plan as planning
+from noloco_p2p.launch.swarm_plan import Asked, ResumePoint, common_point, make_plan, make_run_dir
+
+NOTHING = Asked(None, None, None, None, ())
+
+
+def test_options_come_after_the_file_and_after_set(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("name: mine\nstages: 3\nsteps: 7\nstart_replicas: 5\nlimits:\n  drain_s: 3\n")
+    plan = make_plan(Asked(config, None, 1, 9, ("stages=2", "steps=8")), None, {"NOLOCO__SEED": "4"})
+    told = plan.manifest
+    assert (told.name, told.stages, told.start_replicas, told.steps, told.seed) == ("mine", 2, 1, 9, 4)
+    assert plan.local.limits.drain_s == 3.0
+    assert plan.nodes == [(0, 0), (1, 0)]
+
+
+def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOLOCO__SEED", "4")
+    sets = ("inner.eps=1.5e-9", "model.config.hidden_size=64", "data_files=[é*.txt]")
+    plan = make_plan(Asked(None, 2, 1, 9, sets), None, os.environ)
+    plan.write(tmp_path)
+    arguments = plan.arguments(tmp_path)
+    environment = plan.environment(3)
+    assert (environment["OMP_NUM_THREADS"], environment["PATH"]) == ("3", os.environ["PATH"])
+    assert arguments[:2] == ["--config", str(tmp_path / "swarm.json")]
+    assert "NOLOCO__SEED" not in environment, "it has been read, and a resumed run must not read another one"
+    theirs = settings.read(Path(arguments[1]), environment, arguments[3::2])
+    assert theirs.manifest() == plan.manifest
+    assert theirs.manifest().seed == 4
+    assert theirs.node().data_files == ("é*.txt",)
+    assert theirs.node().listen.dht_port == 0
+    assert theirs.node().listen.libp2p_metrics_port is None
+
+
+def test_nodes_of_one_machine_serve_the_metrics_of_their_daemons_on_ports_of_their_own(tmp_path: Path) -> None:
+    plan = make_plan(Asked(None, 2, 1, 9, ("listen.libp2p_metrics_port=9400",)), None, {})
+    plan.write(tmp_path)
+    arguments = plan.arguments(tmp_path)
+    assert settings.read(Path(arguments[1]), {}, arguments[3::2]).node().listen.libp2p_metrics_port == 0
+
+
+def unfinished(run_dir: Path, *sets: str) -> RunManifest:
+    """A directory in which a swarm was started."""
+    run_dir.mkdir()
+    plan = make_plan(Asked(None, 2, 1, 9, sets), run_dir, {})
+    plan.write(run_dir)
+    return plan.manifest
+
+
+def test_an_unfinished_run_is_resumed_with_the_settings_it_had(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    manifest = unfinished(run_dir, "seed=5", "limits.drain_s=3", "limits.linger_s=4")
+    plan = make_plan(NOTHING, run_dir, {})
+    assert (plan.resumes, plan.manifest, plan.local.limits.drain_s) == (True, manifest, 3.0)
+    same = make_plan(Asked(None, 2, None, 9, ("seed=5", "limits.drain_s=7")), run_dir, {})
+    assert same.manifest == manifest
+    assert (same.local.limits.drain_s, same.local.limits.linger_s) == (7.0, 4.0), "local settings may change"
+    (run_dir / "summary.json").write_text('{"completed": false}')
+    assert make_plan(NOTHING, run_dir, {}).resumes
+    (run_dir / "summary.json").write_text('{"completed": true}')
+    with pytest.raises(ConfigError, match="finished run; name another --dir"):
+        make_plan(NOTHING, run_dir, {})
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "told"),
+    [
+        (
+            Asked(None, 3, None, None, ()),
+            {},
+            r"--stages: stages is 3 here, 2 in the unfinished run of \S+: leave it out",
+        ),
+        (Asked(None, None, 2, None, ("steps=9",)), {}, "--replicas: start_replicas is 2 here, 1"),
+        (Asked(None, None, None, 10, ()), {}, "--steps: steps is 10 here, 9"),
+        (Asked(None, None, None, None, ("seed=6",)), {}, "--set seed: seed is 6 here, 5"),
+        (NOTHING, {"NOLOCO__OUTER__ALPHA": "0.25"}, "NOLOCO__OUTER__ALPHA: outer.alpha is 0.25 here, 0.5"),
+    ],
+)
+def test_a_conflicting_setting_is_refused_by_name(
+    asked: Asked, environ: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    unfinished(tmp_path / "run", "seed=5")
+    with pytest.raises(ConfigError, match=told) as refused:
+        make_plan(asked, tmp_path / "run", environ)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_node_of_another_run_is_refused(tmp_path: Path) -> None:
+    manifest = unfinished(tmp_path / "run")
+    (tmp_path / "run/1-0").mkdir()
+    (tmp_path / "run/1-0/manifest.json").write_bytes(manifest.canonical_json())
+    make_plan(NOTHING, tmp_path / "run", {})
+    other = manifest.model_copy(update={"seed": 1})
+    (tmp_path / "run/1-0/manifest.json").write_bytes(other.canonical_json())
+    with pytest.raises(ConfigError, match=r"1-0/manifest.json is of a run with other settings \(seed\)"):
+        make_plan(NOTHING, tmp_path / "run", {})
+
+
+def test_fresh_directories_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [make_run_dir("tiny", None).name for _ in range(2)] == ["tiny-1", "tiny-2"]
+    own = tmp_path / "own"
+    assert make_run_dir("tiny", own) == own
+
+
+def test_one_launcher_at_a_time(tmp_path: Path) -> None:
+    with (
+        planning.held(tmp_path),
+        pytest.raises(LocalError, match="another noloco swarm runs in"),
+        planning.held(tmp_path),
+    ):
+        pass
+    with planning.held(tmp_path):
+        pass
+
+
+def test_a_node_that_still_runs_is_waited_for(tmp_path: Path) -> None:
+    node_dir = tmp_path / "0-0"
+    planning.wait_for_old_nodes([node_dir], 0.0)
+    with (
+        closing(Identity.open(node_dir / KEY)),
+        pytest.raises(LocalError, match=r"a node still runs in \S+0-0: stop it"),
+    ):
+        planning.wait_for_old_nodes([node_dir], 0.2)
+    planning.wait_for_old_nodes([node_dir], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("held", "point"),
+    [
+        ([], None),
+        ([Holding(0, 3, 30), Holding(0, 4, 41), Holding(1, 4, 40)], ResumePoint(4, 40)),
+        ([Holding(0, 5, 50), Holding(0, 4, 41), Holding(1, 4, 44), Holding(1, 3, 30)], ResumePoint(4, 41)),
+        ([Holding(0, 6, 60), Holding(0, 5, 52), Holding(1, 4, 44)], ResumePoint(4, 0)),
+    ],
+)
+def test_a_run_goes_on_from_the_newest_round_of_which_every_stage_has_something(
+    held: list[Holding], point: ResumePoint | None
+) -> None:
+    assert common_point(held) == point

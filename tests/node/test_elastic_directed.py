@@ -1,0 +1,257 @@
+"""Elastic swarms under virtual time, one at a time: joining, restarting, splitting, pausing, leaving, moving."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import pstdev
+
+import pytest
+from elastic import plan_of
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.laws import check, training, watched
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.toy_stage import ModelStage
+from noloco_p2p.sim.world import NodeOutcome, Outcome, SwarmPlan
+
+
+def weights(life: NodeOutcome) -> tuple[object, ...]:
+    """Everything that a replica has learnt."""
+    stage = life.model_stage
+    return stage.inner_steps, *stage.theta, *stage.phi, *stage.momentum
+
+
+def times(outcome: Outcome, kind: str, peer: PeerId) -> list[float]:
+    """When a node told something."""
+    return [h.at_s for h in outcome.trace.of(kind, peer)]
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interval(stage: int) -> None:
+    swarm = FaultySwarm(plan_of((2, 2, 2), steps=32))
+    swarm.at(7.0, lambda: swarm.start(stage, 2))
+    outcome = check(swarm)
+    newcomer = outcome.nodes[f"s{stage}r2"]
+    (came,) = [one for one in swarm.taken_up if one.peer == newcomer.peer]
+    (taken,) = watched(newcomer)[0].taken
+    assert (came.source, taken.kind) == ("peer", "restore")
+    assert came.at_s < 8.0
+    served = [h.at_s for h in newcomer.trace.of("microbatch") if h.get("result") == "done"]
+    assert served[0] < came.at_s + 2.1, "three inner steps"
+    first = training(newcomer)[0][0]
+    merged = [m for life in outcome.lives for s in watched(life) for m in s.merged if m.partner == newcomer.peer]
+    assert min(m.round for m in merged) >= came.round + 2
+    donor = outcome.nodes[taken.origin]
+    before = [h for h in donor.trace.of("inner_step") if h.at_s < first]
+    own = newcomer.trace.of("inner_step")
+    assert 0 <= len(before) - (int(str(own[0].get("inner_step"))) - 1) <= 1
+
+
+# --- restarting -------------------------------------------------------------------------------------------------------
+
+
+def chain(stages: int, every_rounds: int = 1) -> SwarmPlan:
+    """One replica of each stage: nothing is left to chance."""
+    plan = plan_of((1,) * stages, every_rounds=every_rounds, routing="balanced", steps=20)
+    limits = plan.config.limits.model_copy(update={"max_in_flight": 1})
+    return replace(plan, config=plan.config.model_copy(update={"limits": limits}))
+
+
+def killed(plan: SwarmPlan, at_s: float, peers: Sequence[PeerId], down_s: float = 1.0) -> FaultySwarm:
+    return FaultySwarm(plan, tuple(Fault(at_s, "bounce", (peer,), down_s) for peer in peers))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("every_rounds", [1, 2])
+def test_a_chain_that_was_stopped_ends_with_the_weights_of_one_that_was_not(stages: int, every_rounds: int) -> None:
+    plan = chain(stages, every_rounds=every_rounds)
+    undisturbed = check(FaultySwarm(plan))
+    peers = [life.peer for life in undisturbed.lives]
+    for part in (0.5, 0.65, 0.8):
+        swarm = killed(plan, part * undisturbed.ended_at_s, peers)
+        outcome = check(swarm)
+        assert [one.source for one in swarm.taken_up] == ["shard"] * stages
+        assert len({one.round for one in swarm.taken_up}) == 1
+        for peer in peers:
+            assert weights(outcome.nodes[peer]) == weights(undisturbed.nodes[peer]), f"{peer}, killed at {part}"
+
+
+def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
+    plan = replace(chain(3), torn_by_crash=True)
+    undisturbed = check(FaultySwarm(plan))
+    written = undisturbed.trace.of("checkpoint", "s1r0")[2]
+    swarm = killed(plan, written.at_s - 0.02, ["s0r0", "s1r0", "s2r0"])
+    outcome = check(swarm)
+    assert {(one.peer, one.source, one.round) for one in swarm.taken_up} == {
+        (f"s{stage}r0", "shard", 2) for stage in range(3)
+    }
+    for peer, life in undisturbed.nodes.items():
+        assert weights(outcome.nodes[peer]) == weights(life)
+
+
+def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_lost() -> None:
+    """Counted and saved, its reply lost; then a crash: whoever restarts is asked for the same microbatch again."""
+    plan = plan_of((1, 1), steps=12)
+    undisturbed = check(FaultySwarm(plan))
+    third, saved = times(undisturbed, "inner_step", "s1r0")[2], times(undisturbed, "checkpoint", "s1r0")[0]
+    swarm = FaultySwarm(plan, (Fault(saved + 0.15, "bounce", ("s1r0",), 0.5),))
+    swarm.at(third + 0.01, lambda: swarm.network.lose_next_reply("s0r0", "s1r0"))
+    outcome = check(swarm)
+    assert [(one.peer, one.source, one.round) for one in swarm.taken_up] == [("s1r0", "shard", 1)]
+    before, after = (life.model_stage for life in outcome.lives if life.peer == "s1r0")
+    assert len(after.dropped) == 1
+    assert after.dropped[0] in {one.microbatch for one in before.counted}
+    assert after.dropped[0] in {one.microbatch for one in outcome.nodes["s0r0"].model_stage.counted}
+
+
+@pytest.mark.parametrize("for_s", [1.0, 8.0])
+@pytest.mark.parametrize("replicas", [(2, 1, 2), (2, 2, 2)])
+def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
+    replicas: tuple[int, ...], for_s: float
+) -> None:
+    lost = tuple(f"s1r{i}" for i in range(replicas[1]))
+    swarm = FaultySwarm(plan_of(replicas, steps=32), tuple(Fault(9.0, "wipe", (peer,), for_s) for peer in lost))
+    outcome = check(swarm)
+    first = swarm.taken_up[0]
+    assert first.source == "guardian"
+    before = max(number for life in outcome.lives if life.crashed for number, _ in life.rounds)
+    assert first.round >= before - 1
+    told = [h.get("stages") for h in outcome.trace.of("deserted", "s0r0")]
+    if for_s > 5.0:
+        assert isinstance(told[0], dict)
+        assert (list(told[0]), told[-1]) == ([1], {})
+    assert sum(life.microbatches["dropped"] for life in outcome.of_stage(0)) == 0, "what waits for a stage is kept"
+
+
+# --- two halves -------------------------------------------------------------------------------------------------------
+
+
+def spread(swarm: FaultySwarm) -> float:
+    """Standard deviation of stage 1's first weight over its four replicas."""
+    stages = [swarm.life(f"s1r{i}").stage for i in range(4)]
+    return pstdev(timed.stage.theta[0] for timed in stages if timed and isinstance(timed.stage, ModelStage))
+
+
+def test_two_halves_of_a_split_swarm_merge_again_when_the_link_heals() -> None:
+    halves = ("s0r0", "s0r1", "s1r0", "s1r1"), ("s0r2", "s0r3", "s1r2", "s1r3")
+    swarm = FaultySwarm(plan_of((4, 4), steps=90), (Fault(5.0, "split", halves[0], 20.0),))
+    seen: list[float] = []
+
+    swarm.at(24.9, lambda: seen.append(spread(swarm)))
+    outcome = check(swarm)
+    crossing = [
+        merge.at_s
+        for life in outcome.lives
+        for merge in watched(life)[0].merged
+        if (life.peer in halves[0]) != (merge.partner in halves[0])
+    ]
+    assert not [at_s for at_s in crossing if 9.0 < at_s < 25.0]
+    assert len([at_s for at_s in crossing if at_s > 25.0]) > 8
+    assert spread(swarm) < 0.3 * seen[0]
+    steps = [life.inner_steps for life in outcome.of_stage(0)]
+    assert max(steps) - min(steps) < 20, "both halves trained on"
+
+
+def test_who_was_cut_off_when_the_run_ended_ends_too() -> None:
+    swarm = FaultySwarm(plan_of((2, 2), steps=12), (Fault(6.0, "split", ("s0r0",), 8.0),))
+    outcome = check(swarm)
+    assert outcome.nodes["s0r1"].ended_at_s is not None
+    assert outcome.nodes["s0r1"].ended_at_s < 14.0
+    assert outcome.nodes["s0r0"].step == 12.0
+    assert outcome.ended_at_s < 40.0
+
+
+# --- hanging ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", ["s1r1", "s2r1"])
+def test_a_hung_replica_costs_a_deadline_that_was_learnt_and_nobody_else_is_blamed(peer: PeerId) -> None:
+    """A microbatch may live for 30 s here; such calls have taken about a second."""
+    plan = plan_of((2, 2, 2), steps=50)
+    limits = plan.config.limits.model_copy(update={"microbatch_deadline_s": 30.0})
+    plan = replace(plan, config=plan.config.model_copy(update={"limits": limits}))
+    swarm = FaultySwarm(plan, (Fault(13.0, "hang", (peer,), 9.0),))
+    outcome = check(swarm)
+    for life in outcome.of_stage(0):
+        steps = [at_s for at_s in times(outcome, "inner_step", life.peer) if at_s > 10.0]
+        assert max(after - before for before, after in pairwise(steps)) < 9.0, "two calls in a row, not the whole hang"
+        assert life.microbatches["dropped"] == 0
+    told = [h for h in outcome.trace.of("reroute") if h.get("reason") == "unreachable" and h.peer != peer]
+    assert {h.get("peer") for h in told} == {peer}
+
+
+# --- pausing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_a_long_pause_ends_with_the_weights_of_now_a_short_one_with_its_own(peer: PeerId) -> None:
+    for for_s, pulls in ((12.0, 1), (0.5, 0)):
+        swarm = FaultySwarm(plan_of((2, 2), steps=40), (Fault(6.0, "pause", (peer,), for_s),))
+        outcome = check(swarm)
+        assert [one.source for one in swarm.taken_up] == ["peer"] * pulls
+        life = outcome.nodes[peer]
+        (paused,) = [h.at_s for h in life.trace.of("state") if h.get("state") == "paused"]
+        assert paused < 8.0
+        assert not [at_s for at_s in times(outcome, "inner_step", peer) if paused < at_s < 6.0 + for_s]
+        assert [at_s for at_s in times(outcome, "inner_step", peer) if at_s > 6.0 + for_s]
+
+
+def test_under_balanced_nobody_waits_for_an_origin_that_pauses() -> None:
+    swarm = FaultySwarm(plan_of((2, 2), steps=40, routing="balanced"), (Fault(6.0, "pause", ("s0r1",), 12.0),))
+    steps = [at_s for at_s in times(check(swarm), "inner_step", "s0r0") if 5.0 < at_s < 18.0]
+    assert max(after - before for before, after in pairwise(steps)) < 3.0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_under_balanced_nobody_waits_for_a_newcomer_that_fetches_its_weights(stage: int) -> None:
+    donor, newcomer = f"s{stage}r0", f"s{stage}r1"
+    swarm = FaultySwarm(plan_of((2, 2), steps=40, routing="balanced"), (Fault(8.0, "wipe", (newcomer,), 1.0),))
+    swarm.at(8.0, lambda: swarm.network.set_link(donor, newcomer, Link(bytes_per_s=6.0)))
+    outcome = check(swarm)
+    came_s = swarm.taken_up[0].at_s
+    assert came_s > 20.0
+    steps = [at_s for at_s in times(outcome, "inner_step", "s0r0") if 7.0 < at_s < came_s]
+    assert max(after - before for before, after in pairwise(steps)) < 5.0
+    # An origin that has been waited for in vain is not waited for in every step: else there are ten steps, not twenty.
+    assert len(steps) > (15 if stage == 0 else 6)
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
+    swarm = FaultySwarm(plan_of((2, 1), steps=40))
+    swarm.at(7.3, lambda: swarm.drain("s1r0"))
+    swarm.at(16.0, lambda: swarm.wipe("s1r0"))
+    swarm.at(16.0, lambda: swarm.start(1, 0))
+    outcome = check(swarm)
+    left, again = (life for life in outcome.lives if life.peer == "s1r0")
+    assert left.ended_at_s is not None
+    guarded = [h for h in outcome.trace.of("guarded") if h.get("stage") == 1 and h.at_s < left.ended_at_s]
+    assert guarded[-1].at_s > 7.3
+    assert left.ended_at_s < 7.3 + 4.0
+    assert guarded[-1].get("round") == left.rounds[-1][0] + 1
+    (taken,) = watched(again)[0].taken
+    assert (taken.kind, taken.origin) == ("adopt", "s1r0")
+    assert taken.phi == pytest.approx(left.model_stage.theta, rel=1e-12)
+    results = [life.microbatches for life in outcome.of_stage(0)]
+    assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
+
+
+def test_nobody_waits_for_a_guardian_that_leaves_too() -> None:
+    swarm = FaultySwarm(plan_of((2, 1), steps=40))
+    for peer in ("s0r0", "s0r1", "s1r0"):
+        swarm.at(7.3, lambda peer=peer: swarm.drain(peer))  # type: ignore[misc]
+    outcome = check(swarm)
+    assert max(life.ended_at_s or 99.0 for life in outcome.lives) < 7.3 + 3.0
+
+
+def test_who_is_told_to_leave_when_it_has_left_already_takes_no_notice() -> None:
+    ends = sorted((life.ended_at_s or 0.0, life.peer) for life in check(FaultySwarm(plan_of((2, 2), steps=8))).lives)
+    swarm = FaultySwarm(plan_of((2, 2), steps=8))
+    swarm.at((ends[0][0] + ends[-1][0]) / 2, lambda: swarm.drain(ends[0][1]))
+    assert check(swarm).nodes[ends[0][1]].state == "left"

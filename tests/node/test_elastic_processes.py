@@ -1,0 +1,193 @@
+"""No single node matters: real processes are killed, stopped, paused, told to leave and started again."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from processes import SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
+
+from noloco_p2p.io.storage.checkpoint_format import stored_shards
+
+ENDLESS = [*settings(steps="1000000", evaluation__every_steps="null"), *SMALL]
+EACH_ROUND = settings(checkpoint__every_rounds="1")
+NOLOCO = (sys.executable, "-m", "noloco_p2p.cli.main")
+
+
+def start(nodes: Nodes, name: str, *arguments: str) -> NodeProcess:
+    """A node in its own directory, there before or not."""
+    return nodes.start(*arguments, own_dir=name)
+
+
+def address_of(node: NodeProcess) -> str:
+    return node.endpoints().join[0]
+
+
+def two_by_two(nodes: Nodes, *more: str) -> dict[str, NodeProcess]:
+    """Four nodes that train; `more` goes to all of them."""
+    swarm = {"a": start(nodes, "a", "--stage", "0", *ENDLESS, *more)}
+    for name, stage in (("b", 0), ("c", 1), ("d", 1)):
+        swarm[name] = start(nodes, name, "--join", address_of(swarm["a"]), "--stage", str(stage), *more)
+    for node in swarm.values():
+        node.wait_for_steps(10)
+    return swarm
+
+
+def goes_on(node: NodeProcess, steps: int = 10) -> None:
+    """It takes so many more inner steps."""
+    node.wait_for_steps(int(node.total("inner_steps_total")) + steps)
+
+
+def logged(node: NodeProcess, text: str) -> re.Match[str]:
+    """Waited for, in the log of this process."""
+    node.wait_for(lambda: re.search(text, node.logged()) is not None, text)
+    found = re.search(text, node.logged())
+    assert found is not None
+    return found
+
+
+def kill(*killed: NodeProcess) -> None:
+    for node in killed:
+        node.process.kill()
+    for node in killed:
+        node.process.wait()
+
+
+def test_nodes_fail_hang_pause_and_leave_and_the_run_goes_on(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        swarm = two_by_two(nodes, *EACH_ROUND)
+        a, b, c, d = swarm.values()
+
+        kill(d)
+        for node in (a, b, c):
+            goes_on(node)
+        # Nobody answers at the address that it is given; it knows its run and its peers from before.
+        nobody = re.sub(r"/tcp/\d+/", "/tcp/1/", address_of(a))
+        d = start(nodes, "d", "--join", nobody, "--stage", "1", *EACH_ROUND)
+        assert logged(d, r"weights from: (shard|peer)")
+        goes_on(d)
+
+        c.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        for node in (a, b, d):
+            goes_on(node, 20)
+        assert time.monotonic() - began < 40, "a hung node holds the others up"
+        c.process.send_signal(signal.SIGCONT)
+        goes_on(c)
+
+        b.process.send_signal(signal.SIGUSR1)
+        logged(b, "paused: the owner needs the device")
+        held = b.total("inner_steps_total")
+        goes_on(a, 20)
+        assert b.total("inner_steps_total") == held
+        b.process.send_signal(signal.SIGUSR2)
+        logged(b, "training: the device is back")
+        goes_on(b)
+
+        c.process.send_signal(signal.SIGTERM)
+        assert c.end() == 0
+        assert c.summary()["state"] == "left"
+        for node in (a, b, d):
+            goes_on(node)
+        for node in (a, b, d):
+            assert node.total("dropped_total") == 0, node.logged()
+
+
+def test_a_lost_stage_comes_back_from_its_guardian_and_a_dead_swarm_from_its_checkpoints(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        a = start(nodes, "a", "--stage", "0", *ENDLESS, *settings(start_replicas="1"), *EACH_ROUND)
+        lonely = settings(checkpoint__every_rounds="null")
+        c = start(nodes, "c", "--join", address_of(a), "--stage", "1", *lonely)
+        a.wait_for(lambda: a.total("guarded_round", stage="1") >= 3, "a guarded round 3 of stage 1")
+
+        kill(c)
+        logged(a, "stage 1 has no replica")
+        reached = a.total("outer_rounds_total")
+        c = start(nodes, "c", "--join", address_of(a), "--stage", "1", *EACH_ROUND)
+        round = int(logged(c, r"outer round (\d+)\), weights from: guardian")[1])
+        assert round >= reached - 1, "the stage lost more than one outer round"
+        logged(a, "stage 1 has a replica again")
+        goes_on(a, 20)
+        assert a.total("dropped_total") == 0, a.logged()
+        c.wait_for(lambda: bool(rounds_in(tmp_path / "c")), "a checkpoint")
+
+        kill(a, c)
+        kept = min(max(rounds_in(tmp_path / name)) for name in "ac")
+        a, c = start(nodes, "a"), start(nodes, "c")
+        for node in (a, c):
+            assert int(logged(node, r"outer round (\d+)\), weights from: shard")[1]) == kept
+            goes_on(node)
+
+        joined = tmp_path / "joined"
+        export(tmp_path, "--join", address_of(a), "--out", str(joined))
+        a.process.send_signal(signal.SIGTERM)
+        assert a.end() == 0
+        kill(c)
+        export(tmp_path, "--from", str(tmp_path / "a"), "--from", str(tmp_path / "c"), "--out", str(tmp_path / "kept"))
+        for directory in (joined, tmp_path / "kept"):
+            assert (directory / "config.json").is_file()
+            assert list(directory.glob("*.safetensors"))
+
+
+def export(cwd: Path, *arguments: str) -> None:
+    done = subprocess.run(
+        [*NOLOCO, "export", *arguments], cwd=cwd, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path: Path) -> None:
+    """Two stages with one replica each, killed in the middle, at different moments."""
+    steps = 80
+    run = [
+        *settings(steps=str(steps), start_replicas="1", routing="balanced", evaluation__every_steps="null"),
+        *SMALL,
+    ]
+    local = [*EACH_ROUND, *settings(limits__max_in_flight="1", checkpoint__keep="1000")]
+    with node_processes(tmp_path) as nodes:
+        for name in ("whole", "stopped"):
+            (tmp_path / name).mkdir()
+        keys = {}
+
+        def pair(where: str) -> tuple[NodeProcess, NodeProcess]:
+            first = start(nodes, f"{where}/0", "--stage", "0", *run, *local)
+            return first, start(nodes, f"{where}/1", "--join", address_of(first), "--stage", "1", *local)
+
+        # The data of stage 0 follow from its peer id: both runs have the same identities.
+        whole = pair("whole")
+        for index in range(2):
+            whole[index].endpoints()
+            keys[index] = (tmp_path / "whole" / str(index) / "identity.key").read_bytes()
+            directory = tmp_path / "stopped" / str(index)
+            directory.mkdir()
+            (directory / "identity.key").write_bytes(keys[index])
+            (directory / "identity.key").chmod(0o600)
+        assert [node.end() for node in whole] == [0, 0]
+        stopped = pair("stopped")
+        for index in (1, 0):
+            directory = tmp_path / "stopped" / str(index)
+            wait_until(partial(reached, directory, 6), "a checkpoint of outer round 6")
+            kill(stopped[index])
+        stopped = pair("stopped")
+        assert [node.end() for node in stopped] == [0, 0]
+        assert re.search("weights from: shard", stopped[0].logged())
+        for index in range(2):
+            assert final(tmp_path / "stopped" / str(index)) == final(tmp_path / "whole" / str(index))
+
+
+def rounds_in(directory: Path) -> list[int]:
+    """Outer rounds of the checkpoints in a node's directory."""
+    return [shard.manifest.round for shard in stored_shards(directory)]
+
+
+def reached(directory: Path, round: int) -> bool:
+    return max(rounds_in(directory), default=0) >= round
+
+
+def final(directory: Path) -> tuple[int, bytes]:
+    """Round and bytes of the tensors of the newest checkpoint."""
+    newest = max(stored_shards(directory), key=lambda shard: shard.manifest.round)
+    return newest.manifest.round, newest.tensors_path.read_bytes()

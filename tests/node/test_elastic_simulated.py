@@ -1,0 +1,43 @@
+"""Issue 4, proof 7 in the simulator: 200 swarms that are hurt at random, from a seed, keep every law.
+
+The laws stand in `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm.
+"""
+
+import pytest
+from elastic import drawn
+
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.laws import check
+
+SEEDS = 200
+SWARMS_A_TEST = 10
+
+
+@pytest.mark.parametrize("block", range(0, SEEDS, SWARMS_A_TEST))
+def test_swarms_survive_what_is_drawn(block: int) -> None:
+    sources = set[str]()
+    for seed in range(block, block + SWARMS_A_TEST):
+        try:
+            swarm = FaultySwarm(*drawn(seed))
+            check(swarm)
+        except BaseException as error:
+            error.add_note(f"seed {seed}; replay: python tests/support/elastic.py {seed}")
+            raise
+        sources |= {one.source for one in swarm.taken_up}
+    if block == 0:
+        assert sources == {"peer", "shard", "guardian", "fresh"}, "else the swarms prove less than they seem to"
+
+
+def test_one_seed_tells_one_story() -> None:
+    hashes = []
+    for seed in (11, 11, 12):
+        swarm = FaultySwarm(*drawn(seed))
+        check(swarm)
+        hashes.append(swarm.trace.trace_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_every_kind_of_fault_is_drawn() -> None:
+    """Else the swarms above would prove less than they seem to."""
+    kinds = {fault.kind for seed in range(SEEDS) for fault in drawn(seed)[1]}
+    assert kinds == {"bounce", "wipe", "crash", "hang", "mute", "cut", "split", "pause", "leave"}

@@ -1,0 +1,196 @@
+"""One guardian by itself: what it keeps, what it forgets, whom it asks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.guardians import guardians_of
+from noloco_p2p.core.messages import Advert, Holding, Snapshot
+from noloco_p2p.errors import Declined, Unreachable
+from noloco_p2p.node.guardian import Guardian
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.ports import World
+from noloco_p2p.sim.loop import run
+
+STAGES = 3
+WARD = 1
+
+
+class Place:
+    """A node of stage 0 that trains, whose peers answer what `answers` says, and its guardian at work."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, object]]] = []
+        self.asked: list[tuple[str, int, int | None]] = []
+        self.answers: dict[str, Snapshot | Exception] = {}
+        manifest = RunManifest(stages=STAGES)
+        world = SimpleNamespace(
+            telemetry=SimpleNamespace(event=lambda kind, **fields: self.told.append((kind, fields))), transport=self
+        )
+        advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
+        self.seat = NodeState(advert, manifest, NodeConfig(), cast(World, world))
+        self.seat.stage = cast(Any, SimpleNamespace(state=SimpleNamespace(snapshot_bytes=(10, 20, 30))))
+        self.guardian = Guardian(self.seat)
+
+    async def fetch_snapshot(
+        self, peer: Advert, stage: int, round: int | None, wait_s: float, deadline_s: float, expected: int
+    ) -> Snapshot:
+        assert expected == (10, 20, 30)[stage]
+        self.asked.append((peer.peer_id, stage, round))
+        answer = self.answers.get(peer.peer_id, Declined("nothing to give"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def sees(self, *adverts: Advert) -> None:
+        """The membership is read anew; who is not listed has left."""
+        gone = [a for a in self.seat.members.all() if a.peer_id not in {b.peer_id for b in adverts}]
+        left = [self.advert(a.peer_id, a.stage, "left") for a in gone]
+        self.seat.members.update([*adverts, *left], now=self.seat.now())
+        self.guardian.noticed()
+        self.seat.pulse()
+        await asyncio.sleep(0.1)
+
+    def advert(self, peer: str, stage: int, state: str = "training", *holds: Holding, round: int = 3) -> Advert:
+        run_id = self.seat.run_id
+        return Advert(peer, run_id, stage, ("127.0.0.1:1",), state=state, holds=holds, outer_round=round, step=30.0)
+
+    @property
+    def holds(self) -> tuple[Holding, ...]:
+        return self.seat.advert.holds
+
+
+def at(scenario: Callable[[Place], Awaitable[None]]) -> None:
+    async def main() -> None:
+        place = Place()
+        guarding = asyncio.create_task(place.guardian.run())
+        await scenario(place)
+        assert not guarding.done(), "nothing stops a guardian"
+        guarding.cancel()
+
+    run(main(), limit_s=1000)
+
+
+def snapshot(peer: str, round: int, step: int = 30) -> Snapshot:
+    return Snapshot(peer, round, step, ())
+
+
+def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD))
+        assert place.holds == (Holding(WARD, 3, 30),)
+        await place.sees(place.advert("w", WARD))
+        assert place.asked == [("w", WARD, 3)], "nothing new can be there"
+        place.answers["w"] = snapshot("w", 2, 20)
+        place.seat.update(outer_round=4)
+        await place.sees(place.advert("w", WARD))
+        await place.sees(place.advert("w", WARD))
+        assert place.asked[1:] == [("w", WARD, 4)], "it answered with what it had, and tells no news since"
+        assert place.guardian.snapshot_of(WARD) == snapshot("w", 3)
+        place.answers["w"] = snapshot("w", 5, 50)
+        await place.sees(place.advert("w", WARD, round=5))
+        assert place.holds == (Holding(WARD, 5, 50),)
+        assert [fields for kind, fields in place.told if kind == "guarded"] == [
+            {"stage": WARD, "round": 3, "bytes": 0},
+            {"stage": WARD, "round": 5, "bytes": 0},
+        ]
+
+    at(scenario)
+
+
+def test_before_the_first_round_there_is_nothing_to_guard() -> None:
+    async def scenario(place: Place) -> None:
+        place.seat.update(outer_round=0)
+        await place.sees(place.advert("w", WARD, round=0))
+        assert place.asked == []
+
+    at(scenario)
+
+
+def test_the_other_replica_is_asked_when_one_fails_or_gives_what_is_not_its_own() -> None:
+    async def scenario(place: Place) -> None:
+        for wrong in (Unreachable("gone"), snapshot("somebody else", 9)):
+            place.seat.update(outer_round=place.seat.advert.outer_round + 2)
+            round = place.seat.advert.outer_round
+            place.answers = {"v": wrong, "w": wrong}
+            place.asked.clear()
+            await place.sees(place.advert("v", WARD), place.advert("w", WARD))
+            assert sorted(peer for peer, _, _ in place.asked) == ["v", "w"]
+            assert place.seat.members.is_aside("v", now=place.seat.now())
+            place.answers["v"] = snapshot("v", round)
+            place.asked.clear()
+            await place.sees(place.advert("v", WARD), place.advert("w", WARD))
+            assert place.holds == (Holding(WARD, round, 30),)
+            place.seat.members.answered("v")
+            place.seat.members.answered("w")
+        assert all(kind in ("warning", "guarded") for kind, _ in place.told)
+
+    at(scenario)
+
+
+def test_what_is_held_is_kept_until_all_new_guardians_list_it() -> None:
+    async def scenario(place: Place) -> None:
+        ward = place.advert("w", WARD)
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(ward)
+        names = [f"p{i}" for i in range(40)]
+        seen = [place.advert(peer, 2) for peer in names]
+        better = guardians_of(WARD, [ward, place.seat.advert, *seen], place.seat.manifest.seed)
+        assert "me" not in better, "draw other names"
+        one, other = better
+        held, older = Holding(WARD, 3, 30), Holding(WARD, 2, 20)
+        await place.sees(ward, place.advert(one, 2), place.advert(other, 2))
+        assert place.holds == (held,)
+        await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", older))
+        assert place.holds == (held,), "one of them may die with the ward"
+        await place.sees(place.advert(one, 2, "training", held), place.advert(other, 2, "training", held))
+        assert place.holds == (held,), "a stage that nobody holds has no guardians"
+        await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", held))
+        assert len(place.holds) == 0
+        assert place.guardian.snapshot_of(WARD) is None
+
+    at(scenario)
+
+
+def test_the_stage_that_the_node_moves_to_is_kept_until_it_has_its_weights() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD))
+        place.seat.update(stage=WARD, state="syncing")
+        await place.sees()
+        assert place.guardian.snapshot_of(WARD) == snapshot("w", 3), "perhaps nobody else has it"
+        place.seat.update(state="training")
+        await place.sees()
+        assert place.guardian.snapshot_of(WARD) is None
+
+    at(scenario)
+
+
+def test_a_leaving_ward_is_asked_until_its_final_snapshot_is_here() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD))
+        await place.sees(place.advert("w", WARD, "draining"))
+        assert place.asked == [("w", WARD, 3), ("w", WARD, 4)]
+        place.answers["w"] = snapshot("w", 4, 33)
+        await asyncio.sleep(5.0)
+        assert place.holds == (Holding(WARD, 4, 33),)
+        count = len(place.asked)
+        await asyncio.sleep(20.0)
+        assert len(place.asked) == count <= 4, "and no longer"
+
+    at(scenario)
+
+
+def test_who_stays_is_asked_before_who_leaves() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers = {"v": snapshot("v", 4), "w": snapshot("w", 4)}
+        for round in (4, 5):
+            place.seat.update(outer_round=round)
+            await place.sees(place.advert("v", WARD, "draining"), place.advert("w", WARD))
+        assert [peer for peer, _, _ in place.asked] == ["w", "w"]
+
+    at(scenario)

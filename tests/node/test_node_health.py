@@ -1,0 +1,114 @@
+"""`noloco-node health`: finds the node, says ok or the one line, and is quick about it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.status import Status, Wait
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.observe.health_check import ask
+
+WELL = Status(Advert("12D3KooWme", "ab" * 32, 0, (), state="training"), "tiny", 2, 1000, 12)
+SICK = replace(WELL, waits=(Wait("gradient", "12D3KooWyou", 99.0, 60.0),))
+LINE = "overdue: gradient of 12D3KooWyou since 99 s of at most 60 s"
+NOWHERE = "http://127.0.0.1:9/metrics"
+
+SCRIPT = """
+import sys
+from noloco_p2p.cli.node import main
+try:
+    main()
+finally:
+    found = {name.partition(".")[0] for name in sys.modules}
+    print(sorted(found & {"torch", "hivemind", "grpc", "prometheus_client", "asyncio", "yaml", "numpy"}))
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[list[object]]:
+    """[port, status] of a node; its status may be set."""
+    telemetry = PrometheusTelemetry(2)
+    found: list[object] = [telemetry.serve("127.0.0.1", 0), WELL]
+
+    def now() -> Status:
+        assert isinstance(found[1], Status)
+        return found[1]
+
+    telemetry.watch(now, Path())
+    yield found
+    telemetry.close()
+
+
+@pytest.fixture
+def home(node: list[object], tmp_path: Path) -> Path:
+    """Directories of three nodes; only the second's answers, and it came last."""
+    node[1] = WELL
+    for number, urls in enumerate(
+        (
+            {"metrics": NOWHERE},
+            {"metrics": "http://announced.invalid/metrics", "health": f"http://127.0.0.1:{node[0]}/health"},
+            {"metrics": NOWHERE},
+        )
+    ):
+        directory = tmp_path / "noloco-runs" / f"node-{number}"
+        directory.mkdir(parents=True)
+        (directory / "endpoints.json").write_text(json.dumps({"peer_id": "P", **urls}))
+        os.utime(directory / "endpoints.json", (0, 100 - abs(number - 1)))
+    return tmp_path / "noloco-runs"
+
+
+def test_it_finds_the_node(home: Path, node: list[object]) -> None:
+    assert ask(None, None, home) == (True, "ok")
+    assert ask(home / "node-1", None, home) == (True, "ok")
+    for url in (f"http://127.0.0.1:{node[0]}/metrics", f"http://127.0.0.1:{node[0]}", f"127.0.0.1:{node[0]}"):
+        assert ask(home / "node-0", url, home) == (True, "ok")
+    node[1] = SICK
+    assert ask(None, None, home) == (False, LINE)
+
+
+def test_nobody_answers(home: Path, tmp_path: Path) -> None:
+    assert ask(home / "node-0", None, home) == (
+        False,
+        "no node answers at http://127.0.0.1:9/health: Connection refused",
+    )
+    empty = tmp_path / "nothing"
+    empty.mkdir()
+    told = (False, f"no node has told where it is in {empty / 'node-*' / 'endpoints.json'}")
+    assert ask(None, None, empty) == told
+    for content in ("", "{", "[]", '{"peer_id": "P"}', '{"metrics": ""}'):
+        (empty / "endpoints.json").write_text(content)
+        assert ask(empty, None, home) == (False, f"no node has told where it is in {empty / 'endpoints.json'}")
+
+
+@pytest.mark.parametrize("url", ["", "https://127.0.0.1:1", "http://[::1", "http://a:99999", "/data"])
+def test_what_is_no_address_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a node: give http://HOST:PORT"):
+        ask(None, url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["health"], WELL, (0, "ok")),
+        (["health", "--dir", "noloco-runs/node-1"], SICK, (1, LINE)),
+        (["--dir", "noloco-runs/node-0", "health"], WELL, (1, "no node answers at http://127.0.0.1:9/health")),
+    ],
+)
+def test_the_command(
+    home: Path, node: list[object], arguments: list[str], status: Status, told: tuple[int, str]
+) -> None:
+    """Its line, its exit code, and that it imports nothing heavy."""
+    node[1] = status
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], cwd=home.parent, capture_output=True, text=True)
+    line, heavy = done.stdout.splitlines()
+    assert (done.returncode, line[: len(told[1])]) == told
+    assert heavy == "[]"
+    assert done.stderr == ""

@@ -1,0 +1,181 @@
+"""Losses and gradients that are not finite, in simulated swarms: skipped and counted, and who stops because of them."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from math import inf, isfinite, nan
+
+import pytest
+
+from noloco_p2p.config import (
+    DirectorySettings,
+    EvaluationSettings,
+    LimitSettings,
+    NodeConfig,
+    OuterSettings,
+    RunManifest,
+)
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.nonfinite import LONGEST_STREAK
+from noloco_p2p.errors import LocalError
+from noloco_p2p.ports import Contribution
+from noloco_p2p.sim.toy_stage import ModelStage
+from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+
+STEPS = 30
+Turns = Callable[[int], bool]
+
+
+class BadStage(ModelStage):
+    """Microbatches whose turn is in `bad` have a loss and gradients that are not finite; `loud` outputs overflow.
+
+    Both ask with the number of the microbatch here, from 1.
+    """
+
+    def __init__(self, manifest: RunManifest, index: int, me: PeerId, bad: Turns, loud: Turns) -> None:
+        super().__init__(manifest, index, me)
+        self._bad, self._loud, self._turn = bad, loud, 0
+
+    def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        graph, hidden = super().forward(inputs, mask)
+        if self._loud(graph):
+            hidden = self._hidden("hidden", [1e200] * (hidden.data.nbytes // 8))
+        return graph, hidden
+
+    def _contribute(
+        self, microbatch: MicrobatchId, inputs: list[float], grads: list[float], tokens: int, loss_sum: float
+    ) -> Contribution:
+        self._turn += 1
+        if self._bad(self._turn):
+            grads, loss_sum = [nan, *grads[1:]], inf
+        return super()._contribute(microbatch, inputs, grads, tokens, loss_sum)
+
+
+def never(_: int) -> bool:
+    return False
+
+
+def always(_: int) -> bool:
+    return True
+
+
+def make(
+    bad: dict[PeerId, Turns], loud: dict[PeerId, Turns], manifest: RunManifest, index: int, me: PeerId
+) -> ModelStage:
+    return BadStage(manifest, index, me, bad.get(me, never), loud.get(me, never))
+
+
+def run(
+    replicas: tuple[int, ...],
+    bad: dict[PeerId, Turns] | None = None,
+    *,
+    loud: dict[PeerId, Turns] | None = None,
+    routing: str = "random",
+    slowness: dict[PeerId, float] | None = None,
+    given_up: tuple[PeerId, ...] = (),
+) -> Outcome:
+    """The outcome of a swarm in which some device is broken; those `given_up` are told to leave after a minute."""
+    manifest = RunManifest(
+        stages=len(replicas),
+        start_replicas=min(replicas),
+        steps=STEPS,
+        sequence_length=4,
+        microbatch_size=1,
+        microbatches_per_step=4,
+        routing=routing,  # type: ignore[arg-type]  # a test's own literal
+        outer=OuterSettings(inner_steps=5, deadline_s=2.0),
+        evaluation=EvaluationSettings(every_steps=None, microbatches=1),
+    )
+    limits = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=5.0, drain_s=5.0)
+    plan = SwarmPlan(
+        manifest,
+        replicas,
+        seed=4,
+        config=NodeConfig(directory=DirectorySettings(refresh_s=0.5), limits=limits),
+        slowness=slowness or {},
+        stage_factory=partial(make, bad or {}, loud or {}),
+    )
+    swarm = Swarm(plan)
+    for peer in given_up:
+        swarm.at(60.0, partial(swarm.drain, peer))
+    return swarm.run(limit_s=3600, tolerate=True)
+
+
+def stopped(outcome: Outcome) -> dict[PeerId, str]:
+    """Who ended with an error, and with which; it is always a LocalError."""
+    assert not outcome.bugs
+    errors = {peer: node.error for peer, node in outcome.nodes.items() if node.error is not None}
+    assert all(isinstance(error, LocalError) for error in errors.values()), errors
+    return {peer: str(error) for peer, error in errors.items()}
+
+
+def check_the_others_finished(outcome: Outcome, *broken: PeerId) -> None:
+    for peer, node in outcome.nodes.items():
+        if peer not in broken:
+            assert (node.state, node.step) == ("left", STEPS), peer
+            assert all(map(isfinite, node.model_stage.theta)), peer
+
+
+@pytest.mark.parametrize("peer", ["s0r0", "s1r0", "s2r1"])
+def test_one_is_skipped_and_counted_and_the_step_goes_on(peer: PeerId) -> None:
+    outcome = run((2, 2, 2), {peer: lambda turn: turn == 7})
+    assert stopped(outcome) == {}
+    check_the_others_finished(outcome)
+    assert outcome.nodes[peer].microbatches["nonfinite"] == 1
+    (skipped,) = [one for one in outcome.nodes[peer].model_stage.counted if one.tokens == 0]
+    assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(0)) == 1, "its origin hears of it"
+    for stage in range(3):
+        by_stage = [one for node in outcome.of_stage(stage) for one in node.model_stage.counted]
+        without = [one for one in by_stage if one.microbatch == skipped.microbatch]
+        assert [one.tokens > 0 for one in without] == [stage > int(peer[1])], "stages before it add nothing either"
+        assert min(one.tokens for one in by_stage if one.microbatch != skipped.microbatch) > 0
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1", "s2r1"])
+def test_a_broken_device_stops_its_own_node_and_no_other(peer: PeerId, routing: str) -> None:
+    outcome = run((2, 2, 2), {peer: always}, routing=routing)
+    told = stopped(outcome)
+    assert list(told) == [peer]
+    assert told[peer].startswith(f"{LONGEST_STREAK} microbatches in a row had a loss or gradient that is not finite")
+    assert "inner.peak_learning_rate" in told[peer]
+    assert LONGEST_STREAK <= outcome.nodes[peer].microbatches["nonfinite"] < LONGEST_STREAK + 4, "those in flight end"
+    check_the_others_finished(outcome, peer)
+
+
+def test_one_origin_that_sends_what_overflows_stops_itself_and_no_later_stage() -> None:
+    outcome = run((2, 2), loud={"s0r1": always})
+    assert list(stopped(outcome)) == ["s0r1"]
+    check_the_others_finished(outcome, "s0r1")
+    assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(1)) >= LONGEST_STREAK
+
+
+def test_ten_in_a_row_of_one_origin_do_not_stop_a_later_stage_that_knows_another() -> None:
+    outcome = run((2, 1), loud={"s0r1": lambda turn: turn > 60}, slowness={"s0r0": 200.0})
+    results = [one.get("result") for one in outcome.nodes["s1r0"].trace.of("microbatch")]
+    in_a_row = [len(list(group)) for result, group in groupby(results) if result == "nonfinite"]
+    assert max(in_a_row) >= LONGEST_STREAK, "the other origin was too slow to come in between"
+    assert list(stopped(outcome)) == ["s0r1"]
+    check_the_others_finished(outcome, "s0r1")
+
+
+def test_a_middle_stage_does_not_answer_for_what_broke_below_it() -> None:
+    # The run waits for somebody who holds the last stage again.
+    outcome = run((2, 1, 2), {"s2r0": always, "s2r1": always}, given_up=("s0r0", "s0r1", "s1r0"))
+    assert outcome.nodes["s1r0"].microbatches["nonfinite"] > LONGEST_STREAK
+    assert outcome.nodes["s1r0"].microbatches["done"] == 0
+    assert stopped(outcome).keys() >= {"s2r0", "s2r1"}
+    assert "s1r0" not in stopped(outcome)
+
+
+def test_a_node_alone_stops_with_the_reason() -> None:
+    outcome = run((1,), {"s0r0": always})
+    assert list(stopped(outcome)) == ["s0r0"]
+    assert outcome.nodes["s0r0"].inner_steps == LONGEST_STREAK // 4
+    assert outcome.nodes["s0r0"].model_stage.version == LONGEST_STREAK // 4
+
+
+def test_nine_in_a_row_stop_nobody() -> None:
+    outcome = run((1,), {"s0r0": lambda turn: turn % LONGEST_STREAK != 0})
+    assert stopped(outcome) == {}
+    assert outcome.nodes["s0r0"].step == STEPS

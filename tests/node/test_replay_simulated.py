@@ -1,0 +1,164 @@
+"""Proof 3 in the simulator: real nodes with real torch stages compute the algorithm of the reference, to 1e-9."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from audit_writer import MODELS
+from reference import TOLERANCE, Report, float64_rmsnorm, replay, require_variety
+from torch import Tensor
+
+from noloco_p2p.compute.accumulator import Accumulator, Added
+from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest
+from noloco_p2p.core import outer_update
+from noloco_p2p.core.messages import Gradient, MicrobatchId, PeerId, Snapshot
+from noloco_p2p.ports import Contribution, MergeResult
+from noloco_p2p.sim.stage import SyncStage
+from noloco_p2p.sim.world import Outcome, StageFactory, Swarm, SwarmPlan, peer_id
+
+STAGES, REPLICAS = 2, 3
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+PEERS = {peer_id(stage, replica): stage for stage in range(STAGES) for replica in range(REPLICAS)}
+
+
+def lockstep(family: str) -> RunManifest:
+    """Three outer rounds of three steps, all members there before the first one, the clip binding now and then."""
+    return RunManifest(
+        seed=5,
+        start_replicas=REPLICAS,
+        stages=STAGES,
+        model=ModelSettings(family=family, config=MODELS[family] | (NO_DROPOUT if family == "gpt2" else {})),
+        sequence_length=8,
+        microbatch_size=2,
+        microbatches_per_step=3,
+        steps=9,
+        inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7),
+        outer=OuterSettings(inner_steps=3, partner_wait_s=60.0),
+        routing="balanced",
+        wire_dtype="float64",
+        compute_dtype="float64",
+        evaluation=EvaluationSettings(every_steps=None, microbatches=1),
+    )
+
+
+def audited(audit: Path) -> StageFactory:
+    def make(manifest: RunManifest, index: int, peer: PeerId) -> SyncStage:
+        return make_torch_stage(manifest, index, peer, audit_dir=str(audit), self_test=False)
+
+    return make
+
+
+def simulate(manifest: RunManifest, audit: Path, factory: StageFactory | None = None) -> Outcome:
+    with float64_rmsnorm():
+        plan = SwarmPlan(
+            manifest, (REPLICAS,) * STAGES, seed=2, unequal_batches=True, stage_factory=factory or audited(audit)
+        )
+        return Swarm(plan).run()
+
+
+def replayed(manifest: RunManifest, audit: Path) -> Report:
+    return replay(audit, manifest.model_dump(), PEERS)
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_a_simulated_run_computes_the_algorithm(tmp_path: Path, family: str) -> None:
+    manifest = lockstep(family)
+    outcome = simulate(manifest, tmp_path)
+    assert all(one.inner_steps == manifest.steps for one in outcome.lives)
+    report = replayed(manifest, tmp_path)
+    require_variety(report)
+    assert report.deviations.keys() >= {"slow", "fast", "momentum", "adam_mean", "adam_square", "loss"}
+    assert max(report.deviations.values()) <= TOLERANCE
+
+
+def sign_of_beta(patch: pytest.MonkeyPatch) -> None:
+    right = outer_update.outer_step
+    patch.setattr(outer_update, "outer_step", lambda *a, beta, **k: right(*a, beta=-beta, **k))
+
+
+def gamma_0(patch: pytest.MonkeyPatch) -> None:
+    right = outer_update.outer_step
+    patch.setattr(outer_update, "outer_step", lambda *a, gamma, **k: right(*a, gamma=0.0, **k))
+
+
+def gradient_from_another_path(patch: pytest.MonkeyPatch) -> None:
+    """One reply is applied to the microbatch that came after the one it belongs to."""
+    right, seen = TorchStage.backward, dict[str, Gradient]()
+
+    def backward(self: TorchStage, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        wrong = replace(gradient, grad=seen[microbatch.peer].grad) if microbatch.counter == 4 else gradient
+        seen[microbatch.peer] = gradient
+        return right(self, graph, microbatch, wrong)
+
+    patch.setattr(TorchStage, "backward", backward)
+
+
+def lost(patch: pytest.MonkeyPatch) -> None:
+    """One microbatch of one replica is noted and its gradients are not added."""
+    right = Accumulator.add
+
+    def add(self: Accumulator, added: Added, grads: Sequence[Tensor | None]) -> None:
+        unlucky = added.microbatch[0::2] == (peer_id(0, 1), 4)
+        right(self, added, [None if one is None else 0 * one for one in grads] if unlucky else grads)
+
+    patch.setattr(Accumulator, "add", add)
+
+
+def counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """The gradients of one microbatch of one replica are added twice."""
+    right = Accumulator.add
+
+    def add(self: Accumulator, added: Added, grads: Sequence[Tensor | None]) -> None:
+        unlucky = added.microbatch[0::2] == (peer_id(0, 1), 4)
+        right(self, added, [None if one is None else 2 * one for one in grads] if unlucky else grads)
+
+    patch.setattr(Accumulator, "add", add)
+
+
+def clip_over_the_whole_model(patch: pytest.MonkeyPatch) -> None:
+    """The norm takes in that of the other stage (two of them, of about the same size)."""
+    right = Accumulator.mean
+    patch.setattr(Accumulator, "mean", lambda self, tokens, clip_norm: right(self, tokens, clip_norm / 2**0.5))
+
+
+def adam_reset(patch: pytest.MonkeyPatch) -> None:
+    right = TorchStage.merge
+
+    def merge(self: TorchStage, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+        result = right(self, mine, theirs)
+        self._adam.reset()
+        return result
+
+    patch.setattr(TorchStage, "merge", merge)
+
+
+def division_by_microbatches(patch: pytest.MonkeyPatch) -> None:
+    right = Accumulator.mean
+    patch.setattr(Accumulator, "mean", lambda self, tokens, clip_norm: right(self, 12 * len(self.added), clip_norm))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        sign_of_beta,
+        gamma_0,
+        gradient_from_another_path,
+        lost,
+        counted_twice,
+        clip_over_the_whole_model,
+        adam_reset,
+        division_by_microbatches,
+    ],
+)
+def test_a_fault_planted_in_the_node_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    manifest = lockstep("llama")
+    plant(monkeypatch)
+    simulate(manifest, tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError, match="deviates by"):
+        replayed(manifest, tmp_path)

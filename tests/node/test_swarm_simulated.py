@@ -1,0 +1,154 @@
+"""Proofs 4 and 8 in the simulator: swarms of real nodes end by themselves, whatever the links and the speeds do."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from short_runs import LIMITS, manifest_for
+
+from noloco_p2p.config import (
+    DirectorySettings,
+    NodeConfig,
+)
+from noloco_p2p.core.messages import MicrobatchId
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import NodeOutcome, Outcome, Swarm, SwarmPlan, peer_id
+
+SHAPES = [(2, 2), (2, 3), (3, 2), (1, 3), (3, 3), (2, 2, 2), (2, 3, 1), (1, 2, 3), (2, 1, 2, 2), (2, 2, 2, 2)]
+SEEDS = 200
+SWARMS_A_TEST = 10
+
+
+def counted(outcome: Outcome, stage: int) -> Counter[MicrobatchId]:
+    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.model_stage.counted)
+
+
+def drawn(seed: int) -> SwarmPlan:
+    """A swarm from a seed: its shape, policy, speeds, links and waits."""
+    rng = random.Random(seed)
+    replicas = SHAPES[seed % len(SHAPES)]
+    manifest = manifest_for(
+        replicas,
+        steps=9,
+        seed=seed,
+        routing=rng.choice(["random", "balanced"]),
+        outer={"inner_steps": 4, "deadline_s": 2.0, "partner_wait_s": rng.choice([None, 0.0, 300.0])},
+    )
+    slow = peer_id(stage := rng.randrange(len(replicas)), rng.randrange(replicas[stage]))
+    return SwarmPlan(
+        manifest,
+        replicas,
+        seed=seed,
+        config=NodeConfig(limits=LIMITS),
+        link=Link(latency_s=0.005, spread=0.5, reply_loss=rng.choice([0.0, 0.0, 0.01])),
+        costs=Costs(spread=0.4),
+        slowness={slow: 3.0},
+        view_age_s=rng.choice([0.0, 1.0]),
+        unequal_batches=True,
+    )
+
+
+def check_ended(plan: SwarmPlan, outcome: Outcome) -> None:
+    """Everybody ended by itself at `steps`, and no id counted twice at one replica."""
+    for one in outcome.lives:
+        assert (one.state, one.step, one.error) == ("left", float(plan.manifest.steps), None), one.peer
+        numbers = [number for number, _ in one.rounds]
+        assert numbers == sorted(set(numbers)), f"{one.peer} did a round twice: {numbers}"
+        ids = [entry.microbatch for entry in one.model_stage.counted]
+        assert len(ids) == len(set(ids)), f"{one.peer} counted an id twice"
+    for node in outcome.of_stage(0):
+        begun = plan.manifest.microbatches_per_step * node.inner_steps
+        assert begun == node.microbatches["done"] + node.microbatches["dropped"] + node.microbatches["violation"]
+
+
+@pytest.mark.parametrize("block", range(0, SEEDS, SWARMS_A_TEST))
+def test_swarms_end_by_themselves_at_their_last_step(block: int) -> None:
+    for seed in range(block, block + SWARMS_A_TEST):
+        plan = drawn(seed)
+        try:
+            check_ended(plan, Swarm(plan).run(limit_s=600))
+        except BaseException as error:
+            error.add_note(f"seed {seed}: drawn({seed})")
+            raise
+
+
+def test_without_losses_every_microbatch_counts_exactly_once_at_every_stage() -> None:
+    for seed in range(30):
+        plan = drawn(seed)
+        # So patient that nobody who is slow is taken for hung, and his work done again by another.
+        patient = NodeConfig(limits=LIMITS.model_copy(update={"patience_floor_s": 60.0, "microbatch_deadline_s": 60.0}))
+        plan = replace(plan, link=replace(plan.link, reply_loss=0.0), config=patient)
+        outcome = Swarm(plan).run(limit_s=600)
+        first = counted(outcome, 0)
+        for stage in range(len(plan.replicas)):
+            assert counted(outcome, stage) == first, f"seed {seed}, stage {stage}"
+            assert set(first.values()) == {1}, f"seed {seed}"
+
+
+# --- the clock (proof 8) ------------------------------------------------------------------------------------------
+
+
+def clock_plan(
+    replicas: tuple[int, ...], *, view_age_steps: float = 0.0, slow: dict[str, float] | None = None
+) -> SwarmPlan:
+    """m = 10 and steps of about a tenth of a second; views are that many steps old, besides the time between two."""
+    manifest = manifest_for(replicas, steps=100, outer={"inner_steps": 10, "deadline_s": 5.0})
+    step_s = 0.105
+    return SwarmPlan(
+        manifest,
+        replicas,
+        seed=3,
+        config=NodeConfig(limits=LIMITS, directory=DirectorySettings(refresh_s=2 * step_s)),
+        link=Link(latency_s=0.002),
+        costs=Costs(spread=0.1),
+        slowness=slow or {},
+        view_age_s=max(0.0, view_age_steps - 2) * step_s,
+        unequal_batches=True,
+    )
+
+
+CLOCKS = {
+    "equal": clock_plan((2, 2)),
+    "equal, three": clock_plan((3, 3)),
+    "equal, views 2 steps old": clock_plan((2, 2), view_age_steps=2),
+    "equal, views 20 steps old": clock_plan((3, 3), view_age_steps=20),
+    "one of stage 0 three times faster": clock_plan((3, 3), slow={"s0r1": 3.0, "s0r2": 3.0}),
+    "2 + 3": clock_plan((2, 3)),
+    "1 + 4": clock_plan((1, 4)),
+    "2 + 3, views 20 steps old": clock_plan((2, 3), view_age_steps=20),
+}
+
+
+def lonely(outcome: Outcome) -> tuple[int, int]:
+    """(rounds that ended alone although the stage had a partner for them, rounds of stages with a partner at all)."""
+    alone = total = 0
+    for one in outcome.lives:
+        if len(outcome.of_stage(one.stage)) < 2:
+            continue
+        for happening in one.trace.of("outer_round"):
+            total += 1
+            alone += happening.get("result") == "alone" and happening.get("reason") != "odd"
+    return alone, total
+
+
+@pytest.mark.parametrize("name", CLOCKS)
+def test_the_clock_keeps_the_swarm_together(name: str) -> None:
+    plan = CLOCKS[name]
+    outcome = Swarm(plan).run(limit_s=3000)
+    check_ended(plan, outcome)
+    alone, total = lonely(outcome)
+    assert alone < 0.03 * total, f"{alone} of {total} rounds found no partner"
+    first = counted(outcome, 0)
+    for stage in range(1, len(plan.replicas)):
+        assert counted(outcome, stage) == first, "no gradient is lost to a repeated id"
+    if name.startswith("equal"):
+        for one in outcome.of_stage(0):
+            assert abs(one.inner_steps - 100) <= 5, f"{one.peer} took {one.inner_steps} inner steps for 100"
+
+
+def test_a_faster_origin_takes_more_inner_steps() -> None:
+    outcome = Swarm(CLOCKS["one of stage 0 three times faster"]).run(limit_s=3000)
+    steps: dict[str, NodeOutcome] = outcome.nodes
+    assert steps["s0r0"].inner_steps > 1.5 * steps["s0r1"].inner_steps

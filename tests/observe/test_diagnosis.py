@@ -1,0 +1,370 @@
+"""The diagnosis on plain data: every finding with a case in which it is made and a near one in which it is not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from diagnosed import (
+    peer,
+    silent,
+    swarm,
+    troubled,
+    wait,
+    waiting,
+    why,
+    with_advert,
+    with_figures,
+    with_status,
+)
+
+from noloco_p2p.core.status import DEVICE, SWARM, of_stage
+from noloco_p2p.observe.diagnosis.diagnose import findings, progress, sentence
+from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report, counted, lasted, line, short
+
+Nodes = dict[str, Report]
+Change = Callable[[Nodes], None]
+
+
+def _found(nodes: Nodes) -> list[Finding]:
+    return findings(list(nodes.values()))
+
+
+def _names(nodes: Nodes) -> list[str]:
+    return [finding.name for finding in _found(nodes)]
+
+
+def test_nothing_is_wrong_with_a_healthy_swarm() -> None:
+    nodes = swarm()
+    assert _found(nodes) == []
+    told = "training: step 1234 of 5000 (25 %), 9 nodes, 6.2k tokens/s, loss 2.31"
+    assert sentence(list(nodes.values())) == told
+
+
+# --- one node ---------------------------------------------------------------------------------------------------------
+
+
+def _set(name: str, change: Callable[[Report], Report]) -> Change:
+    def apply(nodes: Nodes) -> None:
+        nodes[name] = change(nodes[name])
+
+    return apply
+
+
+ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
+    "loop": (
+        "loop",
+        "error",
+        "event loop stands still since 42 s",
+        _set("S1R0", lambda r: with_figures(r, loop_silent_s=42.0)),
+        _set("S1R0", lambda r: with_figures(r, loop_silent_s=1.0)),
+    ),
+    "device, older than its deadline": (
+        "device",
+        "error",
+        "its device is stuck in: forward, since 7.0 s",
+        _set("S1R0", lambda r: waiting(r, wait("forward", DEVICE, 7.0, 6.0, why(1)))),
+        _set("S1R0", lambda r: waiting(r, wait("forward", DEVICE, 5.0, 6.0, why(1)))),
+    ),
+    "device, as long as twenty-four steps": (
+        "device",
+        "error",
+        "its device is stuck in: backward, since 12 s",
+        _set("S1R0", lambda r: waiting(r, wait("backward", DEVICE, 12.0, 60.0, why(1)))),
+        _set("S1R0", lambda r: with_status(waiting(r, wait("backward", DEVICE, 12.0, 60.0, why(1))), step_took_s=5.0)),
+    ),
+    "trouble with the disk": (
+        "disk",
+        "error",
+        "no checkpoint of outer round 12: No space left on device",
+        _set("S1R0", lambda r: troubled(r, "disk", "no checkpoint of outer round 12: No space left on device")),
+        _set("S1R0", lambda r: with_status(r, troubles=())),
+    ),
+    "libp2p": (
+        "libp2p",
+        "error",
+        "the libp2p daemon has ended",
+        _set("S1R0", lambda r: troubled(r, "libp2p", "the libp2p daemon has ended")),
+        _set("S1R0", lambda r: with_status(r, troubles=())),
+    ),
+    "another trouble": (
+        "clouds",
+        "warning",
+        "it rains",
+        _set("S1R0", lambda r: troubled(r, "clouds", "it rains")),
+        _set("S1R0", lambda r: with_status(r, troubles=())),
+    ),
+    "full disk": (
+        "disk",
+        "error",
+        "50.0MB are left",
+        _set("S1R0", lambda r: with_figures(r, disk_free_bytes=50_000_000)),
+        _set("S1R0", lambda r: with_figures(r, disk_free_bytes=None)),
+    ),
+    "nearly full disk": (
+        "disk",
+        "warning",
+        "900.0MB are left",
+        _set("S1R0", lambda r: with_figures(r, disk_free_bytes=900_000_000)),
+        _set("S1R0", lambda r: with_figures(r, disk_free_bytes=1_100_000_000)),
+    ),
+    "not finite": (
+        "nonfinite",
+        "warning",
+        "500 of 1.5k microbatches were not finite",
+        _set("S1R0", lambda r: with_figures(r, microbatches={"done": 1000, "nonfinite": 500})),
+        _set("S1R0", lambda r: with_figures(r, microbatches={"done": 1000, "nonfinite": 50})),
+    ),
+    "clock": (
+        "clock",
+        "error",
+        "its clock is 2 min ahead of the others",
+        _set("S1R0", lambda r: replace(r, clock_ahead_s=120.0)),
+        _set("S1R0", lambda r: replace(r, clock_ahead_s=-4.0)),
+    ),
+    "clock, a little": (
+        "clock",
+        "warning",
+        "its clock is 8.0 s behind the others",
+        _set("S1R0", lambda r: replace(r, clock_ahead_s=-7.9)),
+        _set("S1R0", lambda r: replace(r, clock_ahead_s=None)),
+    ),
+    "no status": (
+        "unreachable",
+        "warning",
+        "node 12D3…xS1R0 of stage 1 does not tell its status at http://192.0.2.1:9101: Connection refused",
+        _set("S1R0", silent),
+        _set("S1R0", lambda r: silent(with_advert(r, state="left"))),
+    ),
+    "another run": (
+        "run",
+        "error",
+        "works on another run: ffffffffffff, not abababababab",
+        _set("S1R0", lambda r: with_advert(r, run_id="f" * 64)),
+        _set("S1R0", lambda r: r),
+    ),
+    "another version": (
+        "version",
+        "warning",
+        "version 0.2.0, the others have 0.1.0",
+        _set("S1R0", lambda r: with_advert(r, version="0.2.0")),
+        _set("S1R0", lambda r: r),
+    ),
+    "slow": (
+        "slow-node",
+        "warning",
+        "node 12D3…xS1R0 is 3.1× slower than its stage's median and holds back stage 1",
+        _set("S1R0", lambda r: with_advert(r, microbatches_per_s=10 / 3.1)),
+        _set("S1R0", lambda r: with_advert(r, microbatches_per_s=10 / 1.9)),
+    ),
+    "slow, not in training": (
+        "slow-node",
+        "warning",
+        "holds back stage 1",
+        _set("S1R0", lambda r: with_advert(r, microbatches_per_s=1.0)),
+        _set("S1R0", lambda r: with_advert(r, microbatches_per_s=1.0, state="syncing")),
+    ),
+    "paused": (
+        "paused",
+        "ok",
+        "node 12D3…xS1R0 of stage 1 is paused",
+        _set("S1R0", lambda r: with_advert(r, state="paused")),
+        _set("S1R0", lambda r: r),
+    ),
+    "draining": (
+        "draining",
+        "ok",
+        "finishes its work and leaves",
+        _set("S1R0", lambda r: with_advert(r, state="draining")),
+        _set("S1R0", lambda r: r),
+    ),
+    "stands still for no known reason": (
+        "stall",
+        "error",
+        "no inner step since 40 s: node 12D3…xS1R0 of stage 1 waits for: checkpoint, from disk, since 39 s",
+        _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", "disk", 39.0)), since_step_s=40.0)),
+        _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", "disk", 4.0)), since_step_s=4.5)),
+    ),
+    "a wait that has outlived its deadline": (
+        "overdue",
+        "warning",
+        "waits for: batch, from data, since 20 s, longer than such a wait may take",
+        _set("S0R0", lambda r: waiting(r, wait("batch", "data", 20.0, 10.0))),
+        _set("S0R0", lambda r: waiting(r, wait("batch", "data", 9.0, 10.0))),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ONE_NODE)
+def test_what_one_node_shows(case: str) -> None:
+    name, severity, told, ill, well = ONE_NODE[case]
+    nodes = swarm()
+    ill(nodes)
+    found = _found(nodes)
+    assert [finding.name for finding in found] == [name], found
+    assert told in found[0].sentence
+    assert found[0].severity == severity
+    assert found[0].peer == peer(0 if "S0R0" in found[0].sentence else 1, 0)
+    assert found[0].advice
+    nodes = swarm()
+    well(nodes)
+    assert name not in _names(nodes)
+
+
+def test_a_slow_one_of_two_is_compared_with_the_other_one() -> None:
+    nodes = swarm(2, 2)
+    nodes["S0R1"] = with_advert(nodes["S0R1"], microbatches_per_s=2.0)
+    assert [(f.name, f.peer) for f in _found(nodes)] == [("slow-node", peer(0, 1))]
+    assert "5.0× slower" in sentence(list(nodes.values()))
+
+
+def test_a_slow_one_that_is_alone_in_its_stage_is_compared_with_other_stages() -> None:
+    nodes = swarm(2, 2)
+    del nodes["S0R1"]
+    nodes["S0R0"] = with_advert(nodes["S0R0"], microbatches_per_s=2.0)
+    found = [f for f in _found(nodes) if f.name == "slow-node"]
+    assert [f.peer for f in found] == [peer(0, 0)]
+    assert "5.0× slower than the other stages' median" in found[0].sentence
+    nodes["S0R0"] = with_advert(nodes["S0R0"], microbatches_per_s=4.0)
+    assert "slow-node" not in _names(nodes), "stages differ in their work"
+
+
+def test_the_observers_own_wrong_clock_is_recognised() -> None:
+    nodes = {name: replace(report, clock_ahead_s=119.0) for name, report in swarm().items()}
+    found = _found(nodes)
+    assert [(f.name, f.peer) for f in found] == [("clock", None)]
+    assert "this machine's clock is 2 min behind the nodes' clocks" in found[0].sentence
+
+
+def test_two_clocks_that_differ_are_both_named() -> None:
+    nodes = swarm(1, 1)
+    nodes["S0R0"] = replace(nodes["S0R0"], clock_ahead_s=120.0)
+    told = next(f.sentence for f in _found(nodes) if f.name == "clock")
+    assert told == "the clocks of node 12D3…xS0R0 and of this machine are 2 min apart"
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_without_replica() -> None:
+    nodes = {name: with_status(r, deserted={1: 42.0}) for name, r in swarm().items() if not name.startswith("S1")}
+    nodes["S0R0"] = waiting(nodes["S0R0"], wait("gradient", of_stage(1), 41.0, None, why(1)))
+    nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 42.0})
+    found = _found(nodes)
+    assert [f.name for f in found] == ["stage-empty"]
+    assert found[0].sentence == "stage 1 has no replica since 42 s; that holds back 1 node"
+    assert "--stage 1" in found[0].advice
+    assert sentence(list(nodes.values())) == found[0].sentence
+
+
+def test_a_stage_whose_only_replica_is_paused() -> None:
+    nodes = swarm(2, 1)
+    nodes["S1R0"] = with_advert(nodes["S1R0"], state="paused")
+    found = _found(nodes)[0]
+    assert (found.name, found.peer) == ("stage-empty", peer(1, 0))
+    assert "12D3…xS1R0 is paused" in found.sentence
+    assert "resume" in found.advice
+
+
+def _announced(report: Report, age_s: float) -> Report:
+    """The same node, whose advert is so old."""
+    return replace(report, age_s=age_s)
+
+
+def test_where_nobody_answers_that_is_all_that_is_known() -> None:
+    nodes = {name: silent(report) for name, report in swarm(2, 1).items()}
+    assert [(f.severity, f.name) for f in _found(nodes)] == [("error", "unreachable")] * 2
+    assert progress(list(nodes.values())) == "no status of 2 nodes"
+
+
+def test_a_stage_whose_replicas_do_not_answer() -> None:
+    nodes = swarm()
+    for name in ("S1R0", "S1R1", "S1R2"):
+        nodes[name] = silent(nodes[name])
+    assert _names(nodes) == ["unreachable"] * 3, "they have just announced themselves: training may go on"
+    assert sentence(list(nodes.values())).startswith("training: ")
+    old = {name: _announced(r, 20.0) if name[1] == "1" else r for name, r in nodes.items()}
+    assert _names(old) == ["stage-empty"]
+    nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 3.0})
+    found = _found(nodes)
+    assert [f.name for f in found] == ["stage-empty"], "that they do not answer is told there"
+    assert "12D3…xS1R0, 12D3…xS1R1 and 12D3…xS1R2 do not answer" in found[0].sentence
+
+
+def test_a_stage_with_one_replica() -> None:
+    nodes = swarm()
+    del nodes["S1R0"]
+    assert _found(nodes) == []
+    del nodes["S1R1"]
+    found = _found(nodes)
+    assert [(f.severity, f.name) for f in found] == [("warning", "stage-thin")]
+    assert found[0].sentence == "stage 1 has one replica: without it the run stands still"
+    assert sentence(list(nodes.values())).startswith("training: "), "training goes on"
+
+
+def test_a_run_that_has_ended_lacks_nobody() -> None:
+    nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] == "0"}
+    assert _found(nodes) == []
+    assert sentence(list(nodes.values())) == "finished: step 5000 of 5000 (100 %), 3 nodes, loss 2.31"
+    nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] != "0"}
+    assert _found(nodes) == [], "stage 0 has left first"
+
+
+def _not_begun(state: str) -> Nodes:
+    nodes = {name: with_status(r, inner_steps=0) for name, r in swarm(2, 2, state).items()}
+    return {name: waiting(r, wait("replicas of every stage", SWARM, 30.0)) for name, r in nodes.items()}
+
+
+def test_a_run_that_waits_for_its_start() -> None:
+    nodes = _not_begun("waiting")
+    assert _found(nodes) == []
+    assert sentence(list(nodes.values())) == "starting: 4 nodes"
+    del nodes["S1R1"]
+    found = _found(nodes)
+    assert [(f.severity, f.name) for f in found] == [("warning", "start")]
+    assert found[0].sentence == "waiting for 1 more replica of stage 1 since 30 s: the run has not begun"
+    nodes["new"] = with_advert(replace(swarm()["S2R2"], peer=peer(2, 2)), stage=-1, state="starting")
+    nodes["new"] = with_status(nodes["new"], inner_steps=0)
+    assert _found(nodes) == [], "one that has not chosen its stage yet will take that one"
+
+
+# --- order, words, limits ---------------------------------------------------------------------------------------------
+
+
+def test_the_worst_comes_first() -> None:
+    nodes = swarm()
+    nodes["S0R0"] = with_advert(nodes["S0R0"], state="paused")
+    nodes["S0R1"] = with_advert(nodes["S0R1"], microbatches_per_s=1.0)
+    nodes["S1R0"] = replace(nodes["S1R0"], clock_ahead_s=120.0)
+    nodes["S2R0"] = with_figures(nodes["S2R0"], loop_silent_s=42.0)
+    assert _names(nodes) == ["loop", "clock", "slow-node", "paused"]
+
+
+def test_what_strangers_say_stays_one_printable_line() -> None:
+    nodes = swarm()
+    nodes["S1R0"] = troubled(nodes["S1R0"], "x\x1b[2J", "a\nb\x1b[31m" + "c" * 10_000)
+    found = _found(nodes)[0]
+    assert found.sentence.isprintable()
+    assert found.name.isprintable()
+    assert len(found.sentence) <= LINE_CHARACTERS
+    assert "a b" in found.sentence
+
+
+def test_words() -> None:
+    assert short(peer(1, 0)) == "12D3…xS1R0"
+    assert short("12D3x") == "12D3x"
+    assert [lasted(s) for s in (0.44, 42.3, 130.0, 7300.0, 1e6, -1.0, float("nan"))] == [
+        "0.4 s",
+        "42 s",
+        "2 min",
+        "2 h",
+        "12 d",
+        "0.0 s",
+        "0.0 s",
+    ]
+    assert [counted(n) for n in (0, 840, 12_345, 4.1e6, 10**400, None)] == ["0", "840", "12.3k", "4.1M", "0", "0"]
+    assert line("a\r\n\tb") == "a b"
+
+
+def test_nobody() -> None:
+    assert findings([]) == []
+    assert sentence([]) == "no node was found"

@@ -1,0 +1,278 @@
+"""`noloco doctor`: what it finds on this machine and in a node's directory, and how it tells it."""
+
+import importlib.metadata
+import io
+import json
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.launch.settings import read
+from noloco_p2p.observe.doctor import machine, node_directory, run_requirements
+from noloco_p2p.observe.doctor.doctor_report import Telling, in_time
+from noloco_p2p.observe.doctor.examination import Order, run_doctor
+
+Usage = namedtuple("Usage", ["total", "used", "free"])
+MANY = 4096
+
+
+def told(telling: Telling) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.name) for _, finding in telling.found]
+
+
+def sentences(telling: Telling) -> str:
+    return " | ".join(f"{finding.sentence} → {finding.advice}" for _, finding in telling.found)
+
+
+def quiet() -> Telling:
+    return Telling(out=io.StringIO())
+
+
+# --- telling ------------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading() -> None:
+    out = io.StringIO()
+    telling = Telling(out=out)
+    telling.group("machine")
+    telling.ok("python", "it is here")
+    assert telling.exit_code == 0
+    telling.warning("files", "few files", "raise it")
+    assert telling.exit_code == 1
+    telling.group("swarm")
+    telling.error("run", "another run", "leave it", "peer")
+    telling.ok("clock", "right")
+    assert telling.end() == 2
+    assert out.getvalue().splitlines() == [
+        "machine",
+        "  ok       it is here",
+        "  warning  few files",
+        "           → raise it",
+        "swarm",
+        "  error    another run",
+        "           → leave it",
+        "  ok       right",
+        "1 error, 1 warning, 2 ok",
+    ]
+
+
+def test_json_is_one_object_at_the_end() -> None:
+    out = io.StringIO()
+    telling = Telling(as_json=True, out=out)
+    telling.group("swarm")
+    telling.error("clock", "it is wrong", "set it", "12D3")
+    assert not out.getvalue()
+    telling.figures["expected_tokens_per_s"] = 3.0
+    assert telling.end() == 2
+    found = json.loads(out.getvalue())
+    assert found["exit_code"] == 2
+    assert found["figures"] == {"expected_tokens_per_s": 3.0}
+    finding = {"severity": "error", "name": "clock", "peer": "12D3", "sentence": "it is wrong", "advice": "set it"}
+    assert found["findings"] == [{"group": "swarm", **finding}]
+
+
+def test_work_that_takes_too_long_is_named_and_does_not_hold_the_process() -> None:
+    async def late() -> None:
+        await in_time("counting sheep", 0.05, lambda: time.sleep(0.5))
+
+    with pytest.raises(Unreachable, match=r"counting sheep took longer than 0\.05 s"):
+        uvloop.run(late())
+
+    async def failing() -> None:
+        await in_time("failing", 5.0, lambda: (_ for _ in ()).throw(LocalError("no disk")))
+
+    with pytest.raises(LocalError, match="no disk"):
+        uvloop.run(failing())
+
+
+# --- the machine --------------------------------------------------------------------------------------------------
+
+
+def test_packages_are_compared_with_what_the_project_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    telling = quiet()
+    machine.check_python(telling)
+    assert told(telling) == [("ok", "python")]
+    versions = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "grpcio" else versions(name))
+    telling = quiet()
+    machine.check_python(telling)
+    assert told(telling) == [("error", "packages")]
+    assert "grpcio 1.0 is installed, <2,>=1.85.1 is needed" in sentences(telling)
+
+
+def test_a_package_that_is_not_there_and_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = (">=99", ["no_such_package_at_all>=3", 'no_such_thing; python_version < "3"'])
+    monkeypatch.setattr(machine, "declared", lambda: wanted)
+    telling = quiet()
+    machine.check_python(telling)
+    assert told(telling) == [("error", "python"), ("error", "packages")]
+    assert "no_such_package_at_all is not installed (>=3 is needed)" in sentences(telling)
+
+
+def test_an_absent_device_is_an_error_and_too_many_threads_a_warning() -> None:
+    telling = quiet()
+    assert uvloop.run(machine.check_device(telling, NodeConfig(device="cpu", threads=1))) == "cpu"
+    assert uvloop.run(machine.check_device(telling, NodeConfig(device="cpu", threads=MANY))) == "cpu"
+    assert uvloop.run(machine.check_device(telling, NodeConfig(device="cuda:77"))) is None
+    assert told(telling) == [("ok", "device"), ("warning", "device"), ("error", "device")]
+    assert "cuda:77 is not here" in sentences(telling)
+
+
+@pytest.mark.parametrize(("limit", "severity"), [(4096, "ok"), (512, "warning"), (100, "error")])
+def test_the_limit_on_open_files(limit: int, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, 1 << 20))
+    telling = quiet()
+    machine.check_files(telling)
+    assert told(telling) == [(severity, "files")]
+    assert severity == "ok" or "ulimit -n 1024" in sentences(telling)
+
+
+def test_a_clock_before_this_program_was_written_cannot_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    telling = quiet()
+    machine.check_time(telling)
+    monkeypatch.setattr(time, "time", lambda: 86400.0)
+    machine.check_time(telling)
+    assert told(telling) == [("ok", "clock"), ("error", "clock")]
+    assert "1970-01-02" in sentences(telling)
+
+
+def test_a_port_in_use_is_named_and_replaced_so_that_the_rest_can_go_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        telling = quiet()
+        left = machine.check_ports(telling, ListenSettings(grpc_port=taken), own_node=False)
+        assert told(telling) == [("error", "port"), ("ok", "port")]
+        assert f"listen.grpc_port: port {taken} on 127.0.0.1 is in use by another process" in sentences(telling)
+        assert left.grpc_port == 0
+        telling = quiet()
+        machine.check_ports(telling, ListenSettings(grpc_port=taken), own_node=True)
+        assert {severity for severity, _ in told(telling)} == {"ok"}, "the node that runs has it"
+    telling = quiet()
+    machine.check_ports(telling, ListenSettings(host="192.0.2.77"), own_node=False)
+    assert {severity for severity, _ in told(telling)} == {"error"}
+
+
+# --- what the run needs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("free", "severity"), [(10_000_000, "ok"), (2_000_000, "warning"), (999_000, "error"), (0, "error")]
+)
+def test_room_for_the_checkpoints(free: int, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free))
+    telling = quiet()
+    run_requirements.check_disk(telling, tmp_path / "not" / "there" / "yet", NodeConfig(), 1_000_000)
+    assert told(telling) == [(severity, "disk")]
+    assert str(tmp_path) in sentences(telling)
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+
+
+def test_checkpoints_that_lie_there_already_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 1_500_000))
+    held = tmp_path / "checkpoints" / "run" / "stage-0-round-000001-0.safetensors"
+    held.parent.mkdir(parents=True)
+    held.write_bytes(bytes(2_600_000))
+    telling = quiet()
+    run_requirements.check_disk(telling, tmp_path, NodeConfig(), 1_000_000)
+    assert told(telling) == [("ok", "disk")]
+
+
+def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    telling = quiet()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        run_requirements.check_disk(telling, tmp_path, NodeConfig(), 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told(telling) == [("error", "disk")]
+    assert "nothing can be written" in sentences(telling)
+
+
+def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from noloco_p2p.compute import model_size
+
+    manifest = RunManifest()
+    telling = quiet()
+    run_requirements.check_memory(telling, manifest, "cpu", None)
+    assert told(telling) == [("ok", "memory")]
+    monkeypatch.setattr(model_size, "_free_host_bytes", lambda: 1 << 20)
+    telling = quiet()
+    run_requirements.check_memory(telling, manifest, "cpu", 1)
+    assert told(telling) == [("error", "memory")]
+    assert "stage 1 needs" in sentences(telling)
+    assert "use more stages or a larger machine" in sentences(telling)
+
+
+def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
+    manifest = RunManifest.model_validate({"data": {"kind": "text"}})
+    local = NodeConfig(data_files=(str(tmp_path / "*.txt"),))
+    telling = quiet()
+    uvloop.run(run_requirements.check_data(telling, manifest, local, "doctor"))
+    assert told(telling) == [("error", "data")]
+    assert "*.txt" in sentences(telling)
+
+
+# --- a node's directory -------------------------------------------------------------------------------------------
+
+
+def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path) -> None:
+    telling = quiet()
+    assert uvloop.run(node_directory.check_home(telling, tmp_path / "nowhere")) == []
+    assert told(telling) == [("ok", "node")]
+    (tmp_path / "identity.key.lock").touch()
+    endpoints = {"peer_id": "12D3", "run_id": "ab", "pid": 1, "join": [], "metrics": "http://127.0.0.1:1/metrics"}
+    (tmp_path / "endpoints.json").write_text(json.dumps(endpoints))
+    telling = quiet()
+    assert uvloop.run(node_directory.check_home(telling, tmp_path)) == []
+    assert told(telling) == [("warning", "node")]
+    assert "is gone, and did not end by itself" in sentences(telling)
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "finished"}))
+    telling = quiet()
+    uvloop.run(node_directory.check_home(telling, tmp_path))
+    assert told(telling) == [("ok", "node")]
+    assert "finished" in sentences(telling)
+
+
+# --- all of it ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_swarm_it_tells_of_the_machine_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    code = run_doctor(Order((), read(None, {}, ["stages=1", "stage=3", "device=cpu"]), None, as_json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert code == found["exit_code"] == 2
+    errors = [one for one in found["findings"] if one["severity"] == "error"]
+    assert [one["name"] for one in errors] == ["stage"]
+    assert errors[0]["sentence"] == "stage 3 is asked for, the run has stages 0 to 0"
+    groups = {group: [one["name"] for one in found["findings"] if one["group"] == group] for group in GROUPS}
+    assert groups == GROUPS
+    assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
+
+
+GROUPS = {
+    "machine": ["python", "device", "files", "clock"],
+    "network": ["port", "libp2p"],
+    "run": ["run", "stage", "memory", "disk", "data"],
+}
+
+
+def test_what_is_no_join_address_is_refused_before_anything_is_begun(tmp_path: Path) -> None:
+    nothing = read(None, {}, [])
+    with pytest.raises(ConfigError, match="malformed join address 'nonsense'"):
+        run_doctor(Order(("nonsense",), nothing, None, as_json=False))
+    with pytest.raises(ConfigError, match="is its node running"):
+        run_doctor(Order((f"@{tmp_path / 'address'}",), nothing, None, as_json=False))

@@ -1,0 +1,412 @@
+"""`noloco report`: the page of a recorded run tells the run's figures, and nothing in the files can hurt it."""
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from noloco_p2p.cli import main as command
+from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.telemetry.event_files import NAME, EventFiles
+from noloco_p2p.io.telemetry.journal import Journal
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.observe.report import series
+from noloco_p2p.observe.report.chart import ticks
+from noloco_p2p.observe.report.journals import read_lives
+from noloco_p2p.observe.report.node_history import Gain, Span
+from noloco_p2p.observe.report.page import make, render
+from noloco_p2p.observe.report.run import Run, read
+from noloco_p2p.sim.outcome import NodeOutcome
+from noloco_p2p.sim.world import Swarm, SwarmPlan
+
+BEGAN_AT = 1_800_000_000.0
+HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\x00\x1b[31m\u202e\"'"
+
+
+class Told:
+    """A clock that a recorded trace sets."""
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.at_s = 0.0
+
+    def __call__(self) -> float:
+        return self.start + self.at_s
+
+
+def record(life: NodeOutcome, directory: Path, manifest: RunManifest, started_at_s: float) -> dict[str, Any]:
+    """Write the journal of a simulated process as its telemetry would have; returns the telemetry's own totals."""
+    directory.mkdir(exist_ok=True)
+    (directory / "manifest.json").write_bytes(manifest.canonical_json())
+    files, clock, wall = EventFiles(directory), Told(0.0), Told(BEGAN_AT)
+    clock.at_s = wall.at_s = started_at_s
+    journal = Journal(files.write, clock, wall)
+    journal.start(peer_id=life.peer, run_id=manifest.run_id, name=manifest.name, version="1.0", stage=life.stage)
+    telemetry = PrometheusTelemetry(manifest.stages)
+    telemetry.record(journal)
+    for happening in life.trace.happenings:
+        clock.at_s = wall.at_s = happening.at_s
+        telemetry.event(happening.kind, **dict(happening.fields))
+    if not life.crashed:
+        journal.end()
+    files.close()
+    return telemetry.totals()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run directory, and what its nodes counted themselves; `s1r1` was killed, `s0r1` too and started again."""
+
+    directory: Path
+    manifest: RunManifest
+    totals: Mapping[str, list[dict[str, Any]]]
+    """Of every process, by peer."""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    directory = tmp_path_factory.mktemp("report") / "run"
+    directory.mkdir()
+    manifest = RunManifest(
+        name="recorded",
+        stages=2,
+        start_replicas=3,
+        steps=60,
+        sequence_length=4,
+        microbatch_size=1,
+        microbatches_per_step=3,
+        outer=OuterSettings(inner_steps=4, deadline_s=2.0),
+        evaluation=EvaluationSettings(every_steps=20, microbatches=2),
+    )
+    swarm = Swarm(SwarmPlan(manifest, replicas=(3, 3), seed=1))
+    swarm.at(4.0, lambda: swarm.crash("s1r1"))
+    swarm.at(5.0, lambda: swarm.bounce("s0r1", 2.0))
+    outcome = swarm.run(tolerate=True)
+    totals: dict[str, list[dict[str, Any]]] = {}
+    for life in outcome.lives:
+        started_at_s = life.trace.happenings[0].at_s
+        place = directory / f"{life.stage}-{life.peer[-1]}"
+        totals.setdefault(life.peer, []).append(record(life, place, manifest, started_at_s))
+    return Recorded(directory, manifest, totals)
+
+
+@pytest.fixture(scope="module")
+def run(recorded: Recorded) -> Run:
+    return read([recorded.directory])
+
+
+class Outline(HTMLParser):
+    """What a browser would fetch or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+
+def parsed(page: str) -> ElementTree.Element:
+    """The page as XML: every element is closed, every text escaped."""
+    return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
+
+
+def texts(page: str) -> list[str]:
+    return [text.strip() for text in parsed(page).itertext() if text.strip()]
+
+
+def after(page: str, label: str) -> str:
+    """The text that follows a label."""
+    found = texts(page)
+    return found[found.index(label) + 1]
+
+
+def cells(page: str) -> set[tuple[str, str]]:
+    """The first two cells of every row of every table."""
+    rows = [["".join(cell.itertext()) for cell in row.findall("td")] for row in parsed(page).findall(".//tr")]
+    return {(row[0], row[1]) for row in rows if len(row) > 1}
+
+
+def mean(found: list[Any]) -> float:
+    known = [value for value in found if value is not None]
+    return float(sum(known) / len(known))
+
+
+# === the page =========================================================================================================
+
+
+def test_the_page_is_well_formed_and_needs_nothing_from_outside(run: Run) -> None:
+    page = render(run)
+    outline = Outline()
+    outline.feed(page)
+    assert len(parsed(page).findall(".//svg")) == 10
+    assert {"script", "link", "img", "iframe", "object", "base"}.isdisjoint(outline.tags)
+    assert {name for name, _ in outline.attributes}.isdisjoint(
+        {"src", "href", "srcset", "style", "onload", "xlink:href"}
+    )
+    assert not re.search(r"(https?:)?//|url\(|@import", page)
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+
+
+def test_every_chart_has_a_name_for_who_cannot_see_it(run: Run) -> None:
+    for svg in parsed(render(run)).findall(".//svg"):
+        assert svg.get("role") == "img"
+        assert svg.get("aria-label") == svg.findtext("title") != ""
+
+
+def test_the_figures_are_those_that_the_nodes_counted_themselves(recorded: Recorded) -> None:
+    """Of nodes that were not killed: exactly."""
+    places = [recorded.directory / name for name in ("0-0", "0-2", "1-0", "1-2")]
+    run = read(places)
+    page, first = render(run), [recorded.totals[peer][0] for peer in ("s0r0", "s0r2")]
+    later = [recorded.totals[peer][0] for peer in ("s1r0", "s1r2")]
+    assert after(page, "tokens") == f"{sum(told['tokens'] for told in first):,}"
+    assert after(page, "final loss") == f"{mean([told['final_loss'] for told in first]):.4f}"
+    assert after(page, "validation loss") == f"{mean([told['validation_loss'] for told in first]):.4f}"
+    assert after(page, "steps") == "60 of 60"
+    assert after(page, "nodes") == "4 in 2 stages"
+    for told, tally in (("outer_rounds", "rounds"), ("microbatches", "microbatches"), ("reroutes", "rerouted")):
+        counted = sum((Counter(each[told]) for each in [*first, *later]), Counter())
+        assert run.total(tally) == counted, tally
+        assert {(name, f"{n:,}") for name, n in counted.items()} <= cells(page)
+    assert sum(run.total("rounds").values()) > 40
+    assert [story.inner_steps for story in run.stories] == [told["inner_steps"] for told in [*first, *later]]
+    assert run.total("idle_s")["partner"] == pytest.approx(
+        sum(told["idle_s"]["partner"] for told in [*first, *later]), rel=1e-4
+    )
+    assert run.replica_std(1) == pytest.approx(mean([told["replica_std"] for told in later]), rel=1e-5)
+
+
+def test_a_kill_loses_the_counts_of_a_second_at_most(recorded: Recorded, run: Run) -> None:
+    told = recorded.totals["s0r1"]
+    (story,) = [story for story in run.stories if story.peer_id == "s0r1"]
+    a_second = told[0]["tokens"] / (story.processes[0].ended_at - (story.training_at or 0.0))
+    lost = sum(life["tokens"] for life in told) - story.tokens
+    assert 0 <= lost <= 2 * a_second
+
+
+def test_the_figures_that_only_a_launcher_knows_come_from_its_summary(recorded: Recorded, tmp_path: Path) -> None:
+    for place in recorded.directory.iterdir():
+        if place.name != "0-1":
+            (tmp_path / place.name).symlink_to(place)
+    summary = {"nodes": [], "tokens_per_s": 4321.25, "wall_s": 83.0, "resumed_from_step": None}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    page = render(read([tmp_path]))
+    assert (after(page, "tokens/s"), after(page, "wall time")) == ("4,321", "1 min 23 s")
+
+
+def test_kills_and_restarts_show_in_the_life_of_a_node(run: Run) -> None:
+    stories = {story.peer_id: story for story in run.stories}
+    assert [process.ended for process in stories["s0r1"].processes] == [False, True]
+    assert [process.ended for process in stories["s1r1"].processes] == [False]
+    assert stories["s1r1"].ended_at - BEGAN_AT == pytest.approx(4.0, abs=1.1)
+    down_s = stories["s0r1"].processes[1].began_at - stories["s0r1"].processes[0].ended_at
+    assert 1.9 < down_s < 3.1
+    (svg,) = [svg for svg in parsed(render(run)).findall(".//svg") if svg.get("aria-label") == "The life of every node"]
+    assert len(svg.findall(".//path[@class='cross']")) == 2
+    assert len(svg.findall(".//line[@class='start']")) == 7
+    assert svg.findall(".//rect[@class='f0']/title")[0].text == "0-0: finished, " + _span(
+        stories["s0r0"].processes[0].spans
+    )
+
+
+def _span(spans: tuple[Span, ...]) -> str:
+    (finished,) = [span for span in spans if span.state == "finished"]
+    return f"{finished.began_at - BEGAN_AT:.0f} to {finished.ended_at - BEGAN_AT:.0f} s"
+
+
+# === files as they are found ==========================================================================================
+
+
+def line(event: str, up_s: float, **fields: object) -> bytes:
+    return json.dumps({"time": BEGAN_AT + up_s, "event": event, "up_s": up_s, **fields}).encode() + b"\n"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    directory = tmp_path / "node"
+    directory.mkdir()
+    return directory
+
+
+def test_whatever_stands_in_the_files_is_shown_as_text(node: Path) -> None:
+    (node / NAME).write_bytes(
+        line("start", 0.0, peer_id=HOSTILE, run_id=HOSTILE, name=HOSTILE, version=HOSTILE, stage=0)
+        + line("state", 1.0, state=HOSTILE)
+        + line("warning", 2.0, message=HOSTILE)
+        + line("membership", 2.0, counts={f"0 {HOSTILE}": 1})
+        + line("progress", 3.0, stage=0, step=1, tokens=10, loss=2.0, bytes={HOSTILE: 3}, rounds={HOSTILE: 3})
+        + line("outer_round", 3.0, result=HOSTILE, seconds=1.0)
+    )
+    (node / "manifest.json").write_text(json.dumps({"name": HOSTILE, "steps": HOSTILE}))
+    page = render(read([node]))
+    outline = Outline()
+    outline.feed(page)
+    assert {"script", "img"}.isdisjoint(outline.tags)
+    assert not {"\x00", "\x1b", "\u202e"} & set(page)
+    assert any("<script>alert(1)</script>" in text for text in texts(page))
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"time":1,"event":"prog',
+        b"\x00\x00\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b"null\n",
+        b'{"time":1e999,"event":"progress","up_s":1}\n',
+        b'{"event":"progress"}\n',
+        b'{"time":NaN,"event":"state","up_s":2,"state":"training"}\n',
+        line("progress", 2.0, tokens="many", step=[], loss={}, bytes=7, rounds={"alone": "x"}, stage=1e400, state=3),
+        line("outer_round", 2.0) + line("deserted", 2.0) + line("membership", 2.0, counts=[]) + line("evaluation", 2.0),
+        b'{"time":1' + b"0" * 400 + b',"event":"progress","up_s":1}\n',
+    ],
+)
+def test_a_torn_or_strange_line_is_passed_over(node: Path, torn: bytes) -> None:
+    good = line("start", 0.0, stage=0) + line("progress", 1.0, stage=0, step=1, tokens=10)
+    (node / NAME).write_bytes(good + torn + b"\n" + line("progress", 3.0, stage=0, step=3, tokens=30))
+    assert read([node]).tokens == 30
+    parsed(render(read([node])))
+
+
+def test_a_last_line_that_a_kill_tore_leaves_the_others(node: Path) -> None:
+    whole = line("start", 0.0, stage=0) + line("progress", 1.0, stage=0, step=1, tokens=10)
+    second = line("progress", 2.0, stage=0, step=2, tokens=20)
+    for cut in range(0, len(second), 7):
+        (node / NAME).write_bytes(whole + second[:cut])
+        assert read([node]).tokens == 10
+
+
+def test_rotated_files_are_read_in_order_and_lost_ones_are_not_missed(node: Path) -> None:
+    (node / f"{NAME}.2").write_bytes(line("progress", 100.0, stage=0, step=1, tokens=1_000))
+    (node / f"{NAME}.1").write_bytes(line("progress", 200.0, stage=0, step=2, tokens=2_000))
+    (node / NAME).write_bytes(line("progress", 300.0, stage=0, step=3, tokens=3_000) + line("end", 301.0))
+    run = read([node])
+    (story,) = run.stories
+    assert run.tokens == 3_000
+    assert [gain.amount for gain in story.token_gains] == [1_000, 1_000, 1_000]
+    assert [process.ended for process in story.processes] == [True]
+
+
+def test_a_clock_that_jumps_moves_nothing(node: Path) -> None:
+    lines = [json.loads(line("progress", float(s), stage=0, step=s, tokens=s)) for s in range(1, 21)]
+    for s in (0, 1, 2):
+        lines[s]["time"] -= 1e9  # before the machine had asked for the time
+    lines[9]["time"] += 7_200.0
+    (node / NAME).write_text("".join(json.dumps(each) + "\n" for each in lines))
+    run = read([node])
+    assert (run.began_at, run.ended_at) == (BEGAN_AT + 1, BEGAN_AT + 20)
+
+
+def test_a_restart_is_a_new_life_also_when_its_first_line_is_lost(node: Path) -> None:
+    (node / NAME).write_bytes(
+        line("start", 0.0, stage=0)
+        + line("progress", 50.0, stage=0, step=5, tokens=50)
+        + line("progress", 2.0, stage=0, step=6, tokens=7)
+    )
+    assert len(read_lives(node)) == 2
+    assert read([node]).tokens == 57
+
+
+def test_one_node_alone_shows_the_swarm_as_it_saw_it(recorded: Recorded) -> None:
+    page = render(read([recorded.directory / "0-0"]))
+    assert "As this node saw the swarm." in texts(page)
+
+
+def test_nodes_of_two_runs_are_told_apart_and_the_page_says_so(recorded: Recorded, node: Path) -> None:
+    (node / NAME).write_bytes(line("start", 0.0, run_id="another", stage=0))
+    page = render(read([recorded.directory, node]))
+    assert any("2 different runs" in text for text in texts(page))
+
+
+@pytest.mark.parametrize("journal", [None, b"", b"not a line\n"])
+def test_without_a_journal_one_line_says_what_to_do(
+    node: Path, journal: bytes | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if journal is not None:
+        (node / NAME).write_bytes(journal)
+    monkeypatch.setattr(sys, "argv", ["noloco", "report", str(node), "--out", str(node / "report.html")])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    told = capsys.readouterr().err
+    assert end.value.code == 2
+    assert told.count("\n") == 1
+    assert str(node) in told
+    assert not (node / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_an_error_of_one_line(recorded: Recorded, tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match="cannot be written"):
+        make([recorded.directory], tmp_path / "nowhere" / "report.html")
+    with pytest.raises(ConfigError, match="no directory"):
+        make([tmp_path / "nowhere"], tmp_path / "report.html")
+
+
+def test_a_long_run_of_many_nodes_stays_a_small_page(tmp_path: Path) -> None:
+    """Every node of stage 0 keeps dying, and every one of stage 1 changes its state all the time."""
+    for n in range(12):
+        place = tmp_path / f"{n % 2}-{n}"
+        place.mkdir()
+        lines = []
+        for s in range(500):
+            if s % 10 == 0:
+                lines.append(line("start", s * 60.0, stage=n % 2, peer_id=f"12D3KooW{n:044}"))
+            state = ("training", "paused")[s % 2]
+            lines.append(line("progress", s * 60.0, stage=n % 2, step=s, state=state, tokens=s, loss=9 / (s + n + 1)))
+            lines.append(line("replica_std", s * 60.0, step=s, value=1 / (s + 1)))
+            lines.append(line("warning", s * 60.0, message="&" * 300))
+        (place / NAME).write_bytes(b"".join(lines))
+    assert make([tmp_path], tmp_path / "report.html") < 800_000
+
+
+# === curves ===========================================================================================================
+
+
+def test_thinning_keeps_both_ends_of_every_spike() -> None:
+    curve = [(float(n), 0.0) for n in range(10_000)]
+    curve[1_234], curve[7_777] = (1_234.0, 50.0), (7_777.0, -50.0)
+    thinned = series.thin(curve, 400)
+    assert len(thinned) <= 400
+    assert thinned == sorted(thinned)
+    assert (1_234.0, 50.0) in thinned
+    assert (7_777.0, -50.0) in thinned
+
+
+def test_rates_hold_everything_that_was_gained() -> None:
+    gains = [Gain(0.0, 3.3, 10.0), Gain(3.3, 9.9, 5.0), Gain(9.9, 9.9, 1.0)]
+    rates = series.rates(gains, 0.0, 10.0, 7)
+    assert sum(rate for _, rate in rates) * 10.0 / 7 == pytest.approx(16.0)
+    assert rates[0][1] == pytest.approx(10.0 / 3.3)
+
+
+def test_nodes_are_counted_in_the_middle_of_each_time() -> None:
+    spans = [Span(0.0, 5.0, "training"), Span(5.0, 10.0, "finished"), Span(0.0, 2.4, "training")]
+    found = series.standing(spans, 0.0, 10.0, 10)
+    assert [counts["training"] for counts in found] == [2, 2, 1, 1, 1, 0, 0, 0, 0, 0]
+    assert [sum(counts.values()) for counts in found] == [2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 10.0, [0, 2, 4, 6, 8, 10]),
+        (0.0, 0.0, [0.0]),
+        (2.1, 3.9, [2.5, 3.0, 3.5]),
+        (-1.0, 1.0, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 5) == pytest.approx(expected)

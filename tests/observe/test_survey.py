@@ -1,0 +1,322 @@
+"""Asking nodes for their status, against servers that are slow, huge, elsewhere, or no nodes at all."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from diagnosed import advert, peer, swarm, with_advert, with_figures, with_status
+
+from noloco_p2p.core.status import Seen
+from noloco_p2p.errors import ConfigError, Unreachable, Violation
+from noloco_p2p.io.telemetry import status_json
+from noloco_p2p.observe import survey
+from noloco_p2p.observe.diagnosis.findings import Report
+
+Answering = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
+"""Answers a request, given its head."""
+
+
+@asynccontextmanager
+async def _server(answering: Answering) -> AsyncIterator[str]:
+    """A server on loopback; its `http://host:port`."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answering(await reader.readuntil(b"\r\n\r\n"), writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the one who asked has gone, as it may
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def _http(body: bytes, code: str = "200 OK", headers: str = "") -> bytes:
+    return f"HTTP/1.0 {code}\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
+
+
+def _saying(reply: bytes) -> Answering:
+    async def answer(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply)
+        await writer.drain()
+
+    return answer
+
+
+def _page(report: Report, unix_time_s: float | None = None) -> bytes:
+    at = time.time() if unix_time_s is None else unix_time_s
+    status = with_figures(report, unix_time_s=at).status
+    assert status is not None
+    return _http(status_json.encode(status))
+
+
+def _asked(answering: Answering) -> str:
+    """Why a server's answer is none."""
+
+    async def go() -> str:
+        async with _server(answering) as url:
+            with pytest.raises((Unreachable, Violation)) as caught:
+                await survey.ask(survey.Address.parse(url))
+            return f"{type(caught.value).__name__}: {caught.value}"
+
+    return asyncio.run(go())
+
+
+# --- one node ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_status_and_a_clock() -> None:
+    report = swarm()["S1R0"]
+
+    async def go() -> survey.Answer:
+        async with _server(_saying(_page(report, time.time() + 120.0))) as url:
+            return await survey.ask(survey.Address.parse(url))
+
+    answer = asyncio.run(go())
+    assert report.status is not None
+    assert answer.status.waits == report.status.waits
+    assert answer.status.advert == report.status.advert
+    assert answer.clock_ahead_s == pytest.approx(120.0, abs=1.0)
+
+
+def test_without_a_time_there_is_no_clock() -> None:
+    async def go() -> survey.Answer:
+        async with _server(_saying(_page(swarm()["S1R0"], 0.0))) as url:
+            return await survey.ask(survey.Address.parse(url))
+
+    assert asyncio.run(go()).clock_ahead_s is None
+
+
+GOOD = _page(with_status(swarm()["S1R0"], seen=()))
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "a redirect": (_http(b"", "302 Found", "Location: http://127.0.0.1:1/status\r\n"), "a redirect (302)"),
+    "not found": (_http(b"no", "404 Not Found"), "the answer is 404"),
+    "no HTTP": (b"SSH-2.0-OpenSSH\r\n\r\n", "not HTTP"),
+    "silence": (b"", "not HTTP"),
+    "an endless head": (b"HTTP/1.0 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", "not HTTP"),
+    "too long, and says so": (b"HTTP/1.0 200 OK\r\nContent-Length: 99999999999\r\n\r\n", "has 99999999999 bytes"),
+    "too long": (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * (status_json.LIMIT_BYTES + 1), "more than the"),
+    "cut off": (GOOD[:-100], "the answer ended after"),
+    "no JSON": (_http(b"\xff\x00{"), "not JSON"),
+    "another JSON": (_http(b"{}"), "status"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_status_is_refused(case: str) -> None:
+    reply, told = REFUSED[case]
+    found = _asked(_saying(reply))
+    assert found.startswith("Violation: ")
+    assert told in found
+
+
+def test_a_redirect_is_not_followed() -> None:
+    asked: list[bytes] = []
+
+    async def note(head: bytes, writer: asyncio.StreamWriter) -> None:
+        asked.append(head)
+        writer.write(GOOD)
+
+    async def go() -> None:
+        async with _server(note) as elsewhere:
+            redirect = _http(b"", "301 Moved", f"Location: {elsewhere}/status\r\n")
+            async with _server(_saying(redirect)) as url:
+                with pytest.raises(Violation):
+                    await survey.ask(survey.Address.parse(url))
+
+    asyncio.run(go())
+    assert asked == []
+
+
+def test_only_the_status_is_asked_for() -> None:
+    """Whatever path an advert claims."""
+    asked: list[bytes] = []
+
+    async def note(head: bytes, writer: asyncio.StreamWriter) -> None:
+        asked.append(head.splitlines()[0])
+        writer.write(GOOD)
+
+    async def go() -> None:
+        async with _server(note) as url:
+            await survey.by_adverts([replace(advert(1, 0), metrics=f"{url}/shutdown?now=1")])
+
+    asyncio.run(go())
+    assert asked == [b"GET /status HTTP/1.0"]
+
+
+def test_who_drips_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "TIMEOUT_S", 0.3)
+
+    async def drip(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        for _ in range(100):
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    began = time.monotonic()
+    assert "within 0.3 s" in _asked(drip)
+    assert time.monotonic() - began < 2.0
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(Unreachable, match=r"no answer from http://127\.0\.0\.1:1: Connection refused"):
+        asyncio.run(survey.ask(survey.Address("127.0.0.1", 1)))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:80",
+        "https://127.0.0.1:80",
+        "file:///etc/passwd",
+        "http://127.0.0.1",
+        "http://user:word@127.0.0.1:80",
+        "http://127.0.0.1:99999",
+        "http://a b:80",
+        "http://[::1:80",
+        "http://xn\u00e9:80",
+    ],
+)
+def test_malformed_addresses(url: str) -> None:
+    with pytest.raises(ConfigError, match="not of the form http://HOST:PORT"):
+        survey.Address.parse(url)
+
+
+def test_addresses() -> None:
+    assert str(survey.Address.parse("http://10.0.0.1:9100/metrics")) == "http://10.0.0.1:9100"
+    assert str(survey.Address.parse("http://[::1]:9100")) == "http://[::1]:9100"
+
+
+# --- a swarm ----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _swarm(reports: dict[str, Report], unseen: Sequence[str] = ()) -> AsyncIterator[dict[str, Report]]:
+    """The same nodes, each with a server of its own, and all others in its view; only S0R0 sees the `unseen` too."""
+    async with AsyncExitStack() as closing:
+        pages: dict[str, bytes] = {}
+
+        def serving(name: str) -> Answering:
+            async def answer(head: bytes, writer: asyncio.StreamWriter) -> None:
+                writer.write(pages[name])
+                await writer.drain()
+
+            return answer
+
+        urls = {name: await closing.enter_async_context(_server(serving(name))) for name in reports}
+        there = {name: with_advert(r, metrics=f"{urls[name]}/metrics") for name, r in reports.items()}
+        adverts = {name: r.advert for name, r in there.items() if r.advert is not None}
+        for name, report in there.items():
+            seen = tuple(
+                Seen(a) for other, a in adverts.items() if other != name and (other not in unseen or name == "S0R0")
+            )
+            pages[name] = _page(with_status(report, seen=seen))
+        yield there
+
+
+def _url(report: Report) -> str:
+    assert report.advert is not None
+    return report.advert.metrics
+
+
+def test_one_url_leads_to_everybody() -> None:
+    async def go() -> list[Report]:
+        async with _swarm(swarm()) as nodes:
+            return await survey.by_url(_url(nodes["S1R1"]))
+
+    found = asyncio.run(go())
+    assert [report.peer for report in found] == sorted(peer(s, r) for s in range(3) for r in range(3))
+    assert all(report.status is not None and report.advert is not None and not report.failure for report in found)
+    assert all(report.clock_ahead_s is not None and abs(report.clock_ahead_s) < 5.0 for report in found)
+
+
+def test_who_is_missing_in_the_adverts_and_known_to_most_is_asked_too() -> None:
+    async def go() -> list[Report]:
+        async with _swarm(swarm(2, 2)) as nodes:
+            adverts = [report.advert for name, report in nodes.items() if name != "S1R1" and report.advert is not None]
+            return await survey.by_adverts(adverts)
+
+    found = asyncio.run(go())
+    assert [report.peer for report in found] == sorted(peer(s, r) for s in range(2) for r in range(2))
+    assert all(report.status is not None for report in found)
+
+
+def test_who_is_known_to_few_is_not_asked() -> None:
+    """One liar cannot send the observer to a thousand addresses."""
+
+    async def go() -> list[Report]:
+        async with _swarm(swarm(2, 2), unseen=["S1R1"]) as nodes:
+            adverts = [report.advert for name, report in nodes.items() if name != "S1R1" and report.advert is not None]
+            return await survey.by_adverts(adverts)
+
+    assert peer(1, 1) not in [report.peer for report in asyncio.run(go())]
+
+
+def test_a_node_that_gives_no_status_is_reported_with_the_reason() -> None:
+    async def go() -> dict[str, Report]:
+        async with _swarm(swarm(2, 2)) as nodes:
+            gone, other, mute, left = (nodes[name].advert for name in ("S0R0", "S0R1", "S1R0", "S1R1"))
+            assert gone is not None
+            assert other is not None
+            assert mute is not None
+            assert left is not None
+            adverts = [
+                replace(gone, metrics="http://127.0.0.1:1/metrics"),
+                replace(other, metrics=mute.metrics),
+                replace(mute, metrics=""),
+                replace(left, state="left"),
+            ]
+            return {report.peer: report for report in await survey.by_adverts(adverts)}
+
+    found = asyncio.run(go())
+    assert {at: report.status for at, report in found.items()} == dict.fromkeys([peer(0, 0), peer(0, 1), peer(1, 0)])
+    assert "Connection refused" in found[peer(0, 0)].failure
+    assert "another node answers at" in found[peer(0, 1)].failure
+    assert found[peer(1, 0)].failure == "it announces no metrics address"
+    assert found[peer(0, 0)].advert is not None
+
+
+def test_slow_nodes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "TIMEOUT_S", 0.5)
+
+    async def hang(head: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(5.0)
+
+    async def go() -> tuple[list[Report], float]:
+        async with _server(hang) as url:
+            began = time.monotonic()
+            found = await survey.by_adverts([replace(advert(0, replica), metrics=url) for replica in range(20)])
+            return found, time.monotonic() - began
+
+    found, took_s = asyncio.run(go())
+    assert all("within 0.5 s" in report.failure for report in found)
+    assert len(found) == 20
+    assert took_s < 2.5
+
+
+def test_no_more_than_the_limit_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "NODES_LIMIT", 1)
+    found = asyncio.run(survey.by_adverts([replace(advert(0, r), metrics="http://127.0.0.1:1") for r in range(2)]))
+    assert [report.failure[:9] for report in found] == ["no answer", "not asked"]
+
+
+def test_a_url_at_which_no_node_answers() -> None:
+    with pytest.raises(Unreachable, match="Connection refused: give the metrics address that a running node prints"):
+        asyncio.run(survey.by_url("http://127.0.0.1:1"))
+
+    async def go() -> None:
+        async with _server(_saying(_http(b"<html>"))) as url:
+            with pytest.raises(Violation, match="does not answer as a node of this program: status is not JSON"):
+                await survey.by_url(url)
+
+    asyncio.run(go())

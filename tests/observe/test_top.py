@@ -1,0 +1,324 @@
+"""`noloco top`: what it tells, how wide it is, and how it ends; the nodes are made up, and served over HTTP."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import daemon, run
+from diagnosed import advert, gradient_of, peer, silent, swarm, wait, waiting, with_advert, with_figures, with_status
+from rich.console import Console
+
+from noloco_p2p.cli import main
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.status import Seen
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
+from noloco_p2p.io.dht.join_handshake import offer_manifest
+from noloco_p2p.io.telemetry import status_json
+from noloco_p2p.observe import top
+from noloco_p2p.observe.diagnosis.findings import Report
+from noloco_p2p.observe.overview import Overview, overview
+
+
+def _drawn(found: Overview, height: int | None = None, note: str = "", width: int = top.WIDTH) -> list[str]:
+    console = Console(width=width, record=True, color_system=None, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(top.render(found, height, note))
+    return [drawn.rstrip() for drawn in console.export_text().splitlines()]
+
+
+def _overview(reports: dict[str, Report]) -> Overview:
+    return overview(list(reports.values()))
+
+
+# --- what it tells --------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
+    found = _overview(swarm())
+    assert found.sentence == found.progress
+    assert found.severity == "ok"
+    drawn = _drawn(found)
+    assert drawn[0] == "training: step 1234 of 5000 (25 %), 9 nodes, 6.2k tokens/s, loss 2.31"
+    assert drawn[2:4] == ["stage replicas tokens/s states", "    0        3     6.2k 3 training"]
+    assert drawn[7].split() == ["node", "st", "state", "step", "inner", "rate", *top.COLUMNS[6:11], "waits", "for"]
+    rows = [row.split() for row in drawn[8:17]]
+    assert [(row[0], row[1]) for row in rows] == [(f"12D3…xS{s}R{r}", str(s)) for s in range(3) for r in range(3)]
+    assert rows[0] == ["12D3…xS0R0", "0", "training", "1234", "1230", "2.0k", "11/0/0/1", "0.0s", "0", "–", "2.31"]
+    assert rows[8][5] == "10.0", "a later stage is told in microbatches/s"
+
+
+def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
+    nodes = swarm()
+    nodes["S1R0"] = with_figures(nodes["S1R0"], loop_silent_s=42.0)
+    found = _overview(nodes)
+    assert found.severity == "error"
+    assert found.sentence.endswith("its event loop stands still since 42 s")
+    console = Console(width=120, force_terminal=True, color_system="standard", record=True)
+    with console.capture() as captured:
+        console.print(top.render(found, None))
+    first, second = captured.get().splitlines()[:2]
+    assert first.startswith("\x1b[1;31mnode"), "bold and red"
+    assert second.startswith("tiny: training: step 1234"), "how far it has come is told all the same"
+
+
+def test_at_most_three_findings_and_the_others_counted() -> None:
+    nodes = {name: replace(r, clock_ahead_s=120.0 * index) for index, (name, r) in enumerate(swarm().items())}
+    nodes["S0R0"] = with_advert(nodes["S0R0"], state="paused")
+    found = _overview(nodes)
+    drawn = _drawn(found)
+    assert sum(row.startswith("error: ") for row in drawn) == top.FINDINGS_SHOWN
+    assert f"and {len(found.findings) - 5} errors, 1 ok more" in drawn
+
+
+def test_a_node_tells_what_it_waits_for() -> None:
+    nodes = swarm()
+    nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 20.0), wait("word", "swarm", 99.0, idle=True))
+    nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused")
+    drawn = _drawn(_overview(nodes))
+    assert next(row for row in drawn if row.startswith("12D3…xS0R0")).endswith("20s 12D3…xS1R1: gradient")
+    nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused" * 4)
+    cut = next(row for row in _drawn(_overview(nodes)) if row.startswith("12D3…xS1R0"))
+    assert len(cut) == top.WIDTH
+    assert cut.split()[1:4] == ["1", "training", "–"], "only the last column gives way"
+    row = next(row for row in drawn if row.startswith("12D3…xS1R0"))
+    assert row.split()[1:4] == ["1", "training", "–"]
+    assert row.endswith("silent: Connection refused")
+    assert "    1        3     4.1k 1 silent, 2 training" in drawn
+
+
+@pytest.mark.parametrize("width", [100, 60, 30])
+def test_no_line_is_wider_than_the_screen(width: int) -> None:
+    nodes = swarm(stages=40, replicas=2)
+    nodes["S0R0"] = with_advert(
+        with_figures(nodes["S0R0"], tokens_per_s=1e300, loss=1e300, replica_std=1e300, bytes_per_s=1e300),
+        step=1e300,
+        microbatches_per_s=1e300,
+        state="x" * 200,
+    )
+    nodes["S1R0"] = silent(nodes["S1R0"], "[bold]no[/bold] \x1b[2J" * 40)
+    for height in (None, 24):
+        drawn = _drawn(_overview(nodes), height, note="y" * 300, width=width)
+        assert max(map(len, drawn)) <= width
+        assert not any("\x1b" in row for row in drawn)
+
+
+def test_rows_are_bounded_by_the_height_and_the_others_counted() -> None:
+    found = _overview(swarm(stages=2, replicas=30))
+    for height in (24, 40):
+        drawn = _drawn(found, height)
+        assert len(drawn) <= height
+        assert sum(row.startswith("12D3…") for row in drawn) > height // 2
+    shown = sum(row.startswith("12D3…") for row in drawn)
+    assert f"and {60 - shown} nodes more" in drawn
+    many = _drawn(_overview(swarm(stages=40, replicas=1)), 24)
+    assert "    … " in "\n".join(many)
+    assert "and 28 stages more" in "\n".join(many)
+
+
+def test_json_has_everything_and_only_finite_numbers() -> None:
+    nodes = swarm(2, 2)
+    nodes["S0R0"] = with_figures(nodes["S0R0"], loss=float("nan"), bytes_per_s=float("inf"))
+    nodes["S1R0"] = silent(waiting(nodes["S1R0"]))
+    nodes["S1R1"] = waiting(nodes["S1R1"], wait("backward", "device", 3.0, 60.0, "x"))
+    told = json.loads(json.dumps(_overview(nodes).as_json(), allow_nan=False))
+    assert set(told) == {"name", "sentence", "severity", "progress", "findings", "stages", "nodes"}
+    assert [node["peer"] for node in told["nodes"]] == [peer(s, r) for s in range(2) for r in range(2)]
+    assert told["nodes"][0]["loss"] is None
+    assert told["nodes"][2]["failure"] == "Connection refused"
+    assert told["nodes"][3]["waits_for"] == wait_json("backward", "device", 3.0, 60.0, "x")
+    assert told["stages"][1] == {
+        "stage": 1,
+        "replicas": 2,
+        "states": {"silent": 1, "training": 1},
+        "tokens_per_s": 2050.0,
+    }
+    assert {finding["name"] for finding in told["findings"]} == {"unreachable", "stage-thin"}
+
+
+def wait_json(what: str, whom: str, since_s: float, deadline_s: float, why: str) -> dict[str, Any]:
+    """A wait as JSON."""
+    return {"what": what, "whom": whom, "since_s": since_s, "deadline_s": deadline_s, "why": why, "idle": False}
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """Nodes that answer on loopback."""
+
+    urls: dict[str, str]
+    servers: dict[str, ThreadingHTTPServer]
+
+    def stop(self, name: str) -> None:
+        """This one is gone."""
+        server = self.servers.pop(name)
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def _served(reports: dict[str, Report]) -> Iterator[Served]:
+    """Each node at a port of its own; all see all."""
+    pages: dict[int, bytes] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = pages[self.connection.getsockname()[1]] if self.path == "/status" else b"no"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    served = Served({}, {})
+    for name in reports:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        served.servers[name] = server
+        served.urls[name] = f"http://127.0.0.1:{server.server_address[1]}"
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    there = {name: with_advert(r, metrics=f"{served.urls[name]}/metrics") for name, r in reports.items()}
+    adverts = {name: r.advert for name, r in there.items() if r.advert is not None}
+    for name, report in there.items():
+        seen = tuple(Seen(other) for at, other in adverts.items() if at != name)
+        status = with_figures(with_status(report, seen=seen), unix_time_s=time.time()).status
+        assert status is not None
+        pages[int(served.urls[name].rpartition(":")[2])] = status_json.encode(status)
+    try:
+        yield served
+    finally:
+        for name in list(served.servers):
+            served.stop(name)
+
+
+def _run(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """(exit code, stdout, stderr) of `noloco top`."""
+    monkeypatch.setattr("sys.argv", ["noloco", "top", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    printed = capsys.readouterr()
+    return ended.value.code, printed.out, printed.err
+
+
+def test_once_by_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with _served(swarm(2, 2)) as served:
+        url = f"{served.urls['S1R1']}/metrics"
+        code, out, err = _run(["--url", url, "--once"], monkeypatch, capsys)
+        assert (code, err) == (0, "")
+        assert out.startswith("training: step 1234 of 5000 (25 %), 4 nodes, 4.1k tokens/s")
+        code, piped, _ = _run(["--url", url], monkeypatch, capsys)
+        assert piped == out, "without a terminal it prints once"
+        code, out, err = _run(["--url", url, "--json"], monkeypatch, capsys)
+        assert (code, err) == (0, "")
+        assert len(json.loads(out)["nodes"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "give either --join ADDR or --url http://HOST:PORT"),
+        (["--url", "http://127.0.0.1:1", "--join", "x"], "give either --join ADDR or --url"),
+        (["--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1: Connection refused: give the metrics"),
+        (["--url", "ftp://127.0.0.1:1"], "malformed address 'ftp://127.0.0.1:1'"),
+        (["--join", "127.0.0.1:1"], "malformed join address '127.0.0.1:1'"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = _run(arguments, monkeypatch, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {told}")
+    assert err.count("\n") == 1
+
+
+def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real libp2p daemon and directory; what the node says over HTTP is made up."""
+    manifest = RunManifest()
+
+    async def test() -> None:
+        async with AsyncExitStack() as closing:
+            libp2p = await closing.enter_async_context(daemon(tmp_path))
+            directory = await HivemindDirectory.open(
+                libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=tmp_path / "known.json"
+            )
+            closing.push_async_callback(directory.close)
+            await offer_manifest(libp2p, manifest.canonical_json())
+            mine = with_advert(swarm(1, 1)["S0R0"], peer_id=libp2p.peer_id, run_id=manifest.run_id)
+            served = closing.enter_context(_served({"S0R0": mine}))
+            assert mine.advert is not None
+            await directory.announce(replace(mine.advert, metrics=f"{served.urls['S0R0']}/metrics"), 30.0)
+            join_file = tmp_path / "address"
+            join_file.write_text(f"{libp2p.join_addresses[0]}\n")
+            await top._top(top.Wish((f"@{join_file}",), None, once=True, as_json=True, interval_s=2.0))
+        told = json.loads(capsys.readouterr().out)
+        assert [(node["peer"], node["answers"]) for node in told["nodes"]] == [(libp2p.peer_id, True)]
+        assert told["sentence"].startswith("training: step 1234 of 5000 (25 %), 1 node")
+
+    run(test)
+
+
+def test_when_the_node_at_the_url_goes_the_others_are_watched_on() -> None:
+    with _served(swarm(2, 2)) as served:
+        source = top.UrlSource(served.urls["S0R0"])
+        assert all(report.status is not None for report in asyncio.run(source.reports()))
+        served.stop("S0R0")
+        found = {report.peer: report for report in asyncio.run(source.reports())}
+        assert [at for at, report in found.items() if report.status is None] == [peer(0, 0)]
+        for name in ("S0R1", "S1R0", "S1R1"):
+            served.stop(name)
+        with pytest.raises(Unreachable):
+            asyncio.run(source.reports())
+
+
+def test_a_directory_is_read_anew_each_time() -> None:
+    class Directory:
+        readings = 0
+
+        async def peers(self) -> list[Advert]:
+            self.readings += 1
+            return [replace(advert(0, replica), metrics="") for replica in range(self.readings)]
+
+    source = top.DirectorySource(Directory())
+
+    async def twice() -> list[int]:
+        return [len(await source.reports()), len(await source.reports())]
+
+    assert asyncio.run(twice()) == [1, 2]
+
+
+def test_while_nobody_answers_the_last_view_stays_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three readings: all is well, nobody answers, Ctrl-C."""
+    notes: list[str] = []
+    sentences: list[str] = []
+    render = top.render
+
+    class Source:
+        async def reports(self) -> list[Report]:
+            if len(notes) < 2:
+                raise Unreachable("no answer from http://127.0.0.1:1: Connection refused")
+            raise KeyboardInterrupt
+
+    def noted(found: Overview, height: int | None, note: str = "") -> Any:
+        notes.append(note)
+        sentences.append(found.sentence)
+        return render(found, height, note)
+
+    monkeypatch.setattr(top, "render", noted)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(top._live(Source(), _overview(swarm()), 0.01))
+    assert notes[0] == ""
+    assert notes[1].endswith(" s ago: no answer from http://127.0.0.1:1: Connection refused")
+    assert sentences[0] == sentences[1]
+    assert _drawn(_overview(swarm()), 40, notes[1])[1] == notes[1]

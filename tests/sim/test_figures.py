@@ -1,0 +1,211 @@
+"""The figures of a simulated run: exact on traces written by hand, and of a run what its own stages counted."""
+
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
+from noloco_p2p.lab.sim_table import amount, duration, spreads
+from noloco_p2p.sim import timelines
+from noloco_p2p.sim.figures import Figures, figures, flat, quantile
+from noloco_p2p.sim.outcome import NodeOutcome, Outcome
+from noloco_p2p.sim.parts import parts
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.telemetry import Happening, Trace
+from noloco_p2p.sim.toy_stage import ModelStage
+from noloco_p2p.sim.traffic import Account
+from noloco_p2p.sim.world import Swarm, SwarmPlan
+
+TOKENS = 1000
+
+
+def told(at_s: float, kind: str, **fields: object) -> Happening:
+    return Happening(at_s, "", kind, tuple(sorted(fields.items())))
+
+
+def life(peer: str, stages: list[int], trace: list[Happening], **changes: Any) -> NodeOutcome:
+    models: Any = tuple(SimpleNamespace(state=SimpleNamespace(index=index)) for index in stages)
+    whole: dict[str, Any] = {
+        "state": "left",
+        "step": 9.0,
+        "inner_steps": 0,
+        "crashed": False,
+        "error": None,
+        "ended_at_s": 30.0,
+    }
+    own = Trace([one._replace(peer=peer) for one in trace])
+    return NodeOutcome(peer, stages[-1], models=models, trace=own, **(whole | changes))
+
+
+def outcome_of(*lives: NodeOutcome) -> Outcome:
+    happenings = sorted((h for one in lives for h in one.trace.happenings), key=lambda h: h.at_s)
+    return Outcome(lives, Trace(happenings), (), 40.0)
+
+
+MOVED = [
+    told(2.0, "state", state="training", reason="everybody is here"),
+    told(4.0, "microbatch", result="done"),
+    told(5.0, "microbatch", result="dropped", reason="busy"),
+    told(6.0, "idle", cause="gradients", seconds=1.0),
+    told(6.0, "inner_step", busy_s=3.0),
+    told(8.0, "outer_round", result="partner", seconds=2.0),
+    told(8.0, "replica_std", value=0.5),
+    told(9.0, "replica_std", value=0.25),
+    told(12.0, "state", state="draining", reason="moves to stage 1: wanted"),
+    told(13.0, "state", state="syncing", reason="comes to stage 1"),
+    told(15.0, "state", state="training", reason="synced"),
+    told(16.0, "microbatch", result="done"),
+    told(17.0, "idle", cause="microbatches", seconds=1.0),
+    told(17.0, "inner_step", busy_s=0.5),
+    told(20.0, "state", state="draining", reason="told to leave"),
+    told(20.0, "state", state="left", reason="leave"),
+]
+CRASHED = [
+    told(1.0, "state", state="training", reason="everybody is here"),
+    told(3.0, "reroute", reason="unreachable"),
+    told(3.5, "busy", direction="out"),
+    told(3.5, "busy", direction="in"),
+    told(5.0, "microbatch", result="done"),
+    told(7.0, "inner_step", busy_s=4.0),
+    told(9.0, "outer_round", result="alone", seconds=4.0),
+]
+
+
+def test_a_process_that_moves_counts_for_the_stage_that_it_held() -> None:
+    outcome = outcome_of(
+        life("s0r0", [0, 1], MOVED), life("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0, step=7.5)
+    )
+    found = figures(outcome, {}, TOKENS, 2)
+    first, second = found.stages
+    assert [(part.stage, part.ends_s, len(part.told)) for part in parts(outcome.lives[0], 40.0)] == [
+        (0, 13.0, 9),
+        (1, 30.0, 7),
+    ]
+    assert (first.lives, first.inner_steps, first.microbatches, first.training_s) == (2, 2, 2, 10.0 + 10.0)
+    assert first.utilisation == 7.0 / 20.0
+    assert first.idle == {"gradients": 1.0 / 20.0, "other": 12.0 / 20.0}
+    assert first.replica_std == 0.25, "the last one that each process measured"
+    assert (second.lives, second.inner_steps, second.microbatches, second.training_s) == (1, 1, 1, 5.0)
+    assert (second.utilisation, second.idle, second.replica_std) == (0.1, {"microbatches": 0.2, "other": 0.7}, None)
+    assert (found.train_s, found.tokens, found.tokens_per_s) == (6.0, 2 * TOKENS, 2 * TOKENS / 6.0)
+    assert found.ends == {"crashed": 1, "left early": 1}
+    assert (found.nodes, found.step, found.virtual_s) == (2, 7.5, 40.0)
+    assert (found.microbatches.dropped, found.microbatches.rerouted) == ({"busy": 1}, {"unreachable": 1})
+    assert found.microbatches.busy == 1, "an answer is counted where it is heard, not where it is given"
+    assert (found.rounds, found.round_s) == ({"alone": 1, "partner": 1}, {"p50": 3.0, "p95": pytest.approx(3.9)})
+
+
+def test_the_series_tell_the_same() -> None:
+    outcome = outcome_of(life("s0r0", [0, 1], MOVED), life("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0))
+    assert timelines.nodes_training(outcome) == {
+        0: [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (11.0, 1.0), (12.0, 0.0)],
+        1: [(0.0, 0.0), (15.0, 1.0), (20.0, 0.0)],
+    }
+    assert timelines.tokens_per_s(outcome, TOKENS, 4) == [(5.0, 200.0), (15.0, 0.0), (25.0, 0.0), (35.0, 0.0)]
+    assert timelines.round_seconds(outcome) == {"alone": [4.0], "partner": [2.0]}
+    assert timelines.replica_stds(outcome) == {0: [(8.0, 0.5), (9.0, 0.25)]}
+
+
+def test_bytes_are_means_over_all_nodes_also_those_that_had_none() -> None:
+    outcome = outcome_of(life("s0r0", [0], []), life("s0r1", [0], CRASHED))
+    ledger = {
+        "s0r0": {"activation": Account(sent=10, lost=3, in_flight=1), "state": Account(0, 6)},
+        "s1r0": {"activation": Account(received=6), "state": Account(6, 0)},
+    }
+    traffic = figures(outcome, ledger, TOKENS, 1).traffic
+    assert traffic.sent_per_node == {"activation": 5.0, "state": 3.0}
+    assert traffic.received_per_node == {"activation": 3.0, "state": 3.0}
+    assert (traffic.lost, traffic.in_flight) == ({"activation": 3, "state": 0}, {"activation": 1, "state": 0})
+    assert traffic.most_sent == 10
+
+
+def simulated() -> tuple[Figures, Outcome]:
+    """Two stages of two and three nodes, four microbatches of two nominal kilotokens, twelve steps, three rounds."""
+    manifest = RunManifest(
+        stages=2,
+        start_replicas=2,
+        sequence_length=4,
+        microbatch_size=1,
+        microbatches_per_step=4,
+        steps=12,
+        outer=OuterSettings(inner_steps=4),
+        evaluation=EvaluationSettings(every_steps=None, microbatches=1),
+    )
+    swarm = Swarm(SwarmPlan(manifest, (2, 3), seed=3, costs=(Costs(), Costs(0.02, 0.03))))
+    outcome = swarm.run()
+    return figures(outcome, swarm.network.ledger, 2 * TOKENS, 2), outcome
+
+
+def test_a_run_has_the_figures_that_its_stages_counted() -> None:
+    found, outcome = simulated()
+    counted = [sum(len(one.model_stage.counted) for one in outcome.of_stage(stage)) for stage in (0, 1)]
+    assert [one.microbatches for one in found.stages] == counted
+    assert found.tokens == 2 * TOKENS * counted[0]
+    assert counted[0] >= 2 * 11 * 4
+    steps = [sum(one.model_stage.inner_steps for one in outcome.of_stage(stage)) for stage in (0, 1)]
+    assert [one.inner_steps for one in found.stages] == steps
+    assert sum(found.rounds.values()) == 5 * 3
+    # A microbatch costs 0.03 s at stage 0 and 0.05 s at stage 1, a step 0.005 s; what comes after the last is unseen.
+    for stage, each_s in ((0, 0.03), (1, 0.05)):
+        busy_s = counted[stage] * each_s + steps[stage] * 0.005
+        utilisation = found.stages[stage].utilisation
+        assert utilisation is not None
+        rounds_s = utilisation * found.stages[stage].training_s - busy_s
+        assert 0 <= rounds_s <= 0.010 * 3 * 3 + 1e-9, "two operations of 0.005 s in each round, and evaluations"
+        assert 1.0 - 1e-9 < utilisation + sum(found.stages[stage].idle.values()) < 1.02
+    sent, received = found.traffic.sent_per_node, found.traffic.received_per_node
+    assert sent["gradient"] == received["gradient"] == counted[1] * 4 * 8 / 5, "four numbers of eight bytes each"
+    pulled = sum(count for result, count in found.rounds.items() if result != "alone")
+    pulled += len(outcome.trace.of("guarded"))
+    assert sent["snapshot"] == received["snapshot"] == pulled * 4 * 8 / 5
+    assert all(sent[kind] * 5 == received[kind] * 5 + found.traffic.lost[kind] for kind in sent)
+    assert [one.replica_std for one in found.stages] == [None, None], "the weights are no real ones"
+    assert all(isinstance(one.model, ModelStage) for one in outcome.lives)
+    assert timelines.tokens_per_s(outcome, 2 * TOKENS, 7)
+    total = sum(rate * outcome.ended_at_s / 7 for _, rate in timelines.tokens_per_s(outcome, 2 * TOKENS, 7))
+    assert total == pytest.approx(found.tokens)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
+def test_quantiles_are_those_of_the_standard_library(values: list[float]) -> None:
+    cuts = statistics.quantiles(values, n=20, method="inclusive")
+    assert [quantile(values, number / 20) for number in range(1, 20)] == pytest.approx(cuts, rel=1e-9, abs=1e-6)
+    assert (quantile(values, 0.0), quantile(values, 1.0)) == (min(values), max(values))
+
+
+def test_there_is_no_quantile_of_nothing() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        quantile([], 0.5)
+
+
+def test_the_figures_of_several_runs() -> None:
+    found = flat(simulated()[0])
+    assert {"tokens_per_s", "utilisation.0", "idle.0.gradients", "round_s.p95", "sent_per_node.snapshot"} <= {*found}
+    assert found["rounds.other"] == 0, "what a run has none of counts in the mean of several"
+    over = spreads([{"a": 1.0, "b": 2.0}, {"a": 4.0}])
+    assert over["a"] == {"mean": 2.5, "std": pytest.approx(4.5**0.5), "least": 1.0, "most": 4.0, "runs": 2}
+    assert over["b"] == {"mean": 2.0, "std": 0.0, "least": 2.0, "most": 2.0, "runs": 1}
+
+
+def test_amounts_and_durations() -> None:
+    assert [amount(value) for value in (0, 12.345, 999, 999.9, 1234, 9.996e11, 2e12)] == [
+        "0 ",
+        "12.3 ",
+        "999 ",
+        "1 k",
+        "1.23 k",
+        "1 T",
+        "2 T",
+    ]
+    assert [duration(value) for value in (0.01234, 119.0, 120.0, 3599.6, 7261.0)] == [
+        "0.0123 s",
+        "119 s",
+        "2 min 00 s",
+        "1 h 00 min",
+        "2 h 01 min",
+    ]

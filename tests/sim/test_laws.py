@@ -1,0 +1,132 @@
+"""The laws of simulated swarms can fail: each finds the fault that it is there for, planted here."""
+
+import pytest
+
+from noloco_p2p.core import resume, schedule
+from noloco_p2p.core.intake import SpentIds
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState
+from noloco_p2p.lab.scenarios import load
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.ports import Contribution
+from noloco_p2p.sim.laws import broken
+from noloco_p2p.sim.simulation import Simulation, build
+from noloco_p2p.sim.toy_stage import ModelStage
+from noloco_p2p.sim.traffic import Letter, Traffic
+
+SMALL = (
+    "replicas=[2, 2]",
+    "limit_s=600",
+    "workload.parameters_per_stage=1_000_000",
+    "run.steps=12",
+    "run.outer.inner_steps=2",
+    "run.outer.deadline_s=20",
+    "run.microbatches_per_step=2",
+    "node.directory.refresh_s=2",
+    "node.directory.ttl_s=10",
+    "node.limits.microbatch_deadline_s=20",
+    "node.limits.linger_s=30",
+    "node.limits.drain_s=8",
+)
+"""A swarm of 2 + 2 whose run takes half a minute."""
+
+WIPED = "faults=[{at_s: 16, kind: wipe, peers: [s1r0, s1r1], for_s: 3}]"
+"""All of stage 1 comes back without its disk: from a guardian, or not at all."""
+CAME = "faults=[{at_s: 20, kind: wipe, peers: [s1r1], for_s: 1}]"
+"""One of two comes back without its disk: from the other one."""
+
+
+HUNG = "faults=[{at_s: 9, kind: hang, peers: [s1r0, s1r1], for_s: 30}, {at_s: 12, kind: depart, peers: [s0r1]}]"
+"""Nobody of stage 1 answers, and a node of stage 0 leaves with what it cannot deliver."""
+PROMPT = ("run.outer.inner_steps=4", "run.outer.deadline_s=1", "node.directory.refresh_s=0.5")
+"""Rounds and news take a second."""
+
+
+def swarm(*sets: str) -> Simulation:
+    return build(load(None, (*SMALL, *sets)), seed=0)
+
+
+def planted(*sets: str) -> str | None:
+    """The law that the swarm breaks."""
+    return broken(swarm(*sets))
+
+
+def test_without_a_plant_none_of_these_swarms_breaks_a_law() -> None:
+    for sets in ((), (WIPED,), (CAME, *PROMPT), (HUNG,)):
+        assert planted(*sets) is None
+
+
+def test_a_round_done_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    due = schedule.due_round
+
+    def again(step: int, m: int, done: int, steps: int) -> int | None:
+        found = due(step, m, done, steps)
+        return done if found == 3 else found
+
+    monkeypatch.setattr(schedule, "due_round", again)
+    assert "did the rounds [1, 2, 2" in str(planted("limit_s=100"))
+
+
+def test_fresh_weights_where_there_were_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "sources", lambda *_: [resume.Source("fresh", "planted")])
+    assert "s1r0 began afresh, although there was" in str(planted(WIPED))
+
+
+def test_weights_that_changed_on_their_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    restore = ModelStage.restore
+
+    def bent(stage: ModelStage, theirs: ReplicaState) -> None:
+        restore(stage, theirs)
+        stage.phi[0] += 1e-12
+
+    monkeypatch.setattr(ModelStage, "restore", bent)
+    assert "s1r1 took up" in str(planted(CAME))
+
+
+def test_a_graph_that_nobody_frees_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelStage, "discard", lambda *_: None)
+    assert "graphs open" in str(planted(HUNG))
+
+
+def test_an_id_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = ModelStage.loss_backward
+
+    def twice(
+        stage: ModelStage, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        once(stage, microbatch, inputs, targets, mask)
+        return once(stage, microbatch, inputs, targets, mask)
+
+    monkeypatch.setattr(ModelStage, "loss_backward", twice)
+    assert planted() is None, "the stage drops what it knows"
+    monkeypatch.setattr(SpentIds, "spend", lambda *_: True)
+    assert "s1r0 counted [" in str(planted())
+
+
+def test_a_newcomer_that_is_a_partner_at_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce = NodeState.update
+
+    def at_once(seat: NodeState, **changes: object) -> None:
+        announce(seat, **(changes | ({"partner_from_round": 0} if "partner_from_round" in changes else {})))
+
+    monkeypatch.setattr(NodeState, "update", at_once)
+    assert "of a newcomer" in str(planted(CAME, *PROMPT))
+
+
+def test_a_swarm_that_stands_still_is_found() -> None:
+    simulation = swarm()
+    for peer in ("s1r0", "s1r1"):
+        simulation.at(6.0, lambda peer=peer: simulation.slow(peer, 120.0))  # type: ignore[misc]
+        simulation.at(50.0, lambda peer=peer: simulation.slow(peer, 1.0))  # type: ignore[misc]
+    assert "took no inner step for" in str(broken(simulation))
+    assert "Deadlock" in str(planted("limit_s=5"))
+
+
+def test_bytes_in_no_book_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop = Traffic.drop
+
+    def forgotten(traffic: Traffic, letter: Letter) -> None:
+        drop(traffic, letter)
+        traffic._account(letter.sender, letter.kind).lost = 0
+
+    monkeypatch.setattr(Traffic, "drop", forgotten)
+    assert "bytes of activations are in no book" in str(planted(HUNG))

@@ -1,0 +1,173 @@
+"""Real stages and data in the simulator: equal to the reference to 1e-9, and what is told of a run is what happened."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import TOLERANCE, float64_rmsnorm, loss_sum, replay, whole_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.compute.host_tensor import to_torch
+from noloco_p2p.config import RunManifest
+from noloco_p2p.io.data.samples import SampleStream
+from noloco_p2p.lab.experiments.real_swarm import corpus
+from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, Training, small_manifest, train
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.world import peer_id
+
+STAGES, REPLICAS, STEPS, M = 2, 3, 6, 2
+PEERS = {peer_id(stage, replica): stage for stage in range(STAGES) for replica in range(REPLICAS)}
+
+
+def manifest(**changes: object) -> RunManifest:
+    small: dict[str, Any] = {
+        "steps": STEPS,
+        "sequence_length": 8,
+        "microbatch_size": 2,
+        "microbatches_per_step": 2,
+        "inner": {"peak_learning_rate": 1e-2},
+        "outer": {"inner_steps": M},
+        "routing": "balanced",
+        "wire_dtype": "float64",
+        "compute_dtype": "float64",
+        "evaluation": {"every_steps": 4, "microbatches": 2},
+    }
+    return small_manifest(16, 2, **(small | changes))
+
+
+def swarm(audit: Path | None = None, **changes: object) -> Training:
+    """Two stages of three replicas; links cost nothing. `changes` are those of the manifest."""
+    link, audit_dir = Link(latency_s=0.0), None if audit is None else str(audit)
+    return Training(manifest(**changes), (REPLICAS,) * STAGES, seed=5, link=link, audit_dir=audit_dir)
+
+
+def run_manifest(training: Training) -> RunManifest:
+    """As the nodes have it."""
+    told = {"seed": training.seed, "stages": len(training.replicas), "start_replicas": min(training.replicas)}
+    return RunManifest.model_validate(training.manifest.model_dump() | told)
+
+
+def partners(audit: Path) -> list[tuple[int, str, str]]:
+    """(round, partner or nothing, its round or nothing) of every replica's every round."""
+    found = []
+    for path in sorted(audit.glob("round-*.safetensors")):
+        with safe_open(path, "pt") as file:
+            told = file.metadata()
+        found.append((int(told["round"]), told["partner_id"], told["partner_round"]))
+    return found
+
+
+def std_on_disk(audit: Path, round: int, stage: int) -> float:
+    """Method.md §5 on what the replicas wrote as θ before the merge, element by element."""
+    peers = [peer for peer, at in PEERS.items() if at == stage]
+    found = [load_file(audit / f"round-{round:06}-{peer}.safetensors") for peer in peers]
+    fast = [[tensor.flatten() for name, tensor in sorted(one.items()) if name.startswith("fast/")] for one in found]
+    return float(torch.stack([torch.cat(tensors) for tensors in fast]).var(0, correction=0).mean().sqrt())
+
+
+def loss_of_the_mean(audit: Path, run: RunManifest) -> float:
+    """Held-out loss of the whole model whose weights are the means of what the last round left."""
+    weights: dict[str, torch.Tensor] = {}
+    for peer in PEERS:
+        for name, tensor in load_file(audit / f"round-{STEPS // M:06}-{peer}.safetensors").items():
+            if name.startswith("slow_after/"):
+                parameter = name.removeprefix("slow_after/")
+                weights[parameter] = weights.get(parameter, 0.0) + tensor / REPLICAS
+    model, total, tokens = whole_model(run.model_dump()), 0.0, 0
+    for batch in SampleStream(corpus("bytes", BYTE_VOCABULARY), run, "").validation():
+        named = {"inputs": to_torch(batch.inputs).long(), "targets": to_torch(batch.targets).long()}
+        total, tokens = total + float(loss_sum(model, weights, named).detach()), tokens + named["targets"].numel()
+    return total / tokens
+
+
+def test_a_swarm_with_links_that_cost_nothing_equals_the_reference(tmp_path: Path) -> None:
+    training = swarm(tmp_path)
+    with float64_rmsnorm():
+        trained = train(training)
+        expected = loss_of_the_mean(tmp_path, run_manifest(training))
+    report = replay(tmp_path, run_manifest(training).model_dump(), PEERS)
+    assert report.deviations.keys() >= {"slow", "fast", "momentum", "adam_mean", "adam_square", "loss"}
+    assert max(report.deviations.values()) <= TOLERANCE
+    assert trained.merged_loss == pytest.approx(expected, rel=1e-12)
+    assert trained.rounds == {"alone": 6, "partner": 12}
+    for spread in trained.spreads:
+        assert spread.std == pytest.approx(std_on_disk(tmp_path, spread.round, spread.stage), rel=1e-12)
+        assert spread.step == spread.round * M
+    assert [(spread.round, spread.stage) for spread in trained.spreads] == [(r, s) for r in (1, 2, 3) for s in (0, 1)]
+
+
+def test_what_is_told_adds_up_and_is_the_same_twice() -> None:
+    trained = train(swarm())
+    assert trained.tokens == STEPS * REPLICAS * 2 * 2 * 8
+    hidden = 16 * 8
+    assert trained.bytes_per_token["activation"] == hidden + 4
+    assert trained.bytes_per_token["gradient"] == hidden
+    run = run_manifest(swarm())
+    size = sum(
+        spec.nbytes
+        for stage in range(STAGES)
+        for spec in make_torch_stage(run, stage, "x", self_test=False).state.snapshot
+    )
+    assert trained.bytes["snapshot"] == 6 * size
+    assert set(trained.load.values()) == {STEPS * 2}
+    assert trained.uneven == (1.0, 1.0)
+    assert [step for step, _ in trained.validation] == [4, STEPS]
+    assert trained.validation[-1][1] == pytest.approx(trained.validation_loss)
+    assert train(swarm()) == trained
+    json.dumps(trained.json(), allow_nan=False)
+
+
+def test_one_replica_with_the_streams_of_three_reads_what_three_read(tmp_path: Path) -> None:
+    apart, whole = tmp_path / "apart", tmp_path / "whole"
+    three = replace(swarm(apart), replicas=(REPLICAS,), link=Link())
+    train(three)
+    more = three.manifest.model_copy(update={"microbatches_per_step": 2 * REPLICAS})
+    one = train(replace(three, manifest=more, replicas=(1,), streams=tuple(range(REPLICAS)), audit_dir=str(whole)))
+
+    def read(audit: Path, step: int) -> list[list[int]]:
+        files = [load_file(path) for path in audit.glob(f"batches-*-{step:06}.safetensors")]
+        return sorted(tensor.flatten().tolist() for file in files for tensor in file.values())
+
+    for step in range(1, STEPS + 1):
+        assert read(apart, step) == read(whole, step)
+    assert one.merged_loss == one.validation_loss
+    assert one.spreads == ()
+
+
+def test_partners_are_lost_and_stale_as_often_and_as_late_as_asked(tmp_path: Path) -> None:
+    lost, stale = tmp_path / "lost", tmp_path / "stale"
+    trained = train(replace(swarm(lost), lost_partner=0.5))
+    alone = [partner for _, partner, _ in partners(lost) if not partner]
+    assert 0 < trained.rounds["lost"] < 12
+    assert len(alone) == trained.rounds["lost"] + trained.rounds["alone"]
+    assert trained.rounds["lost"] + trained.rounds["partner"] == 12
+    train(replace(swarm(stale), stale_rounds=2))
+    late = [(round, int(theirs)) for round, partner, theirs in partners(stale) if partner]
+    assert len(late) == 12
+    assert all(theirs == max(0, round - 2) for round, theirs in late)
+
+
+def test_a_slow_replica_serves_less_and_is_waited_for() -> None:
+    slow = replace(swarm(routing="random"), slowness={"s1r0": 6.0}, link=Link())
+    trained = train(slow)
+    assert trained.load["s1r0"] < min(trained.load["s1r1"], trained.load["s1r2"])
+    later = [trained.load[peer_id(1, replica)] for replica in range(REPLICAS)]
+    assert trained.uneven[1] == pytest.approx(max(later) * REPLICAS / sum(later))
+    assert trained.waiting[0] == 0.0
+    assert trained.waiting[1] > 0.0
+    assert trained.busy > 0
+
+
+def test_without_outer_rounds_the_spread_is_told_every_m_steps_and_grows() -> None:
+    trained = train(swarm(outer={"inner_steps": M, "pairing": "none"}))
+    for stage in range(STAGES):
+        found = [spread for spread in trained.spreads if spread.stage == stage]
+        assert [(spread.round, spread.step) for spread in found] == [(1, 2), (2, 4), (3, 6)]
+        assert 0 < found[0].std < found[-1].std
+    assert trained.rounds == {}
+    assert trained.bytes["snapshot"] == 0

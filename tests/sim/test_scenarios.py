@@ -1,0 +1,276 @@
+"""Scenarios: what their files say, how a swarm follows from one and a seed, and that 100 seeds of each keep every law.
+
+The runs here are short forms of the files. The full size: `noloco sim configs/sim/churn.yaml --seeds 0:100`.
+"""
+
+import functools
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.lab.scenarios import load
+from noloco_p2p.sim import population
+from noloco_p2p.sim.laws import check
+from noloco_p2p.sim.links import Access
+from noloco_p2p.sim.scenario import ChurnSettings, Scenario, shared_out
+from noloco_p2p.sim.simulation import build, sizes_of
+
+FILES = Path(__file__).parents[2] / "configs" / "sim"
+NAMES = ("lan", "continents", "consumer", "stragglers", "churn", "partition")
+SEEDS, SEEDS_A_TEST = 100, 20
+SHORT = (
+    "limit_s=600",
+    "run.steps=6",
+    "run.outer.inner_steps=2",
+    "run.outer.deadline_s=20",
+    "run.microbatches_per_step=2",
+    "node.directory.refresh_s=2",
+    "node.directory.ttl_s=10",
+    "node.limits.microbatch_deadline_s=20",
+    "node.limits.linger_s=30",
+    "node.limits.drain_s=8",
+)
+"""A run of half a minute, with deadlines as much shorter."""
+SHORTER = {
+    "lan": (),
+    "continents": ("workload.parameters_per_stage=25_000_000",),
+    "consumer": ("workload.parameters_per_stage=1_000_000", "workload.sequence_length=256"),
+    "stragglers": ("compute.node_spread=0.6",),
+    "churn": (
+        "workload.parameters_per_stage=5_000_000",
+        "node.checkpoint.every_rounds=1",
+        "churn.from_s=5",
+        "churn.arrivals_per_hour=15",
+        "churn.departures_per_hour=15",
+        "churn.crashes_per_hour=30",
+        "churn.faults_per_hour=30",
+        "churn.down_s=6",
+        "churn.fault_s=6",
+    ),
+    "partition": (
+        "run.steps=8",
+        "faults=[{at_s: 6, kind: split, region: europe, for_s: 8},"
+        " {at_s: 20, kind: one_way, peers: [s0r0, s1r0], for_s: 4}]",
+    ),
+}
+
+
+@functools.cache
+def short(name: str) -> Scenario:
+    """The short form of a file."""
+    return load(FILES / f"{name}.yaml", (*SHORT, *SHORTER[name]))
+
+
+def drawn(name: str, seed: int) -> tuple[Scenario, int, str]:
+    """What is run with a seed: the scenario, its nodes, and the command that does the same."""
+    scenario, routing = short(name), ("random", "balanced", "random")[seed % 3]
+    scenario = scenario.model_copy(update={"run": scenario.run.model_copy(update={"routing": routing})})
+    nodes = max((4, 6, 8, 9)[seed % 4], 2 * len(scenario.replicas))
+    sets = [f"--set {shlex.quote(one)}" for one in (*SHORT, *SHORTER[name], f"run.routing={routing}")]
+    return (
+        scenario,
+        nodes,
+        f"noloco sim configs/sim/{name}.yaml --seeds {seed}:{seed + 1} --nodes {nodes} {' '.join(sets)}",
+    )
+
+
+# --- the laws -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", range(0, SEEDS, SEEDS_A_TEST))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_seed_of_every_scenario_keeps_the_laws(name: str, block: int) -> None:
+    hurt = 0
+    for seed in range(block, block + SEEDS_A_TEST):
+        scenario, nodes, replay = drawn(name, seed)
+        simulation = build(scenario, seed, nodes)
+        try:
+            check(simulation)
+        except BaseException as error:
+            error.add_note(f"seed {seed}; replay: {replay}")
+            raise
+        hurt += bool(simulation.begun)
+    if name == "partition":
+        assert hurt == SEEDS_A_TEST
+    elif name == "churn":
+        assert hurt > 0.8 * SEEDS_A_TEST, "else the swarms prove less than they seem to"
+
+
+def test_one_seed_tells_one_story() -> None:
+    hashes = []
+    for seed in (5, 5, 6):
+        simulation = build(short("churn"), seed)
+        hashes.append(check(simulation).trace.trace_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+def test_there_are_six_files_each_with_its_own_name() -> None:
+    assert sorted(path.stem for path in FILES.iterdir()) == sorted(NAMES)
+    for name in NAMES:
+        scenario = load(FILES / f"{name}.yaml")
+        assert scenario.name == name
+        build(scenario, seed=0)
+
+
+def test_the_default_scenario_is_the_one_of_the_lan_file() -> None:
+    assert load(FILES / "lan.yaml") == Scenario() == load(None)
+
+
+def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "nmae: y\n"
+        "compute:\n"
+        "  forward_s: slow\n"
+        "  sprad: 1\n"
+        "network:\n"
+        "  loss: 2\n"
+        "faults:\n"
+        "  - {at_s: 1, kind: crash, pears: [s0r0]}\n"
+        "  - {kind: crash}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(path, ["replicas", "run.stepps=3"])
+    assert str(caught.value).split("\n") == [
+        "--set replicas: write it as --set key=value",
+        f"{path}:1: there is no key nmae; the nearest is name",
+        f"{path}:4: there is no key compute.sprad; the nearest is compute.spread",
+        "--set run.stepps: there is no key run.stepps; the nearest is run.steps",
+        f"{path}:3: compute.forward_s must be a number, not 'slow'",
+        f"{path}:6: network.loss must be at most 1.0, not 2",
+        f"{path}:7: there is no key faults.0.pears; the nearest is peers",
+        f"{path}:7: faults.1.at_s is missing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (["compute.forward_s=[0.1]"], "compute.forward_s must be one number or 2 of them"),
+        (["network.regions={names: [a, b], round_trip_ms: [[1, 2]]}"], "round_trip_ms must have 2 rows of 2 numbers"),
+        (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs one of peers, region and share"),
+        (["faults=[{at_s: 1, kind: crash, region: mars}]"], "the region 'mars', which is none of []"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(sets: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, sets)
+    assert told in str(caught.value)
+
+
+def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:
+    scenario = load(None, ["faults=[{at_s: 1, kind: crash, peers: [s0r3]}]"])
+    with pytest.raises(ConfigError, match="s0r3, which there is not"):
+        build(scenario, seed=0, nodes=4)
+
+
+def test_costs_are_taken_from_what_was_measured(tmp_path: Path) -> None:
+    costs = {"forward_s": 0.1, "backward_s": 0.2, "inner_step_s": 0.3, "snapshot_s": 0.4, "merge_s": 0.6}
+    (tmp_path / "bench.json").write_text(json.dumps({"stages_costs": [costs, costs | {"forward_s": 0.15}]}))
+    (tmp_path / "mine.yaml").write_text("compute:\n  measured: bench.json\n")
+    found = load(tmp_path / "mine.yaml", ["compute.backward_s=1"]).compute
+    assert (found.forward_s, found.backward_s, found.inner_step_s, found.outer_s) == (
+        (0.1, 0.15),
+        1,
+        (0.3,) * 2,
+        (0.5,) * 2,
+    )
+    (tmp_path / "bench.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"mine.yaml:2: .*bench.json is not what `noloco bench stage --json` writes"):
+        load(tmp_path / "mine.yaml")
+
+
+# --- what follows from one ------------------------------------------------------------------------------------------
+
+
+def test_nodes_are_shared_out_in_proportion() -> None:
+    for nodes in range(3, 60):
+        for replicas in ((4, 4, 4), (1, 2, 7), (5, 1, 1)):
+            shares = shared_out(nodes, replicas)
+            assert sum(shares) == nodes
+            assert min(shares) >= 1
+            exact = [nodes * count / sum(replicas) for count in replicas]
+            if min(exact) >= 1:
+                assert all(abs(share - each) < 1 for share, each in zip(shares, exact, strict=True))
+    with pytest.raises(ConfigError, match="2 nodes are too few for 3 stages"):
+        build(short("churn"), seed=0, nodes=2)
+
+
+def test_messages_weigh_what_those_of_the_run_would() -> None:
+    sizes = sizes_of(Scenario())
+    assert sizes.gradient_bytes == 8 * 1024 * 2048 * 2
+    assert sizes.activation_bytes == sizes.gradient_bytes + 8 * 1024 * 4
+    assert sizes.snapshot_bytes == (2 * 4 * 300_000_000,) * 2
+    assert sizes.state_bytes == (5 * 4 * 300_000_000,) * 2
+    assert Scenario().tokens_per_microbatch == 8192
+
+
+def test_nodes_stand_in_the_regions_in_turn_with_the_links_of_the_file() -> None:
+    geography = build(load(FILES / "continents.yaml"), seed=0).plan.geography
+    assert geography is not None
+    far, near = geography.link("s0r1", "s1r2"), geography.link("s0r1", "s1r4")
+    assert (far.latency_s, far.bytes_per_s, far.spread) == (0.121, 190e6 / 8, 0.05)
+    assert (near.latency_s, near.bytes_per_s) == (0.001, 5e9 / 8)
+    assert geography.access("s0r0") == Access(5e9 / 8, 5e9 / 8)
+
+
+def test_homes_differ_and_calls_get_lost_where_the_scenario_says_so() -> None:
+    geography = build(load(FILES / "consumer.yaml", ["network.call_loss=0.01"]), seed=3).plan.geography
+    assert geography is not None
+    link, ups = geography.link("s0r0", "s1r0"), [geography.access(f"s0r{i}").up_bytes_per_s or 0.0 for i in range(400)]
+    assert (link.request_loss, link.reply_loss, link.loss, link.latency_s) == (0.01, 0.01, 0.0002, 0.02)
+    assert sorted(ups)[200] == pytest.approx(21.6e6 / 8, rel=0.15)
+
+
+def test_what_is_drawn_comes_at_the_rates_that_were_asked_for() -> None:
+    hours, nodes = 10.0, 40
+    rates = ChurnSettings(
+        from_s=100, arrivals_per_hour=3, departures_per_hour=1, crashes_per_hour=4, faults_per_hour=2, kinds=("hang",)
+    )
+    scenario = Scenario(replicas=(20, 20), churn=rates, limit_s=100 + hours * 3600)
+    found = population.faults(scenario, seed=1)
+    kinds = [fault.kind for fault in found]
+    for kind, rate in (("arrive", 3), ("depart", 1), ("bounce", 4), ("hang", 2)):
+        assert kinds.count(kind) == pytest.approx(rate * hours * nodes, rel=0.2)
+    assert min(fault.at_s for fault in found) > 100
+    downs = [fault.for_s for fault in found if fault.kind == "bounce"]
+    assert sum(downs) / len(downs) == pytest.approx(60, rel=0.1)
+    gone: set[str] = set()
+    for fault in found:
+        assert gone.isdisjoint(fault.peers), "who has left for good is not hurt again"
+        gone |= set(fault.peers) if fault.kind == "depart" else set()
+
+
+def test_a_stage_keeps_one_node_however_many_go_for_good() -> None:
+    rates = ChurnSettings(departures_per_hour=50, crashes_per_hour=50, down_s=None)
+    found = population.faults(Scenario(replicas=(3, 5), churn=rates), seed=1)
+    assert {fault.kind for fault in found} == {"crash", "depart"}
+    assert [sum(fault.peers[0].startswith(stage) for fault in found) for stage in ("s0", "s1")] == [2, 4]
+
+
+def test_what_a_file_says_is_done_is_done_and_undone() -> None:
+    faults = [
+        "{at_s: 5, kind: slow, peers: [s1r0], for_s: 10, factor: 4}",
+        "{at_s: 6, kind: one_way, peers: [s0r0, s1r1, s1r2], for_s: 5}",
+        "{at_s: 8, kind: depart, peers: [s0r1]}",
+        "{at_s: 9, kind: arrive, peers: [s1r3]}",
+    ]
+    light = ("replicas=[3, 3]", "run.steps=12", "workload.parameters_per_stage=1_000_000")
+    simulation = build(load(None, (*SHORT, *light, f"faults=[{', '.join(faults)}]")), seed=0)
+    seen: list[float] = []
+    for at_s in (4.0, 7.0, 17.0):
+        simulation.at(at_s, lambda: seen.append(getattr(simulation.life("s1r0").stage, "slowness", 0.0)))
+    outcome = check(simulation)
+    assert seen == [1.0, 4.0, 1.0]
+    unheard = [h for h in outcome.trace.of("reroute", "s0r0") if h.get("reason") in ("unreachable", "hurried")]
+    assert {h.get("peer") for h in unheard} <= {"s1r1", "s1r2"}
+    assert unheard
+    assert outcome.nodes["s0r1"].trace.of("state")[-2].get("reason") == "told to leave"
+    assert outcome.nodes["s0r1"].step < 12 == outcome.nodes["s0r0"].step
+    assert outcome.nodes["s1r3"].trace.of("inner_step")

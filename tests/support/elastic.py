@@ -1,0 +1,139 @@
+"""Swarms that are hurt at random, from a seed: what is drawn, what is done to them, and the story of one of them.
+
+    python tests/support/elastic.py SEED
+
+replays one seed, prints what was done to the swarm and what became of it, and which law it broke, if any. The laws
+themselves stand in `noloco_p2p/sim/laws.py`.
+"""
+
+import random
+import sys
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.laws import broken
+from noloco_p2p.sim.ledger import timeline
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import SwarmPlan, peer_id
+
+DRAIN_S, TTL_S = 5.0, 6.0
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+SHAPES = ((3, 3, 3), (3, 3, 3), (2, 2), (3, 2, 3), (1, 2, 3), (2, 2, 2), (3, 1, 2), (2, 3), (3, 3, 1), (2, 1, 3))
+COSTS = Costs(forward_s=0.05, backward_s=0.1, inner_step_s=0.02, outer_s=0.02, spread=0.2)
+
+
+def manifest_for(replicas: tuple[int, ...], **changes: object) -> RunManifest:
+    """A tiny run of so many stages."""
+    settings = {
+        "stages": len(replicas),
+        "start_replicas": min(replicas),
+        "steps": 20,
+        "sequence_length": 2,
+        "microbatch_size": 1,
+        "microbatches_per_step": 2,
+        "outer": {"inner_steps": 4, "deadline_s": 3.0},
+        "evaluation": {"every_steps": None, "microbatches": 2},
+    }
+    return RunManifest.model_validate(settings | changes)
+
+
+def config_for(**changes: object) -> NodeConfig:
+    """The local settings of every node."""
+    settings = {
+        "checkpoint": {"every_rounds": 1},
+        "directory": {"ttl_s": TTL_S, "refresh_s": 1.0},
+        "limits": {"microbatch_deadline_s": 6.0, "patience_floor_s": 1.0, "linger_s": 12.0, "drain_s": DRAIN_S},
+    }
+    return NodeConfig.model_validate(settings | changes)
+
+
+def drawn(seed: int) -> tuple[SwarmPlan, tuple[Fault, ...]]:
+    """A swarm and what will be done to it."""
+    rng = random.Random(seed)
+    replicas = SHAPES[seed % len(SHAPES)]
+    manifest = manifest_for(
+        replicas, seed=seed, steps=rng.randint(14, 20), routing=rng.choice(["random", "random", "balanced"])
+    )
+    plan = SwarmPlan(
+        manifest,
+        replicas,
+        seed=seed,
+        config=config_for(checkpoint={"every_rounds": rng.choice([1, 2])}),
+        link=Link(latency_s=0.005, spread=0.3, reply_loss=rng.choice([0.0, 0.0, 0.01])),
+        costs=COSTS,
+        view_age_s=rng.choice([0.0, 0.0, 0.5]),
+        unequal_batches=True,
+        torn_by_crash=rng.random() < 0.5,
+    )
+    return plan, tuple(sorted(_faults(rng, replicas), key=lambda fault: fault.at_s))
+
+
+def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
+    """Three to eight of them. A node that crashes for good leaves another one of its stage, which comes back."""
+    stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
+    everybody = [peer for stage in stages for peer in stage]
+    gone: set[PeerId] = set()
+    faults = []
+    for _ in range(rng.randint(3, 8)):
+        at_s, peer = rng.uniform(1.0, 14.0), rng.choice(everybody)
+        stage = stages[int(peer[1])]
+        kind = rng.choices(
+            ["bounce", "wipe", "crash", "hang", "mute", "cut", "split", "pause", "leave", "stage", "all"],
+            [20, 8, 8, 10, 6, 8, 5, 8, 8, 8, 3],
+        )[0]
+        match kind:
+            case "bounce" | "wipe":
+                faults.append(Fault(at_s, kind, (peer,), rng.uniform(0.5, 10.0)))
+            case "crash" if len(stage) > 1 and not gone & set(stage):
+                gone.add(peer)
+                faults.append(Fault(max(3.0, at_s), kind, (peer,)))
+            case "hang" | "mute" | "pause":
+                faults.append(Fault(at_s, kind, (peer,), rng.uniform(1.0, 10.0)))
+            case "cut":
+                faults.append(
+                    Fault(at_s, kind, (peer, rng.choice([p for p in everybody if p != peer])), rng.uniform(2, 15))
+                )
+            case "split":
+                part = rng.sample(everybody, rng.randint(1, len(everybody) // 2))
+                faults.append(Fault(at_s, kind, tuple(sorted(part)), rng.uniform(2.0, 15.0)))
+            case "leave":
+                faults.append(Fault(at_s, kind, (peer,), DRAIN_S + rng.uniform(0.5, 6.0)))
+            case "stage" | "all":
+                whom, down_s = stage if kind == "stage" else everybody, rng.uniform(0.5, 6.0)
+                lost = rng.random() < 0.4
+                for each in whom:
+                    wiped = lost if kind == "stage" else rng.random() < 0.15
+                    faults.append(Fault(at_s, "wipe" if wiped else "bounce", (each,), down_s + rng.uniform(0.0, 1.0)))
+    return faults
+
+
+def main(seed: int) -> int:
+    """Replay one seed; 1 when it breaks a law."""
+    plan, faults = drawn(seed)
+    swarm = FaultySwarm(plan, faults)
+    failure = broken(swarm)
+    lines = [f"{fault.at_s:8.3f} planned: {fault}" for fault in faults] + timeline(swarm.done, swarm.trace)
+    run = f"{plan.replicas}, {plan.manifest.routing}, {plan.manifest.steps} steps"
+    lines.append(f"seed {seed}: {run}: {failure or 'all laws hold'}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if failure else 0
+
+
+def plan_of(replicas: tuple[int, ...], *, every_rounds: int = 1, **changes: object) -> SwarmPlan:
+    """A swarm whose inner steps take about 0.7 s."""
+    return SwarmPlan(
+        manifest_for(replicas, **changes),
+        replicas,
+        config=config_for(checkpoint={"every_rounds": every_rounds}),
+        link=Link(latency_s=0.005, spread=0.3),
+        costs=COSTS,
+        unequal_batches=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

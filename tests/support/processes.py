@@ -1,0 +1,222 @@
+"""Real `noloco-node` processes for tests: start them, wait for what they tell, end them by their ids.
+
+Every process works in a directory below the test's own, and so does what it starts: whatever is still there at the end
+is found by that, told, and ended.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import warm_start
+from warm_start import WarmProcess
+
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.launch import node_probe
+
+NODE = (sys.executable, "-m", "noloco_p2p.cli.node")
+LONGEST_S = 120.0
+"""For whatever a test waits for. A quiet machine needs a tenth of it."""
+ENDING_S = 10.0
+"""What the libp2p daemon of a killed node needs to go."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONGEST_S) -> None:
+    """Fails the test when it does not hold in time."""
+    give_up_at = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < give_up_at, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+def working_below(home: Path) -> list[int]:
+    """Processes whose working directory is `home` or below it, and which have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                directory = Path(os.readlink(entry / "cwd"))
+            except OSError:
+                continue
+            if directory.is_relative_to(home):
+                found.append(int(entry.name))
+    return found
+
+
+@dataclass(eq=False)
+class NodeProcess:
+    """A node that runs, or has run."""
+
+    process: "subprocess.Popen[bytes] | WarmProcess"
+    dir: Path
+    """Its own directory: identity, endpoints.json, summary.json."""
+    out: Path
+    err: Path
+
+    def printed(self) -> str:
+        """Its standard output."""
+        return self.out.read_text()
+
+    def logged(self) -> str:
+        """Its standard error."""
+        return self.err.read_text()
+
+    def wait_for(self, holds: Callable[[], bool], what: str) -> None:
+        """Until it holds; fails the test when the process ends before."""
+
+        def alive_and() -> bool:
+            if holds():
+                return True
+            assert self.process.poll() is None, f"it ended before {what}: {self.printed()}{self.logged()}"
+            return False
+
+        wait_until(alive_and, f"{what} of {self.dir}")
+
+    def endpoints(self) -> node_probe.Endpoints:
+        """Who it is and where it can be reached, waited for; not what a process before it told."""
+
+        def told() -> bool:
+            found = node_probe.read_endpoints(self.dir)
+            return found is not None and found.pid == self.process.pid
+
+        self.wait_for(told, node_probe.ENDPOINTS)
+        found = node_probe.read_endpoints(self.dir)
+        assert found is not None
+        return found
+
+    def total(self, name: str, **labels: str) -> float:
+        """A sum over its metrics now (see `scrape.Reading.total`); 0.0 when it gives none."""
+        try:
+            return node_probe.scrape(self.endpoints().metrics, 5.0).total(name, **labels)
+        except Unreachable:
+            return 0.0
+
+    def wait_for_steps(self, count: int) -> None:
+        """Until it has taken so many inner steps."""
+        self.wait_for(lambda: self.total("inner_steps_total") >= count, f"inner step {count}")
+
+    def summary(self) -> Mapping[str, object]:
+        """What it wrote at its end."""
+        found = node_probe.read_json(self.dir / node_probe.SUMMARY)
+        assert found is not None, f"no summary in {self.dir}"
+        return found
+
+    def end(self, seconds: float = LONGEST_S) -> int:
+        """Wait for its end; the exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"{self.dir} still runs after {seconds:g} s:\n{self.logged()}") from error
+
+
+@dataclass
+class Nodes:
+    """The node processes of one test, below one directory. Made by `node_processes`."""
+
+    home: Path
+    started: list[NodeProcess] = field(default_factory=list)
+
+    def start(
+        self,
+        *arguments: str,
+        command: Sequence[str] = NODE,
+        own_dir: str | None = None,
+        cwd: Path | None = None,
+        pipe_stdin: bool = False,
+        pipe_output: bool = False,
+        fresh: bool = False,
+    ) -> NodeProcess:
+        """Start one with `--dir <home>/<own_dir>`; without `own_dir` it takes a directory in `cwd` by itself.
+
+        It is forked with its imports in memory (see warm_start), or `fresh`: a new interpreter, as a user has it.
+        With `pipe_output`, for a fresh one, its output goes to pipes that the test reads, and to no file.
+        """
+        number = len(self.started)
+        out, err = self.home / f"{number}.out", self.home / f"{number}.err"
+        given = [*arguments] if own_dir is None else [*arguments, "--dir", str(self.home / own_dir)]
+        with out.open("wb") as to_out, err.open("wb") as to_err:
+            output = (subprocess.PIPE, subprocess.PIPE) if pipe_output else (to_out.fileno(), to_err.fileno())
+            start = _fresh if fresh or pipe_output else _warm
+            process = start([*command, *given], output, pipe_stdin, cwd or self.home)
+        self.started.append(NodeProcess(process, self.home / (own_dir or ""), out, err))
+        return self.started[-1]
+
+    def all_end_well(self) -> None:
+        """Wait until all have ended with exit code 0; fails the test at the first that does not."""
+
+        def all_ended() -> bool:
+            for node in self.started:
+                assert node.process.poll() in (None, 0), node.logged()
+            return all(node.process.poll() == 0 for node in self.started)
+
+        wait_until(all_ended, "the end of all nodes")
+
+    def nothing_left(self) -> None:
+        """Fails the test unless all processes are gone, libp2p daemons included."""
+        wait_until(lambda: not working_below(self.home), "the end of all that was started", ENDING_S)
+
+
+def _fresh(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE if pipe_stdin else subprocess.DEVNULL,
+        stdout=output[0],
+        stderr=output[1],
+        env=os.environ | ENVIRONMENT,
+        cwd=cwd,
+        # A stopped process in the tests' own group can make the system hang them all up.
+        process_group=0,
+    )
+
+
+def _warm(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: Path) -> WarmProcess:
+    reading, writing = os.pipe()
+    process = warm_start.start(command[1:], (reading, *output), os.environ | ENVIRONMENT, cwd)
+    os.close(reading)
+    process.stdin = os.fdopen(writing, "wb", buffering=0)
+    if not pipe_stdin:
+        process.stdin.close()
+    return process
+
+
+@contextmanager
+def node_processes(home: Path) -> Iterator[Nodes]:
+    """Start nodes below `home`; afterwards none of them and nothing that they started is there any more."""
+    nodes = Nodes(home)
+    try:
+        yield nodes
+    finally:
+        for node in nodes.started:
+            node.process.kill()
+            node.process.wait()
+            for pipe in (node.process.stdin, node.process.stdout, node.process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        for pid in working_below(home):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def settings(**values: str) -> list[str]:
+    """`--set` options; `__` in a name stands for a dot."""
+    return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+SMALL = settings(
+    model__config="{hidden_size: 32, num_hidden_layers: 2, intermediate_size: 64, num_attention_heads: 2, "
+    "vocab_size: 384, max_position_embeddings: 32, tie_word_embeddings: false}",
+    sequence_length="32",
+    microbatch_size="2",
+    outer__inner_steps="4",
+    evaluation__microbatches="2",
+)
+"""A model so small that starting a node takes longer than training it."""

@@ -1,0 +1,50 @@
+"""A small experiment whose cases leave a mark when they are measured, for the tests of the runner."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from noloco_p2p.lab.experiments.markdown_page import Block, Curve, Plot, Table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results
+
+MARKS = Path("marks")
+"""Below the working directory: one line for each measurement."""
+
+
+def runs(quick: bool) -> list[Case]:
+    return [Case(f"case-{n}", {"n": n, "seed": n}) for n in ([1] if quick else [3, 1, 2])]
+
+
+def measure(case: Case) -> Figures:
+    with MARKS.open("a") as file:
+        file.write(case.name + "\n")
+    return {"square": case.settings["n"] ** 2, "both": (1, 2)}
+
+
+def fails_at_two(case: Case) -> Figures:
+    figures = measure(case)
+    if case.settings["n"] == 2:
+        raise ArithmeticError("two is not to be had")
+    return figures
+
+
+def not_finite(case: Case) -> Figures:
+    return {"loss": float("nan")}
+
+
+def further(quick: bool, results: Results) -> list[Case]:
+    best = max(results, key=lambda one: int(one["square"]))
+    return [Case("again", {"n": best["n"] + 10, "seed": 0})] if best.case.name != "again" else []
+
+
+def tell(results: Results) -> list[Block]:
+    n, squares = [one["n"] for one in results], [one["square"] for one in results]
+    return [
+        Table(("n", "square"), list(zip(n, squares, strict=True))),
+        Plot("squares", "Squares", ("n", "n²"), [Curve("found", n, squares)]),
+    ]
+
+
+TOY = Experiment("toy", "What is n²?", "Small numbers.", "Large numbers.", runs, measure, tell)
+FOLLOWED = replace(TOY, further=further)
+FAILING = replace(TOY, measure=fails_at_two)
+NOT_FINITE = replace(TOY, measure=not_finite)

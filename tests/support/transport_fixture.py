@@ -1,0 +1,198 @@
+"""Two transports on loopback, and a handler that does what a test tells it; used by the transport tests."""
+
+import asyncio
+import gc
+import random
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import pytest
+
+from noloco_p2p.config import ListenSettings
+from noloco_p2p.core.messages import (
+    Activation,
+    Advert,
+    Description,
+    Gradient,
+    Header,
+    HostTensor,
+    LossSum,
+    MicrobatchId,
+    Origin,
+    PeerId,
+    ReplicaState,
+    Snapshot,
+    TensorSpec,
+)
+from noloco_p2p.errors import Declined
+from noloco_p2p.io.transport import message_codec
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.ports import Body
+
+RUN = "run-1"
+MAX_BODY_BYTES = 1 << 27
+SMALL = (2, 8, 16)
+LARGE = (4, 256, 8192)
+"""32 MiB in float32: more than flow control lets a sender have under way."""
+
+SOON_S = 3.0
+"""Far more than anything here takes on a loaded machine, far less than any deadline."""
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """In a fresh loop, with a bound on the whole."""
+    asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+Buffers = list["weakref.ref[Any]"]
+"""Weak references to every buffer that was allocated for received tensors."""
+
+
+def watched_buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
+    """From now on, every buffer allocated for received tensors is noted here."""
+    made: Buffers = []
+
+    def allocate(length: int) -> memoryview:
+        block = numpy.empty(length, numpy.uint8)
+        made.append(weakref.ref(block))
+        return block.data
+
+    monkeypatch.setattr(message_codec, "allocate", allocate)
+    return made
+
+
+def alive(made: Buffers) -> int:
+    """How many of them still hold memory."""
+    gc.collect()
+    return sum(ref() is not None for ref in made)
+
+
+@dataclass
+class Events:
+    """Telemetry that remembers."""
+
+    seen: list[tuple[str, dict[str, object]]] = field(default_factory=list)
+
+    def event(self, kind: str, /, **fields: object) -> None:
+        self.seen.append((kind, fields))
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def tensor(name: str, dtype: str, shape: tuple[int, ...], seed: int = 0) -> HostTensor:
+    data = random.Random(seed).randbytes(TensorSpec(name, dtype, shape).nbytes)
+    return HostTensor(name, dtype, shape, memoryview(data))
+
+
+def activation(
+    shape: tuple[int, int, int] = SMALL,
+    *,
+    dtype: str = "float32",
+    counter: int = 1,
+    time_left_s: float = 20.0,
+    mask: bool = False,
+    run_id: str = RUN,
+) -> Activation:
+    header = Header(run_id, MicrobatchId("A", (1 << 64) - 1, counter), Origin("A", 5, 1), 1, time_left_s)
+    return Activation(
+        header,
+        tensor("hidden", dtype, shape, seed=counter),
+        tensor("targets", "int32", shape[:2], seed=counter + 1),
+        tensor("mask", "uint8", shape[:2], seed=counter + 2) if mask else None,
+    )
+
+
+def gradient_of(header: Header, hidden: TensorSpec, seed: int = 99) -> Gradient:
+    return Gradient(
+        header.microbatch, tensor("grad", hidden.dtype, hidden.shape, seed), -1.5, 16, ("B", "C"), finite=False
+    )
+
+
+@dataclass
+class Node:
+    """A handler. Each call appends to `calls`, and how it ended to `ends`."""
+
+    serve: Callable[[Header, Body], Awaitable[Gradient]]
+    snapshot: Callable[[int, int | None, float], Awaitable[Snapshot]] | None = None
+    lend: Callable[[PeerId, int | None], AbstractAsyncContextManager[ReplicaState]] | None = None
+    calls: list[tuple[PeerId, Header]] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
+        self.calls.append((caller, header))
+        self.entered.set()
+        try:
+            gradient = await self.serve(header, body)
+        except BaseException as error:
+            self.ends.append(type(error).__name__)
+            raise
+        else:
+            self.ends.append("answered")
+            return gradient
+        finally:
+            self.ended.set()
+
+    async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
+        gradient = await self.propagate(caller, header, body)
+        return LossSum(gradient.loss_sum, gradient.tokens)
+
+    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
+        if self.snapshot is None:
+            raise Declined("no snapshots here")
+        return await self.snapshot(stage, round, wait_s)
+
+    def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
+        if self.lend is None:
+            raise Declined("no state here")
+        return self.lend(caller, number)
+
+    def describe(self, caller: PeerId) -> Description:
+        return Description("B", RUN, 1, "training", 7.5, 3, "0.1")
+
+
+async def echo(header: Header, body: Body) -> Gradient:
+    """The gradient is the hidden state itself."""
+    hidden = (await body()).hidden
+    return Gradient(header.microbatch, HostTensor("grad", hidden.dtype, hidden.shape, hidden.data), 2.25, 7, ("B",))
+
+
+async def hang(header: Header, body: Body) -> Gradient:
+    """Never answers, never reads the body."""
+    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+
+def transport(me: PeerId, events: Events | None = None, *, run_id: str = RUN, port: int = 0) -> GrpcTransport:
+    listen = ListenSettings(grpc_port=port)
+    return GrpcTransport(me, run_id, listen, events or Events(), MAX_BODY_BYTES)
+
+
+def advert(*addresses: str, peer_id: PeerId = "B") -> Advert:
+    return Advert(peer_id, RUN, 1, addresses)
+
+
+@asynccontextmanager
+async def pair(node: Node, mine: Events | None = None, theirs: Events | None = None) -> AsyncIterator["Pair"]:
+    """Transport A, and B which serves `node`; both closed at the end."""
+    a, b = transport("A", mine), transport("B", theirs)
+    await b.serve(node)
+    try:
+        yield Pair(a, b, advert(f"127.0.0.1:{b.port}"))
+    finally:
+        await a.close()
+        await b.close()
+
+
+@dataclass
+class Pair:
+    """What `pair` gives."""
+
+    a: GrpcTransport
+    b: GrpcTransport
+    peer: Advert
