@@ -18,7 +18,6 @@ from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
 from noloco_p2p.sim.directory import Registry, SimDirectory
 from noloco_p2p.sim.links import Geography, Link, Sizes, Uniform
-from noloco_p2p.sim.loop import run
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.outcome import NodeOutcome, Outcome
 from noloco_p2p.sim.process import Life
@@ -26,6 +25,7 @@ from noloco_p2p.sim.stage import Costs, SyncStage, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
 from noloco_p2p.sim.toy_stage import ModelStage
 from noloco_p2p.sim.transport import SimTransport
+from noloco_p2p.sim.virtual_time import run
 
 __all__ = ["Life", "NodeOutcome", "Outcome", "StageFactory", "Swarm", "SwarmPlan", "peer_id"]
 

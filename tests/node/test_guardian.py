@@ -12,7 +12,7 @@ from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import World
-from noloco_p2p.sim.loop import run
+from noloco_p2p.sim.virtual_time import run
 
 STAGES = 3
 WARD = 1

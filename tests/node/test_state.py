@@ -9,7 +9,7 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import OWNER
 from noloco_p2p.errors import LocalError
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.sim.loop import run
+from noloco_p2p.sim.virtual_time import run
 from noloco_p2p.sim.world import Swarm, SwarmPlan
 
 

@@ -13,7 +13,7 @@ from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import KEPT_S, STALE_INTERVALS, StateDonor
 from noloco_p2p.ports import World
-from noloco_p2p.sim.loop import run
+from noloco_p2p.sim.virtual_time import run
 
 CAPTURE_S = 0.5
 M = 10

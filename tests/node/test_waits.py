@@ -14,7 +14,7 @@ from noloco_p2p.config import DirectorySettings, LimitSettings, NodeConfig, Oute
 from noloco_p2p.core.health import ailment
 from noloco_p2p.core.status import DEVICE, Status, Trouble, Wait
 from noloco_p2p.node.waits import Waits
-from noloco_p2p.sim.loop import run
+from noloco_p2p.sim.virtual_time import run
 from noloco_p2p.sim.world import Swarm, SwarmPlan
 
 PACKAGE = Path(noloco_p2p.__file__).parent

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from noloco_p2p.sim.bandwidth import Bandwidth, Transfer, Way
-from noloco_p2p.sim.loop import run
+from noloco_p2p.sim.virtual_time import run
 
 
 def now() -> float:

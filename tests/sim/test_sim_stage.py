@@ -15,10 +15,10 @@ from noloco_p2p.errors import LocalError, Unreachable, Violation
 from noloco_p2p.ports import StepLabel
 from noloco_p2p.sim.batches import IGNORED, SimBatches
 from noloco_p2p.sim.directory import Registry, SimDirectory
-from noloco_p2p.sim.loop import run
 from noloco_p2p.sim.stage import Costs, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
 from noloco_p2p.sim.toy_stage import ModelStage
+from noloco_p2p.sim.virtual_time import run
 
 MANIFEST = RunManifest(stages=2, sequence_length=3, microbatch_size=2)
 COSTS = Costs(forward_s=1.0, backward_s=2.0, inner_step_s=4.0, outer_s=8.0)

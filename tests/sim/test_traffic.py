@@ -12,11 +12,11 @@ from noloco_p2p.core.messages import Advert, Gradient, PeerId, TensorSpec
 from noloco_p2p.errors import Busy, PeerError, Unreachable
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.links import Access, Geography, Link, Sizes, Uniform
-from noloco_p2p.sim.loop import run
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.tcp import ceiling_bytes_per_s, resend_s
 from noloco_p2p.sim.traffic import KINDS, Account
 from noloco_p2p.sim.transport import SimTransport
+from noloco_p2p.sim.virtual_time import run
 
 SIZES = Sizes(activation_bytes=1000, gradient_bytes=400, snapshot_bytes=(300, 600), state_bytes=(900, 1800))
 SNAPSHOT_SPECS = tuple(TensorSpec(f"{kind}/w", "float64", (1, 1, 1)) for kind in ("slow", "delta"))

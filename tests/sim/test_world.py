@@ -15,9 +15,9 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Contribution
 from noloco_p2p.sim.directory import Registry
 from noloco_p2p.sim.links import Link
-from noloco_p2p.sim.loop import Deadlock
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.toy_stage import ModelStage
+from noloco_p2p.sim.virtual_time import Deadlock
 from noloco_p2p.sim.world import NodeOutcome, Outcome, Swarm, SwarmPlan
 
 STEPS = 12

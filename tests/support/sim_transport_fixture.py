@@ -23,9 +23,9 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.errors import PeerError
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.links import Link, Uniform
-from noloco_p2p.sim.loop import run
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.transport import SimTransport
+from noloco_p2p.sim.virtual_time import run
 
 LATENCY_S = 0.1
 ID = MicrobatchId("a", 7, 1)

@@ -32,7 +32,7 @@ from noloco_p2p.io.storage.checkpoint_format import Damaged, read_checkpoint, re
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.ports import Checkpoints
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
-from noloco_p2p.sim.loop import run as run_virtually
+from noloco_p2p.sim.virtual_time import run as run_virtually
 
 RUN, PEER = "ab" * 32, "12D3KooWaaaabbbbccccme"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from noloco_p2p.sim.loop import Deadlock, run
+from noloco_p2p.sim.virtual_time import Deadlock, run
 
 
 def _now() -> float:
@@ -143,7 +143,7 @@ def test_results_and_errors_come_out_as_they_are() -> None:
 
 ORDER_PROGRAM = """
 import asyncio
-from noloco_p2p.sim.loop import run
+from noloco_p2p.sim.virtual_time import run
 
 async def wait(name, seen):
     try:
