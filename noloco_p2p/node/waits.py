@@ -1,6 +1,6 @@
 """Where waits are made: everything that a node waits for has a name, and stands here while it lasts.
 
-Duties await a port, a lock or a condition only inside `Waits.waiting`; tests/node/test_waits.py reads their source for it.
+The node awaits a port, a lock or a condition only inside `Waits.waiting`; tests/node/test_waits.py reads its source.
 """
 
 import asyncio

@@ -104,7 +104,7 @@ def test_a_deadlock_is_an_error_that_says_who_waits_where() -> None:
     with pytest.raises(Deadlock, match="nothing is ready and no timer") as caught:
         run(main())
     assert "2 tasks wait" in str(caught.value)
-    assert "other: _stuck (test_sim_loop.py:" in str(caught.value)
+    assert "other: _stuck (test_virtual_time.py:" in str(caught.value)
     assert cleaned == [True]
 
 
