@@ -13,14 +13,12 @@ import typer
 
 from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
+from noloco_p2p.launch.node_probe import HOME
 
 if TYPE_CHECKING:
     from noloco_p2p.io.dht.identity import Identity
     from noloco_p2p.launch.compose import Order
     from noloco_p2p.launch.settings import Given
-
-HOME = Path("noloco-runs")
-"""Where a node without --dir has its directory: the first `node-<n>` there that no other process uses."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

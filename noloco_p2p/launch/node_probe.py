@@ -14,6 +14,8 @@ from typing import Any
 
 from noloco_p2p.errors import Unreachable
 
+HOME = Path("noloco-runs")
+"""Where a node without --dir has its directory: the first `node-<n>` there that no other process uses."""
 ENDPOINTS, SUMMARY = "endpoints.json", "summary.json"
 """Written by a node into its directory once it can be reached, and at its end."""
 

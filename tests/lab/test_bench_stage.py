@@ -12,6 +12,7 @@ from stages import make_manifest
 from typer.testing import CliRunner
 
 from noloco_p2p.cli.bench import bench as benches
+from noloco_p2p.compute.stage_timing import random_batch
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId
 from noloco_p2p.errors import LocalError
@@ -85,7 +86,7 @@ def test_the_last_stage_which_does_all_in_one_has_a_backward_of_what_is_left(mon
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     stages: Any = [Slow(clock, 1.0), Slow(clock, 10.0)]
-    batch = bench._make_batch(make_manifest("llama", 2, dtype="float32"))
+    batch = random_batch(make_manifest("llama", 2, dtype="float32"))
     found = bench.costs(stages, batch, torch.device("cpu"), 2)
     assert found == [
         {"forward_s": 1.0, "backward_s": 2.0, "inner_step_s": 3.0, "snapshot_s": 4.0, "merge_s": 5.0},

@@ -70,6 +70,6 @@ def test_an_outer_round_takes_its_bytes_over_the_bandwidth_and_a_round_trip() ->
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_device_is_measured_on_the_stage_in_question(stage: int) -> None:
-    from noloco_p2p.lab.bench.stage import time_one
+    from noloco_p2p.compute.stage_timing import time_stage
 
-    assert 0 < time_one(RunManifest(), stage, "cpu", repeats=1) < 60
+    assert 0 < time_stage(RunManifest(), stage, "cpu", repeats=1) < 60

@@ -19,6 +19,7 @@ from noloco_p2p.compute import host_tensor, model_family
 from noloco_p2p.compute.factory import make_torch_stage, pick_device
 from noloco_p2p.compute.model import make_slice
 from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.compute.stage_timing import random_batch, synchronise
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
 from noloco_p2p.ports import Contribution, StepLabel
@@ -49,7 +50,7 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
     """
     manifest = manifest or RunManifest()
     chosen = pick_device(device)
-    batch = _make_batch(manifest)
+    batch = random_batch(manifest)
     stages = _make_stages(manifest, str(chosen))
     loss, grads = _gradients(stages, batch)
     wide = manifest.model_copy(update={"wire_dtype": "float32", "compute_dtype": "float32"})
@@ -83,7 +84,7 @@ def costs(stages: list[TorchStage], batch: Batch, device: torch.device, repeats:
     def timed(index: int, name: str, operation: Callable[[], T]) -> T:
         began_at = time.perf_counter()
         result = operation()
-        _synchronise(device)
+        synchronise(device)
         if number > WARM_UP:
             took[index].setdefault(name, []).append(time.perf_counter() - began_at)
         return result
@@ -116,48 +117,9 @@ def _pass(stages: list[TorchStage], batch: Batch, identity: MicrobatchId, timed:
         given = timed(index, "backward_s", partial(stages[index].backward, graphs[index], identity, gradient))
 
 
-def time_one(manifest: RunManifest, index: int, device: str, *, limit_s: float = 2.0, repeats: int = 10) -> float:
-    """Median seconds that stage `index` takes for the forward and backward of one microbatch of random values.
-
-    Measures `repeats` times, or once at least until `limit_s` are over. Raises ConfigError and LocalError as
-    `make_torch_stage`.
-    """
-    stage, batch = make_torch_stage(manifest, index, "bench", device=device, self_test=False), _make_batch(manifest)
-    spec = stage.state.hidden
-    values_BTD = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0)).to(host_tensor.DTYPES[spec.dtype])
-    flow = batch.inputs if index == 0 else host_tensor.from_torch("hidden", values_BTD)
-    grad = host_tensor.from_torch("grad", values_BTD)
-    took: list[float] = []
-    give_up_at = time.perf_counter() + limit_s
-    for number in range(repeats + 1):
-        identity = MicrobatchId("bench", 0, number)
-        began_at = time.perf_counter()
-        if index == manifest.stages - 1:
-            stage.loss_backward(identity, flow, batch.targets, None)
-        else:
-            graph, _ = stage.forward(flow, None)
-            stage.backward(graph, identity, Gradient(identity, grad, 0.0, 1, ()))
-        _synchronise(pick_device(device))
-        if number:
-            took.append(time.perf_counter() - began_at)
-        if took and time.perf_counter() > give_up_at:
-            break
-    return statistics.median(took)
-
-
 def _make_stages(manifest: RunManifest, device: str) -> list[TorchStage]:
     indices = range(manifest.stages)
     return [make_torch_stage(manifest, i, "bench", device=device, self_test=i == 0) for i in indices]
-
-
-def _make_batch(manifest: RunManifest) -> Batch:
-    """Random tokens of the vocabulary, the same on every machine."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (manifest.microbatch_size, manifest.sequence_length + 1)
-    vocabulary = model_family.make_config(manifest.model).vocab_size
-    tokens = torch.randint(0, vocabulary, shape, generator=generator, dtype=torch.int32)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return Batch(host_tensor.from_torch("inputs", inputs), host_tensor.from_torch("targets", targets))
 
 
 def _microbatch(stages: list[TorchStage], batch: Batch, counter: int) -> tuple[Contribution, dict[str, float]]:
@@ -205,7 +167,7 @@ def _plain(manifest: RunManifest, device: torch.device, batch: Batch) -> Callabl
         wide = logits_BTV if dtype == torch.float64 else logits_BTV.float()
         loss = torch.nn.functional.cross_entropy(wide.flatten(0, 1), targets_BT.flatten(), reduction="sum")
         torch.autograd.backward(loss)
-        _synchronise(device)
+        synchronise(device)
         return time.perf_counter() - began_at
 
     return once
@@ -222,7 +184,7 @@ def _measure(
         began_at = time.perf_counter()
         for stage in stages:
             stage.inner_step(StepLabel(number, number - 1, 1e-4, {}))
-        _synchronise(device)
+        synchronise(device)
         seconds["step_s"] = time.perf_counter() - began_at
         if number > WARM_UP:
             for name, value in seconds.items():
@@ -234,11 +196,6 @@ def _deviation(found: Tensor, expected: Tensor) -> float:
     scale = float(expected.abs().max())
     gap = float((found.double() - expected.double()).abs().max())
     return gap / scale if scale else gap
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _peak_bytes(device: torch.device) -> int:

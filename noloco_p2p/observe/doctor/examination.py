@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_p2p.cli.node import HOME
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.balance import stage_to_take
 from noloco_p2p.core.members import PRESENT, READY
@@ -21,6 +20,7 @@ from noloco_p2p.io.dht.libp2p import Libp2p
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch import control, join_file, run_files, settings
 from noloco_p2p.launch.live_collection import Silent
+from noloco_p2p.launch.node_probe import HOME
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.bandwidth_probe import Gauge
 from noloco_p2p.observe.diagnosis import diagnose

@@ -153,9 +153,9 @@ async def device_seconds(
 
 
 def _timed(manifest: RunManifest, stage: int, device: str) -> float:
-    from noloco_p2p.lab.bench.stage import time_one
+    from noloco_p2p.compute.stage_timing import time_stage
 
-    return time_one(manifest, stage, device)
+    return time_stage(manifest, stage, device)
 
 
 async def tell_expected(

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from noloco_p2p.cli.node import HOME
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import control, node_probe
-from noloco_p2p.launch.node_probe import Endpoints
+from noloco_p2p.launch.node_probe import HOME, Endpoints
 from noloco_p2p.observe import health_check
 from noloco_p2p.observe.diagnosis.findings import short
 from noloco_p2p.observe.doctor.doctor_report import Telling, in_time

@@ -1,0 +1,56 @@
+"""How long a stage takes for one microbatch, measured on random values: what `noloco doctor` says of a device."""
+
+import statistics
+import time
+
+import torch
+
+from noloco_p2p.compute import host_tensor, model_family
+from noloco_p2p.compute.factory import make_torch_stage, pick_device
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
+
+
+def time_stage(manifest: RunManifest, index: int, device: str, *, limit_s: float = 2.0, repeats: int = 10) -> float:
+    """Median seconds that stage `index` takes for the forward and backward of one microbatch of random values.
+
+    Measures `repeats` times, or once at least until `limit_s` are over. Raises ConfigError and LocalError as
+    `make_torch_stage`.
+    """
+    stage, batch = make_torch_stage(manifest, index, "bench", device=device, self_test=False), random_batch(manifest)
+    spec = stage.state.hidden
+    values_BTD = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0)).to(host_tensor.DTYPES[spec.dtype])
+    flow = batch.inputs if index == 0 else host_tensor.from_torch("hidden", values_BTD)
+    grad = host_tensor.from_torch("grad", values_BTD)
+    took: list[float] = []
+    give_up_at = time.perf_counter() + limit_s
+    for number in range(repeats + 1):
+        identity = MicrobatchId("bench", 0, number)
+        began_at = time.perf_counter()
+        if index == manifest.stages - 1:
+            stage.loss_backward(identity, flow, batch.targets, None)
+        else:
+            graph, _ = stage.forward(flow, None)
+            stage.backward(graph, identity, Gradient(identity, grad, 0.0, 1, ()))
+        synchronise(pick_device(device))
+        if number:
+            took.append(time.perf_counter() - began_at)
+        if took and time.perf_counter() > give_up_at:
+            break
+    return statistics.median(took)
+
+
+def random_batch(manifest: RunManifest) -> Batch:
+    """Random tokens of the vocabulary, the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (manifest.microbatch_size, manifest.sequence_length + 1)
+    vocabulary = model_family.make_config(manifest.model).vocab_size
+    tokens = torch.randint(0, vocabulary, shape, generator=generator, dtype=torch.int32)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Batch(host_tensor.from_torch("inputs", inputs), host_tensor.from_torch("targets", targets))
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given; the CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
