@@ -48,9 +48,9 @@ def swarm(
     With the --dir of a run that has not ended, that run goes on, with the settings it had.
     """
     from noloco_p2p.launch.swarm import run_swarm
-    from noloco_p2p.launch.swarm_plan import Asked
+    from noloco_p2p.launch.swarm_plan import SwarmOptions
 
-    raise typer.Exit(run_swarm(Asked(config, stages, replicas, steps, tuple(set or ())), dir, plain))
+    raise typer.Exit(run_swarm(SwarmOptions(config, stages, replicas, steps, tuple(set or ())), dir, plain))
 
 
 @app.command()
@@ -113,9 +113,9 @@ def export_model(
     From directories: the weights after that round's merge. From a running swarm: those that the replicas brought into
     the round, before they merged.
     """
-    from noloco_p2p.launch.export import Order, run_export
+    from noloco_p2p.launch.export import ExportOptions, run_export
 
-    run_export(Order(tuple(join or ()), tuple(from_ or ()), out, merge is Merge.mean, replicas, tokenizer_dir))
+    run_export(ExportOptions(tuple(join or ()), tuple(from_ or ()), out, merge is Merge.mean, replicas, tokenizer_dir))
 
 
 @app.command("eval")

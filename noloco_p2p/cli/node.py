@@ -17,8 +17,8 @@ from noloco_p2p.launch.node_probe import HOME
 
 if TYPE_CHECKING:
     from noloco_p2p.io.dht.identity import Identity
-    from noloco_p2p.launch.compose import Order
-    from noloco_p2p.launch.settings import Given
+    from noloco_p2p.launch.compose import NodeOptions
+    from noloco_p2p.launch.settings import Overrides
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -82,9 +82,9 @@ def node(  # as long as it has options
     if not join:
         given.manifest()
     with closing(_own_identity(dir)) as identity:
-        from noloco_p2p.launch.compose import Order
+        from noloco_p2p.launch.compose import NodeOptions
 
-        _live(Order(tuple(join or ()), run, identity, watch_stdin, given, address_file), log_json)
+        _live(NodeOptions(tuple(join or ()), run, identity, watch_stdin, given, address_file), log_json)
 
 
 @app.command()
@@ -116,7 +116,7 @@ def _own_identity(home: Path | None) -> "Identity":
     return identity
 
 
-def _live(order: "Order", log_json: bool) -> None:
+def _live(order: "NodeOptions", log_json: bool) -> None:
     """Run the node on uvloop until it has left. gRPC and hivemind are quiet; our own lines go to stderr."""
     import asyncio
 
@@ -136,7 +136,7 @@ def _live(order: "Order", log_json: bool) -> None:
         stop_log()
 
 
-def _describe(given: "Given") -> None:
+def _describe(given: "Overrides") -> None:
     """Sizes of the model and its stages, without allocating the weights."""
     from noloco_p2p.compute.model_size import describe
 

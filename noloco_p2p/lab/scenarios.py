@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch.settings import in_words, overlaid, refuse, where
-from noloco_p2p.launch.yaml_entries import Entry, Key, from_file, from_text, unknown, vocabulary
+from noloco_p2p.launch.yaml_entries import Key, SettingEntry, from_file, from_text, unknown, vocabulary
 from noloco_p2p.sim.scenario import FaultSettings, Scenario
 
 KNOWN = vocabulary(Scenario)
@@ -49,7 +49,7 @@ def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
     return found
 
 
-def _in_words(error: ValidationError, entries: Sequence[Entry]) -> list[str]:
+def _in_words(error: ValidationError, entries: Sequence[SettingEntry]) -> list[str]:
     lines: dict[Key, str] = {}
     for each in error.errors(include_url=False):
         loc = tuple(str(part) for part in each["loc"])
@@ -66,7 +66,7 @@ def _in_words(error: ValidationError, entries: Sequence[Entry]) -> list[str]:
     return list(lines.values())
 
 
-def _with_measured(entries: list[Entry], path: Path | None) -> list[Entry]:
+def _with_measured(entries: list[SettingEntry], path: Path | None) -> list[SettingEntry]:
     """The costs that `compute.measured` names, before what is set by hand after it."""
     named = [i for i, entry in enumerate(entries) if entry.key == MEASURED and isinstance(entry.value, str)]
     if not named:
@@ -77,7 +77,7 @@ def _with_measured(entries: list[Entry], path: Path | None) -> list[Entry]:
     costs = _measured(source, entry.where)
     return [
         *entries[: at + 1],
-        *(Entry(("compute", name), value, str(source)) for name, value in costs.items()),
+        *(SettingEntry(("compute", name), value, str(source)) for name, value in costs.items()),
         *entries[at + 1 :],
     ]
 

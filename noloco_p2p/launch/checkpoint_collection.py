@@ -8,14 +8,14 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.storage.checkpoint_format import Damaged, Shard, read_tensors, stored_shards
 from noloco_p2p.launch import run_files, settings
-from noloco_p2p.launch.collection import Collection, Replica, Say
+from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights, Say
 from noloco_p2p.launch.progress import bar
 
 ATTEMPTS = 3
 """A node that still runs may remove a checkpoint before it is read; then the newer ones are looked at."""
 
 
-def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Collection:
+def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> CollectedWeights:
     """The weights of the newest common outer round among the checkpoints at or below the directories.
 
     Of all replicas that have that round, or of the lowest peer id of each stage. Raises ConfigError (no checkpoints,
@@ -34,7 +34,7 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
                 raise
     for line in _left_out(shards, used, one=one):
         say(line)
-    return Collection(manifest, round, stages)
+    return CollectedWeights(manifest, round, stages)
 
 
 def newest_common(shards: Iterable[Shard], stages: int) -> int:
@@ -105,7 +105,7 @@ def _home(shard: Shard) -> Path:
     return shard.path.parents[2]
 
 
-def _read(manifest: RunManifest, used: Sequence[Sequence[Shard]]) -> tuple[tuple[Replica, ...], ...]:
+def _read(manifest: RunManifest, used: Sequence[Sequence[Shard]]) -> tuple[tuple[ReplicaWeights, ...], ...]:
     """θ of every shard, verified. Raises Damaged, LocalError for tensors that are not those of the stage."""
     from noloco_p2p.compute import export
 
@@ -129,7 +129,7 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[Shard]]) -> tuple[tuple
                 except Violation as error:
                     raise LocalError(f"{shard.tensors_path}: {error}") from error
                 m = shard.manifest
-                replicas.append(Replica(m.peer_id, stage, m.round, int(m.step), weights))
+                replicas.append(ReplicaWeights(m.peer_id, stage, m.round, int(m.step), weights))
                 done()
             stages.append(tuple(replicas))
     return tuple(stages)

@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaWeights:
     """The weights of one replica at one outer round."""
 
     peer: PeerId
@@ -28,32 +28,32 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Collection:
+class CollectedWeights:
     """What an export is made from: replicas of every stage, all at the same outer round."""
 
     manifest: RunManifest
     round: int
-    stages: tuple[tuple[Replica, ...], ...]
+    stages: tuple[tuple[ReplicaWeights, ...], ...]
     """By stage, each sorted by peer id, at least one."""
 
 
-def common(manifest: RunManifest, found: Sequence[Replica]) -> Collection | None:
+def common(manifest: RunManifest, found: Sequence[ReplicaWeights]) -> CollectedWeights | None:
     """The replicas of the newest round of which every stage has one; None when there is no such round."""
     stages = range(manifest.stages)
     for round in sorted({replica.round for replica in found}, reverse=True):
         here = sorted((replica for replica in found if replica.round == round), key=lambda replica: replica.peer)
         by_stage = tuple(tuple(replica for replica in here if replica.stage == stage) for stage in stages)
         if all(by_stage):
-            return Collection(manifest, round, by_stage)
+            return CollectedWeights(manifest, round, by_stage)
     return None
 
 
-def better(one: Collection | None, other: Collection | None) -> Collection | None:
+def better(one: CollectedWeights | None, other: CollectedWeights | None) -> CollectedWeights | None:
     """The one with more replicas; of equals the newer."""
     if one is None or other is None:
         return one or other
 
-    def rank(collection: Collection) -> tuple[int, int]:
+    def rank(collection: CollectedWeights) -> tuple[int, int]:
         return sum(len(stage) for stage in collection.stages), collection.round
 
     return max(other, one, key=rank)

@@ -31,7 +31,7 @@ from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, probe, tune_allocator
 from noloco_p2p.launch import bootstrap, join_file, run_files, settings
-from noloco_p2p.launch.signals import EarlyEnd
+from noloco_p2p.launch.signals import SignalHandler
 from noloco_p2p.node.loop import Node
 from noloco_p2p.ports import Batches, Stage, World
 
@@ -45,7 +45,7 @@ log = logging.getLogger("noloco_p2p")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class NodeOptions:
     """What the command line asks for."""
 
     join: tuple[str, ...]
@@ -54,7 +54,7 @@ class Order:
     identity: Identity
     """Held by this process; its directory is the node's."""
     watch_stdin: bool
-    given: settings.Given
+    given: settings.Overrides
     """Settings as given: file, environment, `--set`."""
     address_file: Path | None = None
     """Gets the join addresses, once others can join."""
@@ -65,12 +65,12 @@ class Order:
         return self.identity.path.parent
 
 
-async def run(order: Order) -> None:
+async def run(order: NodeOptions) -> None:
     """Run one node until the run ends or a signal comes; it is cancelled by itself when it has to stop at once.
 
     Raises what made it fail, always a NolocoError or a bug.
     """
-    early = EarlyEnd(order.watch_stdin)
+    early = SignalHandler(order.watch_stdin)
     if order.address_file is not None:
         join_file.remove(order.address_file)
     tune_allocator()
@@ -144,7 +144,7 @@ def _offer(manifest: RunManifest) -> Offer:
     return offer
 
 
-async def _own_run(order: Order, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
+async def _own_run(order: NodeOptions, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
     """A first node's manifest, and its data unless it is told a later stage.
 
     Everything is tried before anybody can join: a model that cannot be split, or data that are not there, would
@@ -170,7 +170,7 @@ def _try_model(manifest: RunManifest) -> None:
     gc.freeze()
 
 
-async def _joined_run(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
+async def _joined_run(order: NodeOptions, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
     """The manifest of a peer that a join address authenticates, or, when none of them can tell, that of before."""
     manifest, failure = run_files.stored_manifest(order.dir), None
     for joined in libp2p.joined:
@@ -193,7 +193,7 @@ async def _joined_run(order: Order, libp2p: Libp2p, local: NodeConfig) -> RunMan
     return manifest
 
 
-def _check_asked(order: Order, local: NodeConfig, manifest: RunManifest) -> None:
+def _check_asked(order: NodeOptions, local: NodeConfig, manifest: RunManifest) -> None:
     """Raises ConfigError when the run is not the one, or has not the stage, that the command line asks for."""
     if order.run_id is not None and manifest.run_id != order.run_id:
         raise ConfigError(
@@ -206,7 +206,7 @@ def _check_asked(order: Order, local: NodeConfig, manifest: RunManifest) -> None
 def _node(
     advert: Advert,
     manifest: RunManifest,
-    asked: tuple[Order, NodeConfig],
+    asked: tuple[NodeOptions, NodeConfig],
     ports: tuple[GrpcTransport, Presence, PrometheusTelemetry],
     data: Batches | None,
     imports: asyncio.Task[None],

@@ -16,7 +16,7 @@ from noloco_p2p.launch import run_files
 from noloco_p2p.launch.progress import bar
 
 if TYPE_CHECKING:
-    from noloco_p2p.launch.collection import Collection
+    from noloco_p2p.launch.collection import CollectedWeights
 
 RECORD = "noloco.json"
 """In an exported directory: where the weights come from, and the run's manifest."""
@@ -25,7 +25,7 @@ REPLICAS = "replicas"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ExportOptions:
     """What the command line asks for."""
 
     join: tuple[str, ...]
@@ -38,7 +38,7 @@ class Order:
     tokenizer_dir: str | None
 
 
-def run_export(order: Order) -> None:
+def run_export(order: ExportOptions) -> None:
     """Collect, merge, write, and say what was used. Raises ConfigError, LocalError, PeerError."""
     if bool(order.join) == bool(order.directories):
         raise ConfigError("say where the weights are: either --join ADDR (a swarm that runs) or --from DIR")
@@ -53,7 +53,7 @@ def run_export(order: Order) -> None:
     print(f"run {found.manifest.run_id}, outer round {found.round} → {order.out}")
 
 
-def _collected(order: Order) -> "Collection":
+def _collected(order: ExportOptions) -> "CollectedWeights":
     if order.directories:
         from noloco_p2p.launch.checkpoint_collection import from_directories
 
@@ -65,11 +65,11 @@ def _collected(order: Order) -> "Collection":
     from noloco_p2p.launch.live_collection import from_swarm
 
     logging.getLogger("hivemind").setLevel(logging.ERROR)
-    found: Collection = uvloop.run(from_swarm(order.join, one=not order.mean, say=print))
+    found: CollectedWeights = uvloop.run(from_swarm(order.join, one=not order.mean, say=print))
     return found
 
 
-def _write(order: Order, found: "Collection", directory: Path) -> None:
+def _write(order: ExportOptions, found: "CollectedWeights", directory: Path) -> None:
     """Model, tokenizer and record, and the single replicas of a mean."""
     from noloco_p2p.compute import export
 

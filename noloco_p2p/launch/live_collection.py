@@ -5,7 +5,6 @@ The collector is an observer (observer.py) that also calls nodes as a peer does.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
@@ -13,8 +12,8 @@ from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
-from noloco_p2p.launch.collection import Collection, Replica, Say, better, common
-from noloco_p2p.launch.observer import observing
+from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights, Say, better, common
+from noloco_p2p.launch.observer import NullTelemetry, observing
 from noloco_p2p.launch.progress import bar
 from noloco_p2p.node.outer_round import KEPT_ROUNDS
 
@@ -27,7 +26,7 @@ READING_PAUSE_S = 1.0
 """One reading of a DHT that was joined a moment ago can miss somebody."""
 
 
-async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> Collection:
+async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> CollectedWeights:
     """Fetch snapshots of the newest common outer round from a swarm: of all replicas, or of one a stage.
 
     Raises ConfigError (malformed address), Unreachable (nobody answers), LocalError (a stage has no replica, or no
@@ -40,7 +39,7 @@ async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> Collection:
             raise ConfigError(
                 "this run has no outer rounds (outer.pairing: none), so its nodes give no snapshots: use --from"
             )
-        transport = GrpcTransport(observer.peer_id, manifest.run_id, ListenSettings(), Silent(), 0)
+        transport = GrpcTransport(observer.peer_id, manifest.run_id, ListenSettings(), NullTelemetry(), 0)
         try:
             specs = await asyncio.to_thread(_specs, manifest)
             return await _Fetching(manifest, specs, observer.directory, transport, say).collect(one=one)
@@ -66,9 +65,9 @@ class _Fetching:
         self._say = say
         self._failed: set[PeerId] = set()
 
-    async def collect(self, *, one: bool) -> Collection:
+    async def collect(self, *, one: bool) -> CollectedWeights:
         """See `from_swarm`."""
-        best: Collection | None = None
+        best: CollectedWeights | None = None
         target: int | None = None
         for _ in range(ATTEMPTS):
             holders = await self._holders()
@@ -103,7 +102,7 @@ class _Fetching:
         told = ", ".join(str(stage) for stage in sorted(missing))
         raise LocalError(f"nobody in the swarm has trained weights of stage {told} to give: try again later")
 
-    async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> Replica | None:
+    async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> ReplicaWeights | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
         from noloco_p2p.compute import export
 
@@ -122,7 +121,7 @@ class _Fetching:
             return None
         finally:
             done()
-        return Replica(advert.peer_id, advert.stage, snapshot.round, snapshot.step, weights)
+        return ReplicaWeights(advert.peer_id, advert.stage, snapshot.round, snapshot.step, weights)
 
 
 def chosen(holders: Sequence[Advert], round: int, stages: int, *, one: bool) -> list[Advert]:
@@ -156,14 +155,3 @@ def _specs(manifest: RunManifest) -> list[tuple[TensorSpec, ...]]:
     from noloco_p2p.compute import export
 
     return [export.stage_specs(manifest, stage) for stage in range(manifest.stages)]
-
-
-class Silent:
-    """Telemetry that nobody watches."""
-
-    def event(self, kind: str, /, **fields: object) -> None:
-        """Nothing."""
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Nothing."""
-        return nullcontext()

@@ -21,7 +21,7 @@ ENDPOINTS, SUMMARY = "endpoints.json", "summary.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoints:
+class NodeEndpoints:
     """Who a node is and where it can be reached."""
 
     peer_id: str
@@ -34,7 +34,7 @@ class Endpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricsReading:
     """All samples of a node's metrics at one moment (`at`, seconds of the monotonic clock)."""
 
     at: float
@@ -63,15 +63,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def read_endpoints(node_dir: Path) -> Endpoints | None:
+def read_endpoints(node_dir: Path) -> NodeEndpoints | None:
     """What a node says of itself in `endpoints.json`; None until it is reachable."""
     found = read_json(node_dir / ENDPOINTS)
     if found is None:
         return None
-    return Endpoints(found["peer_id"], found["run_id"], found["pid"], tuple(found["join"]), found["metrics"])
+    return NodeEndpoints(found["peer_id"], found["run_id"], found["pid"], tuple(found["join"]), found["metrics"])
 
 
-def scrape(url: str, timeout_s: float) -> Reading:
+def scrape(url: str, timeout_s: float) -> MetricsReading:
     """Read a node's metrics. Raises Unreachable when nothing that can be read comes within `timeout_s`."""
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -82,4 +82,4 @@ def scrape(url: str, timeout_s: float) -> Reading:
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise Unreachable(f"no metrics from {url} within {timeout_s:g} s: {error}") from None
     samples = tuple((s.name, s.labels, s.value) for family in families for s in family.samples)
-    return Reading(time.monotonic(), samples)
+    return MetricsReading(time.monotonic(), samples)

@@ -22,7 +22,7 @@ LOG_TAIL_BYTES = 65_536
 METRICS_TIMEOUT_S = 1.0
 
 
-class Child:
+class NodeProcess:
     """A node process, its directory `<run>/<stage>-<replica>/` and its log `<run>/<stage>-<replica>.log`.
 
     It is in a session of its own, so that Ctrl-C at the terminal reaches the launcher only; it ends when its standard
@@ -35,7 +35,7 @@ class Child:
         self.replica = replica
         self.dir = run_dir / self.name
         self.log = run_dir / f"{self.name}.log"
-        self._endpoints: node_probe.Endpoints | None = None
+        self._endpoints: node_probe.NodeEndpoints | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -79,13 +79,13 @@ class Child:
         return node_probe.read_json(self.dir / node_probe.SUMMARY)
 
     @property
-    def endpoints(self) -> node_probe.Endpoints | None:
+    def endpoints(self) -> node_probe.NodeEndpoints | None:
         """Who it is and where it can be reached; None until it has told."""
         if self._endpoints is None and self._process is not None:
             self._endpoints = node_probe.read_endpoints(self.dir)
         return self._endpoints
 
-    def read_metrics(self) -> node_probe.Reading | None:
+    def read_metrics(self) -> node_probe.MetricsReading | None:
         """Its metrics now, or None when it gives none."""
         endpoints = self.endpoints
         if not self.running or endpoints is None:
@@ -122,7 +122,7 @@ class Child:
             self._process.stdin.close()
 
 
-def wait_all(children: Sequence[Child], seconds: float) -> bool:
+def wait_all(children: Sequence[NodeProcess], seconds: float) -> bool:
     """Wait for all to end, at most `seconds`; True when they have."""
     give_up_at = time.monotonic() + seconds
     while any(child.running for child in children):
@@ -132,7 +132,7 @@ def wait_all(children: Sequence[Child], seconds: float) -> bool:
     return True
 
 
-def end_all(children: Sequence[Child]) -> None:
+def end_all(children: Sequence[NodeProcess]) -> None:
     """No process of these is left afterwards: they are told twice, which stops them at once, then killed."""
     for seconds in (ASK_AGAIN_S, KILL_AFTER_S):
         for child in children:

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,17 @@ class Observer:
     manifest: RunManifest
     """The run of the peer that it joined."""
     directory: HivemindDirectory
+
+
+class NullTelemetry:
+    """Telemetry for a process that reports to nobody."""
+
+    def event(self, kind: str, /, **fields: object) -> None:
+        """Do nothing."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
 
 
 @asynccontextmanager

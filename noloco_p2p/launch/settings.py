@@ -14,7 +14,16 @@ from pydantic import BaseModel, ValidationError
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
-from noloco_p2p.launch.yaml_entries import FREE_SECTION, KEYS, SECTIONS, Entry, Key, from_file, from_text, unknown
+from noloco_p2p.launch.yaml_entries import (
+    FREE_SECTION,
+    KEYS,
+    SECTIONS,
+    Key,
+    SettingEntry,
+    from_file,
+    from_text,
+    unknown,
+)
 
 ENVIRONMENT_PREFIX = "NOLOCO__"
 
@@ -36,10 +45,10 @@ Model = TypeVar("Model", RunManifest, NodeConfig)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Overrides:
     """All that somebody has set, later entries before earlier ones. Made by `read`: keys and types are right."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SettingEntry, ...]
 
     def manifest(self) -> RunManifest:
         """The manifest of a first node. Raises ConfigError when its values do not go together."""
@@ -75,7 +84,7 @@ class Given:
         refuse(list(lines.values()))
 
 
-def read(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> Given:
+def read(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> Overrides:
     """What the file, the environment and the `--set` options say. Raises ConfigError with a line for each fault."""
     faults: list[str] = []
     entries = [] if path is None else from_file(path, faults)
@@ -95,7 +104,7 @@ def read(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> 
         base = model().model_dump(mode="json")
         faults += [f"{where(known, key)}: {fault}" for key, fault in _faults(model, known, base) if key]
     refuse(faults)
-    return Given(known)
+    return Overrides(known)
 
 
 def load(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> tuple[RunManifest, NodeConfig]:
@@ -119,17 +128,17 @@ def manifest_from_json(data: bytes) -> RunManifest:
         ) from error
 
 
-def _made(model: type[Model], entries: Sequence[Entry], base: dict[str, Any]) -> Model:
+def _made(model: type[Model], entries: Sequence[SettingEntry], base: dict[str, Any]) -> Model:
     faults = _faults(model, entries, base)
     refuse([f"{where(entries, key)}: {fault}" if key else fault for key, fault in faults])
     return model.model_validate_json(json.dumps(overlaid(_of(model, entries), base), default=str), strict=True)
 
 
-def _of(model: type[BaseModel], entries: Sequence[Entry]) -> list[Entry]:
+def _of(model: type[BaseModel], entries: Sequence[SettingEntry]) -> list[SettingEntry]:
     return [entry for entry in entries if entry.key[0] in model.model_fields]
 
 
-def overlaid(entries: Sequence[Entry], base: dict[str, Any]) -> dict[str, Any]:
+def overlaid(entries: Sequence[SettingEntry], base: dict[str, Any]) -> dict[str, Any]:
     """A model's values with what somebody has set."""
     found: dict[str, Any] = json.loads(json.dumps(base))
     for entry in entries:
@@ -142,7 +151,7 @@ def overlaid(entries: Sequence[Entry], base: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _faults(model: type[BaseModel], entries: Sequence[Entry], base: dict[str, Any]) -> list[tuple[Key, str]]:
+def _faults(model: type[BaseModel], entries: Sequence[SettingEntry], base: dict[str, Any]) -> list[tuple[Key, str]]:
     """(key, what is wrong) for each fault; the key is () when values do not go together."""
     try:
         model.model_validate_json(json.dumps(overlaid(_of(model, entries), base), default=str), strict=True)
@@ -180,7 +189,7 @@ def in_words(key: Key, error: dict[str, Any]) -> str:
     return f"{name} must be {wanted}{value}" if wanted else f"{name}: {error['msg']}"
 
 
-def where(entries: Sequence[Entry], key: Key) -> str:
+def where(entries: Sequence[SettingEntry], key: Key) -> str:
     """The place of the last entry for this key, or of one above or below it."""
     for exact in (True, False):
         for entry in reversed(entries):

@@ -11,7 +11,7 @@ from noloco_p2p.node.loop import Node
 log = logging.getLogger("noloco_p2p")
 
 
-class EarlyEnd:
+class SignalHandler:
     """What may end this process before the run does: signals, and a launcher that is gone. It listens at once.
 
     A signal makes the node leave in good order once there is a node; before that, and at the second one, and when the

@@ -15,9 +15,9 @@ from types import FrameType
 
 from noloco_p2p.launch import cpu_seconds, node_probe, run_files, swarm_summary
 from noloco_p2p.launch import swarm_plan as planning
-from noloco_p2p.launch.node_process import Child, end_all, wait_all
-from noloco_p2p.launch.swarm_plan import Asked, Plan, ResumePoint
-from noloco_p2p.launch.swarm_table import History, Screen, deserted, make_screen
+from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
+from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmOptions, SwarmPlan
+from noloco_p2p.launch.swarm_table import Display, ReadingHistory, deserted, make_display
 
 TICK_S = 0.2
 LOG_LINES = 15
@@ -27,7 +27,7 @@ LEAVE_MARGIN_S = 10.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Signals:
+class StopSignals:
     """Remembers that somebody asked to stop, and how often, between `with` and its end."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Signals:
         """Number of the first signal."""
         self.count = 0
 
-    def __enter__(self) -> "Signals":
+    def __enter__(self) -> "StopSignals":
         self._before = {number: signal.signal(number, self._heard) for number in STOP_SIGNALS}
         return self
 
@@ -48,20 +48,20 @@ class Signals:
         self.count += 1
 
 
-class Swarm:
+class LocalSwarm:
     """The processes of one run, from start to end. `run` is its life; no process outlives it."""
 
     def __init__(
-        self, plan: Plan, run_dir: Path, resumed: ResumePoint | None, screen: Screen, signals: Signals
+        self, plan: SwarmPlan, run_dir: Path, resumed: ResumePoint | None, screen: Display, signals: StopSignals
     ) -> None:
         self._plan = plan
         self._arguments = plan.arguments(run_dir)
         self._resumed = resumed
         self._screen = screen
         self._signals = signals
-        self._children = [Child(run_dir, stage, replica) for stage, replica in plan.nodes]
-        self._histories = [History(child.name, child.stage) for child in self._children]
-        self._failed: Child | None = None
+        self._children = [NodeProcess(run_dir, stage, replica) for stage, replica in plan.nodes]
+        self._histories = [ReadingHistory(child.name, child.stage) for child in self._children]
+        self._failed: NodeProcess | None = None
         self._shown_at = 0.0
         self._path = run_dir / node_probe.SUMMARY
 
@@ -105,7 +105,7 @@ class Swarm:
                 now = time.monotonic()
                 if now - self._shown_at >= self._screen.interval_s:
                     self._shown_at = now
-                    readings = list(pool.map(Child.read_metrics, self._children))
+                    readings = list(pool.map(NodeProcess.read_metrics, self._children))
                     for history, reading in zip(self._histories, readings, strict=True):
                         history.add(reading)
                     self._screen.show([history.row() for history in self._histories], deserted(readings))
@@ -160,7 +160,7 @@ def threads_each(nodes: int) -> int:
     return max(1, cpu_seconds.cores() // nodes)
 
 
-def run_swarm(asked: Asked, asked_dir: Path | None, plain: bool) -> int:
+def run_swarm(asked: SwarmOptions, asked_dir: Path | None, plain: bool) -> int:
     """Run a swarm to its end; returns the exit code. Raises ConfigError or LocalError before anything is started."""
     plan = planning.make_plan(asked, asked_dir, os.environ)
     run_dir = planning.make_run_dir(plan.manifest.name, asked_dir)
@@ -169,11 +169,11 @@ def run_swarm(asked: Asked, asked_dir: Path | None, plain: bool) -> int:
         resumed = planning.resume_point(plan, run_dir) if plan.resumes else None
         plan.write(run_dir)
         m = plan.manifest
-        screen = make_screen(f"{m.name}: {m.stages} × {m.start_replicas} nodes, {m.steps} steps", plain)
+        screen = make_display(f"{m.name}: {m.stages} × {m.start_replicas} nodes, {m.steps} steps", plain)
         screen.say(f"{m.stages} stages × {m.start_replicas} replicas, {m.steps} steps, in {run_dir}")
         if resumed is not None:
             screen.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
             screen.say("begins again at step 0: nothing had been saved")
-        with Signals() as signals:
-            return Swarm(plan, run_dir, resumed, screen, signals).run()
+        with StopSignals() as signals:
+            return LocalSwarm(plan, run_dir, resumed, screen, signals).run()

@@ -37,7 +37,7 @@ POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SwarmOptions:
     """The command line; None for what is not on it."""
 
     config: Path | None
@@ -46,7 +46,7 @@ class Asked:
     steps: int | None
     sets: tuple[str, ...]
 
-    def given(self, environ: Mapping[str, str]) -> settings.Given:
+    def given(self, environ: Mapping[str, str]) -> settings.Overrides:
         """All that was given, the options last and told by their own names. Raises ConfigError."""
         options = {"stages": self.stages, "start_replicas": self.replicas, "steps": self.steps}
         named = {"stages": "--stages", "start_replicas": "--replicas", "steps": "--steps"}
@@ -54,11 +54,11 @@ class Asked:
         found = settings.read(self.config, environ, [*self.sets, *(f"{key}={value}" for key, value in asked.items())])
         count = len(found.entries) - len(asked)
         last = (entry._replace(where=named[entry.name]) for entry in found.entries[count:])
-        return settings.Given((*found.entries[:count], *last))
+        return settings.Overrides((*found.entries[:count], *last))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SwarmPlan:
     """What is to be started."""
 
     manifest: RunManifest
@@ -99,14 +99,14 @@ class ResumePoint:
     step: int
 
 
-def make_plan(asked: Asked, run_dir: Path | None, environ: Mapping[str, str]) -> Plan:
+def make_plan(asked: SwarmOptions, run_dir: Path | None, environ: Mapping[str, str]) -> SwarmPlan:
     """What the command line asks for; nothing is made yet.
 
     Raises ConfigError, also when the directory holds a finished run, or an unfinished one with another manifest.
     """
     given = asked.given(environ)
     if run_dir is None or not (stored_path := run_dir / SETTINGS).exists():
-        plan = Plan(given.manifest(), given.node(), resumes=False)
+        plan = SwarmPlan(given.manifest(), given.node(), resumes=False)
     else:
         old = node_probe.read_json(run_dir / node_probe.SUMMARY)
         if old is not None and old.get("completed"):
@@ -118,13 +118,13 @@ def make_plan(asked: Asked, run_dir: Path | None, environ: Mapping[str, str]) ->
         except ConfigError as error:
             there = f"in the unfinished run of {run_dir}: leave it out, or name another --dir"
             raise ConfigError(str(error).replace("in the swarm: leave it out", there)) from error
-        plan = Plan(manifest, settings.Given((*stored.entries, *given.entries)).node(), resumes=True)
+        plan = SwarmPlan(manifest, settings.Overrides((*stored.entries, *given.entries)).node(), resumes=True)
     if run_dir is not None:
         _check_nodes(plan, run_dir)
     return plan
 
 
-def _check_nodes(plan: Plan, run_dir: Path) -> None:
+def _check_nodes(plan: SwarmPlan, run_dir: Path) -> None:
     """Raises ConfigError when a node's directory belongs to another run."""
     for stage, replica in plan.nodes:
         path = run_dir / f"{stage}-{replica}" / run_files.MANIFEST
@@ -180,7 +180,7 @@ def wait_for_old_nodes(node_dirs: Sequence[Path], seconds: float = NODES_END_S) 
             time.sleep(POLL_S)
 
 
-def resume_point(plan: Plan, run_dir: Path) -> ResumePoint | None:
+def resume_point(plan: SwarmPlan, run_dir: Path) -> ResumePoint | None:
     """Where the run goes on from the checkpoints that lie in the directory; None without any. Raises LocalError."""
     from noloco_p2p.io.storage.checkpoint_format import stored_shards
 

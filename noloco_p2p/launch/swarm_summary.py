@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.launch.node_process import Child
+from noloco_p2p.launch.node_process import NodeProcess
 
 OF_A_NODE = (
     "inner_steps",
@@ -24,7 +24,7 @@ OVERFLOW_NATS = 700.0
 
 
 def summarise(
-    children: Sequence[Child], manifest: RunManifest, resumed_from_step: int | None, wall_s: float
+    children: Sequence[NodeProcess], manifest: RunManifest, resumed_from_step: int | None, wall_s: float
 ) -> dict[str, Any]:
     """The swarm's summary. It counts what was done since the nodes were started, not what a resumed run did before.
 
@@ -85,7 +85,7 @@ def _mean(values: Iterable[Any]) -> float | None:
     return fmean(known) if known else None
 
 
-def _stage_std(children: Sequence[Child], found: Sequence[dict[str, Any]], stage: int) -> float | None:
+def _stage_std(children: Sequence[NodeProcess], found: Sequence[dict[str, Any]], stage: int) -> float | None:
     return _mean(s.get("replica_std") for child, s in zip(children, found, strict=True) if child.stage == stage)
 
 
@@ -98,7 +98,7 @@ def _training_s(first: Sequence[dict[str, Any]]) -> float | None:
     return float(max(ended) - min(began) - (_mean(s.get("evaluation_s") for s in first) or 0.0))
 
 
-def _node(child: Child, found: dict[str, Any]) -> dict[str, Any]:
+def _node(child: NodeProcess, found: dict[str, Any]) -> dict[str, Any]:
     peer_id = found.get("peer_id") or (child.endpoints.peer_id if child.endpoints is not None else None)
     figures = {name: found.get(name) for name in OF_A_NODE}
     return {"peer_id": peer_id, "stage": child.stage, **figures, "exit_code": child.exit_code}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from noloco_p2p.launch.node_probe import Reading
+from noloco_p2p.launch.node_probe import MetricsReading
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +19,7 @@ COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "token
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class NodeRow:
     """One node's line. None: not known yet."""
 
     name: str
@@ -43,16 +43,16 @@ class Row:
         return self.name, str(self.stage), self.state or "–", counts[0], counts[1], loss, rate, counts[2]
 
 
-class History:
+class ReadingHistory:
     """A node's last few readings, and the row they make."""
 
     def __init__(self, name: str, stage: int) -> None:
         self._name = name
         self._stage = stage
-        self._readings: deque[Reading] = deque(maxlen=RATE_READINGS)
+        self._readings: deque[MetricsReading] = deque(maxlen=RATE_READINGS)
         self._ended: Mapping[str, Any] | None = None
 
-    def add(self, reading: Reading | None) -> None:
+    def add(self, reading: MetricsReading | None) -> None:
         """Take a reading; None (a node that gave none) leaves the last one standing."""
         if reading is not None:
             self._readings.append(reading)
@@ -61,22 +61,22 @@ class History:
         """Take the summary that the node wrote at its end; None when it wrote none."""
         self._ended = summary
 
-    def row(self) -> Row:
+    def row(self) -> NodeRow:
         """The node's line: of its summary once it has ended, of the last readings before."""
         ended = self._ended
         if ended is not None:
             loss = self._readings[-1].total("loss") if self._readings else None
             loss = loss if ended["final_loss"] is None else ended["final_loss"]
-            return Row(self._name, self._stage, ended["state"], ended["inner_steps"], ended["outer_rounds"], loss)
+            return NodeRow(self._name, self._stage, ended["state"], ended["inner_steps"], ended["outer_rounds"], loss)
         if not self._readings:
-            return Row(self._name, self._stage)
+            return NodeRow(self._name, self._stage)
         old, new = self._readings[0], self._readings[-1]
         inner_steps = int(new.total("inner_steps_total"))
         rate = None
         if new.at > old.at and inner_steps:
             rate = (new.total("tokens_total") - old.total("tokens_total")) / (new.at - old.at)
         seen = sum(count for state, count in new.by("state", "peers").items() if state not in GONE)
-        return Row(
+        return NodeRow(
             self._name,
             self._stage,
             next((state for state, on in new.by("state", "state").items() if on), None),
@@ -88,7 +88,7 @@ class History:
         )
 
 
-def deserted(readings: Iterable[Reading | None]) -> list[str]:
+def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:
     """A line for each stage that some node says nobody serves."""
     longest: dict[str, float] = {}
     for reading in readings:
@@ -97,13 +97,13 @@ def deserted(readings: Iterable[Reading | None]) -> list[str]:
     return [f"stage {stage} has no replica since {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
 
 
-class Screen(Protocol):
+class Display(Protocol):
     """Where the launcher shows how the swarm is."""
 
     interval_s: float
     """Seconds between two readings of the nodes."""
 
-    def show(self, rows: Sequence[Row], notes: Sequence[str]) -> None:
+    def show(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> None:
         """The nodes as they are now, and lines about the whole swarm."""
         ...
 
@@ -116,12 +116,12 @@ class Screen(Protocol):
         ...
 
 
-class PlainScreen:
+class PlainDisplay:
     """Lines on standard output: all nodes, every ten seconds."""
 
     interval_s = PLAIN_INTERVAL_S
 
-    def show(self, rows: Sequence[Row], notes: Sequence[str]) -> None:
+    def show(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> None:
         """One line for each node, then the notes."""
         for row in rows:
             node, _, state, *cells = row.cells()
@@ -141,7 +141,7 @@ class PlainScreen:
         """Nothing to put right."""
 
 
-class LiveScreen:
+class LiveDisplay:
     """A table that is drawn anew in place."""
 
     interval_s = LIVE_INTERVAL_S
@@ -153,7 +153,7 @@ class LiveScreen:
         self._live = Live(auto_refresh=False, redirect_stderr=False)
         self._shown = False
 
-    def show(self, rows: Sequence[Row], notes: Sequence[str]) -> None:
+    def show(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> None:
         """Draw the table, the notes below it."""
         if not self._shown:
             self._live.start()
@@ -170,7 +170,7 @@ class LiveScreen:
             self._live.stop()
             self._shown = False
 
-    def _table(self, rows: Sequence[Row], notes: Sequence[str]) -> "Table":
+    def _table(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> "Table":
         from rich.table import Table
 
         caption = "\n".join(notes) or None
@@ -182,6 +182,6 @@ class LiveScreen:
         return table
 
 
-def make_screen(title: str, plain: bool) -> Screen:
+def make_display(title: str, plain: bool) -> Display:
     """A live table when standard output is a terminal and `plain` is not asked for."""
-    return PlainScreen() if plain or not sys.stdout.isatty() else LiveScreen(title)
+    return PlainDisplay() if plain or not sys.stdout.isatty() else LiveDisplay(title)

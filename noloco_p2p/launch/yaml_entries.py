@@ -22,7 +22,7 @@ FREE_SECTION: Key = ("model", "config")
 """The one section whose keys are not ours. Given as a section it replaces the default's; single keys change it."""
 
 
-class Entry(NamedTuple):
+class SettingEntry(NamedTuple):
     """One key that somebody has set."""
 
     key: Key
@@ -36,11 +36,11 @@ class Entry(NamedTuple):
         return ".".join(self.key)
 
 
-class Loader(yaml.SafeLoader):
+class SettingsLoader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-3` as text; everybody means the number."""
 
 
-Loader.add_implicit_resolver(
+SettingsLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
@@ -54,7 +54,7 @@ def fields(model: type[BaseModel], key: Key = ()) -> Iterator[tuple[Key, FieldIn
             yield (*key, name), field
 
 
-class Vocabulary(NamedTuple):
+class KnownKeys(NamedTuple):
     """The keys that somebody may set."""
 
     keys: dict[Key, FieldInfo]
@@ -63,19 +63,19 @@ class Vocabulary(NamedTuple):
     """What keys stand in, () included."""
 
 
-def vocabulary(*models: type[BaseModel]) -> Vocabulary:
+def vocabulary(*models: type[BaseModel]) -> KnownKeys:
     """Of a file that may hold the keys of all these models."""
     keys = {key: field for model in models for key, field in fields(model)}
-    return Vocabulary(keys, {key[:n] for key in keys for n in range(len(key))})
+    return KnownKeys(keys, {key[:n] for key in keys for n in range(len(key))})
 
 
 SETTINGS = KEYS, SECTIONS = vocabulary(RunManifest, NodeConfig)
 
 
-def from_file(path: Path, faults: list[str], known: Vocabulary = SETTINGS) -> list[Entry]:
+def from_file(path: Path, faults: list[str], known: KnownKeys = SETTINGS) -> list[SettingEntry]:
     """The entries of a YAML file. ConfigError when it cannot be read at all; a key that stands twice is a fault."""
     try:
-        loader = Loader(path.read_text("utf-8"))
+        loader = SettingsLoader(path.read_text("utf-8"))
         root = loader.get_single_node()
         if root is None:
             return []
@@ -90,19 +90,21 @@ def from_file(path: Path, faults: list[str], known: Vocabulary = SETTINGS) -> li
     raise ConfigError(f"{path}:{root.start_mark.line + 1}: a file with lines `key: value` is wanted")
 
 
-def from_text(key: Key, text: str, where: str, faults: list[str], known: Vocabulary = SETTINGS) -> list[Entry]:
+def from_text(key: Key, text: str, where: str, faults: list[str], known: KnownKeys = SETTINGS) -> list[SettingEntry]:
     """The entries of one variable or option; a whole section may be given as `{a: 1, b: 2}`."""
     try:
-        loader = Loader(text)
+        loader = SettingsLoader(text)
         node = loader.get_single_node()
-        found = [Entry(key, None, where)] if node is None else list(_walk(loader, key, node, where, faults, known))
+        found = (
+            [SettingEntry(key, None, where)] if node is None else list(_walk(loader, key, node, where, faults, known))
+        )
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         faults.append(f"{where}: not valid YAML: {_problem(error)}")
         return []
     return [entry._replace(where=where) for entry in found]
 
 
-def unknown(entry: Entry, known: Vocabulary = SETTINGS) -> str | None:
+def unknown(entry: SettingEntry, known: KnownKeys = SETTINGS) -> str | None:
     """The fault of an entry whose key does not exist, with the nearest one that does; None when it exists."""
     free = entry.key[:-1] == FREE_SECTION and FREE_SECTION in known.keys
     if entry.key in known.keys or entry.key in known.sections or free:
@@ -117,8 +119,8 @@ def unknown(entry: Entry, known: Vocabulary = SETTINGS) -> str | None:
 
 
 def _walk(
-    loader: Loader, key: Key, node: yaml.Node, path: str, faults: list[str], known: Vocabulary
-) -> Iterator[Entry]:
+    loader: SettingsLoader, key: Key, node: yaml.Node, path: str, faults: list[str], known: KnownKeys
+) -> Iterator[SettingEntry]:
     where = f"{path}:{node.start_mark.line + 1}"
     is_section = key in known.sections or key == FREE_SECTION
     if isinstance(node, yaml.MappingNode):
@@ -129,7 +131,7 @@ def _walk(
                 faults.append(f"{place}: {'.'.join((*key, names[i]))} stands here a second time")
         if is_section:
             if key == FREE_SECTION:
-                yield Entry(key, {}, where)
+                yield SettingEntry(key, {}, where)
             for name, value in node.value:
                 inner = (*key, str(name.value))
                 for entry in _walk(loader, inner, value, path, faults, known):
@@ -138,7 +140,7 @@ def _walk(
             return
     if key in known.sections and isinstance(node, yaml.ScalarNode) and node.value == "":
         return  # a section whose lines are all comments
-    yield Entry(key, loader.construct_object(node, deep=True), where)
+    yield SettingEntry(key, loader.construct_object(node, deep=True), where)
 
 
 def _line_of(error: Exception) -> str:

@@ -16,9 +16,9 @@ import pytest
 from noloco_p2p.config import RunManifest
 from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
-from noloco_p2p.launch.node_probe import Endpoints, Reading
-from noloco_p2p.launch.node_process import Child
-from noloco_p2p.launch.swarm_table import History, PlainScreen, Row, deserted
+from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
+from noloco_p2p.launch.node_process import NodeProcess
+from noloco_p2p.launch.swarm_table import NodeRow, PlainDisplay, ReadingHistory, deserted
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
 
@@ -66,8 +66,8 @@ def test_help_imports_nothing_heavy(module: str) -> None:
     assert done.stderr.strip() == "[]"
 
 
-def reading(at: float, steps: float, tokens: float) -> Reading:
-    return Reading(
+def reading(at: float, steps: float, tokens: float) -> MetricsReading:
+    return MetricsReading(
         at,
         (
             ("noloco_inner_steps_total", {}, steps),
@@ -85,25 +85,25 @@ def reading(at: float, steps: float, tokens: float) -> Reading:
 
 
 def test_a_row_comes_from_readings() -> None:
-    history = History("0-1", 0)
-    assert history.row() == Row("0-1", 0)
+    history = ReadingHistory("0-1", 0)
+    assert history.row() == NodeRow("0-1", 0)
     history.add(reading(10.0, 0.0, 0.0))
-    assert history.row() == Row("0-1", 0, "training", 0, 3, None, None, 3)
+    assert history.row() == NodeRow("0-1", 0, "training", 0, 3, None, None, 3)
     history.add(None)
     history.add(reading(12.0, 4.0, 3000.0))
-    assert history.row() == Row("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
+    assert history.row() == NodeRow("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
     history.end({"state": "finished", "inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25})
-    assert history.row() == Row("0-1", 0, "finished", 5, 4, 2.25, None, None)
+    assert history.row() == NodeRow("0-1", 0, "finished", 5, 4, 2.25, None, None)
 
 
 def test_a_deserted_stage_is_told_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    def seen(*stages: tuple[str, float]) -> Reading:
-        return Reading(0.0, tuple(("noloco_stage_deserted_seconds", {"stage": s}, value) for s, value in stages))
+    def seen(*stages: tuple[str, float]) -> MetricsReading:
+        return MetricsReading(0.0, tuple(("noloco_stage_deserted_seconds", {"stage": s}, value) for s, value in stages))
 
     notes = deserted([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
     assert notes == ["stage 1 has no replica since 42 s"]
     assert deserted([seen(("0", 0.0))]) == []
-    PlainScreen().show([Row("0-0", 0), Row("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
+    PlainDisplay().show([NodeRow("0-0", 0), NodeRow("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
     told = capsys.readouterr().out.splitlines()
     assert told == [
         "0-0  starting",
@@ -112,9 +112,9 @@ def test_a_deserted_stage_is_told_below_the_nodes(capsys: pytest.CaptureFixture[
     ]
 
 
-def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> Child:
+def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> NodeProcess:
     """A node that has left its summary behind."""
-    child = Child(run_dir, stage, replica)
+    child = NodeProcess(run_dir, stage, replica)
     child.dir.mkdir(parents=True)
     (child.dir / "summary.json").write_text(json.dumps({"state": "finished", **figures}))
     return child
@@ -130,7 +130,7 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
             tmp_path, 0, 1, **first, validation_loss=3.0, first_step_at=101.0, last_step_at=111.0, evaluation_s=0.0
         ),
         written(tmp_path, 1, 0, tokens=2000, inner_steps=11, outer_rounds=3, replica_std=0.3, validation_loss=None),
-        Child(tmp_path, 1, 1),
+        NodeProcess(tmp_path, 1, 1),
     ]
     told = swarm_summary.summarise(nodes, RunManifest(stages=2, start_replicas=2, steps=10), 4, 30.0)
     assert (told["stages"], told["replicas"], told["steps"], told["resumed_from_step"]) == (2, 2, 10, 4)
@@ -160,7 +160,7 @@ def test_a_node_that_will_not_end_is_killed_with_what_it_started(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(node_process, "KILL_AFTER_S", 0.2)
-    node = Child(tmp_path / "run", 0, 0)
+    node = NodeProcess(tmp_path / "run", 0, 0)
     node.start([], {**os.environ, "STUBBORN_DIR": str(tmp_path)})
     give_up_at = time.monotonic() + 10
     while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().endswith("\n"):
@@ -206,8 +206,8 @@ def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, flo
         ("noloco_device_seconds_total", {}, busy),
         ("noloco_idle_seconds_total", {"cause": "partner"}, at / 10),
     )
-    endpoints = Endpoints(f"peer-{pid}", "run", pid, (), "")
-    return pipeline.Moment(endpoints, Reading(at, samples), cpu_seconds.CpuSeconds(cpu_s, 0.0), 3 * at)
+    endpoints = NodeEndpoints(f"peer-{pid}", "run", pid, (), "")
+    return pipeline.Moment(endpoints, MetricsReading(at, samples), cpu_seconds.CpuSeconds(cpu_s, 0.0), 3 * at)
 
 
 def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.MonkeyPatch) -> None:

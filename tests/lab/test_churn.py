@@ -15,7 +15,7 @@ from noloco_p2p.lab.bench import churn, churn_stats, churn_watch
 from noloco_p2p.lab.bench.churn_result import loss_ratio, rounds_lost
 from noloco_p2p.lab.bench.churn_stats import Life, Line
 from noloco_p2p.lab.bench.node_fleet import Fleet, Node
-from noloco_p2p.launch.node_process import Child
+from noloco_p2p.launch.node_process import NodeProcess
 
 
 def lines(*steps: tuple[float, int, Sequence[str]]) -> list[Line]:
@@ -204,9 +204,9 @@ def test_a_node_that_ends_by_itself_is_told(tmp_path: Path, monkeypatch: pytest.
 def test_who_hangs_and_who_only_came_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
-    monkeypatch.setattr(Child, "running", property(lambda child: child.name in running))
-    monkeypatch.setattr(Child, "exit_code", property(lambda child: None if child.name in running else 0))
-    monkeypatch.setattr(Child, "read_metrics", lambda child: None)
+    monkeypatch.setattr(NodeProcess, "running", property(lambda child: child.name in running))
+    monkeypatch.setattr(NodeProcess, "exit_code", property(lambda child: None if child.name in running else 0))
+    monkeypatch.setattr(NodeProcess, "read_metrics", lambda child: None)
     running = {"0-0", "0-1", "1-0", "1-1"}
     fleet = Fleet(tmp_path, (2, 2), [], 1)
     fleet.back_s = [10.0]

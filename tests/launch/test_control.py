@@ -17,7 +17,7 @@ from noloco_p2p.launch import control
 NODE = """
 import signal, sys
 from pathlib import Path
-from noloco_p2p.io.identity import KEY, Identity
+from noloco_p2p.io.dht.identity import KEY, Identity
 for number in (signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda n, _: print(signal.Signals(n).name, flush=True))
 identity = Identity.open(Path(sys.argv[1]) / KEY)

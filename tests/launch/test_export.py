@@ -18,7 +18,7 @@ from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import ByteTokenizer
-from noloco_p2p.launch.export import Order, run_export
+from noloco_p2p.launch.export import ExportOptions, run_export
 
 
 def weights_in(directory: Path) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"several runs.*{other.run_id[:12]} in {tmp_path / 'other'}"):
         exported([run, tmp_path / "other"], out)
     with pytest.raises(ConfigError, match="either --join ADDR"):
-        run_export(Order(("/ip4/127.0.0.1/tcp/1/p2p/x",), (run,), out, True, True, None))
+        run_export(ExportOptions(("/ip4/127.0.0.1/tcp/1/p2p/x",), (run,), out, True, True, None))
     with pytest.raises(ConfigError, match="tokenizer_dir is set"):
         exported(run, out, tokenizer_dir=str(tmp_path))
     assert sorted(found.name for found in tmp_path.iterdir()) == ["other", "run"]

@@ -79,7 +79,7 @@ class NodeProcess:
 
         wait_until(alive_and, f"{what} of {self.dir}")
 
-    def endpoints(self) -> node_probe.Endpoints:
+    def endpoints(self) -> node_probe.NodeEndpoints:
         """Who it is and where it can be reached, waited for; not what a process before it told."""
 
         def told() -> bool:

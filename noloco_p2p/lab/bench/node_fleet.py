@@ -18,8 +18,8 @@ from typing import Any
 
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.bench.churn_stats import Line, events, parsed
-from noloco_p2p.launch.node_probe import Reading
-from noloco_p2p.launch.node_process import Child
+from noloco_p2p.launch.node_probe import MetricsReading
+from noloco_p2p.launch.node_process import NodeProcess
 
 START_S = 240.0
 """For the first node to be reachable."""
@@ -35,7 +35,7 @@ class Node:
     """One place in the swarm: its process of now, and what earlier ones counted."""
 
     def __init__(self, run_dir: Path, stage: int, replica: int) -> None:
-        self.child = Child(run_dir, stage, replica)
+        self.child = NodeProcess(run_dir, stage, replica)
         self.name, self.stage = self.child.name, stage
         self.started_at = 0.0
         self.moved_at = 0.0
@@ -46,7 +46,7 @@ class Node:
         """Its last process was killed by us."""
         self.stopped_until: float | None = None
         self.restart_at: float | None = None
-        self.reading: Reading | None = None
+        self.reading: MetricsReading | None = None
         self.counts: dict[str, Counter[str]] = {figure: Counter() for figure in COUNTERS}
 
     @property

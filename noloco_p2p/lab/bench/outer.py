@@ -31,7 +31,8 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
-from noloco_p2p.lab.bench.transport import PEER, RUN, Silent
+from noloco_p2p.lab.bench.transport import PEER, RUN
+from noloco_p2p.launch.observer import NullTelemetry
 from noloco_p2p.ports import Body
 
 SHAPES = {"1M": (16, 256), "50M": (12, 2048)}
@@ -83,7 +84,7 @@ class Far:
 
 async def serve(size: str) -> None:
     """The far process: prints its port, serves until its standard input ends."""
-    transport = GrpcTransport(PEER, RUN, ListenSettings(), Silent(), 1 << 20)
+    transport = GrpcTransport(PEER, RUN, ListenSettings(), NullTelemetry(), 1 << 20)
     await transport.serve(Far(size))
     print(transport.port, flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -128,7 +129,7 @@ class Counter:
 
 async def rounds(size: str, port: int) -> dict[str, Any]:
     """Medians of ROUNDS outer rounds after one to warm up, then the bytes of one pull."""
-    mine = GrpcTransport(NEAR, RUN, ListenSettings(), Silent(), 1 << 20)
+    mine = GrpcTransport(NEAR, RUN, ListenSettings(), NullTelemetry(), 1 << 20)
     weights = slow_weights(size, 2)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{port}",))
     seconds: dict[str, list[float]] = {"freeze": [], "pull": [], "merge": [], "round": []}
@@ -162,7 +163,7 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
     """Bytes on the connection, both ways and with its set-up, of one pull."""
     counter = Counter(port)
     server, counting_port = await counter.open()
-    counted = GrpcTransport(NEAR, RUN, ListenSettings(), Silent(), 1 << 20)
+    counted = GrpcTransport(NEAR, RUN, ListenSettings(), NullTelemetry(), 1 << 20)
     await counted.fetch_snapshot(Advert(PEER, RUN, 1, (f"127.0.0.1:{counting_port}",)), 1, 1, 0.0, WAIT_S, specs)
     await counted.close()
     server.close()

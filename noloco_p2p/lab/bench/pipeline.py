@@ -36,8 +36,8 @@ METRICS_TIMEOUT_S = 5.0
 class Moment:
     """One node at one moment."""
 
-    endpoints: node_probe.Endpoints
-    metrics: node_probe.Reading
+    endpoints: node_probe.NodeEndpoints
+    metrics: node_probe.MetricsReading
     cpu: cpu.CpuSeconds | None
     machine: float | None
     """CPU seconds of everything on the machine."""

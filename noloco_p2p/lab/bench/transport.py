@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 
 import torch
 import uvloop
@@ -39,6 +39,7 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
 from noloco_p2p.lab.bench import bare_links
+from noloco_p2p.launch.observer import NullTelemetry
 from noloco_p2p.ports import Body
 
 MIB = 1 << 20
@@ -56,17 +57,6 @@ PEER = "server"
 """The far node's peer id."""
 WAIT_S = 60.0
 """Longest time for any one step; a process that is silent for longer is ended."""
-
-
-class Silent:
-    """Telemetry that nobody watches."""
-
-    def event(self, kind: str, /, **fields: object) -> None:
-        """Nothing."""
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Nothing."""
-        return nullcontext()
 
 
 def landed(tensor: HostTensor) -> torch.Tensor:
@@ -131,7 +121,7 @@ class Far:
 
 async def serve() -> None:
     """The far process: prints its two ports, serves until its standard input ends."""
-    transport = GrpcTransport(PEER, RUN, ListenSettings(), Silent(), 2 * TENSOR_BYTES)
+    transport = GrpcTransport(PEER, RUN, ListenSettings(), NullTelemetry(), 2 * TENSOR_BYTES)
     await transport.serve(Far())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -145,7 +135,7 @@ async def serve() -> None:
 
 async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, float]:
     """All figures but gloo's, against a far process that listens at these ports (gRPC, bare TCP)."""
-    mine = GrpcTransport("client", RUN, ListenSettings(), Silent(), 2 * TENSOR_BYTES)
+    mine = GrpcTransport("client", RUN, ListenSettings(), NullTelemetry(), 2 * TENSOR_BYTES)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{ports[0]}",))
     expected = tuple(TensorSpec(f"slow/{i}", "float32", (TENSOR_BYTES // 4,)) for i in range(SNAPSHOT_TENSORS))
     _, view = bare_links.tensor_and_bytes(TENSOR_BYTES)

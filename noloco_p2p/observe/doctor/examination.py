@@ -19,8 +19,8 @@ from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2p
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch import control, join_file, run_files, settings
-from noloco_p2p.launch.live_collection import Silent
 from noloco_p2p.launch.node_probe import HOME
+from noloco_p2p.launch.observer import NullTelemetry
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.bandwidth_probe import Gauge
 from noloco_p2p.observe.diagnosis import diagnose
@@ -36,7 +36,7 @@ class Order:
     """What the command line asks for."""
 
     join: tuple[str, ...]
-    given: settings.Given
+    given: settings.Overrides
     dir: Path | None
     as_json: bool
 
@@ -197,7 +197,7 @@ class _Visit:
     async def _check_reached(self, manifest: RunManifest) -> None:
         """Listen where the node would, and be dialled back."""
         libp2p, listen = self._libp2p, self._listen
-        transport = GrpcTransport(libp2p.peer_id, manifest.run_id, listen, Silent(), 0)
+        transport = GrpcTransport(libp2p.peer_id, manifest.run_id, listen, NullTelemetry(), 0)
         try:
             await transport.listen()
             host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])

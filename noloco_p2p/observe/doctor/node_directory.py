@@ -4,7 +4,7 @@ from pathlib import Path
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import control, node_probe
-from noloco_p2p.launch.node_probe import HOME, Endpoints
+from noloco_p2p.launch.node_probe import HOME, NodeEndpoints
 from noloco_p2p.observe import health_check
 from noloco_p2p.observe.diagnosis.findings import short
 from noloco_p2p.observe.doctor.doctor_report import Telling, in_time
@@ -13,7 +13,7 @@ HEALTH_S = 6.0
 """Longest wait for a node's word about its health: it answers from a thread of its own."""
 
 
-async def check_home(telling: Telling, directory: Path) -> list[Endpoints]:
+async def check_home(telling: Telling, directory: Path) -> list[NodeEndpoints]:
     """The nodes whose directory this is, or that have theirs just below it; returns those that run."""
     node_dirs = list(control.node_dirs(directory))
     if not node_dirs:
@@ -32,7 +32,7 @@ async def check_home(telling: Telling, directory: Path) -> list[Endpoints]:
     return running
 
 
-def _tell_ended(telling: Telling, node_dir: Path, endpoints: Endpoints | None) -> None:
+def _tell_ended(telling: Telling, node_dir: Path, endpoints: NodeEndpoints | None) -> None:
     """Of a node that does not run: how it ended."""
     summary = node_probe.read_json(node_dir / node_probe.SUMMARY)
     written = _age_order(node_dir)
@@ -53,7 +53,7 @@ def _age_order(node_dir: Path) -> bool:
     return ended >= told
 
 
-async def _check_health(telling: Telling, node_dir: Path, endpoints: Endpoints) -> None:
+async def _check_health(telling: Telling, node_dir: Path, endpoints: NodeEndpoints) -> None:
     who = f"{node_dir}: node {short(endpoints.peer_id)} (process {endpoints.pid})"
     try:
         with telling.step(f"asking the node of {node_dir} how it is"):

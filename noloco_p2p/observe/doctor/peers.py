@@ -78,7 +78,7 @@ async def dial(telling: Telling, libp2p: Libp2p, targets: Sequence[JoinAddress])
 
 
 async def ask_run(
-    telling: Telling, libp2p: Libp2p, given: settings.Given
+    telling: Telling, libp2p: Libp2p, given: settings.Overrides
 ) -> tuple[RunManifest | None, dict[PeerId, float]]:
     """(the run of those who were joined, how far each one's clock is ahead of ours, seconds); faults are told."""
     manifest, ahead = None, {}
@@ -111,7 +111,7 @@ async def _manifest(libp2p: Libp2p, peer: PeerId) -> tuple[bytes, float]:
     return received, theirs - (before + adverts.dht_time()) / 2
 
 
-def _check_agrees(telling: Telling, given: settings.Given, manifest: RunManifest, peer: PeerId) -> None:
+def _check_agrees(telling: Telling, given: settings.Overrides, manifest: RunManifest, peer: PeerId) -> None:
     """The settings given here against the swarm's."""
     if not given.names_the_run:
         return
