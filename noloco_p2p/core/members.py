@@ -34,7 +34,8 @@ FAILURES_TO_DESERT = 2
 """A stage whose replicas have all failed so often in a row, with no answer since, is as good as without any."""
 
 READS_TO_VANISH = 2
-"""A peer that is missing in this many successive readings is gone; one reading of a DHT can miss somebody."""
+"""A peer whose advert has expired and that is missing in this many successive readings is gone. Until then a reading
+that misses it is a bad reading: a loaded DHT gives some for seconds, and a node that leaves says so."""
 
 TRAINING = frozenset({"training"})
 READY = frozenset({"waiting", "syncing", "training"})
@@ -133,7 +134,8 @@ class Members:
                 self._missed.pop(peer, None)
                 continue
             self._missed[peer] = self._missed.get(peer, 0) + bool(listed)
-            if self._missed[peer] >= READS_TO_VANISH or now - advert.announced_at > 3 * self._ttl_s:
+            age_s = now - advert.announced_at
+            if (self._missed[peer] >= READS_TO_VANISH and age_s > self._ttl_s) or age_s > 3 * self._ttl_s:
                 self._forget(peer)
 
     def _forget(self, peer: PeerId) -> None:

@@ -40,15 +40,25 @@ def test_every_state_and_event(state: str, event: str) -> None:
             next_state(state, event)
 
 
-def test_an_empty_reading_wipes_nothing_and_a_missing_peer_goes_after_two() -> None:
+def test_an_empty_reading_wipes_nothing_and_a_missing_peer_goes_once_its_advert_has_expired() -> None:
     members = Members("me", ttl_s=30)
     read(members, [advert("a"), advert("b"), advert("me")], now=0)
     read(members, [], now=1)
     read(members, [advert("me")], now=2)
     assert [a.peer_id for a in members.all()] == ["a", "b"]
-    read(members, [advert("b")], now=3)
+    for now in (3, 4, 5, 30):
+        read(members, [advert("b")], now=now)
+        assert [a.peer_id for a in members.all()] == ["a", "b"], "its advert of 0 s lives for 30 s"
+    read(members, [advert("b")], now=31)
+    assert [a.peer_id for a in members.all()] == ["b"]
+
+
+def test_a_single_reading_that_misses_somebody_with_an_expired_advert_is_not_believed() -> None:
+    members = Members("me", ttl_s=30)
+    read(members, [advert("a"), advert("b")], now=0)
+    read(members, [advert("b")], now=40)
     assert [a.peer_id for a in members.all()] == ["a", "b"]
-    read(members, [advert("b")], now=4)
+    read(members, [advert("b")], now=41)
     assert [a.peer_id for a in members.all()] == ["b"]
 
 
