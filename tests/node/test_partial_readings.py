@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from short_runs import LIMITS, manifest_for
@@ -44,8 +45,8 @@ def run_with(hidden: Sequence[tuple[PeerId, PeerId]]) -> Outcome:
     swarm = Swarm(plan)
     swarm.registry = registry = PartialRegistry()
     for number, pair in enumerate(hidden):
-        swarm.at(2.0 + 2.0 * number, lambda pair=pair: setattr(registry, "hidden", pair))
-        swarm.at(3.0 + 2.0 * number, lambda: setattr(registry, "hidden", None))
+        swarm.at(2.0 + 2.0 * number, partial(setattr, registry, "hidden", pair))
+        swarm.at(3.0 + 2.0 * number, partial(setattr, registry, "hidden", None))
     return swarm.run()
 
 
