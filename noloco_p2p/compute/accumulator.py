@@ -14,7 +14,7 @@ from noloco_p2p.core.messages import MicrobatchId
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class CountedMicrobatch:
     """A microbatch that counted in the current inner step."""
 
     microbatch: MicrobatchId
@@ -22,7 +22,7 @@ class Added:
     loss_sum: float
 
 
-class Accumulator:
+class GradientAccumulator:
     """Gradients of the summed loss, in `.grad` of the parameters, which stays allocated."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -30,7 +30,7 @@ class Accumulator:
         self._grads = [torch.zeros_like(parameter) for parameter in parameters]
         self._holds = False
         self._spent = SpentIds()
-        self.added: list[Added] = []
+        self.added: list[CountedMicrobatch] = []
         """In the order in which the gradients were added."""
         for parameter, grad in zip(parameters, self._grads, strict=True):
             parameter.grad = grad
@@ -39,7 +39,7 @@ class Accumulator:
         """It has been added before, in this step or an earlier one."""
         return microbatch in self._spent
 
-    def add(self, added: Added, grads: Sequence[Tensor | None]) -> None:
+    def add(self, added: CountedMicrobatch, grads: Sequence[Tensor | None]) -> None:
         """Spend the id and add its gradients, one per parameter (None: it does not reach that one), or none at all."""
         self._spent.spend(added.microbatch)
         self.added.append(added)

@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 @dataclass(order=True, slots=True)
-class Job:
+class DeviceCall:
     """A call in the queue. `future` is None when nobody waits for it."""
 
     priority: int
@@ -49,7 +49,7 @@ class Device:
     """One thread and its priority queue. `call` from an event loop, `post` from anywhere."""
 
     def __init__(self, name: str) -> None:
-        self._queue: list[Job] = []
+        self._queue: list[DeviceCall] = []
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._closed = False
@@ -99,11 +99,11 @@ class Device:
         with self._wake:
             if self._closed:
                 return False
-            heapq.heappush(self._queue, Job(priority, next(self._numbers), work, *rest))
+            heapq.heappush(self._queue, DeviceCall(priority, next(self._numbers), work, *rest))
             self._wake.notify()
         return True
 
-    def _next(self) -> Job | None:
+    def _next(self) -> DeviceCall | None:
         """The most urgent job, waited for; None when closed."""
         with self._wake:
             while not self._queue and not self._closed:
@@ -145,7 +145,7 @@ def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *
             raise
 
 
-def _deliver(job: Job, result: Any, error: BaseException | None) -> None:
+def _deliver(job: DeviceCall, result: Any, error: BaseException | None) -> None:
     """On the loop: hand the outcome to the waiter, or, when it is gone, the result to `lost`."""
     if job.future is None:
         return

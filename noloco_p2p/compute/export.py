@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, model_family
-from noloco_p2p.compute.model import outline
+from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, Snapshot, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, Violation
@@ -95,7 +95,7 @@ def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Pat
 
 def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
     """The model class without memory, with its tied weights tied. Raises ConfigError."""
-    causal = outline(
+    causal = meta_stage_module(
         model_family.checked_config(manifest), index, stages, dtype=host_tensor.DTYPES[manifest.compute_dtype]
     ).causal
     if getattr(causal.config, "tie_word_embeddings", False):

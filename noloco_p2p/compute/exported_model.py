@@ -17,7 +17,7 @@ from noloco_p2p.core.messages import Batch, LossSum
 from noloco_p2p.errors import ConfigError
 
 
-class TrainedModel:
+class ExportedModel:
     """A causal language model of transformers. See `load`."""
 
     def __init__(self, causal: Any, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class TrainedModel:
         self._device = device
 
     @classmethod
-    def load(cls, directory: Path, device: str = "auto") -> "TrainedModel":
+    def load(cls, directory: Path, device: str = "auto") -> "ExportedModel":
         """The model in `directory`, in float32. Raises ConfigError when there is none or a part of it is missing."""
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM

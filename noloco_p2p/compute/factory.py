@@ -8,7 +8,7 @@ import torch
 from noloco_p2p.compute import model_family
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.host_tensor import DTYPES
-from noloco_p2p.compute.model import make_slice
+from noloco_p2p.compute.model import make_stage_module
 from noloco_p2p.compute.model_size import check_fits
 from noloco_p2p.compute.selftest import check_architecture
 from noloco_p2p.compute.stage import TorchStage
@@ -41,7 +41,7 @@ def make_torch_stage(
     if self_test:
         check_architecture(config, manifest.stages, dtype)
     audit = None if audit_dir is None else _make_audit(Path(audit_dir), peer_id, audit_weights)
-    part = make_slice(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
+    part = make_stage_module(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
     if audit is not None:
         audit.initial(part.parameters)
     return TorchStage(part, manifest, peer_id, chosen, audit)

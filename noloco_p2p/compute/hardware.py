@@ -8,7 +8,7 @@ from noloco_p2p.compute.factory import pick_device
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class DeviceInfo:
     """A device that is here."""
 
     device: str
@@ -25,7 +25,7 @@ class Hardware:
     """That torch was built for; empty for a CPU build."""
 
 
-def hardware(device: str) -> Hardware:
+def hardware(device: str) -> DeviceInfo:
     """The device that a setting asks for. Raises LocalError when it is not here."""
     chosen = pick_device(device)
     name, free, total = "", 0, 0
@@ -33,4 +33,4 @@ def hardware(device: str) -> Hardware:
         name = torch.cuda.get_device_name(chosen)
         free, total = torch.cuda.mem_get_info(chosen)
     threads = torch.get_num_threads()
-    return Hardware(str(chosen), name, free, total, threads, torch.__version__, str(torch.version.cuda or ""))
+    return DeviceInfo(str(chosen), name, free, total, threads, torch.__version__, str(torch.version.cuda or ""))

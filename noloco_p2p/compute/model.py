@@ -25,11 +25,11 @@ INPUT_MODULES = frozenset(
 """Modules beside the layers, not embeddings, that work on stage 0's input; all others belong to the output."""
 
 
-Foreign = tuple[nn.Module, str, nn.Module]
+Replacement = tuple[nn.Module, str, nn.Module]
 """A child that another stage holds: its parent, its name there, and what stands in its place."""
 
 
-class PassThrough(nn.Module):
+class PassthroughLayer(nn.Module):
     """Stands for a layer, norm or projection of another stage."""
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
@@ -37,7 +37,7 @@ class PassThrough(nn.Module):
         return hidden_states
 
 
-class AddsNothing(nn.Module):
+class ZeroPositions(nn.Module):
     """Stands for the learned positions, which stage 0 has added already."""
 
     def forward(self, positions: Tensor, *_: object, **__: object) -> Tensor:
@@ -46,7 +46,7 @@ class AddsNothing(nn.Module):
 
 
 @dataclass(frozen=True)
-class Slice:
+class StageModule:
     """One stage's part of the model, callable."""
 
     causal: Any
@@ -72,20 +72,20 @@ class Slice:
         return hidden
 
 
-def make_slice(config: Any, index: int, stages: int, *, seed: int, dtype: torch.dtype) -> Slice:
+def make_stage_module(config: Any, index: int, stages: int, *, seed: int, dtype: torch.dtype) -> StageModule:
     """Stage `index` of `stages` with its initial weights, in host memory, in `dtype`.
 
     Each tensor depends on the seed and its global name alone, not on the split. Raises ConfigError when the model's
     structure is not understood.
     """
-    part = outline(config, index, stages, dtype=dtype)
+    part = meta_stage_module(config, index, stages, dtype=dtype)
     part.causal.to_empty(device="cpu")
     _initialise(part.causal, seed)
     return _with_parameters(part.causal, index, part.counts)
 
 
-def outline(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> Slice:
-    """The slice without memory: all its tensors are on the meta device. Raises ConfigError as `make_slice`."""
+def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> StageModule:
+    """The slice without memory: all its tensors are on the meta device. Raises ConfigError as `make_stage_module`."""
     from transformers.initialization import no_init_weights
 
     try:
@@ -103,18 +103,18 @@ def outline(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> Slic
     return _with_parameters(causal, index, counts)
 
 
-def _with_parameters(causal: Any, index: int, counts: tuple[int, ...]) -> Slice:
+def _with_parameters(causal: Any, index: int, counts: tuple[int, ...]) -> StageModule:
     config, parameters = causal.config, dict(causal.named_parameters())
-    return Slice(causal, index, len(counts), config.hidden_size, config.vocab_size, parameters, counts)
+    return StageModule(causal, index, len(counts), config.hidden_size, config.vocab_size, parameters, counts)
 
 
-def _count_without(causal: Any, foreign: list[Foreign]) -> int:
+def _count_without(causal: Any, foreign: list[Replacement]) -> int:
     """The model's parameters, each counted once, less those of the children that are replaced."""
     away = {parameter for parent, name, _ in foreign for parameter in getattr(parent, name).parameters()}
     return sum(parameter.numel() for parameter in causal.parameters() if parameter not in away)
 
 
-def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Foreign]:
+def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacement]:
     """What stage `index` does not own, and what is to stand in its place. Raises ConfigError."""
     names = {module: name for name, module in causal.named_modules()}
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
@@ -127,22 +127,22 @@ def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Foreign]
     first, last = index == 0, index == stages - 1
     mine = model_family.layer_ranges(config.num_hidden_layers, stages)[index]
     others = [number for number in range(config.num_hidden_layers) if number not in mine]
-    found: list[Foreign] = [(stacks[0], str(number), PassThrough()) for number in others]
+    found: list[Replacement] = [(stacks[0], str(number), PassthroughLayer()) for number in others]
     stand_in: nn.Module
     for name, module in list(decoder.named_children()):
         if module is stacks[0] or not ("norm" in name or any(True for _ in module.parameters())):
             continue
         if module is embedding or name in INPUT_MODULES:
-            owned, stand_in = first, PassThrough()
+            owned, stand_in = first, PassthroughLayer()
         elif isinstance(module, nn.Embedding):
-            owned, stand_in = first, AddsNothing()
+            owned, stand_in = first, ZeroPositions()
         else:
-            owned, stand_in = last, PassThrough()
+            owned, stand_in = last, PassthroughLayer()
         if not owned:
             found.append((decoder, name, stand_in))
     if not last:
         path, _, name = names[head].rpartition(".")
-        found.append((causal.get_submodule(path), name, PassThrough()))
+        found.append((causal.get_submodule(path), name, PassthroughLayer()))
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 
 from noloco_p2p.compute import model_family as family
 from noloco_p2p.compute.host_tensor import DTYPES
-from noloco_p2p.compute.model import outline
+from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import LocalError
 
@@ -54,7 +54,7 @@ def _sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
     dtype = DTYPES[manifest.compute_dtype]
     ranges = family.layer_ranges(config.num_hidden_layers, manifest.stages)
     sizes = []
-    for index, parameters in enumerate(outline(config, 0, manifest.stages, dtype=dtype).counts):
+    for index, parameters in enumerate(meta_stage_module(config, 0, manifest.stages, dtype=dtype).counts):
         weights_bytes = parameters * dtype.itemsize
         copies = (DEVICE_COPIES * weights_bytes, HOST_COPIES * weights_bytes)
         sizes.append(StageSize(index, len(ranges[index]), parameters, *copies))

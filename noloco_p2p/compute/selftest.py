@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import model_family
-from noloco_p2p.compute.model import Slice, make_slice, outline
+from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
 from noloco_p2p.errors import ConfigError
 
 TOLERANCE = 1e-5
@@ -27,7 +27,7 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
         return
     try:
         small = model_family.small_config(config)
-        count = sum(parameter.numel() for parameter in outline(small, 0, 1, dtype=dtype).parameters.values())
+        count = sum(parameter.numel() for parameter in meta_stage_module(small, 0, 1, dtype=dtype).parameters.values())
         too_large = f"its heads are too wide to be tried: a small model has {count:,} parameters"
         reason = too_large if count > MOST_PARAMETERS else _difference(small, dtype)
     except model_family.FOREIGN_ERRORS as error:
@@ -42,8 +42,8 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
 def _difference(config: Any, dtype: torch.dtype) -> str | None:
     """How a one-layer-a-stage split differs from the whole, or None."""
     layers = config.num_hidden_layers
-    whole = make_slice(config, 0, 1, seed=0, dtype=dtype)
-    parts = [make_slice(config, index, layers, seed=0, dtype=dtype) for index in range(layers)]
+    whole = make_stage_module(config, 0, 1, seed=0, dtype=dtype)
+    parts = [make_stage_module(config, index, layers, seed=0, dtype=dtype) for index in range(layers)]
     names = [name for part in parts for name in part.parameters]
     if sorted(names) != sorted(whole.parameters):
         return "its parameters are not divided among the stages exactly once"
@@ -62,7 +62,7 @@ def _difference(config: Any, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _compare(whole: Slice, parts: list[Slice], tokens_BT: Tensor, mask: Tensor | None) -> str | None:
+def _compare(whole: StageModule, parts: list[StageModule], tokens_BT: Tensor, mask: Tensor | None) -> str | None:
     logits_BTV = whole(tokens_BT, mask)
     flow = tokens_BT
     for part in parts:
@@ -78,7 +78,7 @@ def _compare(whole: Slice, parts: list[Slice], tokens_BT: Tensor, mask: Tensor |
     return None
 
 
-def _gradients(logits_BTV: Tensor, weights: Tensor, part: Slice) -> dict[str, Tensor]:
+def _gradients(logits_BTV: Tensor, weights: Tensor, part: StageModule) -> dict[str, Tensor]:
     """Gradient of Σ weights·logits² for each parameter; zeros where it does not reach."""
     scalar = (weights * logits_BTV.square()).sum()
     grads = torch.autograd.grad(scalar, list(part.parameters.values()), retain_graph=True, materialize_grads=True)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, replica
-from noloco_p2p.compute.accumulator import Accumulator, Added, total_norm
+from noloco_p2p.compute.accumulator import CountedMicrobatch, GradientAccumulator, total_norm
 from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
-from noloco_p2p.compute.model import Slice
+from noloco_p2p.compute.model import StageModule
 from noloco_p2p.compute.slow_weights import SlowWeights
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import (
@@ -43,7 +43,7 @@ IGNORED = -100
 
 
 @dataclass(slots=True)
-class Graph:
+class KeptGraph:
     """What is kept between forward and backward."""
 
     leaf: Tensor
@@ -54,7 +54,12 @@ class TorchStage:
     """The real stage. Its methods raise what the port says, and torch's own errors (no memory)."""
 
     def __init__(
-        self, part: Slice, manifest: RunManifest, peer_id: PeerId, device: torch.device, audit: Audit | None = None
+        self,
+        part: StageModule,
+        manifest: RunManifest,
+        peer_id: PeerId,
+        device: torch.device,
+        audit: Audit | None = None,
     ) -> None:
         self._part = part
         self._manifest = manifest
@@ -66,10 +71,10 @@ class TorchStage:
         self._wire = host_tensor.DTYPES[manifest.wire_dtype]
         self._compute = host_tensor.DTYPES[manifest.compute_dtype]
         self._parameters = list(part.parameters.values())
-        self._sums = Accumulator(self._parameters)
+        self._sums = GradientAccumulator(self._parameters)
         self._adam = Adam(part.parameters, manifest.inner)
         self._slow = SlowWeights(part.parameters, manifest.outer)
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[int, KeptGraph] = {}
         self._handles = itertools.count(1)
         shape_BT = (manifest.microbatch_size, manifest.sequence_length)
         hidden = TensorSpec("hidden", manifest.wire_dtype, (*shape_BT, part.hidden_size))
@@ -96,7 +101,7 @@ class TorchStage:
         with self._autocast():
             hidden_BTD = self._part(leaf, self._mask_on_device(mask))
         graph = next(self._handles)
-        self._graphs[graph] = Graph(leaf, hidden_BTD)
+        self._graphs[graph] = KeptGraph(leaf, hidden_BTD)
         return graph, host_tensor.from_torch("hidden", self._to_host(hidden_BTD))
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
@@ -113,7 +118,9 @@ class TorchStage:
         if not (gradient.finite and isfinite(gradient.loss_sum) and host_tensor.is_finite(wire_BTD)):
             return self._nothing(microbatch)
         grad_BTD = self._to_device(wire_BTD).to(kept.hidden.dtype)
-        return self._contribute(Added(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD)
+        return self._contribute(
+            CountedMicrobatch(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD
+        )
 
     def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
@@ -124,7 +131,7 @@ class TorchStage:
         loss_sum = float(loss.detach())
         if not isfinite(loss_sum):
             return self._nothing(microbatch)
-        return self._contribute(Added(microbatch, tokens, loss_sum), leaf, loss, None)
+        return self._contribute(CountedMicrobatch(microbatch, tokens, loss_sum), leaf, loss, None)
 
     def discard(self, graph: int) -> None:
         """Free a graph that will not be used; unknown handles are ignored."""
@@ -203,7 +210,9 @@ class TorchStage:
         self._graphs.clear()
         self._sums.restart(theirs.spent)
 
-    def _contribute(self, added: Added, leaf: Tensor, output: Tensor, grad_output: Tensor | None) -> Contribution:
+    def _contribute(
+        self, added: CountedMicrobatch, leaf: Tensor, output: Tensor, grad_output: Tensor | None
+    ) -> Contribution:
         """Backward from `output`; gradients that are finite and whose id is not spent are added."""
         counted = not self._sums.is_spent(added.microbatch)
         wanted = ([] if self._first else [leaf]) + (self._parameters if counted else [])
@@ -225,7 +234,7 @@ class TorchStage:
         """A microbatch that was not finite: it is spent, with zero tokens, and adds no gradient."""
         counted = not self._sums.is_spent(microbatch)
         if counted:
-            self._sums.add(Added(microbatch, 0, 0.0), ())
+            self._sums.add(CountedMicrobatch(microbatch, 0, 0.0), ())
         zero = None
         if not self._first:
             zero = host_tensor.from_torch("grad", torch.zeros(self.state.hidden.shape, dtype=self._wire))

@@ -30,7 +30,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Capacities:
+class StageCapacities:
     """What each stage can do, and what one more replica of it is expected to do, in microbatches per second."""
 
     of_stage: tuple[float, ...]
@@ -51,7 +51,7 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
     return sum(values) / len(values) if values else otherwise
 
 
-def capacities(adverts: Iterable[Advert], stages: int) -> Capacities:
+def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
     """Of all stages. A replica that has not measured its speed counts as the mean of those that have."""
     counted = sorted((a for a in adverts if a.state in COUNTED and 0 <= a.stage < stages), key=lambda a: a.peer_id)
     overall = _mean([a.microbatches_per_s for a in counted if _measured(a)], 1.0)
@@ -62,7 +62,7 @@ def capacities(adverts: Iterable[Advert], stages: int) -> Capacities:
         of_stage.append(sum(a.microbatches_per_s if _measured(a) else expected for a in here))
         replicas.append(len(here))
         one_more.append(expected)
-    return Capacities(tuple(of_stage), tuple(replicas), tuple(one_more))
+    return StageCapacities(tuple(of_stage), tuple(replicas), tuple(one_more))
 
 
 def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
@@ -133,7 +133,7 @@ def move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float =
     return target, f"stage {target} can do {now.of_stage[target]:.3g} microbatches/s, mine {now.of_stage[me.stage]:.3g}"
 
 
-def _mover(everybody: Sequence[Advert], now: Capacities, target: int) -> Advert | None:
+def _mover(everybody: Sequence[Advert], now: StageCapacities, target: int) -> Advert | None:
     """Who should move to `target`: nobody, unless the slower of the two stages is well above what `target` is now."""
     wanted = LEAST_GAIN * now.of_stage[target]
     if now.of_stage[target] + now.one_more[target] < wanted:

@@ -16,7 +16,7 @@ NEAR_ROUNDS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightsSource:
     """Where weights can be had: of a living `peer`, from a `shard` (my checkpoint), from a `guardian`, or `fresh`.
 
     `wait`: a replica of my stage is about to go on with newer weights than I could find.
@@ -56,7 +56,7 @@ def least_newest(held: Iterable[Holding]) -> int | None:
 
 def sources(
     me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages: int, guarded: Holding | None = None
-) -> list[Source]:
+) -> list[WeightsSource]:
     """Where to look for the weights of my stage, best first; never empty.
 
     `own` are my checkpoints of this stage, `guarded` is what I hold of it as a guardian who comes to it now. With a
@@ -67,20 +67,20 @@ def sources(
     living = sorted((a for a in mates if a.state in TRAINED), key=lambda a: (-a.outer_round, a.peer_id))
     if living:
         ahead = living[0].outer_round
-        pulls = [Source("peer", "a living replica has it", peer) for peer in living]
+        pulls = [WeightsSource("peer", "a living replica has it", peer) for peer in living]
         near = [_shard(h, "hardly behind the others") for h in shards[:1] if ahead - h.round <= NEAR_ROUNDS]
         return near + pulls
     limit = common_round([me, *others], stages)
     strangers = [a for a in others if a.stage != me.stage]
-    guards = [Source("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers)]
+    guards = [WeightsSource("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers)]
     if guarded is not None:
-        guards.append(Source("guardian", "guarded by this node", holding=guarded))
+        guards.append(WeightsSource("guardian", "guarded by this node", holding=guarded))
     return _of_a_lost_stage(me.stage, shards, guards, mates, limit)
 
 
 def _of_a_lost_stage(
-    stage: int, shards: Sequence[Holding], guards: Sequence[Source], mates: Sequence[Advert], limit: int | None
-) -> list[Source]:
+    stage: int, shards: Sequence[Holding], guards: Sequence[WeightsSource], mates: Sequence[Advert], limit: int | None
+) -> list[WeightsSource]:
     """Nobody of my stage trains: the newest weights that there are.
 
     Checkpoints count up to the round from which all stages can go on together: everybody may have been stopped at once.
@@ -95,16 +95,16 @@ def _of_a_lost_stage(
     best = found[0].holding.round if found and found[0].holding else -1 - NEAR_ROUNDS
     theirs = [h.round for a in mates for h in a.holds if h.stage == stage and fits(h)]
     if theirs and max(theirs) - best > NEAR_ROUNDS:
-        return [Source("wait", f"another node has round {max(theirs)} of stage {stage}")]
+        return [WeightsSource("wait", f"another node has round {max(theirs)} of stage {stage}")]
     beyond = [_shard(h, "no older one is left") for h in reversed(shards) if not fits(h)]
-    return [*found, *beyond, Source("fresh", "nobody has its weights")]
+    return [*found, *beyond, WeightsSource("fresh", "nobody has its weights")]
 
 
-def _shard(holding: Holding, reason: str) -> Source:
-    return Source("shard", reason, holding=holding)
+def _shard(holding: Holding, reason: str) -> WeightsSource:
+    return WeightsSource("shard", reason, holding=holding)
 
 
-def _newest_first(source: Source) -> tuple[int, int, bool, str]:
+def _newest_first(source: WeightsSource) -> tuple[int, int, bool, str]:
     """A checkpoint before a guarded snapshot of the same round: it has the optimizer's state too."""
     assert source.holding is not None
     peer = source.peer.peer_id if source.peer else ""

@@ -8,16 +8,16 @@ import logging
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.identity import Identity
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.launch import join_file, run_files
 
 log = logging.getLogger("noloco_p2p")
 
 
-async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettings) -> Libp2p:
+async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettings) -> Libp2pDaemon:
     """The daemon; `join` is what `--join` says. A file among it is waited for, and read again while nobody answers.
 
-    A node that was here before needs none of them: it knows its run, and other peers. Raises what `Libp2p.open` does.
+    A node that was here before needs none of them: it knows its run, and other peers. Raises as `Libp2pDaemon.open`.
     """
     was_here = run_files.stored_manifest(identity.path.parent) is not None
     addresses = join_file.JoinAddresses(join, patience_s=join_file.PATIENCE_S if was_here else None)
@@ -35,8 +35,8 @@ async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettin
             return await _open(identity, listen, ())
 
 
-async def _open(identity: Identity, listen: ListenSettings, join: tuple[str, ...]) -> Libp2p:
-    return await Libp2p.open(
+async def _open(identity: Identity, listen: ListenSettings, join: tuple[str, ...]) -> Libp2pDaemon:
+    return await Libp2pDaemon.open(
         identity,
         host=listen.host,
         port=listen.dht_port,

@@ -6,7 +6,12 @@ from pathlib import Path
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, Violation
-from noloco_p2p.io.storage.checkpoint_format import Damaged, Shard, read_tensors, stored_shards
+from noloco_p2p.io.storage.checkpoint_format import (
+    DamagedCheckpoint,
+    StoredCheckpoint,
+    read_tensors,
+    stored_checkpoints,
+)
 from noloco_p2p.launch import run_files, settings
 from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights, Say
 from noloco_p2p.launch.progress import bar
@@ -29,7 +34,7 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
         try:
             stages = _read(manifest, used)
             break
-        except Damaged:  # gone meanwhile
+        except DamagedCheckpoint:  # gone meanwhile
             if attempt == ATTEMPTS - 1:
                 raise
     for line in _left_out(shards, used, one=one):
@@ -37,7 +42,7 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
     return CollectedWeights(manifest, round, stages)
 
 
-def newest_common(shards: Iterable[Shard], stages: int) -> int:
+def newest_common(shards: Iterable[StoredCheckpoint], stages: int) -> int:
     """The newest outer round of which every stage has a checkpoint. Raises ConfigError that says what is missing."""
     rounds: dict[int, set[int]] = {stage: set() for stage in range(stages)}
     for shard in shards:
@@ -53,9 +58,9 @@ def newest_common(shards: Iterable[Shard], stages: int) -> int:
     return max(common)
 
 
-def chosen(shards: Iterable[Shard], round: int, stages: int, *, one: bool) -> list[list[Shard]]:
+def chosen(shards: Iterable[StoredCheckpoint], round: int, stages: int, *, one: bool) -> list[list[StoredCheckpoint]]:
     """By stage, sorted by peer id: each peer's last checkpoint of that round, or only that of the lowest peer id."""
-    last: dict[tuple[int, PeerId], Shard] = {}
+    last: dict[tuple[int, PeerId], StoredCheckpoint] = {}
     for shard in shards:  # in the order in which they were saved
         if shard.manifest.round == round:
             last[shard.manifest.stage, shard.manifest.peer_id] = shard
@@ -63,13 +68,13 @@ def chosen(shards: Iterable[Shard], round: int, stages: int, *, one: bool) -> li
     return [mine[:1] for mine in used] if one else used
 
 
-def _found(directories: Sequence[Path]) -> list[Shard]:
+def _found(directories: Sequence[Path]) -> list[StoredCheckpoint]:
     """All checkpoints, each once. Raises ConfigError when a directory has none or they are of several runs."""
-    found: dict[Path, Shard] = {}
+    found: dict[Path, StoredCheckpoint] = {}
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"--from {directory}: there is no such directory")
-        here = stored_shards(directory)
+        here = stored_checkpoints(directory)
         if not here:
             raise ConfigError(f"--from {directory}: no whole checkpoint lies there or below")
         found.update({shard.path.resolve(): shard for shard in here})
@@ -80,7 +85,7 @@ def _found(directories: Sequence[Path]) -> list[Shard]:
     return sorted(found.values(), key=lambda shard: (shard.manifest.peer_id, shard.manifest.saved))
 
 
-def _manifest(shards: Sequence[Shard]) -> RunManifest:
+def _manifest(shards: Sequence[StoredCheckpoint]) -> RunManifest:
     """The run's manifest, from any of the nodes' directories. Raises LocalError."""
     run_id = shards[0].manifest.run_id
     for home in dict.fromkeys(_home(shard) for shard in shards):
@@ -100,13 +105,13 @@ def _manifest(shards: Sequence[Shard]) -> RunManifest:
     raise LocalError(f"{_home(shards[0]) / run_files.MANIFEST} {told}")
 
 
-def _home(shard: Shard) -> Path:
+def _home(shard: StoredCheckpoint) -> Path:
     """The directory of the node that wrote it."""
     return shard.path.parents[2]
 
 
-def _read(manifest: RunManifest, used: Sequence[Sequence[Shard]]) -> tuple[tuple[ReplicaWeights, ...], ...]:
-    """θ of every shard, verified. Raises Damaged, LocalError for tensors that are not those of the stage."""
+def _read(manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]) -> tuple[tuple[ReplicaWeights, ...], ...]:
+    """θ of every shard, verified. Raises DamagedCheckpoint, LocalError for tensors that are not those of the stage."""
     from noloco_p2p.compute import export
 
     stages = []
@@ -117,7 +122,7 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[Shard]]) -> tuple[tuple
             for shard in mine:
                 try:
                     tensors = read_tensors(shard, {"fast"})
-                except Damaged as error:
+                except DamagedCheckpoint as error:
                     if not shard.path.exists():
                         raise
                     raise LocalError(f"{error}; remove {shard.path} to use what else there is") from error
@@ -135,7 +140,9 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[Shard]]) -> tuple[tuple
     return tuple(stages)
 
 
-def _left_out(shards: Sequence[Shard], used: Sequence[Sequence[Shard]], *, one: bool) -> list[str]:
+def _left_out(
+    shards: Sequence[StoredCheckpoint], used: Sequence[Sequence[StoredCheckpoint]], *, one: bool
+) -> list[str]:
     """A line for each node that could have given a replica and gave none."""
     lines = []
     taken = {(shard.manifest.stage, shard.manifest.peer_id) for mine in used for shard in mine}

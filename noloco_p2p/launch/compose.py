@@ -23,9 +23,9 @@ from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import announced_host
 from noloco_p2p.io.dht.adverts import dht_time
-from noloco_p2p.io.dht.dht_supervisor import Offer, Presence
+from noloco_p2p.io.dht.dht_supervisor import RegisterHandlers, SupervisedDirectory
 from noloco_p2p.io.dht.identity import Identity
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
@@ -94,7 +94,7 @@ async def run(order: NodeOptions) -> None:
         await transport.listen()
         closing.push_async_callback(transport.close)
         known_path = order.dir / "known-peers.json"
-        presence = await Presence.open(
+        presence = await SupervisedDirectory.open(
             libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path, offer=_offer(manifest)
         )
         closing.push_async_callback(presence.close)
@@ -132,11 +132,11 @@ def _journal(directory: Path, me: Advert, run_name: str, stage: int | None) -> F
     return journal
 
 
-def _offer(manifest: RunManifest) -> Offer:
+def _offer(manifest: RunManifest) -> RegisterHandlers:
     """What this node answers over libp2p beside the DHT: the manifest, and whether a joining node can be reached."""
 
-    async def offer(libp2p: Libp2p) -> None:
-        await joining.offer_manifest(libp2p, manifest.canonical_json())
+    async def offer(libp2p: Libp2pDaemon) -> None:
+        await joining.serve_manifest(libp2p, manifest.canonical_json())
         await joining.serve_dial_back(
             libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
         )
@@ -170,7 +170,7 @@ def _try_model(manifest: RunManifest) -> None:
     gc.freeze()
 
 
-async def _joined_run(order: NodeOptions, libp2p: Libp2p, local: NodeConfig) -> RunManifest:
+async def _joined_run(order: NodeOptions, libp2p: Libp2pDaemon, local: NodeConfig) -> RunManifest:
     """The manifest of a peer that a join address authenticates, or, when none of them can tell, that of before."""
     manifest, failure = run_files.stored_manifest(order.dir), None
     for joined in libp2p.joined:
@@ -207,7 +207,7 @@ def _node(
     advert: Advert,
     manifest: RunManifest,
     asked: tuple[NodeOptions, NodeConfig],
-    ports: tuple[GrpcTransport, Presence, PrometheusTelemetry],
+    ports: tuple[GrpcTransport, SupervisedDirectory, PrometheusTelemetry],
     data: Batches | None,
     imports: asyncio.Task[None],
 ) -> Node:
@@ -239,7 +239,7 @@ def _node(
     return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
 
 
-async def _until_the_end(node: Node, presence: Presence) -> None:
+async def _until_the_end(node: Node, presence: SupervisedDirectory) -> None:
     """The node's life, unless its libp2p daemon cannot be kept alive."""
     life = asyncio.create_task(node.run())
     kept = asyncio.create_task(presence.keep(lambda message: node.trouble("libp2p", message)))

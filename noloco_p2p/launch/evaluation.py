@@ -75,14 +75,14 @@ def tell(figures: dict[str, Any]) -> list[str]:
 def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str) -> str:
     """What the merged model says after `prompt`: at most `tokens` ids, fewer when it ends the text. ConfigError."""
     from noloco_p2p.compute import export
-    from noloco_p2p.compute.exported_model import TrainedModel, load_decoder
+    from noloco_p2p.compute.exported_model import ExportedModel, load_decoder
 
     manifest, _ = read_record(out)
     export.quiet()
     tokenizer = _tokenizer(manifest, out)
     decode = load_decoder(out)
     given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]
-    model = TrainedModel.load(out, device)
+    model = ExportedModel.load(out, device)
     ids: list[int] = []
     with bar("generating", tokens) as done:
         for one in itertools.islice(model.continuation(given, manifest.sequence_length, temperature, seed), tokens):
@@ -95,9 +95,9 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
 
 def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) -> tuple[float, int]:
     """Nats per token over all microbatches, and the number of tokens."""
-    from noloco_p2p.compute.exported_model import TrainedModel
+    from noloco_p2p.compute.exported_model import ExportedModel
 
-    model = TrainedModel.load(directory, device)
+    model = ExportedModel.load(directory, device)
     nats, tokens = 0.0, 0
     for batch in batches:
         one = model.loss(batch)
@@ -157,7 +157,7 @@ def _documents(files: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Ids]:
             stop = None if path.suffix == ".gz" else path.stat().st_size
         except OSError as error:
             raise LocalError(f"cannot read {name}: {error.strerror}") from error
-        piece = corpora.Piece(path, 0, stop, True)
+        piece = corpora.FileSpan(path, 0, stop, True)
         for document in corpora.FileCorpus([], [piece], tokenizer).held_out():
             yield document.ids
 

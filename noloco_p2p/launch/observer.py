@@ -12,7 +12,7 @@ from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import JoinAddress, local_host_towards
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import KEY, Identity
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.launch import settings
 
 
@@ -49,7 +49,7 @@ async def observing(join: Sequence[str]) -> AsyncIterator[Observer]:
         identity = Identity.open(home / KEY)
         closing.callback(identity.close)
         here = local_host_towards(JoinAddress.parse(join[0]).host)
-        libp2p = await Libp2p.open(identity, host=here, port=0, join=join)
+        libp2p = await Libp2pDaemon.open(identity, host=here, port=0, join=join)
         closing.push_async_callback(libp2p.close)
         received, _ = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)
         manifest = settings.manifest_from_json(received)

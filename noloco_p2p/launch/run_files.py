@@ -15,7 +15,7 @@ from noloco_p2p.launch import node_probe, settings
 
 if TYPE_CHECKING:
     from noloco_p2p.core.messages import Advert
-    from noloco_p2p.io.dht.libp2p import Libp2p
+    from noloco_p2p.io.dht.libp2p import Libp2pDaemon
     from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
     from noloco_p2p.node.loop import Node
 
@@ -60,7 +60,7 @@ def _is_free(host: str, port: int) -> bool:
         return False
 
 
-def introduce(directory: Path, advert: "Advert", libp2p: "Libp2p", host: str) -> None:
+def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: str) -> None:
     """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`.
 
     `host` is where it listens: `noloco-node health` asks there, also where what is announced does not lead back here.

@@ -182,9 +182,9 @@ def wait_for_old_nodes(node_dirs: Sequence[Path], seconds: float = NODES_END_S) 
 
 def resume_point(plan: SwarmPlan, run_dir: Path) -> ResumePoint | None:
     """Where the run goes on from the checkpoints that lie in the directory; None without any. Raises LocalError."""
-    from noloco_p2p.io.storage.checkpoint_format import stored_shards
+    from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
-    return common_point(s.holding for s in stored_shards(run_dir) if s.manifest.run_id == plan.manifest.run_id)
+    return common_point(s.holding for s in stored_checkpoints(run_dir) if s.manifest.run_id == plan.manifest.run_id)
 
 
 def common_point(held: Iterable[Holding]) -> ResumePoint | None:

@@ -3,7 +3,7 @@
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Checkpoint, Holding
-from noloco_p2p.core.resume import Source
+from noloco_p2p.core.resume import WeightsSource
 from noloco_p2p.core.status import DATA, DISK
 from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.guardian import Guardian
@@ -37,7 +37,7 @@ class WeightRestorer:
         held = self._guardian.snapshot_of(self._seat.index)
         return None if held is None else Holding(self._seat.index, held.round, held.step)
 
-    async def tried(self, source: Source) -> bool:
+    async def tried(self, source: WeightsSource) -> bool:
         """Whether the source gave its weights; they are this replica's now."""
         seat = self._seat
         try:
@@ -60,7 +60,7 @@ class WeightRestorer:
 
     # --- the sources ------------------------------------------------------------------------------------------------
 
-    async def _from_peer(self, source: Source) -> None:
+    async def _from_peer(self, source: WeightsSource) -> None:
         """Everything of a living replica; partners may pull from here after the first whole outer interval.
 
         The clock is that of the others: they went on while the weights came, and under `balanced` they would wait for
@@ -84,7 +84,7 @@ class WeightRestorer:
                 mine = await seat.world.checkpoints.load(own[-1])
             await self.open_data(mine)
 
-    async def _from_shard(self, source: Source) -> bool:
+    async def _from_shard(self, source: WeightsSource) -> bool:
         """My own checkpoint, unless it turns out damaged."""
         seat = self._seat
         assert source.holding is not None
@@ -102,7 +102,7 @@ class WeightRestorer:
         await self.open_data(mine)
         return True
 
-    async def _from_guardian(self, source: Source) -> None:
+    async def _from_guardian(self, source: WeightsSource) -> None:
         """A lost stage's weights from who pulled them in time; the optimizer begins anew."""
         seat = self._seat
         theirs = self._guardian.snapshot_of(seat.index)

@@ -13,7 +13,7 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.transport import message_codec, servicer
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.channels import Channels
+from noloco_p2p.io.transport.channels import ChannelPool
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.grpc_errors import mapped
 
@@ -42,7 +42,7 @@ class Gauge:
 
     def __init__(self, me: PeerId, run_id: str) -> None:
         self._metadata = servicer.metadata(me, run_id)
-        self._channels = Channels()
+        self._channels = ChannelPool()
 
     async def close(self) -> None:
         """Close every connection."""

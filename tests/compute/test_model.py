@@ -110,10 +110,10 @@ def test_self_test_refuses_what_does_not(name: str) -> None:
 
 
 def test_self_test_notices_a_stage_that_adds_positions_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def add_one(_: model.AddsNothing, positions: torch.Tensor, *__: object) -> torch.Tensor:
+    def add_one(_: model.ZeroPositions, positions: torch.Tensor, *__: object) -> torch.Tensor:
         return positions.new_ones((), dtype=torch.float32)
 
-    monkeypatch.setattr(model.AddsNothing, "forward", add_one)
+    monkeypatch.setattr(model.ZeroPositions, "forward", add_one)
     with pytest.raises(ConfigError, match="gpt2 cannot be split over 2 stages: its logits differ"):
         selftest.check_architecture(small("gpt2"), 2, torch.float32)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from noloco_p2p.core.messages import Advert, Holding
-from noloco_p2p.core.resume import NEAR_ROUNDS, Source, common_round, run_has_begun, sources
+from noloco_p2p.core.resume import NEAR_ROUNDS, WeightsSource, common_round, run_has_begun, sources
 
 STAGES = 3
 
@@ -18,7 +18,7 @@ def held(stage: int, *rounds: int) -> tuple[Holding, ...]:
     return tuple(Holding(stage, round, 10 * round) for round in rounds)
 
 
-def told(found: list[Source]) -> list[tuple[str, str | int]]:
+def told(found: list[WeightsSource]) -> list[tuple[str, str | int]]:
     """(kind, peer id or round) of each source."""
     return [(s.kind, s.peer.peer_id if s.peer else s.holding.round if s.holding else "") for s in found]
 

@@ -13,7 +13,7 @@ from tokenizer_files import save_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from noloco_p2p.compute.exported_model import TrainedModel
+from noloco_p2p.compute.exported_model import ExportedModel
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum
@@ -116,7 +116,7 @@ def test_greedy_generation_is_that_of_the_whole_context(tmp_path: Path) -> None:
     save_swarm(manifest, tmp_path / "run", [1, 1])
     out = exported(tmp_path / "run", tmp_path / "out")
     model, ids = AutoModelForCausalLM.from_pretrained(out), [50, 60, 70]
-    continuation = TrainedModel.load(out, "cpu").continuation(ids, 16, 0.0, 0)
+    continuation = ExportedModel.load(out, "cpu").continuation(ids, 16, 0.0, 0)
     seen = list(ids)
     for _ in range(40):
         seen = seen[-8:] if len(seen) > 16 else seen

@@ -17,7 +17,7 @@ from noloco_p2p.config import ListenSettings, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
-from noloco_p2p.io.dht.join_handshake import offer_manifest
+from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights, better, common
 from noloco_p2p.launch.live_collection import chosen, from_swarm, next_target
@@ -76,7 +76,7 @@ async def swarm(home: Path, members: Sequence[Holder], manifest: RunManifest = M
             transport = GrpcTransport(libp2p.peer_id, manifest.run_id, ListenSettings(), Events(), 1 << 20)
             closing.push_async_callback(transport.close)
             await transport.serve(Node(hang, holder.give))
-            await offer_manifest(libp2p, manifest.canonical_json())
+            await serve_manifest(libp2p, manifest.canonical_json())
             holder.peer = libp2p.peer_id
             addresses = ("127.0.0.1:1" if holder.dead else f"127.0.0.1:{transport.port}",)
             mine = Advert(holder.peer, manifest.run_id, holder.stage.state.index, addresses, state="training")

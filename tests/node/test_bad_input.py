@@ -16,7 +16,7 @@ from noloco_p2p.cli.node import app
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 SOMEBODY = peer_id_of(bytes(range(32)))
 HASH = "0123456789abcdef" * 4
@@ -92,7 +92,7 @@ BAD_RUNS = {
 def test_a_run_that_cannot_be_is_refused_before_anybody_can_join(
     case: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Libp2p, "open", None)
+    monkeypatch.setattr(Libp2pDaemon, "open", None)
     arguments, told = BAD_RUNS[case]
     assert told in refused.one_line(*arguments)
 

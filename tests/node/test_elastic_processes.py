@@ -10,7 +10,7 @@ from pathlib import Path
 
 from processes import SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
 
-from noloco_p2p.io.storage.checkpoint_format import stored_shards
+from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
 ENDLESS = [*settings(steps="1000000", evaluation__every_steps="null"), *SMALL]
 EACH_ROUND = settings(checkpoint__every_rounds="1")
@@ -180,7 +180,7 @@ def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path
 
 def rounds_in(directory: Path) -> list[int]:
     """Outer rounds of the checkpoints in a node's directory."""
-    return [shard.manifest.round for shard in stored_shards(directory)]
+    return [shard.manifest.round for shard in stored_checkpoints(directory)]
 
 
 def reached(directory: Path, round: int) -> bool:
@@ -189,5 +189,5 @@ def reached(directory: Path, round: int) -> bool:
 
 def final(directory: Path) -> tuple[int, bytes]:
     """Round and bytes of the tensors of the newest checkpoint."""
-    newest = max(stored_shards(directory), key=lambda shard: shard.manifest.round)
+    newest = max(stored_checkpoints(directory), key=lambda shard: shard.manifest.round)
     return newest.manifest.round, newest.tensors_path.read_bytes()

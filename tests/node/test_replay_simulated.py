@@ -9,7 +9,7 @@ from audit_writer import MODELS
 from reference import TOLERANCE, Report, float64_rmsnorm, replay, require_variety
 from torch import Tensor
 
-from noloco_p2p.compute.accumulator import Accumulator, Added
+from noloco_p2p.compute.accumulator import CountedMicrobatch, GradientAccumulator
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest
@@ -98,30 +98,30 @@ def gradient_from_another_path(patch: pytest.MonkeyPatch) -> None:
 
 def lost(patch: pytest.MonkeyPatch) -> None:
     """One microbatch of one replica is noted and its gradients are not added."""
-    right = Accumulator.add
+    right = GradientAccumulator.add
 
-    def add(self: Accumulator, added: Added, grads: Sequence[Tensor | None]) -> None:
+    def add(self: GradientAccumulator, added: CountedMicrobatch, grads: Sequence[Tensor | None]) -> None:
         unlucky = added.microbatch[0::2] == (peer_id(0, 1), 4)
         right(self, added, [None if one is None else 0 * one for one in grads] if unlucky else grads)
 
-    patch.setattr(Accumulator, "add", add)
+    patch.setattr(GradientAccumulator, "add", add)
 
 
 def counted_twice(patch: pytest.MonkeyPatch) -> None:
     """The gradients of one microbatch of one replica are added twice."""
-    right = Accumulator.add
+    right = GradientAccumulator.add
 
-    def add(self: Accumulator, added: Added, grads: Sequence[Tensor | None]) -> None:
+    def add(self: GradientAccumulator, added: CountedMicrobatch, grads: Sequence[Tensor | None]) -> None:
         unlucky = added.microbatch[0::2] == (peer_id(0, 1), 4)
         right(self, added, [None if one is None else 2 * one for one in grads] if unlucky else grads)
 
-    patch.setattr(Accumulator, "add", add)
+    patch.setattr(GradientAccumulator, "add", add)
 
 
 def clip_over_the_whole_model(patch: pytest.MonkeyPatch) -> None:
     """The norm takes in that of the other stage (two of them, of about the same size)."""
-    right = Accumulator.mean
-    patch.setattr(Accumulator, "mean", lambda self, tokens, clip_norm: right(self, tokens, clip_norm / 2**0.5))
+    right = GradientAccumulator.mean
+    patch.setattr(GradientAccumulator, "mean", lambda self, tokens, clip_norm: right(self, tokens, clip_norm / 2**0.5))
 
 
 def adam_reset(patch: pytest.MonkeyPatch) -> None:
@@ -136,8 +136,10 @@ def adam_reset(patch: pytest.MonkeyPatch) -> None:
 
 
 def division_by_microbatches(patch: pytest.MonkeyPatch) -> None:
-    right = Accumulator.mean
-    patch.setattr(Accumulator, "mean", lambda self, tokens, clip_norm: right(self, 12 * len(self.added), clip_norm))
+    right = GradientAccumulator.mean
+    patch.setattr(
+        GradientAccumulator, "mean", lambda self, tokens, clip_norm: right(self, 12 * len(self.added), clip_norm)
+    )
 
 
 @pytest.mark.parametrize(

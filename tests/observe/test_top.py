@@ -22,7 +22,7 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Seen
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
-from noloco_p2p.io.dht.join_handshake import offer_manifest
+from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe import top
 from noloco_p2p.observe.diagnosis.findings import Report
@@ -254,7 +254,7 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
                 libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=tmp_path / "known.json"
             )
             closing.push_async_callback(directory.close)
-            await offer_manifest(libp2p, manifest.canonical_json())
+            await serve_manifest(libp2p, manifest.canonical_json())
             mine = with_advert(swarm(1, 1)["S0R0"], peer_id=libp2p.peer_id, run_id=manifest.run_id)
             served = closing.enter_context(_served({"S0R0": mine}))
             assert mine.advert is not None

@@ -13,7 +13,7 @@ import uvloop
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 RUN = "cd" * 32
 STRANGER = peer_id_of(bytes(range(32)))
@@ -22,10 +22,12 @@ STRANGER = peer_id_of(bytes(range(32)))
 @asynccontextmanager
 async def daemon(
     home: Path, *, port: int = 0, join: list[str] | None = None, metrics_port: int | None = None
-) -> AsyncIterator[Libp2p]:
+) -> AsyncIterator[Libp2pDaemon]:
     identity = Identity.open(home / "identity.key")
     try:
-        libp2p = await Libp2p.open(identity, host="127.0.0.1", port=port, join=join or [], metrics_port=metrics_port)
+        libp2p = await Libp2pDaemon.open(
+            identity, host="127.0.0.1", port=port, join=join or [], metrics_port=metrics_port
+        )
         try:
             yield libp2p
         finally:
@@ -36,7 +38,7 @@ async def daemon(
 
 @dataclass
 class Node:
-    libp2p: Libp2p
+    libp2p: Libp2pDaemon
     directory: HivemindDirectory
 
     def advert(self, **changes: Any) -> Advert:

@@ -41,16 +41,16 @@ READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error)
 """What gzip, pyarrow and datasets raise for files that are missing, cut short or not what they should be."""
 
 
-class Document(NamedTuple):
+class TokenizedDocument(NamedTuple):
     """Token ids, int32, and for padded kinds the attention mask, uint8, of the same length."""
 
     ids: Ids
     mask: npt.NDArray[np.uint8] | None = None
 
 
-Take = Callable[[], bool]
+TakeDocument = Callable[[], bool]
 
-EMPTY = Document(np.empty(0, np.int32))
+EMPTY = TokenizedDocument(np.empty(0, np.int32))
 
 
 class Corpus(Protocol):
@@ -60,19 +60,19 @@ class Corpus(Protocol):
     share: float
     """Probability with which a replica takes a document of a pass."""
 
-    def documents(self, unit: int, skip: int, take: Take) -> Iterator[Document]:
+    def documents(self, unit: int, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
         """The documents of a unit from the `skip`-th on; held-out ones and those not taken are empty.
 
         Asks `take` once for each of them. Raises LocalError.
         """
         ...
 
-    def held_out(self) -> Iterator[Document]:
+    def held_out(self) -> Iterator[TokenizedDocument]:
         """The held-out documents, in an order that is equal on all nodes. Raises LocalError."""
         ...
 
 
-class Piece(NamedTuple):
+class FileSpan(NamedTuple):
     """Part of a file: bytes start to stop, or all of a .gz file (stop None)."""
 
     path: Path
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 class FileCorpus:
     """Text files, encoded when they are read, with the tokenizer's EOS after each file."""
 
-    def __init__(self, train: list[Piece], held_out: list[Piece], tokenizer: Tokenizer) -> None:
+    def __init__(self, train: list[FileSpan], held_out: list[FileSpan], tokenizer: Tokenizer) -> None:
         self.units = len(train)
         only_from_start = any(piece.stop is None for piece in train)
         self.share = THIN_SHARE if only_from_start and len(train) < FEW_UNITS else 1.0
@@ -92,16 +92,16 @@ class FileCorpus:
         self._held_out = held_out
         self._tokenizer = tokenizer
 
-    def documents(self, unit: int, skip: int, take: Take) -> Iterator[Document]:
+    def documents(self, unit: int, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
         """One document per piece; a .gz file gives one for each MiB."""
         return self._read(self._train[unit], skip, take)
 
-    def held_out(self) -> Iterator[Document]:
+    def held_out(self) -> Iterator[TokenizedDocument]:
         """Held-out pieces, sorted by relative path."""
         for piece in self._held_out:
             yield from self._read(piece, 0, lambda: True)
 
-    def _read(self, piece: Piece, skip: int, take: Take) -> Iterator[Document]:
+    def _read(self, piece: FileSpan, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
         blocks = _plain(piece) if piece.stop is not None else _unpacked(piece.path)
         try:
             for text, last in itertools.islice(blocks, skip, None):
@@ -109,12 +109,12 @@ class FileCorpus:
         except READ_ERRORS as error:
             raise LocalError(f"{piece.path} cannot be read: {error}") from error
 
-    def _encode(self, text: bytes, last: bool) -> Document:
+    def _encode(self, text: bytes, last: bool) -> TokenizedDocument:
         ids = self._tokenizer.encode(text)
-        return Document(np.append(ids, np.int32(self._tokenizer.eos)) if last else ids)
+        return TokenizedDocument(np.append(ids, np.int32(self._tokenizer.eos)) if last else ids)
 
 
-def _plain(piece: Piece) -> Iterator[tuple[bytes, bool]]:
+def _plain(piece: FileSpan) -> Iterator[tuple[bytes, bool]]:
     with piece.path.open("rb") as file:
         file.seek(piece.start)
         yield file.read((piece.stop or 0) - piece.start), piece.last
@@ -192,7 +192,7 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
     return FileCorpus(train, held_out, tokenizer)
 
 
-def _pieces(path: Path, size: int, length: int) -> list[Piece]:
+def _pieces(path: Path, size: int, length: int) -> list[FileSpan]:
     if path.suffix == ".gz":
-        return [Piece(path, 0, None, True)]
-    return [Piece(path, at, min(at + length, size), at + length >= size) for at in range(0, size, length)]
+        return [FileSpan(path, 0, None, True)]
+    return [FileSpan(path, at, min(at + length, size), at + length >= size) for at in range(0, size, length)]

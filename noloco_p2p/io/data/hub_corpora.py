@@ -18,8 +18,8 @@ from noloco_p2p.io.data.corpora import (
     HELD_OUT_EVERY,
     READ_ERRORS,
     THIN_SHARE,
-    Document,
-    Take,
+    TakeDocument,
+    TokenizedDocument,
     matching,
 )
 from noloco_p2p.io.data.tokenizers import Tokenizer
@@ -28,25 +28,27 @@ from noloco_p2p.io.data.tokenizers import Tokenizer
 class StreamCorpus:
     """Rows of a streaming data set of the `datasets` library."""
 
-    def __init__(self, train: Any, validation: Any | None, encode: Callable[[dict[str, Any]], Document]) -> None:
+    def __init__(
+        self, train: Any, validation: Any | None, encode: Callable[[dict[str, Any]], TokenizedDocument]
+    ) -> None:
         self.units = int(train.num_shards)
         self.share = THIN_SHARE if self.units < FEW_UNITS else 1.0
         self._train = train
         self._validation = validation
         self._encode = encode
 
-    def documents(self, unit: int, skip: int, take: Take) -> Iterator[Document]:
+    def documents(self, unit: int, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
         """One document per row of the shard."""
         for document in self._read(self._train.shard(self.units, unit).skip(skip), take):
             yield EMPTY if self._validation is None and _is_held_out(document) else document
 
-    def held_out(self) -> Iterator[Document]:
+    def held_out(self) -> Iterator[TokenizedDocument]:
         """The validation split, or where there is none the rows with crc32(int32 ids) % 50 == 0, shard by shard."""
         if self._validation is not None:
             return self._read(self._validation, lambda: True)
         return filter(_is_held_out, self._read(self._train, lambda: True))
 
-    def _read(self, rows: Any, take: Take) -> Iterator[Document]:
+    def _read(self, rows: Any, take: TakeDocument) -> Iterator[TokenizedDocument]:
         try:
             for row in rows:
                 yield self._encode(row) if take() else EMPTY
@@ -58,7 +60,7 @@ def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _is_held_out(document: Document) -> bool:
+def _is_held_out(document: TokenizedDocument) -> bool:
     return zlib.crc32(document.ids.tobytes()) % HELD_OUT_EVERY == 0
 
 
@@ -66,8 +68,8 @@ def c4_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokenize
     """JSON lines with `text` (C4's layout): one document a row, with the tokenizer's EOS after it."""
     end = np.int32(tokenizer.eos)
 
-    def encode(row: dict[str, Any]) -> Document:
-        return Document(np.append(tokenizer.encode(row["text"].encode()), end))
+    def encode(row: dict[str, Any]) -> TokenizedDocument:
+        return TokenizedDocument(np.append(tokenizer.encode(row["text"].encode()), end))
 
     train, validation = _streams("json", data, patterns, ["text"])
     return StreamCorpus(train, validation, encode)
@@ -76,14 +78,14 @@ def c4_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokenize
 def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: int) -> StreamCorpus:
     """Rows that are token ids already, with an attention mask: one sample a row."""
 
-    def encode(row: dict[str, Any]) -> Document:
+    def encode(row: dict[str, Any]) -> TokenizedDocument:
         ids = np.asarray(row["input_ids"], np.int64)
         mask = np.asarray(row["attention_mask"], np.int64) != 0
         if ids.shape != mask.shape or ids.ndim != 1:
             raise ValueError(f"a row has {ids.shape} ids and {mask.shape} mask values")
         if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
             raise ValueError(f"a row has token ids from {ids.min()} to {ids.max()}, vocab_size is {vocabulary}")
-        return Document(ids.astype(np.int32), mask.astype(np.uint8))
+        return TokenizedDocument(ids.astype(np.int32), mask.astype(np.uint8))
 
     train, validation = _streams("parquet", data, patterns, ["input_ids", "attention_mask"])
     return StreamCorpus(train.reshard(), validation, encode)

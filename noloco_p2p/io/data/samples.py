@@ -34,7 +34,7 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """Where a stream stands: the pool's first document, and the samples of that pool that are used."""
 
     pass_number: int = 0
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     sample: int = 0
 
 
-class Pool(NamedTuple):
+class SamplePool(NamedTuple):
     """Samples N×(T+1), and their mask where the kind has one."""
 
     ids: Ids
@@ -58,7 +58,7 @@ class SampleStream:
         self._manifest = manifest
         self._peer_id = peer_id
 
-    def batches(self, start: Place) -> Iterator[tuple[Batch, Place]]:
+    def batches(self, start: StreamPosition) -> Iterator[tuple[Batch, StreamPosition]]:
         """Microbatches from `start` on, each with the place after it. Raises LocalError when the data is unreadable."""
         size = self._manifest.microbatch_size
         rows: list[tuple[Ids, Mask | None]] = []
@@ -89,7 +89,7 @@ class SampleStream:
             )
         return tuple(_batch(rows[at : at + size]) for at in range(0, len(rows) - size + 1, size))
 
-    def _samples(self, start: Place) -> Iterator[tuple[tuple[Ids, Mask | None], Place]]:
+    def _samples(self, start: StreamPosition) -> Iterator[tuple[tuple[Ids, Mask | None], StreamPosition]]:
         at, used = start._replace(sample=0), start.sample
         for pool, following in self._pools(at):
             order = list(range(len(pool.ids)))
@@ -98,9 +98,9 @@ class SampleStream:
                 yield _row(pool, order[n]), at._replace(sample=n + 1) if n + 1 < len(order) else following
             at, used = following, 0
 
-    def _pools(self, start: Place) -> Iterator[tuple[Pool, Place]]:
+    def _pools(self, start: StreamPosition) -> Iterator[tuple[SamplePool, StreamPosition]]:
         length = self._manifest.sequence_length
-        documents: list[corpora.Document] = []
+        documents: list[corpora.TokenizedDocument] = []
         held = empty_passes = 0
         pass_number = start.pass_number
         for document, place in self._documents(start):
@@ -120,7 +120,7 @@ class SampleStream:
             if empty_passes == EMPTY_PASSES:
                 raise LocalError(f"the data does not hold one sample of {length + 1} tokens")
 
-    def _documents(self, start: Place) -> Iterator[tuple[corpora.Document, Place]]:
+    def _documents(self, start: StreamPosition) -> Iterator[tuple[corpora.TokenizedDocument, StreamPosition]]:
         """All documents, pass after pass, each with the place after it; an empty one ends each pass."""
         pass_number, unit, document = start[:3]
         while True:
@@ -130,10 +130,10 @@ class SampleStream:
                 take = self._take(pass_number, unit, document)
                 for found in self._corpus.documents(order[unit], document, take):
                     document += 1
-                    yield found, Place(pass_number, unit, document)
+                    yield found, StreamPosition(pass_number, unit, document)
                 unit, document = unit + 1, 0
             pass_number, unit = pass_number + 1, 0
-            yield corpora.EMPTY, Place(pass_number)
+            yield corpora.EMPTY, StreamPosition(pass_number)
 
     def _take(self, pass_number: int, unit: int, skip: int) -> Callable[[], bool]:
         share = self._corpus.share
@@ -145,17 +145,17 @@ class SampleStream:
         return lambda: chance.random() < share
 
 
-def _cut(documents: list[corpora.Document], length: int) -> Pool:
+def _cut(documents: list[corpora.TokenizedDocument], length: int) -> SamplePool:
     """Samples of `length` + 1 ids: windows over the joined documents, or one padded row for each masked document."""
     if any(document.mask is not None for document in documents):
         return _pad(documents, length)
     joined = np.concatenate([corpora.EMPTY.ids, *(document.ids for document in documents)])
     if len(joined) <= length:
-        return Pool(np.empty((0, length + 1), np.int32), None)
-    return Pool(np.lib.stride_tricks.sliding_window_view(joined, length + 1)[::length], None)
+        return SamplePool(np.empty((0, length + 1), np.int32), None)
+    return SamplePool(np.lib.stride_tricks.sliding_window_view(joined, length + 1)[::length], None)
 
 
-def _pad(documents: list[corpora.Document], length: int) -> Pool:
+def _pad(documents: list[corpora.TokenizedDocument], length: int) -> SamplePool:
     ids = np.zeros((len(documents), length + 1), np.int32)
     mask = np.zeros((len(documents), length + 1), np.uint8)
     for i, document in enumerate(documents):
@@ -163,10 +163,10 @@ def _pad(documents: list[corpora.Document], length: int) -> Pool:
         ids[i, :n] = document.ids[:n]
         mask[i, :n] = 1 if document.mask is None else document.mask[:n]
     useful = mask[:, 1:].any(axis=1)  # the others have no target
-    return Pool(ids[useful], mask[useful])
+    return SamplePool(ids[useful], mask[useful])
 
 
-def _row(pool: Pool, i: int) -> tuple[Ids, Mask | None]:
+def _row(pool: SamplePool, i: int) -> tuple[Ids, Mask | None]:
     return pool.ids[i], None if pool.mask is None else pool.mask[i]
 
 

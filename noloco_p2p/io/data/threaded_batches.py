@@ -10,7 +10,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, PeerId
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data import corpora, hub_corpora, tokenizers
-from noloco_p2p.io.data.samples import Place, SampleStream
+from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 
 READ_AHEAD = 8
 """Microbatches that wait in memory; the reading thread stops when so many do."""
@@ -19,13 +19,13 @@ READ_AHEAD = 8
 class ThreadedBatches:
     """Batches of ports.py: a thread fills a bounded queue of (microbatch, place after it)."""
 
-    def __init__(self, stream: SampleStream, validation: tuple[Batch, ...], start: Place, units: int) -> None:
+    def __init__(self, stream: SampleStream, validation: tuple[Batch, ...], start: StreamPosition, units: int) -> None:
         self._stream = stream
         self._validation = validation
         self._place = start
         self._units = units
         self._changed = threading.Condition()
-        self._ready: deque[tuple[Batch, Place]] = deque()
+        self._ready: deque[tuple[Batch, StreamPosition]] = deque()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._ended: LocalError | None = None
         self._thread: threading.Thread | None = None
@@ -65,7 +65,7 @@ class ThreadedBatches:
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
-    def _read(self, start: Place) -> None:
+    def _read(self, start: StreamPosition) -> None:
         reason = LocalError("the thread that reads the data has died")
         try:
             for item in self._stream.batches(start):
@@ -109,7 +109,7 @@ def make_batches(
     """
     corpus = _corpus(manifest, node_config)
     stream = SampleStream(corpus, manifest, peer_id)
-    start = Place() if cursor is None else _place(cursor, corpus.units)
+    start = StreamPosition() if cursor is None else _place(cursor, corpus.units)
     return ThreadedBatches(stream, stream.validation(), start, corpus.units)
 
 
@@ -132,10 +132,10 @@ def _corpus(manifest: RunManifest, node_config: NodeConfig) -> corpora.Corpus:
     return corpora.stdlib_corpus(tokenizer)
 
 
-def _place(cursor: Mapping[str, object], units: int) -> Place:
-    numbers = [cursor.get(name) for name in ("units", *Place._fields)]
+def _place(cursor: Mapping[str, object], units: int) -> StreamPosition:
+    numbers = [cursor.get(name) for name in ("units", *StreamPosition._fields)]
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ConfigError("the checkpoint's position in the data is damaged")
     if numbers[0] != units:
         raise ConfigError(f"the checkpoint was made with data of {numbers[0]} units, here are {units}: other files?")
-    return Place(*(int(str(number)) for number in numbers[1:]))
+    return StreamPosition(*(int(str(number)) for number in numbers[1:]))

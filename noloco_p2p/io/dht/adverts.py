@@ -49,7 +49,7 @@ PLAIN_FIELDS: Mapping[str, type] = {
 """Fields of `Advert` that travel as they are. Unknown fields of later versions are passed over."""
 
 
-class DhtRecord(Protocol):
+class HivemindRecord(Protocol):
     """What hivemind hands to a validator: `DHTRecord` of hivemind/dht/validation.py."""
 
     @property
@@ -63,7 +63,7 @@ class DhtRecord(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class AdvertRecord:
     """An advert with what only the directory needs of it."""
 
     advert: Advert
@@ -78,7 +78,7 @@ def stage_key(run_id: str, stage: int) -> str:
     return f"noloco/{run_id}/stage/{stage}"
 
 
-def encode(record: Record) -> bytes:
+def encode(record: AdvertRecord) -> bytes:
     """The payload of a record. Raises ConfigError when the advert is larger than others would accept."""
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in PLAIN_FIELDS}
     fields |= {"moving_to": record.advert.moving_to, "holds": record.advert.holds[-HOLDS_LIMIT:]}
@@ -93,7 +93,7 @@ def encode(record: Record) -> bytes:
     return payload
 
 
-def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: int | None = None) -> Record:
+def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: int | None = None) -> AdvertRecord:
     """The record of a payload that stood under this key and subkey. Raises Violation naming what is wrong.
 
     With `stages`, their number in the run, it may speak of no other ones.
@@ -115,7 +115,7 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
     if stages is not None and max(named) >= stages:
         raise Violation(f"advert that speaks of stage {max(named)} of {stages}")
     advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, addresses=_texts(fields, "addresses"), **plain)
-    return Record(advert, _plain(fields, "announced_at", float), _texts(fields, "libp2p"))
+    return AdvertRecord(advert, _plain(fields, "announced_at", float), _texts(fields, "libp2p"))
 
 
 def _plain(fields: Mapping[str, object], name: str, kind: type) -> Any:
@@ -185,15 +185,15 @@ class AdvertValidator:
         self._clock = clock
         self._checked: dict[tuple[bytes, bytes, bytes, float], bool] = {}
 
-    def sign_value(self, record: DhtRecord) -> bytes:
+    def sign_value(self, record: HivemindRecord) -> bytes:
         """The value of a record of this node's own, with its signature in front."""
         return self._identity.sign(_signed(record, record.value)) + record.value
 
-    def strip_value(self, record: DhtRecord) -> bytes:
+    def strip_value(self, record: HivemindRecord) -> bytes:
         """The value of a valid record without its signature."""
         return record.value[SIGNATURE_BYTES:]
 
-    def validate(self, record: DhtRecord) -> bool:
+    def validate(self, record: HivemindRecord) -> bool:
         """Whether a record may be stored or believed. Never raises, whatever the bytes are."""
         if not record.expiration_time <= self._clock() + LONGEST_TTL_S:
             return False
@@ -208,7 +208,7 @@ class AdvertValidator:
             self._checked[asked] = known
         return known
 
-    def _well_formed(self, record: DhtRecord) -> bool:
+    def _well_formed(self, record: HivemindRecord) -> bool:
         stage = self._stages.get(record.key)
         peer_id = record.subkey[2:].decode("ascii", errors="replace")
         if stage is None or public_key_of(peer_id) is None or record.subkey != packed_text(peer_id):
@@ -226,7 +226,7 @@ class AdvertValidator:
         return verify(peer_id, _signed(record, value), signature)
 
 
-def _signed(record: DhtRecord, value: bytes) -> bytes:
+def _signed(record: HivemindRecord, value: bytes) -> bytes:
     """What the signature covers. Lengths before the parts leave only one way to read it."""
     parts = (record.key, record.subkey, struct.pack(">d", record.expiration_time), value)
     return _CONTEXT + b"".join(struct.pack(">I", len(part)) + part for part in parts)

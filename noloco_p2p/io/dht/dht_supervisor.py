@@ -9,7 +9,7 @@ from typing import TypeVar
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import LocalError, PeerError, Unreachable
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 PAUSES_S = (0.0, 2.0, 8.0)
 """What is waited before each start; a daemon that is to be started oftener without having recovered is given up."""
@@ -17,18 +17,18 @@ RECOVERED_S = 60.0
 """A daemon that has lived so long is well again."""
 
 T = TypeVar("T")
-Offer = Callable[[Libp2p], Awaitable[None]]
+RegisterHandlers = Callable[[Libp2pDaemon], Awaitable[None]]
 """Begins to answer the calls of others on a fresh daemon."""
 
 
-class Presence:
+class SupervisedDirectory:
     """`ports.Directory` of a node, on a daemon that is started again when it dies.
 
     While there is none every call raises Unreachable. Identity, address, adverts, known peers and the records that this
     node keeps for others outlive the daemon, so nobody has to notice.
     """
 
-    def __init__(self, libp2p: Libp2p, directory: HivemindDirectory, offer: Offer) -> None:
+    def __init__(self, libp2p: Libp2pDaemon, directory: HivemindDirectory, offer: RegisterHandlers) -> None:
         """See `open`."""
         self.libp2p = libp2p
         """The daemon of now."""
@@ -36,7 +36,9 @@ class Presence:
         self._offer = offer
 
     @classmethod
-    async def open(cls, libp2p: Libp2p, *, run_id: str, stages: int, known_path: Path, offer: Offer) -> "Presence":
+    async def open(
+        cls, libp2p: Libp2pDaemon, *, run_id: str, stages: int, known_path: Path, offer: RegisterHandlers
+    ) -> "SupervisedDirectory":
         """The directory of a run on a daemon that runs, and then the offers: who gets them finds a DHT as well.
 
         Raises as `HivemindDirectory.open`. The daemon given stays its owner's; the ones after it are closed here.

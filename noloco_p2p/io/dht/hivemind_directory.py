@@ -14,9 +14,9 @@ from typing import Any
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
-from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, AdvertValidator, Record, decode, dht_time, encode, stage_key
+from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, AdvertRecord, AdvertValidator, decode, dht_time, encode, stage_key
 from noloco_p2p.io.dht.known_peers import KnownPeers
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 STORE_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 10.0
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class HivemindDirectory:
     """`ports.Directory` over the DHT; one per run and process."""
 
-    def __init__(self, libp2p: Libp2p, node: Any, run_id: str, stages: int, known: KnownPeers) -> None:
+    def __init__(self, libp2p: Libp2pDaemon, node: Any, run_id: str, stages: int, known: KnownPeers) -> None:
         """`node` is hivemind's DHTNode on the daemon of `libp2p`. See `open`."""
         self._libp2p = libp2p
         self._node = node
@@ -53,7 +53,7 @@ class HivemindDirectory:
         self._rejoining: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, libp2p: Libp2p, *, run_id: str, stages: int, known_path: Path) -> "HivemindDirectory":
+    async def open(cls, libp2p: Libp2pDaemon, *, run_id: str, stages: int, known_path: Path) -> "HivemindDirectory":
         """Start a DHT node for the run on the daemon of `libp2p`, and find the others.
 
         Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable when peers
@@ -72,7 +72,7 @@ class HivemindDirectory:
         directory._rejoining = asyncio.create_task(directory._rejoin_forever())
         return directory
 
-    async def reopened(self, libp2p: Libp2p) -> "HivemindDirectory":
+    async def reopened(self, libp2p: Libp2pDaemon) -> "HivemindDirectory":
         """This directory on a fresh daemon of the same peer, when its own has died and it was closed.
 
         It has the same place in the DHT and all records, and dials known peers; finding none of them is no error.
@@ -173,12 +173,12 @@ class HivemindDirectory:
         return None if mine is None else float(mine.expiration_time)
 
     async def _put(self, advert: Advert, expires: float) -> bool:
-        payload = encode(Record(advert, dht_time(), tuple(self._libp2p.join_addresses)))
+        payload = encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses)))
         self._expires[advert.stage] = expires
         storing = self._node.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
         return bool(await self._libp2p.guard(storing, STORE_TIMEOUT_S, "the directory's word that it took the advert"))
 
-    def _records(self, stage: int, subkeys: dict[object, Any]) -> list[Record]:
+    def _records(self, stage: int, subkeys: dict[object, Any]) -> list[AdvertRecord]:
         """The valid, living records of one stage. Replicas were checked on arrival; this reads what is left."""
         records = []
         now = dht_time()
@@ -228,7 +228,7 @@ class HivemindDirectory:
                 log.warning("rejoining: %s", error)
 
 
-async def _dht_node(libp2p: Libp2p, run_id: str, stages: int, node_id: Any) -> Any:
+async def _dht_node(libp2p: Libp2pDaemon, run_id: str, stages: int, node_id: Any) -> Any:
     """hivemind's DHTNode on the daemon, at `node_id` (its DHTID) or a place drawn at random."""
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
@@ -248,9 +248,9 @@ async def _dht_node(libp2p: Libp2p, run_id: str, stages: int, node_id: Any) -> A
     return await libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
 
 
-def newest_of_each(records: Iterable[Record]) -> list[Record]:
+def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:
     """One record a peer, the one announced last (its stage says where it is now), sorted by peer id."""
-    newest: dict[PeerId, Record] = {}
+    newest: dict[PeerId, AdvertRecord] = {}
     for record in records:
         peer_id = record.advert.peer_id
         if peer_id not in newest or newest[peer_id].announced_at < record.announced_at:
@@ -258,7 +258,7 @@ def newest_of_each(records: Iterable[Record]) -> list[Record]:
     return [newest[peer_id] for peer_id in sorted(newest)]
 
 
-def libp2p_addresses(record: Record) -> list[JoinAddress]:
+def libp2p_addresses(record: AdvertRecord) -> list[JoinAddress]:
     """Where a peer says that its daemon is; what is malformed or another peer's is left out."""
     addresses = []
     for text in record.libp2p:

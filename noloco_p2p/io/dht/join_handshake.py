@@ -13,9 +13,9 @@ from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.adverts import dht_time
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
-Probe = Callable[[str, PeerId], Awaitable[str | None]]
+ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
 """Dials (`host:port`) and asks who is there: None when it is that peer, else the reason in a few words."""
 
 MANIFEST_CALL = "noloco/manifest/1"
@@ -34,7 +34,7 @@ _BUSY = "busy"
 log = logging.getLogger(__name__)
 
 
-async def offer_manifest(libp2p: Libp2p, manifest: bytes) -> None:
+async def serve_manifest(libp2p: Libp2pDaemon, manifest: bytes) -> None:
     """Answer everybody who asks for the run manifest (canonical JSON) with it and the time. Once per `libp2p`."""
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
@@ -43,7 +43,7 @@ async def offer_manifest(libp2p: Libp2p, manifest: bytes) -> None:
     await libp2p.serve(MANIFEST_CALL, answer)
 
 
-async def fetch_manifest(libp2p: Libp2p, peer_id: PeerId) -> tuple[bytes, float]:
+async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
     """(manifest JSON, the peer's DHT time when it answered), from a peer that is linked.
 
     Nothing about the bytes is checked but their number. Raises Unreachable, Declined (it has none), Violation.
@@ -68,7 +68,7 @@ def check_clock(theirs: float, *, mine_before: float, mine_after: float, ttl_s: 
         )
 
 
-class DialAllowance:
+class DialRateLimit:
     """How many strangers' addresses are dialled: pure book-keeping, `now` in seconds of any steady clock."""
 
     def __init__(self, at_once: int = DIALS_AT_ONCE, per_minute: int = DIALS_PER_MINUTE) -> None:
@@ -92,12 +92,14 @@ class DialAllowance:
         self._running -= 1
 
 
-async def serve_dial_back(libp2p: Libp2p, probe: Probe, allowance: DialAllowance | None = None) -> None:
+async def serve_dial_back(
+    libp2p: Libp2pDaemon, probe: ReachabilityProbe, allowance: DialRateLimit | None = None
+) -> None:
     """Let linked peers ask whether their gRPC address can be reached from here; `probe` finds out.
 
     A peer can only ask for itself: libp2p says who asks. `probe` may raise Unreachable instead of returning a reason.
     """
-    allowed = DialAllowance() if allowance is None else allowance
+    allowed = DialRateLimit() if allowance is None else allowance
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         address = request[:_ADDRESS_LIMIT].decode("ascii", errors="replace")
@@ -119,7 +121,7 @@ async def serve_dial_back(libp2p: Libp2p, probe: Probe, allowance: DialAllowance
     await libp2p.serve(DIAL_BACK_CALL, answer)
 
 
-async def ask_dial_back(libp2p: Libp2p, peer_id: PeerId, address: str) -> str | None:
+async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> str | None:
     """Ask a linked peer to dial `address` (`host:port`) and find this node there: None, or why it could not.
 
     Raises Busy (it dials enough others now: ask again later), Unreachable, Declined, Violation.
@@ -139,7 +141,7 @@ async def ask_dial_back(libp2p: Libp2p, peer_id: PeerId, address: str) -> str | 
     return "".join(letter if letter.isprintable() else "?" for letter in reason[:_REASON_LIMIT])
 
 
-async def check_reachable(libp2p: Libp2p, address: str) -> None:
+async def check_reachable(libp2p: Libp2pDaemon, address: str) -> None:
     """Let a joined peer dial this node's gRPC address (`host:port`) back. Raises LocalError when it cannot reach it.
 
     A peer that cannot be asked (it has just died, or is busy) says nothing about the address: the next one is asked.

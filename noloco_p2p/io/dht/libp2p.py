@@ -29,7 +29,7 @@ _ERROR, _ANSWER = b"\x00", b"\x01"
 log = logging.getLogger(__name__)
 
 
-class Libp2p:
+class Libp2pDaemon:
     """A running daemon, owned by this object from `open` to `close`."""
 
     def __init__(self, identity: Identity, host: str, p2p: Any, address: JoinAddress, metrics_port: int | None) -> None:
@@ -58,7 +58,7 @@ class Libp2p:
         announce_host: str | None = None,
         join: Sequence[str] = (),
         metrics_port: int | None = None,
-    ) -> "Libp2p":
+    ) -> "Libp2pDaemon":
         """Start the daemon on (host, port), 0 picks a port, and dial the addresses to join.
 
         With `metrics_port`, 0 picks one too, it serves its own metrics there. One live address among those given
@@ -87,10 +87,10 @@ class Libp2p:
             raise
         return libp2p
 
-    async def reopened(self) -> "Libp2p":
+    async def reopened(self) -> "Libp2pDaemon":
         """A fresh daemon in place of this one, which has ended: the same peer on the same ports. Raises LocalError."""
         told = self._address
-        return await Libp2p.open(
+        return await Libp2pDaemon.open(
             self.identity,
             host=self._host,
             port=told.port,

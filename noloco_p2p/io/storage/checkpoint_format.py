@@ -28,7 +28,7 @@ MANIFEST_LIMIT_BYTES = 64 << 20
 """A larger file is no manifest of ours (its spent ids are at most some hundred thousand)."""
 
 
-class StoredTensor(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor as the manifest names it."""
 
     name: str
@@ -38,7 +38,7 @@ class StoredTensor(NamedTuple):
     """xxh3-128 of its values, hexadecimal."""
 
 
-class Manifest(BaseModel):
+class CheckpointManifest(BaseModel):
     """What the JSON file says, besides its own digest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,7 +56,7 @@ class Manifest(BaseModel):
     number: int
     file_bytes: int
     """Size of the file of tensors."""
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[TensorEntry, ...]
     """In the stage's order."""
     cursor: dict[str, object] | None
     random_state: list[object]
@@ -68,12 +68,12 @@ class Manifest(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class StoredCheckpoint:
     """One checkpoint on disk."""
 
     path: Path
     """The manifest's file; the tensors lie beside it."""
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     @property
     def tensors_path(self) -> Path:
@@ -86,18 +86,18 @@ class Shard:
         return Holding(self.manifest.stage, self.manifest.round, int(self.manifest.step))
 
 
-class Damaged(LocalError):
+class DamagedCheckpoint(LocalError):
     """A checkpoint is torn or corrupt. The message names the file."""
 
 
-class OtherFormat(Damaged):
+class ForeignCheckpointFormat(DamagedCheckpoint):
     """A checkpoint of another version of this program."""
 
 
 # --- reading, without a node -----------------------------------------------------------------------------------------
 
 
-def stored_shards(directory: Path) -> list[Shard]:
+def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
     """All checkpoints at or below a directory (of a node, or of a swarm) that look whole, whoever wrote them.
 
     Sorted by run, peer and the order in which they were saved. Raises LocalError when the directory cannot be read.
@@ -109,8 +109,8 @@ def stored_shards(directory: Path) -> list[Shard]:
     return sorted(found, key=lambda one: (one.manifest.run_id, one.manifest.peer_id, one.manifest.saved))
 
 
-def read_tensors(shard: Shard, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
-    """The tensors of some kinds (`slow`, `fast`, …; None: all), in the stage's order. Raises Damaged.
+def read_tensors(shard: StoredCheckpoint, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
+    """The tensors of some kinds (`slow`, `fast`, …; None: all), in the stage's order. Raises DamagedCheckpoint.
 
     Only what is asked for is read and verified; it takes as much memory as it has bytes.
     """
@@ -119,16 +119,18 @@ def read_tensors(shard: Shard, kinds: Collection[str] | None = None) -> tuple[Ho
             wanted = [t for t in shard.manifest.tensors if kinds is None or t.name.partition("/")[0] in kinds]
             return tuple(_verified(file.get_tensor(tensor.name), tensor) for tensor in wanted)
     except (OSError, SafetensorError, ValueError) as error:
-        raise Damaged(f"checkpoint {shard.tensors_path} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"checkpoint {shard.tensors_path} is damaged: {error}") from error
 
 
-def read_checkpoint(shard: Shard) -> Checkpoint:
-    """All of a checkpoint. Raises Damaged."""
+def read_checkpoint(shard: StoredCheckpoint) -> Checkpoint:
+    """All of a checkpoint. Raises DamagedCheckpoint."""
     m = shard.manifest
     try:
         spent = tuple(MicrobatchId(*m.origins[origin], counter) for origin, counter in m.spent)
     except IndexError:
-        raise Damaged(f"checkpoint {shard.path} is damaged: spent ids of an origin that it does not name") from None
+        raise DamagedCheckpoint(
+            f"checkpoint {shard.path} is damaged: spent ids of an origin that it does not name"
+        ) from None
     state = ReplicaState(
         peer=m.peer_id,
         stage=m.stage,
@@ -143,7 +145,7 @@ def read_checkpoint(shard: Shard) -> Checkpoint:
     return Checkpoint(state, m.cursor, tuple(_tupled(value) for value in m.random_state))
 
 
-def _verified(values: npt.NDArray[np.generic], expected: StoredTensor) -> HostTensor:
+def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTensor:
     if (values.dtype.name, values.shape) != (expected.dtype, expected.shape):
         raise ValueError(f"{expected.name} is {values.dtype.name} {values.shape}, not as the manifest says")
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
@@ -152,30 +154,32 @@ def _verified(values: npt.NDArray[np.generic], expected: StoredTensor) -> HostTe
     return HostTensor(expected.name, expected.dtype, expected.shape, data)
 
 
-def whole(paths: Iterable[Path]) -> Iterator[Shard]:
+def whole(paths: Iterable[Path]) -> Iterator[StoredCheckpoint]:
     """Those whose manifest is undamaged and whose file of tensors has the size that it should have."""
     for path in paths:
         try:
-            shard = Shard(path, read_manifest(path))
+            shard = StoredCheckpoint(path, read_manifest(path))
             if shard.tensors_path.stat().st_size == shard.manifest.file_bytes:
                 yield shard
-        except (Damaged, FileNotFoundError):
+        except (DamagedCheckpoint, FileNotFoundError):
             continue
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file. Raises Damaged, OtherFormat; OSError as it comes."""
+def read_manifest(path: Path) -> CheckpointManifest:
+    """The manifest in a file. Raises DamagedCheckpoint, ForeignCheckpointFormat; OSError as it comes."""
     with open(path, "rb") as file:
         text = file.read(MANIFEST_LIMIT_BYTES)
     try:
         content = json.loads(text)
         if not isinstance(content, dict) or content.pop("digest", None) != manifest_digest(content):
-            raise Damaged(f"checkpoint {path} is damaged: its digest is another one")
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: its digest is another one")
         if content.get("format") != FORMAT:
-            raise OtherFormat(f"checkpoint {path} has format {content.get('format')}, this program reads {FORMAT}")
-        return Manifest.model_validate(content)
+            raise ForeignCheckpointFormat(
+                f"checkpoint {path} has format {content.get('format')}, this program reads {FORMAT}"
+            )
+        return CheckpointManifest.model_validate(content)
     except (ValidationError, ValueError, RecursionError) as error:
-        raise Damaged(f"checkpoint {path} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {error}") from error
 
 
 def manifest_digest(content: dict[str, object]) -> str:

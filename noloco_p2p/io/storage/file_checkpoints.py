@@ -21,11 +21,11 @@ from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, PeerId
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.storage.checkpoint_format import (
     FORMAT,
-    Damaged,
-    Manifest,
-    OtherFormat,
-    Shard,
-    StoredTensor,
+    CheckpointManifest,
+    DamagedCheckpoint,
+    ForeignCheckpointFormat,
+    StoredCheckpoint,
+    TensorEntry,
     manifest_digest,
     read_checkpoint,
     read_manifest,
@@ -63,7 +63,7 @@ class FileCheckpoints:
         """See `ports.Checkpoints`. A damaged one is logged, and not listed any more."""
         return await asyncio.to_thread(self._load, held)
 
-    def _shards(self) -> list[Shard]:
+    def _shards(self) -> list[StoredCheckpoint]:
         """Whole ones of this run and node, oldest first."""
         try:
             found = list(whole(self._folder.glob("stage-*.json")))
@@ -76,7 +76,7 @@ class FileCheckpoints:
         for shard in reversed([one for one in self._shards() if one.holding == held]):
             try:
                 return read_checkpoint(shard)
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 self._damaged.add(shard.path)
                 log.warning("%s; the one before it is used", error)
         return None
@@ -100,7 +100,7 @@ class FileCheckpoints:
         numbers = [path.stem.rpartition("-")[2] for path in self._folder.glob("stage-*")]
         return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
-    def _write(self, checkpoint: Checkpoint, saved: int) -> Shard:
+    def _write(self, checkpoint: Checkpoint, saved: int) -> StoredCheckpoint:
         """Tensors first, manifest last; each is whole on the disk before it gets its name."""
         state = checkpoint.state
         stem = f"stage-{state.stage}-round-{state.round:06d}-{saved}"
@@ -117,13 +117,13 @@ class FileCheckpoints:
             fresh.unlink(missing_ok=True)
             tensors_path.unlink(missing_ok=True)
             raise
-        return Shard(path, manifest)
+        return StoredCheckpoint(path, manifest)
 
-    def _describe(self, checkpoint: Checkpoint, saved: int, file_bytes: int) -> Manifest:
+    def _describe(self, checkpoint: Checkpoint, saved: int, file_bytes: int) -> CheckpointManifest:
         state = checkpoint.state
         origins = {(one.peer, one.incarnation): 0 for one in state.spent}
         origins = {origin: index for index, origin in enumerate(origins)}
-        return Manifest(
+        return CheckpointManifest(
             format=FORMAT,
             run_id=self._run_id,
             peer_id=self._peer_id,
@@ -136,7 +136,7 @@ class FileCheckpoints:
             number=state.number,
             file_bytes=file_bytes,
             tensors=tuple(
-                StoredTensor(*tensor.spec, xxhash.xxh3_128_hexdigest(tensor.data)) for tensor in state.tensors
+                TensorEntry(*tensor.spec, xxhash.xxh3_128_hexdigest(tensor.data)) for tensor in state.tensors
             ),
             cursor=None if checkpoint.cursor is None else dict(checkpoint.cursor),
             random_state=list(checkpoint.random_state),
@@ -144,7 +144,7 @@ class FileCheckpoints:
             spent=tuple((origins[one.peer, one.incarnation], one.counter) for one in state.spent),
         )
 
-    def _sweep(self, kept: list[Shard]) -> None:
+    def _sweep(self, kept: list[StoredCheckpoint]) -> None:
         """Remove all but these; a manifest goes before its tensors. Those of another format or node stay."""
         names = {one.path.stem for one in kept}
         for path in sorted(self._folder.glob("stage-*.json")):
@@ -158,9 +158,9 @@ class FileCheckpoints:
     def _foreign(self, path: Path) -> bool:
         try:
             manifest = read_manifest(path)
-        except OtherFormat:
+        except ForeignCheckpointFormat:
             return True
-        except Damaged:
+        except DamagedCheckpoint:
             return False
         return (manifest.run_id, manifest.peer_id) != (self._run_id, self._peer_id)
 

@@ -45,24 +45,24 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 SERVICE = "/noloco.v1.Node"
-Exchange = Callable[..., Any]
+RpcMethod = Callable[..., Any]
 """A gRPC method of a channel, to be called with a request and `timeout`, `metadata`."""
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class PeerChannel:
     """One connection, and the methods of the peer at its other end."""
 
     address: str
     channel: Any
     calls: int = 0
-    streamed: dict[str, Exchange] = field(init=False)
+    streamed: dict[str, RpcMethod] = field(init=False)
     """Propagate and Evaluate. Here and below, messages with tensor bytes are given and taken as they travel."""
-    whole: dict[str, Exchange] = field(init=False)
+    whole: dict[str, RpcMethod] = field(init=False)
     """The same for an activation and a reply of one message each: half the work."""
-    fetch_snapshot: Exchange = field(init=False)
-    fetch_state: Exchange = field(init=False)
-    describe: Exchange = field(init=False)
+    fetch_snapshot: RpcMethod = field(init=False)
+    fetch_state: RpcMethod = field(init=False)
+    describe: RpcMethod = field(init=False)
 
     def __post_init__(self) -> None:
         names = ("Propagate", "Evaluate")
@@ -82,23 +82,23 @@ class Link:
         return bool(self.channel.get_state() is grpc.ChannelConnectivity.READY)
 
 
-Key = tuple[PeerId, int]
+ChannelKey = tuple[PeerId, int]
 
 
-class Channels:
+class ChannelPool:
     """Owns every outgoing connection of a node. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._links: dict[Key, Link] = {}
+        self._links: dict[ChannelKey, PeerChannel] = {}
         """Kept for the next call, in order of last use."""
-        self._open_links: set[Link] = set()
+        self._open_links: set[PeerChannel] = set()
         """Every one not yet closed, also those that only end their last calls."""
-        self._opening: dict[Key, asyncio.Task[Link | str]] = {}
+        self._opening: dict[ChannelKey, asyncio.Task[PeerChannel | str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @asynccontextmanager
-    async def link(self, peer: Advert, seconds: float) -> AsyncIterator[Link]:
+    async def link(self, peer: Advert, seconds: float) -> AsyncIterator[PeerChannel]:
         """A connection to the peer for one call. Raises Unreachable when no address accepts one in time."""
         key = self._key(peer)
         link = self._links.pop(key, None)
@@ -134,7 +134,7 @@ class Channels:
             self._close(link)
         await asyncio.gather(*self._closing)
 
-    def _key(self, peer: Advert) -> Key:
+    def _key(self, peer: Advert) -> ChannelKey:
         """The peer's least used connection; a further one only while all others are in use."""
         for slot in range(CHANNELS_PER_PEER):
             link = self._links.get((peer.peer_id, slot))
@@ -142,7 +142,7 @@ class Channels:
                 return peer.peer_id, slot
         return min(((peer.peer_id, slot) for slot in range(CHANNELS_PER_PEER)), key=lambda key: self._links[key].calls)
 
-    async def _opened(self, key: Key, peer: Advert, seconds: float) -> Link:
+    async def _opened(self, key: ChannelKey, peer: Advert, seconds: float) -> PeerChannel:
         """Waits for a connection that is being opened, and begins one if none is. Its waiters may be cancelled."""
         if self._closed:
             raise Unreachable("this node's transport is closed")
@@ -157,7 +157,7 @@ class Channels:
             raise Unreachable(f"{peer.peer_id} cannot be reached: {outcome}")
         return outcome
 
-    async def _connected(self, key: Key, peer: Advert) -> Link | str:
+    async def _connected(self, key: ChannelKey, peer: Advert) -> PeerChannel | str:
         """A new link, or why there is none."""
         try:
             reasons = []
@@ -171,7 +171,7 @@ class Channels:
                         await channel.close()
                 if reason is None:
                     self._make_place()
-                    link = self._links[key] = Link(address, channel)
+                    link = self._links[key] = PeerChannel(address, channel)
                     self._open_links.add(link)
                     return link
                 reasons.append(f"{address}: {reason}")
@@ -184,12 +184,12 @@ class Channels:
         for key in unused[: max(0, len(self._links) + 1 - MAX_LINKS)]:
             self._retire(self._links.pop(key))
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, link: PeerChannel) -> None:
         """Close a link that is no longer kept, now or when its last call ends."""
         if link.calls == 0:
             self._close(link)
 
-    def _close(self, link: Link) -> None:
+    def _close(self, link: PeerChannel) -> None:
         if link not in self._open_links:
             return
         self._open_links.remove(link)

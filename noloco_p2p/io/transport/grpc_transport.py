@@ -29,7 +29,7 @@ from noloco_p2p.errors import LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io.transport import message_codec, servicer, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import OPTIONS as CHANNEL_OPTIONS
-from noloco_p2p.io.transport.channels import Channels, Link, connect
+from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, connect
 from noloco_p2p.io.transport.grpc_errors import mapped
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.ports import Handler, Telemetry
@@ -74,8 +74,8 @@ class GrpcTransport:
         self._listen = listen
         self._telemetry = telemetry
         self._metadata = servicer.metadata(me, run_id)
-        self._servicer = servicer.Servicer(me, run_id, telemetry, max_body_bytes)
-        self._channels = Channels()
+        self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes)
+        self._channels = ChannelPool()
         self._server: Any = None
         self._closed = False
 
@@ -216,7 +216,7 @@ class GrpcTransport:
             return await _stream(call, messages, feed)
 
     @asynccontextmanager
-    async def _calling(self, peer: Advert, what: str, seconds: float) -> AsyncIterator[tuple[Link, float]]:
+    async def _calling(self, peer: Advert, what: str, seconds: float) -> AsyncIterator[tuple[PeerChannel, float]]:
         """A connection, and the seconds left once it stands; errors of gRPC become ours here and only here."""
         if self._closed:
             raise Unreachable("this node's transport is closed")

@@ -41,7 +41,7 @@ def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
     return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL)
 
 
-class Incoming:
+class IncomingActivation:
     """The body of one activation, on its way in."""
 
     def __init__(
@@ -90,7 +90,7 @@ async def _drain(context: Any) -> None:
         pass
 
 
-class Servicer:
+class GrpcServicer:
     """Implements the service of proto/noloco.proto by a handler; before there is one, calls are declined.
 
     Errors of this package are told to the caller; any other is a bug, which gRPC logs and reports by a status.
@@ -203,7 +203,7 @@ class Servicer:
             raise Declined("the node is starting")
         return str(sent.get("noloco-peer", "")), self.handler
 
-    async def _incoming(self, context: Any) -> tuple[Header, Incoming]:
+    async def _incoming(self, context: Any) -> tuple[Header, IncomingActivation]:
         first = await context.read()
         if first is grpc.aio.EOF:
             await asyncio.sleep(CANCEL_GRACE_S)
@@ -211,7 +211,7 @@ class Servicer:
         head, frames = unpacked(first, pb.ActivationMessage)
         header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
         header = message_codec.with_time_left(header, context.time_remaining())
-        return header, Incoming(context, header, frames, self._count)
+        return header, IncomingActivation(context, header, frames, self._count)
 
     def methods(self) -> Any:
         """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""

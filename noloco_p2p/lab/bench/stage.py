@@ -17,7 +17,7 @@ from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, model_family
 from noloco_p2p.compute.factory import make_torch_stage, pick_device
-from noloco_p2p.compute.model import make_slice
+from noloco_p2p.compute.model import make_stage_module
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.compute.stage_timing import random_batch, synchronise
 from noloco_p2p.config import RunManifest
@@ -155,7 +155,7 @@ def _gradients(stages: list[TorchStage], batch: Batch) -> tuple[float, dict[str,
 def _plain(manifest: RunManifest, device: torch.device, batch: Batch) -> Callable[[], float]:
     """Forward and backward of the unsplit model in plain torch; gives its seconds."""
     dtype = host_tensor.DTYPES[manifest.compute_dtype]
-    whole = make_slice(model_family.make_config(manifest.model), 0, 1, seed=manifest.seed, dtype=dtype)
+    whole = make_stage_module(model_family.make_config(manifest.model), 0, 1, seed=manifest.seed, dtype=dtype)
     whole.causal.to(device)
     inputs_BT, targets_BT = (host_tensor.to_torch(t).long().to(device) for t in (batch.inputs, batch.targets))
     mixed = device.type == "cuda" and dtype == torch.float32

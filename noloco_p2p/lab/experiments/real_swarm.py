@@ -9,7 +9,7 @@ from noloco_p2p.compute.factory import make_torch_stage, set_threads
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, PeerId
 from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus
-from noloco_p2p.io.data.samples import Place, SampleStream
+from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.lab.experiments.instrumented_stage import Observed, Watch
 from noloco_p2p.lab.experiments.run_summary import merged_loss, told, torch_stage
@@ -25,7 +25,7 @@ class Streams:
     """The Batches port without a thread: microbatches of several streams in turn."""
 
     def __init__(self, streams: Sequence[SampleStream], validation: Sequence[Batch]) -> None:
-        self._streams = cycle([stream.batches(Place()) for stream in streams])
+        self._streams = cycle([stream.batches(StreamPosition()) for stream in streams])
         self._validation = validation
         self._position = 0
 

@@ -16,7 +16,7 @@ from noloco_p2p.errors import ConfigError, LocalError, NolocoError
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import KEY, Identity
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch import control, join_file, run_files, settings
 from noloco_p2p.launch.node_probe import HOME
@@ -143,7 +143,7 @@ class Place:
 class _Visit:
     """The part of an examination that asks a swarm."""
 
-    def __init__(self, place: Place, libp2p: Libp2p, listen: ListenSettings, folder: Path) -> None:
+    def __init__(self, place: Place, libp2p: Libp2pDaemon, listen: ListenSettings, folder: Path) -> None:
         self._place = place
         self._libp2p = libp2p
         self._listen = listen

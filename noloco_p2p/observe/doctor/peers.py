@@ -13,7 +13,7 @@ from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.transport.grpc_transport import probe
 from noloco_p2p.launch import settings
 from noloco_p2p.observe.diagnosis.findings import Finding, Severity, short
@@ -36,13 +36,13 @@ SET_CLOCK = "set the clock, for example by NTP"
 
 async def open_daemon(
     telling: Telling, identity: Identity, listen: ListenSettings, join: Sequence[JoinAddress]
-) -> Libp2p | None:
+) -> Libp2pDaemon | None:
     """Start p2pd; None, told, when it does not start."""
     try:
         with telling.step("importing hivemind"):
             await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind"))
         with telling.step("starting the libp2p daemon (p2pd)"):
-            libp2p = await Libp2p.open(
+            libp2p = await Libp2pDaemon.open(
                 identity,
                 host=listen.host,
                 port=listen.dht_port,
@@ -57,7 +57,7 @@ async def open_daemon(
     return libp2p
 
 
-async def dial(telling: Telling, libp2p: Libp2p, targets: Sequence[JoinAddress]) -> None:
+async def dial(telling: Telling, libp2p: Libp2pDaemon, targets: Sequence[JoinAddress]) -> None:
     """Links to those who are to be joined, told; `libp2p.joined` are those who answer."""
     with telling.step(f"dialling {', '.join(map(str, targets))}"):
         results = await asyncio.gather(*(libp2p.dial(target) for target in targets), return_exceptions=True)
@@ -78,7 +78,7 @@ async def dial(telling: Telling, libp2p: Libp2p, targets: Sequence[JoinAddress])
 
 
 async def ask_run(
-    telling: Telling, libp2p: Libp2p, given: settings.Overrides
+    telling: Telling, libp2p: Libp2pDaemon, given: settings.Overrides
 ) -> tuple[RunManifest | None, dict[PeerId, float]]:
     """(the run of those who were joined, how far each one's clock is ahead of ours, seconds); faults are told."""
     manifest, ahead = None, {}
@@ -104,7 +104,7 @@ async def ask_run(
     return manifest, ahead
 
 
-async def _manifest(libp2p: Libp2p, peer: PeerId) -> tuple[bytes, float]:
+async def _manifest(libp2p: Libp2pDaemon, peer: PeerId) -> tuple[bytes, float]:
     """(manifest, how far the peer's clock is ahead of ours, seconds)."""
     before = adverts.dht_time()
     received, theirs = await joining.fetch_manifest(libp2p, peer)
@@ -125,7 +125,7 @@ def _check_agrees(telling: Telling, given: settings.Overrides, manifest: RunMani
         telling.ok("run", "the settings given here agree with the swarm's")
 
 
-async def clocks(telling: Telling, libp2p: Libp2p, ahead: Mapping[PeerId, float]) -> dict[PeerId, float]:
+async def clocks(telling: Telling, libp2p: Libp2pDaemon, ahead: Mapping[PeerId, float]) -> dict[PeerId, float]:
     """The clocks of some more nodes of the swarm, besides those that are known."""
     more = sorted((await libp2p.links()) - ahead.keys())[: MOST_CLOCKS - len(ahead)]
     with telling.step(f"asking {len(more)} nodes for the time"):
@@ -174,7 +174,7 @@ def _severity(off_s: float, ttl_s: float) -> Severity:
     return "error" if abs(off_s) > ttl_s / 2 else "warning"
 
 
-async def check_reached(telling: Telling, libp2p: Libp2p, address: str) -> None:
+async def check_reached(telling: Telling, libp2p: Libp2pDaemon, address: str) -> None:
     """Let joined peers dial this machine's gRPC address (`host:port`), at which this process listens, back."""
     failure = ""
     for target in libp2p.joined:

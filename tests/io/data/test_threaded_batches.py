@@ -141,7 +141,7 @@ def test_the_cursor_does_not_count_what_is_read_ahead(kind_and_files: tuple[str,
         cursors.append(batches.cursor)
     batches.close()
     one_by_one, expected = make_batches(manifest(kind), config, "peer"), []
-    stream = one_by_one._stream.batches(samples.Place())
+    stream = one_by_one._stream.batches(samples.StreamPosition())
     for _, place in itertools.islice(stream, 6):
         expected.append({"units": fresh["units"], **place._asdict()})
     assert cursors == expected
@@ -171,7 +171,7 @@ def one_pass(kind: str, files: tuple[str, ...]) -> tuple[bytes, bytes]:
     else:
         corpus = corpora.text_corpus(files, tokenizer) if files else corpora.stdlib_corpus(tokenizer)
 
-    def text(documents: Iterator[corpora.Document]) -> bytes:
+    def text(documents: Iterator[corpora.TokenizedDocument]) -> bytes:
         ids = np.concatenate([document.ids for document in documents])
         return np.where(ids == 1, 10, ids - 3).astype(np.uint8).tobytes()
 
@@ -229,18 +229,18 @@ class Counting:
         self.share = share
         self.units = units
 
-    def documents(self, unit: int, skip: int, take: corpora.Take) -> Iterator[corpora.Document]:
+    def documents(self, unit: int, skip: int, take: corpora.TakeDocument) -> Iterator[corpora.TokenizedDocument]:
         for i in range(skip, 3):
             first = (unit * 3 + i) * 40
-            yield corpora.Document(np.arange(first, first + 40, dtype=np.int32)) if take() else corpora.EMPTY
+            yield corpora.TokenizedDocument(np.arange(first, first + 40, dtype=np.int32)) if take() else corpora.EMPTY
 
-    def held_out(self) -> Iterator[corpora.Document]:
+    def held_out(self) -> Iterator[corpora.TokenizedDocument]:
         return iter([])
 
 
 def test_every_token_of_a_pass_is_a_target_once() -> None:
     one = manifest("text", microbatch_size=1, sequence_length=37)
-    stream = samples.SampleStream(Counting(1.0), one, "peer").batches(samples.Place())
+    stream = samples.SampleStream(Counting(1.0), one, "peer").batches(samples.StreamPosition())
     targets = [int(n) for batch, _ in itertools.islice(stream, 599 // 37) for n in array(batch.targets).flat]
     assert len(targets) == len(set(targets)) == 599 // 37 * 37
 
@@ -249,7 +249,7 @@ def test_every_token_of_a_pass_is_a_target_once() -> None:
 def test_a_place_inside_a_unit_resumes_bitwise(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "POOL_TOKENS", 70)
     one = samples.SampleStream(Counting(share), manifest("text", microbatch_size=2), "peer")
-    whole = [(values(batch), place) for batch, place in itertools.islice(one.batches(samples.Place()), 60)]
+    whole = [(values(batch), place) for batch, place in itertools.islice(one.batches(samples.StreamPosition()), 60)]
     assert any(place.document not in (0, 3) for _, place in whole)
     for k in range(50):
         resumed = [(values(batch), place) for batch, place in itertools.islice(one.batches(whole[k][1]), 9)]
@@ -261,7 +261,7 @@ def test_replicas_begin_with_different_units(monkeypatch: pytest.MonkeyPatch) ->
     one = manifest("text", microbatch_size=1, sequence_length=39)
     read_by = []
     for peer in ("a", "b"):
-        stream = samples.SampleStream(Counting(1.0, units=200), one, peer).batches(samples.Place())
+        stream = samples.SampleStream(Counting(1.0, units=200), one, peer).batches(samples.StreamPosition())
         read_by.append({int(array(batch.inputs)[0, 0]) // 120 for batch, _ in itertools.islice(stream, 30)})
     assert len(read_by[0] & read_by[1]) <= 3
 
@@ -270,7 +270,7 @@ def test_replicas_take_different_documents_where_there_are_few_units() -> None:
     one = manifest("text", microbatch_size=1, sequence_length=39)
     taken: dict[str, list[int]] = {}
     for peer in ("a", "b"):
-        stream = samples.SampleStream(Counting(0.125), one, peer).batches(samples.Place())
+        stream = samples.SampleStream(Counting(0.125), one, peer).batches(samples.StreamPosition())
         taken[peer] = [int(array(batch.inputs)[0, 0]) // 40 for batch, _ in itertools.islice(stream, 300)]
     assert set(taken["a"]) == set(taken["b"]) == set(range(15)), "over many passes each reads all"
     equal = sum(x == y for x, y in zip(taken["a"], taken["b"], strict=True))

@@ -8,7 +8,7 @@ import pytest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, from_here, local_host_towards, reserve_port
 from noloco_p2p.io.dht.identity import peer_id_of
-from noloco_p2p.io.dht.join_handshake import DialAllowance, check_clock
+from noloco_p2p.io.dht.join_handshake import DialRateLimit, check_clock
 from noloco_p2p.io.dht.known_peers import PEERS_LIMIT, KnownPeers
 
 PEER = peer_id_of(bytes(range(32)))
@@ -109,7 +109,7 @@ def test_clocks_may_differ_by_half_a_lifetime() -> None:
 
 
 def test_strangers_cannot_have_much_dialled() -> None:
-    allowance = DialAllowance(at_once=2, per_minute=3)
+    allowance = DialRateLimit(at_once=2, per_minute=3)
     assert [allowance.begin(now=0.0) for _ in range(3)] == [True, True, False]
     allowance.end()
     allowance.end()

@@ -17,8 +17,8 @@ from noloco_p2p.io.dht.adverts import (
     LONGEST_TTL_S,
     PAYLOAD_LIMIT_BYTES,
     PLAIN_FIELDS,
+    AdvertRecord,
     AdvertValidator,
-    Record,
     decode,
     encode,
     packed_bytes,
@@ -65,8 +65,8 @@ def advert(**changes: object) -> Advert:
     return Advert(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def record(made: Advert) -> Record:
-    return Record(made, NOW - 2.0, (f"/ip4/10.0.0.1/tcp/4001/p2p/{made.peer_id}",))
+def record(made: Advert) -> AdvertRecord:
+    return AdvertRecord(made, NOW - 2.0, (f"/ip4/10.0.0.1/tcp/4001/p2p/{made.peer_id}",))
 
 
 def test_every_field_of_an_advert_travels() -> None:

@@ -15,9 +15,9 @@ from daemons import RUN, Node, daemon, node, run, until
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.io.dht import dht_supervisor as presence_module
-from noloco_p2p.io.dht.dht_supervisor import Presence
-from noloco_p2p.io.dht.join_handshake import fetch_manifest, offer_manifest
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.dht_supervisor import SupervisedDirectory
+from noloco_p2p.io.dht.join_handshake import fetch_manifest, serve_manifest
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.launch.node_probe import scrape
 
 
@@ -25,7 +25,7 @@ from noloco_p2p.launch.node_probe import scrape
 class Kept:
     """A node's presence, kept; what it tells of its troubles."""
 
-    presence: Presence
+    presence: SupervisedDirectory
     address: str
     keeping: "asyncio.Task[None]"
     troubles: list[str | None] = field(default_factory=list)
@@ -55,11 +55,13 @@ class Kept:
 
 @asynccontextmanager
 async def kept(home: Path) -> AsyncIterator[Kept]:
-    async def offer(libp2p: Libp2p) -> None:
-        await offer_manifest(libp2p, b"the manifest")
+    async def offer(libp2p: Libp2pDaemon) -> None:
+        await serve_manifest(libp2p, b"the manifest")
 
     async with daemon(home, metrics_port=0) as libp2p:
-        presence = await Presence.open(libp2p, run_id=RUN, stages=2, known_path=home / "known.json", offer=offer)
+        presence = await SupervisedDirectory.open(
+            libp2p, run_id=RUN, stages=2, known_path=home / "known.json", offer=offer
+        )
         troubles: list[str | None] = []
         keeping = asyncio.create_task(presence.keep(troubles.append))
         try:

@@ -11,7 +11,7 @@ import pytest
 from daemons import RUN, STRANGER, gone, node, run, until
 
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
-from noloco_p2p.io.dht.adverts import Record, decode, encode, packed_bytes, stage_key
+from noloco_p2p.io.dht.adverts import AdvertRecord, decode, encode, packed_bytes, stage_key
 
 
 def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_forged_records_are_refused_by_storing_and_by_reading_nodes(tmp_path: Pa
             key = DHTID.generate(stage_key(RUN, 0))
             mallory, victim = a.directory._node.protocol, b.directory._node.protocol
             expires = time.time() + 60.0
-            made = packed_bytes(encode(Record(a.advert(step=99.0), time.time(), ())))
+            made = packed_bytes(encode(AdvertRecord(a.advert(step=99.0), time.time(), ())))
             forged = bytes(64) + made
             stored = [
                 await mallory.call_store(b.libp2p.p2p.peer_id, [key], [forged], [expires], subkeys=[subkey])

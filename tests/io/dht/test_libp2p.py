@@ -14,13 +14,13 @@ from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachab
 from noloco_p2p.io.dht import libp2p as libp2p_module
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import (
-    DialAllowance,
+    DialRateLimit,
     ask_dial_back,
     fetch_manifest,
-    offer_manifest,
     serve_dial_back,
+    serve_manifest,
 )
-from noloco_p2p.io.dht.libp2p import Libp2p
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.p2p_daemon import SOCKETS_MIN_AGE_S, sweep_stale_sockets
 from noloco_p2p.launch.node_probe import scrape
 
@@ -50,7 +50,7 @@ def test_bad_join_addresses_each_have_their_line(tmp_path: Path, monkeypatch: py
             await refused([good[:-4]], ConfigError, "malformed join address")
             await refused([good.replace(a.peer_id, STRANGER)], ConfigError, f"another peer answers there .{a.peer_id}")
             with pytest.raises(ConfigError, match="this node's own"):
-                await Libp2p.open(a.identity, host="127.0.0.1", port=0, join=[good])
+                await Libp2pDaemon.open(a.identity, host="127.0.0.1", port=0, join=[good])
             async with daemon(tmp_path / "b", join=[dead.replace(a.peer_id, STRANGER), good]) as b:
                 assert [str(address) for address in b.joined] == [good]
                 with pytest.raises(Unreachable, match="keeps no directory of this run"):
@@ -96,12 +96,12 @@ def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path) -> 
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
             with pytest.raises(Declined, match="no noloco node, or not ready"):
                 await fetch_manifest(b, a.peer_id)
-            await offer_manifest(a, b"m" * MANIFEST_LIMIT_BYTES)
+            await serve_manifest(a, b"m" * MANIFEST_LIMIT_BYTES)
             before = time.time()
             manifest, theirs = await fetch_manifest(b, a.peer_id)
             assert manifest == b"m" * MANIFEST_LIMIT_BYTES
             assert before <= theirs <= time.time()
-            await offer_manifest(b, b"m" * (MANIFEST_LIMIT_BYTES + 1))
+            await serve_manifest(b, b"m" * (MANIFEST_LIMIT_BYTES + 1))
             with pytest.raises(Violation, match="manifest of 65537 bytes"):
                 await fetch_manifest(a, b.peer_id)
             with pytest.raises(Unreachable):
@@ -121,7 +121,7 @@ def test_a_joined_peer_dials_back(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
-            await serve_dial_back(a, probe, DialAllowance(per_minute=3))
+            await serve_dial_back(a, probe, DialRateLimit(per_minute=3))
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:1") is None
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:2") == "refused"
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:3") == "another peer is there"

@@ -28,7 +28,7 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.storage import checkpoint_format
-from noloco_p2p.io.storage.checkpoint_format import Damaged, read_checkpoint, read_tensors, stored_shards
+from noloco_p2p.io.storage.checkpoint_format import DamagedCheckpoint, read_checkpoint, read_tensors, stored_checkpoints
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.ports import Checkpoints
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
@@ -182,7 +182,7 @@ def test_a_torn_file_is_detected_and_the_one_before_is_used(
     store = FileCheckpoints(tmp_path, RUN, PEER, 3)
     assert _held(store) == [Holding(1, 5, 50)]
     assert _newest(store) == older
-    assert [shard.manifest.round for shard in stored_shards(tmp_path)] == [5]
+    assert [shard.manifest.round for shard in stored_checkpoints(tmp_path)] == [5]
     assert _swept(tmp_path) == ONLY_5_AND_15
 
 
@@ -301,7 +301,7 @@ def test_a_directory_that_cannot_be_made_or_read_is_named(tmp_path: Path) -> Non
     with pytest.raises(LocalError, match=f"{tmp_path}/checkpoints/.*Not a directory"):
         _save(store, _checkpoint(5))
     assert _held(store) == []
-    assert stored_shards(tmp_path / "absent") == []
+    assert stored_checkpoints(tmp_path / "absent") == []
 
 
 def test_other_runs_nodes_and_formats_are_passed_over_and_left_alone(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_other_runs_nodes_and_formats_are_passed_over_and_left_alone(tmp_path: P
     assert _held(own) == []
     assert _load(own, Holding(1, 5, 50)) is None
     _save(own, _checkpoint(1))
-    (path,) = (shard.path for shard in stored_shards(tmp_path) if shard.holding.round == 1)
+    (path,) = (shard.path for shard in stored_checkpoints(tmp_path) if shard.holding.round == 1)
     content = json.loads(path.read_text()) | {"format": 2}
     del content["digest"]
     path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
@@ -334,14 +334,14 @@ def test_anybody_can_read_the_shards_of_a_whole_swarm(tmp_path: Path) -> None:
     for node, peer in enumerate(peers):
         store = FileCheckpoints(tmp_path / f"node-{node}", RUN, peer, 3)
         _save(store, *(_checkpoint(round, node, peer=peer) for round in (10, 5)))
-    found = stored_shards(tmp_path)
+    found = stored_checkpoints(tmp_path)
     assert [(one.manifest.peer_id, one.holding) for one in found] == [
         (peers[0], Holding(0, 10, 100)),
         (peers[0], Holding(0, 5, 50)),
         (peers[1], Holding(1, 10, 100)),
         (peers[1], Holding(1, 5, 50)),
     ]
-    assert [one.holding for one in stored_shards(tmp_path / "node-1")] == [one.holding for one in found[2:]]
+    assert [one.holding for one in stored_checkpoints(tmp_path / "node-1")] == [one.holding for one in found[2:]]
     saved = _checkpoint(5, 1, peer=peers[1])
     assert read_checkpoint(found[3]) == saved
     slow = read_tensors(found[3], {"slow", "momentum"})
@@ -352,7 +352,7 @@ def test_anybody_can_read_the_shards_of_a_whole_swarm(tmp_path: Path) -> None:
     }
     whole = found[3].tensors_path.read_bytes()
     found[3].tensors_path.write_bytes(whole[:-1] + b"?")
-    with pytest.raises(Damaged, match=f"{found[3].tensors_path} is damaged: the values of .* the digest"):
+    with pytest.raises(DamagedCheckpoint, match=f"{found[3].tensors_path} is damaged: the values of .* the digest"):
         read_tensors(found[3])
 
 

@@ -276,7 +276,7 @@ def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers:
         sent = activation((3, 333, 777))
         header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
         _, frames = unpacked(list(message_codec.to_activation(sent, 10.0))[1], pb.ActivationMessage)
-        incoming = servicer.Incoming(Stalled(), header, frames, lambda *count: None)
+        incoming = servicer.IncomingActivation(Stalled(), header, frames, lambda *count: None)
         reading = asyncio.create_task(incoming.body())
         await asyncio.sleep(0)
         assert alive(buffers) == 1

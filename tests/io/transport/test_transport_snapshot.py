@@ -147,13 +147,13 @@ def test_a_server_that_hangs_behind_a_sound_link_is_unreachable_soon(
     monkeypatch.setattr(grpc_transport, "SILENCE_S", 0.3)
     hung = asyncio.Event()
 
-    async def stalling(self: servicer.Servicer, request: Any, context: Any) -> AsyncIterator[bytes]:
+    async def stalling(self: servicer.GrpcServicer, request: Any, context: Any) -> AsyncIterator[bytes]:
         for message in islice(weights_codec.to_snapshot(Snapshot("B", 4, 40, BIG)), messages):
             yield message
         hung.set()
         await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(servicer.Servicer, "fetch_snapshot", stalling)
+    monkeypatch.setattr(servicer.GrpcServicer, "fetch_snapshot", stalling)
 
     async def scenario() -> None:
         async with pair(Node(hang)) as both:
