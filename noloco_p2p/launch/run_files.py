@@ -88,7 +88,7 @@ def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: s
 
 def summary(node: "Node", telemetry: "PrometheusTelemetry") -> dict[str, object]:
     """What the launcher and the user learn of this node at its end. Losses are those of stage 0, nats per token."""
-    advert, totals = node.seat.advert, telemetry.totals()
+    advert, totals = node.state.advert, telemetry.totals()
     rounds, done, idle = totals["outer_rounds"], totals["microbatches"], totals["idle_s"]
     assert isinstance(rounds, dict)
     assert isinstance(done, dict)

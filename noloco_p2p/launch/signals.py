@@ -30,7 +30,7 @@ class SignalHandler:
             loop.add_reader(sys.stdin.fileno(), self._read_stdin)
 
     def _told_to_leave(self) -> None:
-        if self.node is not None and not self.node.seat.draining:
+        if self.node is not None and not self.node.state.draining:
             self.node.drain()
         elif self._all is not None:
             self._all.cancel()

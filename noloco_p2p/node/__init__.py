@@ -1,6 +1,6 @@
 """What a node does beside its main loop, one duty a file.
 
-seat      what the duties share: who the node is, how far it has come, whom it knows
+state     what the duties share: who the node is, how far it has come, whom it knows
 waits     where waits are made: each has a name
 telling   what the node tells of itself
 watch     announces the node and reads the membership

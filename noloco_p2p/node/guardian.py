@@ -23,8 +23,8 @@ AGAIN_S = 2.0
 class Guardian:
     """What one node holds for other stages. It outlives `run`, which goes on from it when it is called again."""
 
-    def __init__(self, seat: NodeState) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState) -> None:
+        self._node = node
         self._held: dict[int, Snapshot] = {}
         self._asked: dict[int, tuple[int, int]] = {}
         """By stage, when it last answered: my outer round, and the newest that its replicas announced."""
@@ -40,24 +40,24 @@ class Guardian:
 
     async def stand_by(self) -> None:
         """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
-        await self._seat.until(lambda: self._seat.advert.state == "training", "training", INNER_STEP, idle=True)
+        await self._node.until(lambda: self._node.advert.state == "training", "training", INNER_STEP, idle=True)
         await self.run()
-        await self._seat.until(lambda: False, "something to guard", SWARM, idle=True)
+        await self._node.until(lambda: False, "something to guard", SWARM, idle=True)
 
     async def run(self) -> None:
         """Pull after each outer round and whenever the membership asks for it; until cancelled."""
-        seat = self._seat
+        node = self._node
         self._tell()
-        if seat.manifest.stages == 1 or seat.manifest.outer.pairing == "none":
+        if node.manifest.stages == 1 or node.manifest.outer.pairing == "none":
             return
         while True:
-            self._read, round = False, seat.advert.outer_round
+            self._read, round = False, node.advert.outer_round
             self._drop()
             for stage in self._wards():
                 await self._look_after(stage)
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
-            await seat.until(
-                lambda round=round: self._read or seat.advert.outer_round != round,  # type: ignore[misc]
+            await node.until(
+                lambda round=round: self._read or node.advert.outer_round != round,  # type: ignore[misc]
                 "something to guard",
                 SWARM,
                 AGAIN_S if leaving else None,
@@ -67,20 +67,20 @@ class Guardian:
     # --- whom -------------------------------------------------------------------------------------------------------
 
     def _everybody(self) -> list[Advert]:
-        return [*self._seat.members.all(), self._seat.advert]
+        return [*self._node.members.all(), self._node.advert]
 
     def _guardians(self, stage: int) -> tuple[str, ...]:
-        if stage != self._seat.index and len(self._replicas(stage)) > GUARDED_REPLICAS:
+        if stage != self._node.index and len(self._replicas(stage)) > GUARDED_REPLICAS:
             return ()
-        return guardians_of(stage, self._everybody(), self._seat.manifest.seed)
+        return guardians_of(stage, self._everybody(), self._node.manifest.seed)
 
     def _wards(self) -> list[int]:
         """The stages that this node guards now."""
-        seat = self._seat
-        return [s for s in range(seat.manifest.stages) if s != seat.index and seat.me in self._guardians(s)]
+        node = self._node
+        return [s for s in range(node.manifest.stages) if s != node.index and node.me in self._guardians(s)]
 
     def _replicas(self, stage: int) -> Sequence[Advert]:
-        return self._seat.members.of_stage(stage, WITH_WEIGHTS)
+        return self._node.members.of_stage(stage, WITH_WEIGHTS)
 
     @staticmethod
     def _leaving(replicas: Sequence[Advert]) -> bool:
@@ -94,16 +94,16 @@ class Guardian:
         round = self._due(stage, replicas)
         if round is None:
             return
-        seat = self._seat
-        signs = seat.advert.outer_round, max(a.outer_round for a in replicas)
+        node = self._node
+        signs = node.advert.outer_round, max(a.outer_round for a in replicas)
         wait_s = AGAIN_S if self._leaving(replicas) else WAIT_S
         for donor in self._in_turn(stage, replicas, round):
             try:
                 theirs = await self._fetch(donor, stage, round, wait_s)
             except PeerError as error:
                 if isinstance(error, Unreachable | Violation):
-                    seat.members.failed(donor.peer_id, now=seat.now())
-                seat.event("warning", message=f"no snapshot of stage {stage} from {donor.peer_id} to guard: {error}")
+                    node.members.failed(donor.peer_id, now=node.now())
+                node.event("warning", message=f"no snapshot of stage {stage} from {donor.peer_id} to guard: {error}")
                 continue
             self._asked[stage] = signs
             self._keep(stage, theirs)
@@ -113,7 +113,7 @@ class Guardian:
         """The round to ask for; None while nothing new can be there. Round 0 is made from the seed by anybody."""
         if not replicas:
             return None
-        mine, newest = self._seat.advert.outer_round, max(a.outer_round for a in replicas)
+        mine, newest = self._node.advert.outer_round, max(a.outer_round for a in replicas)
         held = self._held.get(stage)
         have = held.round if held else 0
         if self._leaving(replicas):
@@ -126,31 +126,31 @@ class Guardian:
 
     def _in_turn(self, stage: int, replicas: Sequence[Advert], round: int) -> list[Advert]:
         """In which order to ask: who stays and answers first; the rounds and the two guardians alternate."""
-        seat = self._seat
+        node = self._node
         guardians = self._guardians(stage)
-        turn = round + (guardians.index(seat.me) if seat.me in guardians else 0)
+        turn = round + (guardians.index(node.me) if node.me in guardians else 0)
         turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
-        now = seat.now()
-        return sorted(turned, key=lambda a: (seat.members.is_aside(a.peer_id, now=now), a.state == "draining"))
+        now = node.now()
+        return sorted(turned, key=lambda a: (node.members.is_aside(a.peer_id, now=now), a.state == "draining"))
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
         """Raises as Transport.fetch_snapshot, and Violation when the weights are not the donor's own."""
-        seat = self._seat
-        size = seat.stage.state.snapshot_bytes[stage]
-        deadline_s = seat.manifest.outer.deadline_s
-        with seat.waiting("snapshot", donor.peer_id, wait_s + deadline_s, f"guards stage {stage}", idle=True):
-            theirs = await seat.world.transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
+        node = self._node
+        size = node.stage.state.snapshot_bytes[stage]
+        deadline_s = node.manifest.outer.deadline_s
+        with node.waiting("snapshot", donor.peer_id, wait_s + deadline_s, f"guards stage {stage}", idle=True):
+            theirs = await node.world.transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
         if theirs.peer != donor.peer_id:
             raise Violation(f"{donor.peer_id} sent the snapshot of {theirs.peer}")
         return theirs
 
     def _keep(self, stage: int, theirs: Snapshot) -> None:
         held = self._held.get(stage)
-        if stage == self._seat.index or (held and (theirs.round, theirs.step) <= (held.round, held.step)):
+        if stage == self._node.index or (held and (theirs.round, theirs.step) <= (held.round, held.step)):
             return
         self._held[stage] = theirs
         size = sum(t.spec.nbytes for t in theirs.tensors)
-        self._seat.event("guarded", stage=stage, round=theirs.round, bytes=size)
+        self._node.event("guarded", stage=stage, round=theirs.round, bytes=size)
         self._tell()
 
     # --- what is held -----------------------------------------------------------------------------------------------
@@ -158,16 +158,16 @@ class Guardian:
     def _tell(self) -> None:
         """The advert lists what is held, and nothing else once the node trains."""
         held = tuple(Holding(stage, one.round, one.step) for stage, one in sorted(self._held.items()))
-        if held != self._seat.advert.holds:
-            self._seat.update(holds=held)
-            self._seat.pulse()
+        if held != self._node.advert.holds:
+            self._node.update(holds=held)
+            self._node.pulse()
 
     def _drop(self) -> None:
         """Forget what others hold by now; of the stage that this node moved to, once it has its weights."""
-        seat = self._seat
+        node = self._node
         for stage in sorted(self._held):
-            taken = stage == seat.index and seat.advert.state in membership.HOLDING
-            if taken or (stage != seat.index and self._is_safe(stage)):
+            taken = stage == node.index and node.advert.state in membership.HOLDING
+            if taken or (stage != node.index and self._is_safe(stage)):
                 del self._held[stage]
         self._tell()
 
@@ -176,16 +176,16 @@ class Guardian:
 
         A stage that nobody holds has no guardians: what is held of it stays until somebody has taken it.
         """
-        seat, held = self._seat, self._held[stage]
-        if len(seat.members.of_stage(stage, membership.TRAINING)) > GUARDED_REPLICAS:
+        node, held = self._node, self._held[stage]
+        if len(node.members.of_stage(stage, membership.TRAINING)) > GUARDED_REPLICAS:
             return True
         guardians = self._guardians(stage)
-        if not guardians or seat.me in guardians:
+        if not guardians or node.me in guardians:
             return False
         listed = {
             peer
             for peer in guardians
-            for theirs in (seat.members.get(peer) or seat.advert).holds
+            for theirs in (node.members.get(peer) or node.advert).holds
             if theirs.stage == stage and (theirs.round, theirs.step) >= (held.round, held.step)
         }
         return listed == set(guardians)

@@ -46,12 +46,12 @@ class Node:
     ) -> None:
         stage = -1 if config.stage is None else config.stage
         advert = replace(advert, stage=stage, state="starting", settled=config.stage is not None)
-        self.seat = NodeState(advert, manifest, config, world)
+        self.state = NodeState(advert, manifest, config, world)
         self._incarnation = incarnation
-        self._watch = MembershipLoop(self.seat, self._noticed)
-        self._moving = Rebalancer(self.seat)
-        self._guardian = Guardian(self.seat)
-        self.answers = RpcHandler(self.seat, self._guardian)
+        self._watch = MembershipLoop(self.state, self._noticed)
+        self._moving = Rebalancer(self.state)
+        self._guardian = Guardian(self.state)
+        self.answers = RpcHandler(self.state, self._guardian)
         """The handler for this node's transport."""
         self._take_duties()
         self.finished = False
@@ -59,23 +59,23 @@ class Node:
 
     def _take_duties(self) -> None:
         """The duties of one stage; a node that moves begins them anew."""
-        self._sender = Dispatcher(self.seat)
-        self._door = MicrobatchServer(self.seat, self._sender)
-        self._rounds = OuterRounds(self.seat)
-        self._clock = StepClock(self.seat)
-        self._arrival = Joining(self.seat, self._watch, self._rounds, self._guardian)
-        self._ending = Shutdown(self.seat, self._sender)
-        self._saving = Checkpointer(self.seat, self._rounds)
-        self._donor = StateDonor(self.seat, self._incarnation)
-        self._beginnings = MicrobatchSource(self.seat, self._sender, self._incarnation)
-        examiner = EvaluationServer(self.seat, self._sender)
+        self._sender = Dispatcher(self.state)
+        self._door = MicrobatchServer(self.state, self._sender)
+        self._rounds = OuterRounds(self.state)
+        self._clock = StepClock(self.state)
+        self._arrival = Joining(self.state, self._watch, self._rounds, self._guardian)
+        self._ending = Shutdown(self.state, self._sender)
+        self._saving = Checkpointer(self.state, self._rounds)
+        self._donor = StateDonor(self.state, self._incarnation)
+        self._beginnings = MicrobatchSource(self.state, self._sender, self._incarnation)
+        examiner = EvaluationServer(self.state, self._sender)
         self.answers.give_to(self._door, examiner, self._rounds, self._donor)
 
     # === life =======================================================================================================
 
     async def run(self) -> None:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
-        seat = self.seat
+        node = self.state
         tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._live())]
         tasks += [asyncio.create_task(self._watch_failure()), asyncio.create_task(self._guardian.stand_by())]
         try:
@@ -91,11 +91,11 @@ class Node:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._saving.settle()
             self._donor.close()
-            if seat.batches is not None:
-                seat.batches.close()
-            if not seat.draining:
-                seat.enter("drain", "the run has ended")
-            seat.enter("leave")
+            if node.batches is not None:
+                node.batches.close()
+            if not node.draining:
+                node.enter("drain", "the run has ended")
+            node.enter("leave")
             await self._watch.withdraw()
 
     @property
@@ -105,102 +105,102 @@ class Node:
 
     def status(self, now: float) -> Status:
         """What this node tells of itself at `now` on the loop's clock; from any thread. Without `figures`."""
-        return status_view.status(self.seat, self._door, now)
+        return status_view.status(self.state, self._door, now)
 
     def trouble(self, name: str, message: str | None) -> None:
         """Something outside the duties is wrong from now on, or (None) no longer; the node goes on."""
-        self.seat.trouble(name, message)
+        self.state.trouble(name, message)
 
     def drain(self) -> None:
         """Leave: finish what is held, begin nothing new, at most `limits.drain_s`."""
-        if not self.seat.leaving and self.seat.advert.state != "left":
-            self.seat.drain("told to leave")
+        if not self.state.leaving and self.state.advert.state != "left":
+            self.state.drain("told to leave")
 
     def pause(self) -> None:
         """Give the device to its owner at the end of the inner step: leave the routes, keep everything."""
-        self.seat.pausing = True
-        self.seat.pulse()
+        self.state.pausing = True
+        self.state.pulse()
 
     def resume(self) -> None:
         """Come back from a pause."""
-        self.seat.pausing = False
-        self.seat.pulse()
+        self.state.pausing = False
+        self.state.pulse()
 
     async def _watch_failure(self) -> None:
         """Ends when the node has failed, or has been leaving for as long as it may."""
-        seat = self.seat
-        await seat.until(lambda: seat.leaving or seat.error is not None, "order to leave", OWNER, idle=True)
-        if seat.error is None:
-            await seat.until(
-                lambda: seat.error is not None, "end of what is held", INNER_STEP, seat.config.limits.drain_s
+        node = self.state
+        await node.until(lambda: node.leaving or node.error is not None, "order to leave", OWNER, idle=True)
+        if node.error is None:
+            await node.until(
+                lambda: node.error is not None, "end of what is held", INNER_STEP, node.config.limits.drain_s
             )
-        if seat.error is not None:
-            raise seat.error
-        seat.event("warning", message=f"left after {seat.config.limits.drain_s:g} s with work in hand")
+        if node.error is not None:
+            raise node.error
+        node.event("warning", message=f"left after {node.config.limits.drain_s:g} s with work in hand")
 
     async def _live(self) -> None:
-        seat = self.seat
+        node = self.state
         await self._arrival.choose_stage()
-        while not seat.draining:
+        while not node.draining:
             await self._make_weights()
             await self._arrival.wait_for_others()
             self._saving.newest = self._rounds.done
-            if not seat.draining:
-                await (self._train_first_stage() if seat.index == 0 else self._train_later_stage())
-            if seat.next_stage is not None:
-                await self._move(seat.next_stage)
-            elif not seat.draining:
-                seat.enter("end", "the run has reached its last step")
+            if not node.draining:
+                await (self._train_first_stage() if node.index == 0 else self._train_later_stage())
+            if node.next_stage is not None:
+                await self._move(node.next_stage)
+            elif not node.draining:
+                node.enter("end", "the run has reached its last step")
                 await self._ending.finish()
-                self.finished = not seat.draining
+                self.finished = not node.draining
                 return
         await self._saving.hand_over()
 
     # === the stage and its weights ==================================================================================
 
     async def _make_weights(self) -> None:
-        with self.seat.waiting("weights", DEVICE):
-            self.seat.stage = await self.seat.world.make_stage(self.seat.index)
+        with self.state.waiting("weights", DEVICE):
+            self.state.stage = await self.state.world.make_stage(self.state.index)
         await self._rounds.freeze(0)
 
     async def _move(self, stage: int) -> None:
         """What was held has been finished: give this stage up, and come to the other one like a newcomer."""
-        seat = self.seat
+        node = self.state
         await self._saving.settle()
-        if seat.batches is not None:
-            seat.batches.close()
-            seat.batches = None
+        if node.batches is not None:
+            node.batches.close()
+            node.batches = None
         self._donor.close()
-        seat.stage.close()
-        seat.drain_by = seat.next_stage = None
-        seat.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, outer_round=0)
+        node.stage.close()
+        node.drain_by = node.next_stage = None
+        node.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, outer_round=0)
         # Ids of microbatches are never used twice: their counter begins anew.
         self._incarnation = (self._incarnation + 1) % 2**64 or 1
         self._take_duties()
-        seat.enter("move", f"comes to stage {stage}")
+        node.enter("move", f"comes to stage {stage}")
 
     async def _pause(self) -> None:
         """Until the owner gives the device back; then the weights of now, if the others have gone far ahead."""
-        seat = self.seat
+        node = self.state
         self._door.close()
-        seat.enter("pause", "the owner needs the device")
-        await seat.until(lambda: not seat.pausing or seat.draining, "device", OWNER)
-        if not seat.draining:
+        node.enter("pause", "the owner needs the device")
+        await node.until(lambda: not node.pausing or node.draining, "device", OWNER)
+        if not node.draining:
             await self._arrival.catch_up()
-        if not seat.draining:
-            seat.enter("resume", "the device is back")
+        if not node.draining:
+            node.enter("resume", "the device is back")
 
     # === training, stage 0 ==========================================================================================
 
     async def _train_first_stage(self) -> None:
         """Read microbatches, send each through the stages, step when all of them are back."""
-        seat = self.seat
-        while seat.step < seat.manifest.steps and not seat.draining:
-            if seat.pausing:
+        node = self.state
+        while node.step < node.manifest.steps and not node.draining:
+            if node.pausing:
                 await self._pause()
                 continue
-            began = seat.now()
-            seat.look()
+            began = node.now()
+            node.look()
             batches = await self._beginnings.read_and_send()
             await self._inner_step(began, batches)
             # Once in a while: pull a partner's slow weights and outer delta.
@@ -214,29 +214,29 @@ class Node:
 
     async def _train_later_stage(self) -> None:
         """Serve what arrives; step when the target is reached and all that was admitted has ended."""
-        seat, intake = self.seat, self._door.intake
+        node, intake = self.state, self._door.intake
 
         def over() -> bool:
-            return seat.draining or self._first_stage_is_done()
+            return node.draining or self._first_stage_is_done()
 
-        began = seat.now()
+        began = node.now()
         while not over():
-            began = seat.now()
-            if seat.pausing:
+            began = node.now()
+            if node.pausing:
                 await self._pause()
                 continue
             if not self._door.may_open():
-                await seat.until(lambda: over() or seat.pausing or self._door.may_open(), "origins", of_stage(0))
+                await node.until(lambda: over() or node.pausing or self._door.may_open(), "origins", of_stage(0))
                 continue
             self._door.open()
-            await self._door.until_ready(lambda: over() or seat.pausing)
+            await self._door.until_ready(lambda: over() or node.pausing)
             if not intake.ready:
-                if not seat.pausing:
+                if not node.pausing:
                     break
                 # What was admitted is finished, and applied before the pause.
                 self._door.close()
                 await self._door.until_empty()
-                if not seat.routes:
+                if not node.routes:
                     continue
             intake.seal()
             await self._inner_step(began, {})
@@ -246,23 +246,23 @@ class Node:
             await self._saving.save_if_due()
         self._door.close()
         await self._door.until_empty()
-        if seat.routes:
+        if node.routes:
             await self._inner_step(began, {})
-        if not seat.draining:
-            seat.update(step=float(seat.manifest.steps))
+        if not node.draining:
+            node.update(step=float(node.manifest.steps))
             await self._rounds.run_if_due(self._door.close)
             await self._saving.save_if_due()
 
     def _first_stage_is_done(self) -> bool:
         """Somebody of stage 0 was seen finished, and nobody of it is at work."""
-        first = self.seat.members.of_stage(0, membership.STAGE_0_AT_WORK | {"finished"})
-        return self.seat.saw_the_end and all(a.state == "finished" for a in first)
+        first = self.state.members.of_stage(0, membership.STAGE_0_AT_WORK | {"finished"})
+        return self.state.saw_the_end and all(a.state == "finished" for a in first)
 
     def _noticed(self) -> None:
         """After each reading of the membership. Who finished may be gone by the time that somebody asks."""
-        seat = self.seat
-        ended = seat.members.left_at_step >= seat.manifest.steps or bool(seat.members.of_stage(0, {"finished"}))
-        seat.saw_the_end = seat.saw_the_end or ended
+        node = self.state
+        ended = node.members.left_at_step >= node.manifest.steps or bool(node.members.of_stage(0, {"finished"}))
+        node.saw_the_end = node.saw_the_end or ended
         self._door.strike()
         self._moving.consider()
         self._guardian.noticed()
@@ -272,24 +272,24 @@ class Node:
 
     async def _inner_step(self, began: float, batches: dict[MicrobatchId, Batch]) -> None:
         """AdamW on what was added since `began`, then the clock moves (design.md, The step is a clock)."""
-        seat, manifest, inner = self.seat, self.seat.manifest, self.seat.manifest.inner
-        step = min(seat.step + 1, manifest.steps)
+        node, manifest, inner = self.state, self.state.manifest, self.state.manifest.inner
+        step = min(node.step + 1, manifest.steps)
         rate = schedule.learning_rate(
             step, manifest.steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
         )
-        label = StepLabel(seat.inner_steps + 1, seat.step, rate, seat.routes, batches)
-        with seat.span("step"), seat.computing("inner step"):
-            result = await seat.stage.inner_step(label)
-        seat.inner_steps += 1
-        seat.routes = {}
+        label = StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches)
+        with node.span("step"), node.computing("inner step"):
+            result = await node.stage.inner_step(label)
+        node.inner_steps += 1
+        node.routes = {}
         self._rounds.inner_step_took(result.busy_s)
         self._clock.move(result.microbatches, result.busy_s)
-        cause = "gradients" if seat.index == 0 else "microbatches"
-        seat.event("idle", cause=cause, seconds=max(0.0, seat.now() - began - result.busy_s))
-        seat.event(
+        cause = "gradients" if node.index == 0 else "microbatches"
+        node.event("idle", cause=cause, seconds=max(0.0, node.now() - began - result.busy_s))
+        node.event(
             "inner_step",
-            inner_step=seat.inner_steps,
-            step=seat.advert.step,
+            inner_step=node.inner_steps,
+            step=node.advert.step,
             tokens=result.tokens,
             loss_sum=result.loss_sum,
             loss_tokens=result.tokens,

@@ -27,8 +27,8 @@ class Pull:
 class OuterRounds:
     """The outer rounds of one replica, and the snapshots that it keeps for others."""
 
-    def __init__(self, seat: NodeState) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState) -> None:
+        self._node = node
         self._kept: dict[int, Snapshot] = {}
         self._step_busy_s = 0.0
         self._patience = AdaptiveTimeout()
@@ -37,12 +37,12 @@ class OuterRounds:
 
     async def freeze(self, round: int) -> Snapshot:
         """Take this replica's snapshot of `round` and keep it for others."""
-        with self._seat.computing("snapshot"):
-            mine = await self._seat.stage.snapshot(round, self._seat.step)
+        with self._node.computing("snapshot"):
+            mine = await self._node.stage.snapshot(round, self._node.step)
         self._kept[round] = mine
         for old in sorted(self._kept)[:-KEPT_ROUNDS]:
             del self._kept[old]
-        self._seat.pulse()
+        self._node.pulse()
         return mine
 
     def inner_step_took(self, busy_s: float) -> None:
@@ -54,58 +54,58 @@ class OuterRounds:
 
         No circular wait: from snapshot to merge the door answers Busy and its line is flushed.
         """
-        seat, outer = self._seat, self._seat.manifest.outer
+        node, outer = self._node, self._node.manifest.outer
         if outer.pairing == "none":
             return
-        due = schedule.due_round(seat.step, outer.inner_steps, self.done, seat.manifest.steps)
+        due = schedule.due_round(node.step, outer.inner_steps, self.done, node.manifest.steps)
         if due is not None:
             close_door()
-            with seat.span("outer"):
+            with node.span("outer"):
                 await self._run(due)
 
     async def _run(self, round: int) -> None:
-        seat = self._seat
-        began = seat.now()
+        node = self._node
+        began = node.now()
         mine = await self.freeze(round)
         pull = await self._pull(round)
-        seat.event("idle", cause="partner", seconds=seat.now() - began)
-        with seat.computing("merge"):
+        node.event("idle", cause="partner", seconds=node.now() - began)
+        with node.computing("merge"):
             try:
-                merged = await seat.stage.merge(mine, pull.theirs)
+                merged = await node.stage.merge(mine, pull.theirs)
             except Violation as error:
                 pull = Pull("alone", f"refused: {error}")
-                merged = await seat.stage.merge(mine, None)
+                merged = await node.stage.merge(mine, None)
         self.done = round
-        seat.update(outer_round=round)
-        seat.pulse()
+        node.update(outer_round=round)
+        node.pulse()
         size = sum(t.spec.nbytes for t in pull.theirs.tensors) if pull.theirs else 0
-        seat.event(
+        node.event(
             "outer_round",
             round=round,
             result=pull.result,
             partner=pull.theirs.peer if pull.theirs else None,
             reason=pull.reason,
-            seconds=seat.now() - began,
+            seconds=node.now() - began,
             bytes=size,
         )
         if merged.replica_std is not None:
-            seat.event("replica_std", value=merged.replica_std)
+            node.event("replica_std", value=merged.replica_std)
 
     async def _pull(self, round: int) -> Pull:
         """The partner's snapshot of this round, else its newest, else another replica's, else none.
 
         Who is new to the stage is nobody's partner before its first whole outer interval, and draws its own at random.
         """
-        seat, outer = self._seat, self._seat.manifest.outer
-        found = seat.members.of_stage(seat.index, membership.IN_ROUNDS)
+        node, outer = self._node, self._node.manifest.outer
+        found = node.members.of_stage(node.index, membership.IN_ROUNDS)
         mates = {a.peer_id: a for a in found if a.partner_from_round <= round}
         if outer.pairing == "none":
             return Pull("alone", "none")
-        kind = outer.pairing if seat.advert.partner_from_round <= round else "random"
-        chosen, reason = pairing.partner(kind, seat.manifest.seed, round, sorted(mates), seat.me, seat.rng)
+        kind = outer.pairing if node.advert.partner_from_round <= round else "random"
+        chosen, reason = pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng)
         if chosen is None:
             return Pull("alone", reason)
-        if seat.members.is_aside(chosen, now=seat.now()):
+        if node.members.is_aside(chosen, now=node.now()):
             failure = "aside"
         else:
             try:
@@ -113,10 +113,10 @@ class OuterRounds:
                 return Pull("partner" if theirs.round == round else "stale", reason, theirs)
             except PeerError as error:
                 failure = self._refused(chosen, error)
-        others = [p for p in sorted(mates) if p != chosen and not seat.members.is_aside(p, now=seat.now())]
+        others = [p for p in sorted(mates) if p != chosen and not node.members.is_aside(p, now=node.now())]
         if not others:
             return Pull("alone", failure)
-        other = seat.rng.choice(others)
+        other = node.rng.choice(others)
         try:
             return Pull("other", failure, await self._fetch(mates[other], round, 0.0))
         except PeerError as error:
@@ -125,21 +125,21 @@ class OuterRounds:
     def _refused(self, peer: PeerId, error: PeerError) -> str:
         """Why a pull failed, as a label; what was said goes to the log."""
         if not isinstance(error, Declined):
-            self._seat.members.failed(peer, now=self._seat.now())
-        self._seat.event("warning", message=f"no snapshot from {peer}: {error}")
+            self._node.members.failed(peer, now=self._node.now())
+        self._node.event("warning", message=f"no snapshot from {peer}: {error}")
         return type(error).__name__.lower()
 
     async def _fetch(self, peer: Advert, round: int, wait_s: float) -> Snapshot:
         """A peer's snapshot near `round`. Raises Declined when it is too old, else as Transport.fetch_snapshot."""
-        seat, outer = self._seat, self._seat.manifest.outer
-        floor_s = seat.config.limits.patience_floor_s + wait_s
+        node, outer = self._node, self._node.manifest.outer
+        floor_s = node.config.limits.patience_floor_s + wait_s
         deadline_s = min(outer.deadline_s, self._patience.deadline_s(floor_s) or outer.deadline_s)
-        began = seat.now()
-        with seat.waiting("snapshot", peer.peer_id, wait_s + deadline_s, f"outer round {round}"):
-            theirs = await seat.world.transport.fetch_snapshot(
-                peer, seat.index, round, wait_s, deadline_s, seat.stage.state.snapshot
+        began = node.now()
+        with node.waiting("snapshot", peer.peer_id, wait_s + deadline_s, f"outer round {round}"):
+            theirs = await node.world.transport.fetch_snapshot(
+                peer, node.index, round, wait_s, deadline_s, node.stage.state.snapshot
             )
-        self._patience.observe(seat.now() - began)
+        self._patience.observe(node.now() - began)
         if theirs.peer != peer.peer_id:
             raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
         if abs(theirs.round - round) > outer.max_stale_rounds:
@@ -148,7 +148,7 @@ class OuterRounds:
 
     def _partner_wait_s(self) -> float:
         """By default the device-busy seconds of two inner steps; never wall time, which would feed on itself."""
-        wait_s = self._seat.manifest.outer.partner_wait_s
+        wait_s = self._node.manifest.outer.partner_wait_s
         return 2 * self._step_busy_s if wait_s is None else wait_s
 
     # --- the other side ---------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ class OuterRounds:
     async def serve(self, round: int | None, wait_s: float) -> Snapshot:
         """See ports.Handler.fetch_snapshot."""
         if round is not None:
-            longest_s = min(wait_s, self._seat.manifest.outer.deadline_s)
-            await self._seat.until(
+            longest_s = min(wait_s, self._node.manifest.outer.deadline_s)
+            await self._node.until(
                 lambda: any(kept >= round for kept in self._kept),
                 "outer round",
                 INNER_STEP,
@@ -172,6 +172,6 @@ class OuterRounds:
     async def go_on_from(self, round: int) -> None:
         """This replica's weights have become those of `round`; what was kept is no longer its own."""
         self.done = round
-        self._seat.update(outer_round=round)
+        self._node.update(outer_round=round)
         self._kept.clear()
         await self.freeze(round)

@@ -10,26 +10,26 @@ READINGS_BEFORE = 2
 class Rebalancer:
     """Decides after each reading of the membership. A node that was told its stage stays there."""
 
-    def __init__(self, seat: NodeState) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState) -> None:
+        self._node = node
         self._readings = 0
 
     def consider(self) -> None:
         """Announce, withdraw, or begin a move."""
-        seat = self._seat
-        if not seat.config.rebalance or seat.config.stage is not None:
+        node = self._node
+        if not node.config.rebalance or node.config.stage is not None:
             return
-        if seat.advert.state != "training" or seat.draining:
+        if node.advert.state != "training" or node.draining:
             return
-        others, manifest = seat.members.all(), seat.manifest
-        rounds_left = (manifest.steps - seat.advert.step) / manifest.outer.inner_steps
-        target, reason = balance.move(seat.advert, others, manifest.stages, rounds_left)
-        if target != seat.advert.moving_to:
+        others, manifest = node.members.all(), node.manifest
+        rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
+        target, reason = balance.move(node.advert, others, manifest.stages, rounds_left)
+        if target != node.advert.moving_to:
             self._readings = 0
-            seat.update(moving_to=target)
-            seat.pulse()
+            node.update(moving_to=target)
+            node.pulse()
             return
         self._readings += 1
-        if target is not None and self._readings >= READINGS_BEFORE and balance.may_go(seat.advert, others):
-            seat.event("moved", stage=target, reason=reason)
-            seat.drain(f"moves to stage {target}: {reason}", next_stage=target)
+        if target is not None and self._readings >= READINGS_BEFORE and balance.may_go(node.advert, others):
+            node.event("moved", stage=target, reason=reason)
+            node.drain(f"moves to stage {target}: {reason}", next_stage=target)

@@ -16,8 +16,8 @@ from noloco_p2p.ports import Body
 class RpcHandler:
     """Implements ports.Handler for one node; its duties change when the node moves to another stage."""
 
-    def __init__(self, seat: NodeState, guardian: Guardian) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState, guardian: Guardian) -> None:
+        self._node = node
         self._guardian = guardian
 
     def give_to(
@@ -40,7 +40,7 @@ class RpcHandler:
         """See ports.Handler."""
         if not (wait_s >= 0):
             raise Violation("a snapshot needs a wait of 0 s or more")
-        if stage == self._seat.index:
+        if stage == self._node.index:
             return await self._rounds.serve(round, wait_s)
         guarded = self._guardian.snapshot_of(stage)
         if guarded is None:
@@ -53,11 +53,11 @@ class RpcHandler:
 
     def describe(self, caller: PeerId) -> Description:
         """See ports.Handler."""
-        me = self._seat.advert
+        me = self._node.advert
         if me.stage < 0:
             raise Declined("this node has not chosen its stage yet")
         return Description(me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version)
 
     def _check_stage(self) -> None:
-        if self._seat.index <= 0:
+        if self._node.index <= 0:
             raise Declined("this node holds stage 0, which nobody sends to")

@@ -16,17 +16,17 @@ EVALUATIONS_AT_ONCE = 2
 class Shutdown:
     """Evaluations of one node, and its stay after its last step."""
 
-    def __init__(self, seat: NodeState, sender: Dispatcher) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState, sender: Dispatcher) -> None:
+        self._node = node
         self._sender = sender
         self.evaluated_s = 0.0
         """Seconds spent in evaluations while training."""
 
     async def evaluate_if_due(self) -> None:
         """Every so many inner steps; the last evaluation is `finish`'s."""
-        seat = self._seat
-        every = seat.manifest.evaluation.every_steps
-        if every is not None and seat.step < seat.manifest.steps and seat.inner_steps % every == 0:
+        node = self._node
+        every = node.manifest.evaluation.every_steps
+        if every is not None and node.step < node.manifest.steps and node.inner_steps % every == 0:
             await self.evaluate()
 
     async def evaluate(self) -> None:
@@ -34,14 +34,14 @@ class Shutdown:
 
         A stage that nobody serves is waited for; an evaluation of which a microbatch is missing does not count.
         """
-        seat = self._seat
-        rank = sorted([seat.me, *(a.peer_id for a in seat.members.of_stage(0))]).index(seat.me)
+        node = self._node
+        rank = sorted([node.me, *(a.peer_id for a in node.members.of_stage(0))]).index(node.me)
         gate = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
-        began, missed = seat.now(), False
+        began, missed = node.now(), False
 
         async def one(number: int, batch: Batch) -> LossSum | None:
             nonlocal missed
-            with seat.waiting("place among the evaluations", DEVICE, idle=True):
+            with node.waiting("place among the evaluations", DEVICE, idle=True):
                 await gate.acquire()
             try:
                 if missed:
@@ -50,64 +50,64 @@ class Shutdown:
             except PeerError as error:
                 # What nobody evaluates until its deadline, nobody evaluates of the others either.
                 missed = True
-                seat.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
+                node.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
                 return None
             finally:
                 gate.release()
 
-        assert seat.batches is not None, "stage 0 has data"
-        flights = [one(number, batch) for number, batch in enumerate(seat.batches.validation())]
+        assert node.batches is not None, "stage 0 has data"
+        flights = [one(number, batch) for number, batch in enumerate(node.batches.validation())]
         sums = [loss for loss in await asyncio.gather(*flights) if loss is not None]
         tokens = sum(s.tokens for s in sums)
-        if seat.advert.state == "training":
-            self.evaluated_s += seat.now() - began
+        if node.advert.state == "training":
+            self.evaluated_s += node.now() - began
         if tokens and not missed:
-            seat.event("evaluation", step=seat.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
+            node.event("evaluation", step=node.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
 
     async def _loss(self, number: int, rank: int, batch: Batch) -> LossSum:
-        seat = self._seat
+        node = self._node
         # Evaluations have ids of their own kind: no incarnation has number 0 (the wiring draws from 1).
-        microbatch = MicrobatchId(seat.me, 0, number)
+        microbatch = MicrobatchId(node.me, 0, number)
         why = of_microbatch(microbatch)
-        with seat.computing("evaluation", why):
-            result = await seat.stage.evaluate(batch.inputs, batch.targets, batch.mask)
+        with node.computing("evaluation", why):
+            result = await node.stage.evaluate(batch.inputs, batch.targets, batch.mask)
         if isinstance(result, LossSum):
             return result
-        parcel = StageOutput(microbatch, Origin(seat.me, seat.step, rank), result, batch.targets, batch.mask)
-        with seat.waiting("loss", of_stage(seat.index + 1), None, why):
+        parcel = StageOutput(microbatch, Origin(node.me, node.step, rank), result, batch.targets, batch.mask)
+        with node.waiting("loss", of_stage(node.index + 1), None, why):
             while True:
                 try:
-                    return await self._sender.evaluate(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
+                    return await self._sender.evaluate(parcel, node.now() + node.config.limits.microbatch_deadline_s)
                 except Declined:
-                    if seat.draining or not await self._sender.until_served():
+                    if node.draining or not await self._sender.until_served():
                         raise
 
     async def finish(self) -> None:
         """Stay until the others no longer need this node, at most `linger_s` for each thing waited for."""
-        seat, linger_s = self._seat, self._seat.config.limits.linger_s
+        node, linger_s = self._node, self._node.config.limits.linger_s
 
         def others(stages: Callable[[int], bool], states: frozenset[str]) -> bool:
-            return any(stages(stage) and state in states for stage, state in seat.members.counts())
+            return any(stages(stage) and state in states for stage, state in node.members.counts())
 
         at_work = membership.STAGE_0_AT_WORK | membership.READY
-        if seat.index == 0:
-            if not await seat.until(
-                lambda: seat.draining or not others(lambda s: s > 0, at_work),
+        if node.index == 0:
+            if not await node.until(
+                lambda: node.draining or not others(lambda s: s > 0, at_work),
                 "end of the later stages",
                 SWARM,
                 linger_s,
             ):
-                seat.event("warning", message="evaluates although a later stage has not finished")
+                node.event("warning", message="evaluates although a later stage has not finished")
             await self.evaluate()
-            seat.update(evaluated=True)
-            seat.pulse()
-            await seat.until(
-                lambda: seat.draining or not others(lambda s: s == 0, at_work), "end of stage 0", SWARM, linger_s
+            node.update(evaluated=True)
+            node.pulse()
+            await node.until(
+                lambda: node.draining or not others(lambda s: s == 0, at_work), "end of stage 0", SWARM, linger_s
             )
             return
 
         def all_evaluated() -> bool:
-            finished = seat.members.of_stage(0, {"finished"})
+            finished = node.members.of_stage(0, {"finished"})
             return all(a.evaluated for a in finished) and not others(lambda s: s == 0, at_work)
 
-        await seat.until(lambda: seat.draining or all_evaluated(), "last evaluations", of_stage(0), linger_s)
+        await node.until(lambda: node.draining or all_evaluated(), "last evaluations", of_stage(0), linger_s)

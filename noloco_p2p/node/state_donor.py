@@ -35,8 +35,8 @@ class StateDonor:
     `incarnation` is the node's own: no two processes give a copy the same number.
     """
 
-    def __init__(self, seat: NodeState, incarnation: int) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState, incarnation: int) -> None:
+        self._node = node
         self._incarnation = incarnation
         self._copies: list[_Copy] = []
         self._made = 0
@@ -75,11 +75,11 @@ class StateDonor:
 
     def _fitting(self, caller: PeerId) -> _Copy:
         """The newest copy while it will do, else a new one in the place of one that nobody uses."""
-        seat = self._seat
-        if seat.advert.state not in TRAINED:
-            raise Declined(f"this node is {seat.advert.state}: it has no trained state to give")
-        reach = STALE_INTERVALS * seat.manifest.outer.inner_steps
-        if self._copies and seat.advert.step - self._copies[-1].step <= reach:
+        node = self._node
+        if node.advert.state not in TRAINED:
+            raise Declined(f"this node is {node.advert.state}: it has no trained state to give")
+        reach = STALE_INTERVALS * node.manifest.outer.inner_steps
+        if self._copies and node.advert.step - self._copies[-1].step <= reach:
             return self._copies[-1]
         if len(self._copies) >= MOST_COPIES:
             idle = [copy for copy in self._copies if copy.users == 0]
@@ -89,27 +89,27 @@ class StateDonor:
         return self._begin(caller)
 
     def _begin(self, caller: PeerId) -> _Copy:
-        seat = self._seat
+        node = self._node
         self._made += 1
-        purpose = ("donor", seat.me, self._incarnation, seat.index, seat.inner_steps, self._made)
-        number = generator(seat.manifest.seed, *purpose).getrandbits(64)
-        seat.event("info", message=f"freezes its state at step {seat.step} for {caller}")
-        task = asyncio.get_running_loop().create_task(self._capture(number), name=f"donor {seat.me}")
-        copy = _Copy(number, seat.advert.step, task)
+        purpose = ("donor", node.me, self._incarnation, node.index, node.inner_steps, self._made)
+        number = generator(node.manifest.seed, *purpose).getrandbits(64)
+        node.event("info", message=f"freezes its state at step {node.step} for {caller}")
+        task = asyncio.get_running_loop().create_task(self._capture(number), name=f"donor {node.me}")
+        copy = _Copy(number, node.advert.step, task)
         self._copies.append(copy)
         return copy
 
     async def _capture(self, number: int) -> ReplicaState:
         """The labels are read when the copy is there: device operations before it have been counted by then."""
-        seat = self._seat
-        with seat.computing("copy of the state", "for a newcomer"):
-            state = await seat.stage.capture(seat.advert.outer_round, seat.advert.step, seat.inner_steps)
+        node = self._node
+        with node.computing("copy of the state", "for a newcomer"):
+            state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)
         return replace(
             state,
             number=number,
-            round=seat.advert.outer_round,
-            step=seat.advert.step,
-            inner_steps=seat.inner_steps,
+            round=node.advert.outer_round,
+            step=node.advert.step,
+            inner_steps=node.inner_steps,
         )
 
     def _forget(self, copy: _Copy) -> None:

@@ -7,27 +7,27 @@ from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.state import NodeState
 
 
-def status(seat: NodeState, door: MicrobatchServer, now: float) -> Status:
+def status(node: NodeState, door: MicrobatchServer, now: float) -> Status:
     """This node at `now` on the loop's clock, which is the monotonic one. Every age is one of this moment."""
-    members, took, stepped_at = seat.members, tuple(seat.steps_took), seat.stepped_at
-    calls = sorted(seat.calls.copy().values(), key=lambda call: (call[2], call[0], call[1]))
+    members, took, stepped_at = node.members, tuple(node.steps_took), node.stepped_at
+    calls = sorted(node.calls.copy().values(), key=lambda call: (call[2], call[0], call[1]))
     return Status(
-        advert=seat.advert,
-        run_name=seat.manifest.name,
-        stages=seat.manifest.stages,
-        steps=seat.manifest.steps,
-        inner_steps=seat.inner_steps,
-        start_replicas=seat.manifest.start_replicas,
-        waits=seat.waits.told(now),
+        advert=node.advert,
+        run_name=node.manifest.name,
+        stages=node.manifest.stages,
+        steps=node.manifest.steps,
+        inner_steps=node.inner_steps,
+        start_replicas=node.manifest.start_replicas,
+        waits=node.waits.told(now),
         serving=tuple(Serving(caller, why, max(0.0, now - since)) for caller, why, since in calls),
         seen=members.seen(now=now),
-        deserted={stage: max(0.0, now - since) for stage, since in sorted(seat.deserted.items())},
+        deserted={stage: max(0.0, now - since) for stage, since in sorted(node.deserted.items())},
         step_took_s=median(took) if took else None,
         since_step_s=None if stepped_at is None else max(0.0, now - stepped_at),
         in_flight=door.intake.in_flight,
         waiting=door.intake.waiting,
         troubles=tuple(
             Trouble(name, message, max(0.0, now - since))
-            for name, (message, since) in sorted(seat.troubles.copy().items())
+            for name, (message, since) in sorted(node.troubles.copy().items())
         ),
     )

@@ -7,8 +7,8 @@ from noloco_p2p.node.state import NodeState
 class StepClock:
     """Moves one node's clock, and measures the speeds that its advert announces."""
 
-    def __init__(self, seat: NodeState) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState) -> None:
+        self._node = node
         self._stepped_at: float | None = None
 
     def move(self, microbatches: int, busy_s: float) -> None:
@@ -18,21 +18,21 @@ class StepClock:
         Microbatches count by the seconds that the device worked, `busy_s`: all stages pass equally many in a second of
         wall time, whichever of them holds the others back.
         """
-        seat, manifest = self._seat, self._seat.manifest
-        now, m = seat.now(), manifest.outer.inner_steps
-        samples = [schedule.project(*clock, m) for clock in seat.members.clocks(now=now)]
-        if seat.index == 0:
-            samples.append(seat.advert.step + 0.5)
+        node, manifest = self._node, self._node.manifest
+        now, m = node.now(), manifest.outer.inner_steps
+        samples = [schedule.project(*clock, m) for clock in node.members.clocks(now=now)]
+        if node.index == 0:
+            samples.append(node.advert.step + 0.5)
         median = schedule.clock_median(samples)
-        step = schedule.advance(seat.advert.step, median, manifest.steps, manifest.routing != "balanced")
+        step = schedule.advance(node.advert.step, median, manifest.steps, manifest.routing != "balanced")
         if self._stepped_at is not None and now > self._stepped_at:
             took_s = now - self._stepped_at
-            seat.update(steps_per_s=_smooth(seat.advert.steps_per_s, 1 / took_s))
+            node.update(steps_per_s=_smooth(node.advert.steps_per_s, 1 / took_s))
         if microbatches and busy_s > 0:
-            seat.update(microbatches_per_s=_smooth(seat.advert.microbatches_per_s, microbatches / busy_s))
+            node.update(microbatches_per_s=_smooth(node.advert.microbatches_per_s, microbatches / busy_s))
         self._stepped_at = now
-        seat.stepped()
-        seat.update(step=step)
+        node.stepped()
+        node.update(step=step)
 
 
 def _smooth(old: float, new: float) -> float:

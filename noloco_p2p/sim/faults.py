@@ -115,7 +115,7 @@ class FaultySwarm(Swarm):
             if kind == "resumed" and not telemetry.dead:
                 there = before.pop() if before else self._there(life.peer)
                 source, round = str(fields["source"]), int(str(fields["round"]))
-                self.taken_up.append(TakeUp(now_s(), life.peer, life.node.seat.index, source, round, there))
+                self.taken_up.append(TakeUp(now_s(), life.peer, life.node.state.index, source, round, there))
                 before.clear()
 
         async def describe(peer: Advert) -> Description:
@@ -129,8 +129,8 @@ class FaultySwarm(Swarm):
 
     def _there(self, peer: PeerId) -> There:
         """What weights a node of its stage could go on from now."""
-        index, now = self.life(peer).node.seat.index, now_s()
-        adverts = [life.node.seat.advert for life in self._lives if life.running and self.reach(peer, life.peer)]
+        index, now = self.life(peer).node.state.index, now_s()
+        adverts = [life.node.state.advert for life in self._lives if life.running and self.reach(peer, life.peer)]
         others = [a for a in adverts if a.peer_id != peer]
         mates = [a for a in others if a.stage == index and a.state in TRAINED]
         entered = {a.peer_id: self.life(a.peer_id).trace.of("state")[-1].at_s for a in mates}
@@ -241,7 +241,7 @@ class FaultySwarm(Swarm):
         return super()._ahead(schedule)
 
     def _late(self, life: Life) -> bool:
-        if life.node.seat.advert.state in ("starting", "waiting"):
+        if life.node.state.advert.state in ("starting", "waiting"):
             return True
         if not self.begun:
             return False

@@ -260,13 +260,13 @@ class Swarm:
             life.ended_at_s = asyncio.get_running_loop().time()
 
     def _outcome(self, life: Life) -> NodeOutcome:
-        seat, task = life.node.seat, life.task
+        node, task = life.node.state, life.task
         return NodeOutcome(
             peer=life.peer,
-            stage=seat.advert.stage,
-            state=seat.advert.state,
-            step=seat.advert.step,
-            inner_steps=seat.inner_steps,
+            stage=node.advert.stage,
+            state=node.advert.state,
+            step=node.advert.step,
+            inner_steps=node.inner_steps,
             crashed=life.crashed,
             error=task.exception() if task and not task.cancelled() else None,
             ended_at_s=life.ended_at_s,

@@ -79,8 +79,8 @@ def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytes
 
     def watch() -> None:
         for peer, telemetry in telemetries.items():
-            seat = swarm.life(peer).node.seat
-            seat.world = replace(seat.world, telemetry=Both(seat.world.telemetry, telemetry))
+            node = swarm.life(peer).node.state
+            node.world = replace(node.world, telemetry=Both(node.world.telemetry, telemetry))
 
     def look() -> None:
         gc.collect()
@@ -92,7 +92,7 @@ def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytes
             held[peer] += [(node, held_bytes([telemetry], [telemetry.registry]))]
 
     def meet() -> None:
-        met.update(advert.peer_id for advert in swarm.life("s0r0").node.seat.members.all())
+        met.update(advert.peer_id for advert in swarm.life("s0r0").node.state.members.all())
 
     def come_and_go(number: int) -> None:
         at_s, place = 3.0 + EVERY_S * number, (number % 2, 100 + number)

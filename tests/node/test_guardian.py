@@ -30,9 +30,9 @@ class Place:
             telemetry=SimpleNamespace(event=lambda kind, **fields: self.told.append((kind, fields))), transport=self
         )
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
-        self.seat = NodeState(advert, manifest, NodeConfig(), cast(World, world))
-        self.seat.stage = cast(Any, SimpleNamespace(state=SimpleNamespace(snapshot_bytes=(10, 20, 30))))
-        self.guardian = Guardian(self.seat)
+        self.node = NodeState(advert, manifest, NodeConfig(), cast(World, world))
+        self.node.stage = cast(Any, SimpleNamespace(state=SimpleNamespace(snapshot_bytes=(10, 20, 30))))
+        self.guardian = Guardian(self.node)
 
     async def fetch_snapshot(
         self, peer: Advert, stage: int, round: int | None, wait_s: float, deadline_s: float, expected: int
@@ -46,20 +46,20 @@ class Place:
 
     async def sees(self, *adverts: Advert) -> None:
         """The membership is read anew; who is not listed has left."""
-        gone = [a for a in self.seat.members.all() if a.peer_id not in {b.peer_id for b in adverts}]
+        gone = [a for a in self.node.members.all() if a.peer_id not in {b.peer_id for b in adverts}]
         left = [self.advert(a.peer_id, a.stage, "left") for a in gone]
-        self.seat.members.update([*adverts, *left], now=self.seat.now())
+        self.node.members.update([*adverts, *left], now=self.node.now())
         self.guardian.noticed()
-        self.seat.pulse()
+        self.node.pulse()
         await asyncio.sleep(0.1)
 
     def advert(self, peer: str, stage: int, state: str = "training", *holds: Holding, round: int = 3) -> Advert:
-        run_id = self.seat.run_id
+        run_id = self.node.run_id
         return Advert(peer, run_id, stage, ("127.0.0.1:1",), state=state, holds=holds, outer_round=round, step=30.0)
 
     @property
     def holds(self) -> tuple[Holding, ...]:
-        return self.seat.advert.holds
+        return self.node.advert.holds
 
 
 def at(scenario: Callable[[Place], Awaitable[None]]) -> None:
@@ -85,7 +85,7 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
         await place.sees(place.advert("w", WARD))
         assert place.asked == [("w", WARD, 3)], "nothing new can be there"
         place.answers["w"] = snapshot("w", 2, 20)
-        place.seat.update(outer_round=4)
+        place.node.update(outer_round=4)
         await place.sees(place.advert("w", WARD))
         await place.sees(place.advert("w", WARD))
         assert place.asked[1:] == [("w", WARD, 4)], "it answered with what it had, and tells no news since"
@@ -103,7 +103,7 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
 
 def test_before_the_first_round_there_is_nothing_to_guard() -> None:
     async def scenario(place: Place) -> None:
-        place.seat.update(outer_round=0)
+        place.node.update(outer_round=0)
         await place.sees(place.advert("w", WARD, round=0))
         assert place.asked == []
 
@@ -113,19 +113,19 @@ def test_before_the_first_round_there_is_nothing_to_guard() -> None:
 def test_the_other_replica_is_asked_when_one_fails_or_gives_what_is_not_its_own() -> None:
     async def scenario(place: Place) -> None:
         for wrong in (Unreachable("gone"), snapshot("somebody else", 9)):
-            place.seat.update(outer_round=place.seat.advert.outer_round + 2)
-            round = place.seat.advert.outer_round
+            place.node.update(outer_round=place.node.advert.outer_round + 2)
+            round = place.node.advert.outer_round
             place.answers = {"v": wrong, "w": wrong}
             place.asked.clear()
             await place.sees(place.advert("v", WARD), place.advert("w", WARD))
             assert sorted(peer for peer, _, _ in place.asked) == ["v", "w"]
-            assert place.seat.members.is_aside("v", now=place.seat.now())
+            assert place.node.members.is_aside("v", now=place.node.now())
             place.answers["v"] = snapshot("v", round)
             place.asked.clear()
             await place.sees(place.advert("v", WARD), place.advert("w", WARD))
             assert place.holds == (Holding(WARD, round, 30),)
-            place.seat.members.answered("v")
-            place.seat.members.answered("w")
+            place.node.members.answered("v")
+            place.node.members.answered("w")
         assert all(kind in ("warning", "guarded") for kind, _ in place.told)
 
     at(scenario)
@@ -138,7 +138,7 @@ def test_what_is_held_is_kept_until_all_new_guardians_list_it() -> None:
         await place.sees(ward)
         names = [f"p{i}" for i in range(40)]
         seen = [place.advert(peer, 2) for peer in names]
-        better = guardians_of(WARD, [ward, place.seat.advert, *seen], place.seat.manifest.seed)
+        better = guardians_of(WARD, [ward, place.node.advert, *seen], place.node.manifest.seed)
         assert "me" not in better, "draw other names"
         one, other = better
         held, older = Holding(WARD, 3, 30), Holding(WARD, 2, 20)
@@ -159,10 +159,10 @@ def test_the_stage_that_the_node_moves_to_is_kept_until_it_has_its_weights() -> 
     async def scenario(place: Place) -> None:
         place.answers["w"] = snapshot("w", 3)
         await place.sees(place.advert("w", WARD))
-        place.seat.update(stage=WARD, state="syncing")
+        place.node.update(stage=WARD, state="syncing")
         await place.sees()
         assert place.guardian.snapshot_of(WARD) == snapshot("w", 3), "perhaps nobody else has it"
-        place.seat.update(state="training")
+        place.node.update(state="training")
         await place.sees()
         assert place.guardian.snapshot_of(WARD) is None
 
@@ -189,7 +189,7 @@ def test_who_stays_is_asked_before_who_leaves() -> None:
     async def scenario(place: Place) -> None:
         place.answers = {"v": snapshot("v", 4), "w": snapshot("w", 4)}
         for round in (4, 5):
-            place.seat.update(outer_round=round)
+            place.node.update(outer_round=round)
             await place.sees(place.advert("v", WARD, "draining"), place.advert("w", WARD))
         assert [peer for peer, _, _ in place.asked] == ["w", "w"]
 

@@ -51,7 +51,7 @@ def guarded(trace: Trace, stage: int) -> list[tuple[float, str, int]]:
 def living(swarm: Swarm) -> list[Advert]:
     """What everybody who runs says of itself right now."""
     lives = {life.peer: life for life in swarm._lives}
-    return [one.node.seat.advert for one in lives.values() if not one.crashed and one.ended_at_s is None]
+    return [one.node.state.advert for one in lives.values() if not one.crashed and one.ended_at_s is None]
 
 
 def resumed(outcome: Outcome, peer: str) -> list[tuple[object, object]]:

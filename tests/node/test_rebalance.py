@@ -15,7 +15,7 @@ def lopsided(steps: int = 60) -> FaultySwarm:
     swarm = FaultySwarm(replace(plan, chooses_stage=True))
 
     def crash_two() -> None:
-        places = [(swarm.life(f"s0r{i}").node.seat.index, f"s0r{i}") for i in range(7)]
+        places = [(swarm.life(f"s0r{i}").node.state.index, f"s0r{i}") for i in range(7)]
         few = min((0, 1), key=lambda stage: sum(index == stage for index, _ in places))
         for _, peer in [place for place in places if place[0] == few][:2]:
             swarm.crash(peer)

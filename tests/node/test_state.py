@@ -13,7 +13,7 @@ from noloco_p2p.sim.virtual_time import run
 from noloco_p2p.sim.world import Swarm, SwarmPlan
 
 
-def _seat() -> NodeState:
+def _node_state() -> NodeState:
     manifest = RunManifest(stages=1, start_replicas=1)
     swarm = Swarm(SwarmPlan(manifest, (1,)))
     swarm.start(0, 0)
@@ -22,38 +22,38 @@ def _seat() -> NodeState:
 
 def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulses() -> None:
     async def main() -> None:
-        seat, state, looks = _seat(), {"a": False, "b": False}, dict.fromkeys("ab", 0)
+        node, state, looks = _node_state(), {"a": False, "b": False}, dict.fromkeys("ab", 0)
 
         def condition(name: str) -> bool:
             looks[name] += 1
             return state[name]
 
-        waits = {name: asyncio.create_task(seat.until(lambda n=name: condition(n), name, OWNER)) for name in "ab"}  # type: ignore[misc]
+        waits = {name: asyncio.create_task(node.until(lambda n=name: condition(n), name, OWNER)) for name in "ab"}  # type: ignore[misc]
         await asyncio.sleep(1.0)
         before = dict(looks)
         state["a"] = True
         for _ in range(5):
-            seat.pulse()
+            node.pulse()
         await asyncio.sleep(0.1)
         assert waits["a"].done()
         assert waits["a"].result()
         assert not waits["b"].done()
         assert looks["b"] == before["b"] + 1, "five pulses at one moment are one look"
-        assert [wait.what for wait in seat.waits.told(seat.now())] == ["b"]
+        assert [wait.what for wait in node.waits.told(node.now())] == ["b"]
         waits["b"].cancel()
         await asyncio.gather(waits["b"], return_exceptions=True)
-        assert seat.waits.told(seat.now()) == ()
+        assert node.waits.told(node.now()) == ()
 
     run(main())
 
 
 def test_a_condition_that_holds_for_a_moment_only_is_missed_not_believed() -> None:
     async def main() -> None:
-        seat, state = _seat(), {"is": False}
-        wait = asyncio.create_task(seat.until(lambda: state["is"], "it", OWNER, 5.0))
+        node, state = _node_state(), {"is": False}
+        wait = asyncio.create_task(node.until(lambda: state["is"], "it", OWNER, 5.0))
         await asyncio.sleep(1.0)
         state["is"] = True
-        seat.pulse()
+        node.pulse()
         loop = asyncio.get_running_loop()
         # After the look, before the waiter's own turn.
         loop.call_soon(state.update, {"is": False})
@@ -65,18 +65,18 @@ def test_a_condition_that_holds_for_a_moment_only_is_missed_not_believed() -> No
 
 def test_what_a_condition_raises_reaches_who_waits_and_nobody_else() -> None:
     async def main() -> None:
-        seat, broken = _seat(), {"is": False}
+        node, broken = _node_state(), {"is": False}
 
         def condition() -> bool:
             if broken["is"]:
                 raise LocalError("broken")
             return False
 
-        wait = asyncio.create_task(seat.until(condition, "it", OWNER))
-        other = asyncio.create_task(seat.until(lambda: broken["is"], "other", OWNER))
+        wait = asyncio.create_task(node.until(condition, "it", OWNER))
+        other = asyncio.create_task(node.until(lambda: broken["is"], "other", OWNER))
         await asyncio.sleep(1.0)
         broken["is"] = True
-        seat.pulse()
+        node.pulse()
         assert await other
         with pytest.raises(LocalError, match="broken"):
             await wait
@@ -86,9 +86,9 @@ def test_what_a_condition_raises_reaches_who_waits_and_nobody_else() -> None:
 
 def test_the_time_is_up_without_a_pulse() -> None:
     async def main() -> None:
-        seat = _seat()
-        assert not await seat.until(lambda: False, "nothing", OWNER, 2.5)
+        node = _node_state()
+        assert not await node.until(lambda: False, "nothing", OWNER, 2.5)
         assert asyncio.get_running_loop().time() == pytest.approx(2.5)
-        assert await seat.until(lambda: asyncio.get_running_loop().time() > 3.0, "a late hour", OWNER, 1.0)
+        assert await node.until(lambda: asyncio.get_running_loop().time() > 3.0, "a late hour", OWNER, 1.0)
 
     run(main())

@@ -36,7 +36,7 @@ class FakeStage:
 
 
 class Place:
-    """One node's seat with a fake stage, and its donor."""
+    """One node's node with a fake stage, and its donor."""
 
     def __init__(self, incarnation: int = 1) -> None:
         told: list[tuple[str, dict[str, object]]] = []
@@ -44,11 +44,11 @@ class Place:
         manifest = RunManifest(outer=OuterSettings(inner_steps=M))
         world = cast(World, SimpleNamespace(telemetry=telemetry))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=25.0, outer_round=2)
-        self.seat = NodeState(advert, manifest, NodeConfig(), world)
+        self.node = NodeState(advert, manifest, NodeConfig(), world)
         self.stage = FakeStage()
-        self.seat.stage = cast(Any, self.stage)
-        self.seat.inner_steps = 25
-        self.donor = StateDonor(self.seat, incarnation)
+        self.node.stage = cast(Any, self.stage)
+        self.node.inner_steps = 25
+        self.donor = StateDonor(self.node, incarnation)
         self.told = told
 
     async def ask(self, number: int | None = None, reads_s: float = 0.0) -> ReplicaState:
@@ -57,7 +57,7 @@ class Place:
             return state
 
     def step_on(self, steps: float) -> None:
-        self.seat.update(step=self.seat.advert.step + steps)
+        self.node.update(step=self.node.advert.step + steps)
 
 
 def at(scenario: Callable[[Place], Awaitable[None]]) -> None:
@@ -114,7 +114,7 @@ def test_a_number_that_was_never_given_is_declined() -> None:
 @pytest.mark.parametrize("state", ["starting", "waiting", "syncing", "training", "paused", "finished", "draining"])
 def test_only_a_node_with_trained_weights_lends(state: str) -> None:
     async def scenario(place: Place) -> None:
-        place.seat.update(state=state)
+        place.node.update(state=state)
         if state in ("training", "paused", "finished"):
             await place.ask()
         else:
@@ -178,8 +178,8 @@ def test_labels_are_those_of_the_device_operations_before_the_copy() -> None:
     async def scenario(place: Place) -> None:
         asking = asyncio.create_task(place.ask())
         await asyncio.sleep(CAPTURE_S / 2)
-        place.seat.inner_steps = 26
-        place.seat.update(step=26.0, outer_round=3)
+        place.node.inner_steps = 26
+        place.node.update(step=26.0, outer_round=3)
         state = await asking
         assert (state.inner_steps, state.step, state.round) == (26, 26.0, 3)
 
@@ -201,12 +201,12 @@ def test_a_failed_capture_fails_its_askers_and_the_next_one_begins_anew() -> Non
 def test_numbers_are_reproducible_and_differ_between_processes_and_copies() -> None:
     async def numbers(incarnation: int) -> list[int]:
         place = Place(incarnation)
-        before = place.seat.rng.getstate()
+        before = place.node.rng.getstate()
         found = []
         for _ in range(3):
             found.append((await place.ask()).number)
             place.step_on(3 * M)
-        assert place.seat.rng.getstate() == before, "routes draw from that generator"
+        assert place.node.rng.getstate() == before, "routes draw from that generator"
         place.donor.close()
         return found
 

@@ -95,20 +95,20 @@ def test_nothing_waits_unnamed() -> None:
         "await asyncio.sleep(1)",
         "await self._event.wait()",
         "await self._gate.acquire()",
-        "await seat.stage.forward(x)",
+        "await node.stage.forward(x)",
         "await to_the_end(stage.backward(x))",
-        "await seat.world.transport.propagate(a, b)",
-        "await seat.world.make_stage(0)",
-        "task = asyncio.create_task(seat.world.directory.peers())",
+        "await node.world.transport.propagate(a, b)",
+        "await node.world.make_stage(0)",
+        "task = asyncio.create_task(node.world.directory.peers())",
         "async with self._lock:\n        pass",
-        "with seat.waiting('a', 'b'):\n        f = lambda: seat.stage.forward(x)",
+        "with node.waiting('a', 'b'):\n        f = lambda: node.stage.forward(x)",
     ],
 )
 def test_an_unnamed_wait_is_found(line: str) -> None:
-    source = f"async def duty(self, seat, stage):\n    {line}\n"
+    source = f"async def duty(self, node, stage):\n    {line}\n"
     assert len(list(unnamed(source))) == 1
     assert not list(
-        unnamed("async def duty(self, seat, stage):\n    with seat.waiting('a', 'b'):\n        await x.wait()\n")
+        unnamed("async def duty(self, node, stage):\n    with node.waiting('a', 'b'):\n        await x.wait()\n")
     )
 
 

@@ -105,8 +105,8 @@ def test_an_id_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_newcomer_that_is_a_partner_at_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     announce = NodeState.update
 
-    def at_once(seat: NodeState, **changes: object) -> None:
-        announce(seat, **(changes | ({"partner_from_round": 0} if "partner_from_round" in changes else {})))
+    def at_once(node: NodeState, **changes: object) -> None:
+        announce(node, **(changes | ({"partner_from_round": 0} if "partner_from_round" in changes else {})))
 
     monkeypatch.setattr(NodeState, "update", at_once)
     assert "of a newcomer" in str(planted(CAME, *PROMPT))

@@ -70,8 +70,8 @@ class _Attempts:
 class Dispatcher:
     """Sends to the next stage for one node, and knows how long its answers take. A node that moves begins anew."""
 
-    def __init__(self, seat: NodeState) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState) -> None:
+        self._node = node
         self._patience = AdaptiveTimeout()
         self._evaluations = AdaptiveTimeout()
 
@@ -81,36 +81,36 @@ class Dispatcher:
         Raises Busy when until then only Busy was heard, Declined when nobody could serve it, and Violation when what
         we send breaks the protocol: then nobody retries it.
         """
-        seat, heard = self._seat, _Attempts(set(), set())
+        node, heard = self._node, _Attempts(set(), set())
         patience, why = self._patience, of_microbatch(parcel.microbatch)
         deadline = self._before_my_caller(deadline)
         while True:
-            if seat.drain_by is not None:
-                deadline = min(deadline, seat.drain_by)
-            began = seat.now()
+            if node.drain_by is not None:
+                deadline = min(deadline, node.drain_by)
+            began = node.now()
             longest_s = self._attempt_s(deadline - began, patience)
-            if longest_s < SHORTEST_CALL_S or (seat.index == 0 and self.nobody_there()):
-                raise heard.give_up(seat.index + 1, parcel.microbatch)
+            if longest_s < SHORTEST_CALL_S or (node.index == 0 and self.nobody_there()):
+                raise heard.give_up(node.index + 1, parcel.microbatch)
             peer = self._choose(parcel.origin, heard)
             if peer is None:
                 await self._pause(heard)
                 continue
             try:
-                with seat.span("send"), seat.waiting("gradient", peer.peer_id, longest_s, why):
-                    gradient = await seat.world.transport.propagate(peer, self._activation(parcel, longest_s))
+                with node.span("send"), node.waiting("gradient", peer.peer_id, longest_s, why):
+                    gradient = await node.world.transport.propagate(peer, self._activation(parcel, longest_s))
             except Busy:
                 self._answered(peer)
-                seat.event("busy", direction="out")
+                node.event("busy", direction="out")
                 heard.busy.add(peer.peer_id)
-                heard.busy_at = heard.busy_at if heard.heard_busy else seat.now()
+                heard.busy_at = heard.busy_at if heard.heard_busy else node.now()
                 heard.heard_busy = True
                 if self._comes_late(peer.peer_id, heard):
                     heard.failed.add(peer.peer_id)
             except (Unreachable, Declined, Violation) as error:
-                hurried = self._was_hurried(longest_s, seat.now() - began, patience)
+                hurried = self._was_hurried(longest_s, node.now() - began, patience)
                 self._blame(peer, error, heard, hurried=hurried)
             else:
-                patience.observe(seat.now() - began)
+                patience.observe(node.now() - began)
                 self._answered(peer)
                 return gradient, peer.peer_id
 
@@ -127,20 +127,20 @@ class Dispatcher:
             self._failed(peer)
         heard.failed.add(peer.peer_id)
         heard.failure = str(error)
-        self._seat.event("reroute", reason=reason, peer=peer.peer_id, message=str(error))
+        self._node.event("reroute", reason=reason, peer=peer.peer_id, message=str(error))
 
     # --- how long a call may take -----------------------------------------------------------------------------------
 
     def _before_my_caller(self, deadline: float) -> float:
         """Until when I try: my answer must still reach who called me, or it takes me for hung."""
-        if self._seat.index == 0:
+        if self._node.index == 0:
             return deadline
-        return deadline - ANSWER_SHARE * max(0.0, deadline - self._seat.now())
+        return deadline - ANSWER_SHARE * max(0.0, deadline - self._node.now())
 
     def _attempt_s(self, left_s: float, patience: AdaptiveTimeout) -> float:
         """How long the next call may take, with the calls nested in it."""
-        hops_below = self._seat.manifest.stages - 2 - self._seat.index
-        return attempt_s(left_s, hops_below, patience.deadline_s(self._seat.config.limits.patience_floor_s))
+        hops_below = self._node.manifest.stages - 2 - self._node.index
+        return attempt_s(left_s, hops_below, patience.deadline_s(self._node.config.limits.patience_floor_s))
 
     @staticmethod
     def _was_hurried(longest_s: float, took_s: float, patience: AdaptiveTimeout) -> bool:
@@ -151,56 +151,56 @@ class Dispatcher:
     # --- whom to trust ----------------------------------------------------------------------------------------------
 
     def _answered(self, peer: Advert) -> None:
-        self._seat.members.answered(peer.peer_id)
-        if self._seat.deserted:
+        self._node.members.answered(peer.peer_id)
+        if self._node.deserted:
             self.look_for_deserted()
 
     def _failed(self, peer: Advert) -> None:
-        self._seat.members.failed(peer.peer_id, now=self._seat.now())
+        self._node.members.failed(peer.peer_id, now=self._node.now())
         self.look_for_deserted()
 
     def look_for_deserted(self, *, reading: bool = False) -> None:
-        """Keep `seat.deserted` true; tell of it when it changes, and at each `reading` while it is not empty."""
-        seat, now = self._seat, self._seat.now()
-        found = seat.members.deserted(seat.manifest.stages, seat.index) if seat.advert.state == "training" else []
-        changed = found != sorted(seat.deserted)
-        seat.deserted = {stage: seat.deserted.get(stage, now) for stage in found}
+        """Keep `node.deserted` true; tell of it when it changes, and at each `reading` while it is not empty."""
+        node, now = self._node, self._node.now()
+        found = node.members.deserted(node.manifest.stages, node.index) if node.advert.state == "training" else []
+        changed = found != sorted(node.deserted)
+        node.deserted = {stage: node.deserted.get(stage, now) for stage in found}
         if changed or (reading and found):
-            seat.event("deserted", stages={stage: now - since for stage, since in seat.deserted.items()})
+            node.event("deserted", stages={stage: now - since for stage, since in node.deserted.items()})
         if changed:
-            seat.pulse()
+            node.pulse()
 
     def nobody_there(self) -> bool:
         """A later stage has no replica at all, so that nothing that stage 0 sends could come back.
 
         False once somebody of stage 0 has finished: then nobody need come.
         """
-        seat = self._seat
-        return not seat.saw_the_end and any(
-            stage > seat.index and not seat.members.anybody(stage) for stage in seat.deserted
+        node = self._node
+        return not node.saw_the_end and any(
+            stage > node.index and not node.members.anybody(stage) for stage in node.deserted
         )
 
     async def until_served(self) -> bool:
         """Wait while a later stage is deserted and nobody of it is there. False: none was deserted, or I leave."""
-        seat = self._seat
-        if seat.saw_the_end or not any(stage > seat.index for stage in seat.deserted):
+        node = self._node
+        if node.saw_the_end or not any(stage > node.index for stage in node.deserted):
             return False
-        empty = min(stage for stage in seat.deserted if stage > seat.index)
-        await seat.until(lambda: seat.draining or not self.nobody_there(), "replica", of_stage(empty))
-        return not seat.draining
+        empty = min(stage for stage in node.deserted if stage > node.index)
+        await node.until(lambda: node.draining or not self.nobody_there(), "replica", of_stage(empty))
+        return not node.draining
 
     def _comes_late(self, peer: PeerId, heard: _Attempts) -> bool:
         """The replica that the policy names is still fetching its weights: others serve meanwhile."""
-        seat, newest = self._seat, self._seat.members.get(peer)
-        waits_s = seat.now() - heard.busy_at
-        named = seat.manifest.routing != "random" and waits_s > seat.config.limits.patience_floor_s
+        node, newest = self._node, self._node.members.get(peer)
+        waits_s = node.now() - heard.busy_at
+        named = node.manifest.routing != "random" and waits_s > node.config.limits.patience_floor_s
         return named and newest is not None and newest.state != "training"
 
     def _choose(self, origin: Origin, heard: _Attempts) -> Advert | None:
         """The replica to call now, or None when everybody has just said Busy or failed."""
-        seat = self._seat
-        stage, policy = seat.index + 1, seat.manifest.routing
-        usable = seat.members.usable(stage, now=seat.now(), without=heard.failed)
+        node = self._node
+        stage, policy = node.index + 1, node.manifest.routing
+        usable = node.members.usable(stage, now=node.now(), without=heard.failed)
         if policy == "random":
             usable = [peer for peer in usable if peer not in heard.busy] if heard.busy else usable
         elif heard.busy:
@@ -209,24 +209,24 @@ class Dispatcher:
             return None
         chosen, reason = routing.next_hop(
             policy,
-            seat.manifest.seed,
+            node.manifest.seed,
             stage,
             origin,
-            seat.view.origins,
-            seat.me,
-            seat.view.mates,
-            seat.view.following,
+            node.view.origins,
+            node.me,
+            node.view.mates,
+            node.view.following,
             usable,
-            seat.rng,
+            node.rng,
         )
         if reason == "fallback" and not heard.fell_back:
             heard.fell_back = True
-            seat.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
-        return seat.members.get(chosen)
+            node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
+        return node.members.get(chosen)
 
     async def _pause(self, heard: _Attempts) -> None:
         """Let time pass, then everybody may be asked again."""
-        with self._seat.waiting("free replica", of_stage(self._seat.index + 1), heard.pause_s):
+        with self._node.waiting("free replica", of_stage(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
         heard.pause_s = min(2 * heard.pause_s, LONGEST_PAUSE_S if heard.busy else LONGEST_WITH_NOBODY_S)
         if not heard.busy:
@@ -234,8 +234,8 @@ class Dispatcher:
         heard.busy.clear()
 
     def _activation(self, parcel: StageOutput, left_s: float) -> Activation:
-        seat = self._seat
-        header = Header(seat.run_id, parcel.microbatch, parcel.origin, seat.index + 1, left_s)
+        node = self._node
+        header = Header(node.run_id, parcel.microbatch, parcel.origin, node.index + 1, left_s)
         return Activation(header, parcel.hidden, parcel.targets, parcel.mask)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
@@ -246,22 +246,22 @@ class Dispatcher:
         The next one in turn stands in for a replica that is set aside. Raises Declined when nobody of the next stage
         could serve it until `deadline`.
         """
-        seat = self._seat
+        node = self._node
         pause_s, failure, skip = FIRST_PAUSE_S, "none is in the membership", 0
         patience = self._evaluations
         deadline = self._before_my_caller(deadline)
-        while not seat.draining:
-            began = seat.now()
+        while not node.draining:
+            began = node.now()
             # Until enough evaluations were seen, what is known of training will do: it takes longer.
             known = patience if patience.deadline_s() is not None else self._patience
             longest_s = self._attempt_s(deadline - began, known)
-            if longest_s < SHORTEST_CALL_S or (seat.index == 0 and self.nobody_there()):
+            if longest_s < SHORTEST_CALL_S or (node.index == 0 and self.nobody_there()):
                 break
             peer = self._evaluator(parcel.origin.index + skip)
             if peer is not None:
                 try:
-                    with seat.waiting("loss", peer.peer_id, longest_s, of_microbatch(parcel.microbatch)):
-                        loss = await seat.world.transport.evaluate(peer, self._activation(parcel, longest_s))
+                    with node.waiting("loss", peer.peer_id, longest_s, of_microbatch(parcel.microbatch)):
+                        loss = await node.world.transport.evaluate(peer, self._activation(parcel, longest_s))
                 except Busy:
                     self._answered(peer)
                     failure = "busy"
@@ -272,25 +272,25 @@ class Dispatcher:
                     failure, skip = str(error), skip + 1
                 except Unreachable as error:
                     failure = str(error)
-                    if self._was_hurried(longest_s, seat.now() - began, known):
+                    if self._was_hurried(longest_s, node.now() - began, known):
                         skip += 1
                     else:
                         self._failed(peer)
                 else:
-                    patience.observe(seat.now() - began)
+                    patience.observe(node.now() - began)
                     self._answered(peer)
                     return loss
-            with seat.waiting("free replica", of_stage(seat.index + 1), pause_s):
+            with node.waiting("free replica", of_stage(node.index + 1), pause_s):
                 await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        raise Declined(f"no replica of stage {seat.index + 1} evaluated a microbatch in time: {failure}")
+        raise Declined(f"no replica of stage {node.index + 1} evaluated a microbatch in time: {failure}")
 
     def _evaluator(self, turn: int) -> Advert | None:
         """The replica whose turn it is, or the next one that is not set aside; None when nobody is there."""
-        seat = self._seat
-        replicas = seat.members.of_stage(seat.index + 1, membership.HOLDING)
+        node = self._node
+        replicas = node.members.of_stage(node.index + 1, membership.HOLDING)
         if not replicas:
             return None
         in_turn = [replicas[(turn + more) % len(replicas)] for more in range(len(replicas))]
-        free = [a for a in in_turn if not seat.members.is_aside(a.peer_id, now=seat.now())]
+        free = [a for a in in_turn if not node.members.is_aside(a.peer_id, now=node.now())]
         return (free or in_turn)[0]

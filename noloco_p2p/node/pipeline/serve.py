@@ -38,9 +38,9 @@ class _Call:
 class MicrobatchServer:
     """Serves `propagate` for one node of a later stage."""
 
-    def __init__(self, seat: NodeState, sender: Dispatcher) -> None:
-        limits = seat.config.limits
-        self._seat = seat
+    def __init__(self, node: NodeState, sender: Dispatcher) -> None:
+        limits = node.config.limits
+        self._node = node
         self._sender = sender
         self.intake: Intake[Gradient] = Intake(limits.max_in_flight, limits.waiting_places)
         self._calls: dict[Key, _Call] = {}
@@ -53,13 +53,13 @@ class MicrobatchServer:
 
     def may_open(self) -> bool:
         """Look who is there. Under `balanced` a step has slots only while stage 0 is there."""
-        self._seat.look()
-        return self._seat.manifest.routing != "balanced" or bool(self._seat.view.origins)
+        self._node.look()
+        return self._node.manifest.routing != "balanced" or bool(self._node.view.origins)
 
     def open(self) -> None:
         """Begin to admit into the coming inner step."""
         target, due = self._target()
-        self._admit(self.intake.open(self._seat.step, target, due))
+        self._admit(self.intake.open(self._node.step, target, due))
         self.strike()
 
     async def until_ready(self, over: Callable[[], bool]) -> None:
@@ -68,37 +68,37 @@ class MicrobatchServer:
         Under `balanced` an origin that has said nothing for as long as steps never take is not waited for any more:
         it hangs, or is dead and still listed. Nor in the steps that follow, until something is heard of it.
         """
-        seat, began, limits = self._seat, self._seat.now(), self._seat.config.limits
-        silence_s = self._patience.deadline_s(SILENT_READINGS * seat.config.directory.refresh_s)
+        node, began, limits = self._node, self._node.now(), self._node.config.limits
+        silence_s = self._patience.deadline_s(SILENT_READINGS * node.config.directory.refresh_s)
         silence_s = silence_s or limits.microbatch_deadline_s
-        with seat.waiting("microbatches", of_stage(seat.index - 1)):
-            while not await seat.until(
+        with node.waiting("microbatches", of_stage(node.index - 1)):
+            while not await node.until(
                 lambda: self.intake.ready or over(), "word of the origins", of_stage(0), silence_s, idle=True
             ):
-                since = seat.now() - (silence_s or 0.0)
+                since = node.now() - (silence_s or 0.0)
                 silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
                 self._given_up |= dict.fromkeys(silent, since)
                 self._admit(self.intake.strike(silent.__contains__))
                 if not self.intake.missing_origins:
                     silence_s = None
         if self.intake.ready:
-            self._patience.observe(seat.now() - began)
+            self._patience.observe(node.now() - began)
 
     async def until_empty(self) -> None:
         """Until what was admitted has ended; the door is closed."""
-        await self._seat.until(lambda: self.intake.in_flight == 0, "end of what was admitted", INNER_STEP)
+        await self._node.until(lambda: self.intake.in_flight == 0, "end of what was admitted", INNER_STEP)
 
     def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
         """How many microbatches this step takes, and under `balanced` which.
 
         After the last step there are no slots any more; origins that came late are served as they come.
         """
-        seat, manifest, view = self._seat, self._seat.manifest, self._seat.view
+        node, manifest, view = self._node, self._node.manifest, self._node.view
         count = routing.target(manifest.microbatches_per_step, max(1, len(view.origins)), len(view.mates))
-        if manifest.routing != "balanced" or seat.step >= manifest.steps:
+        if manifest.routing != "balanced" or node.step >= manifest.steps:
             return count, None
         due = routing.balanced_slots(
-            manifest.seed, seat.index, seat.step, manifest.microbatches_per_step, view.origins, view.mates, seat.me
+            manifest.seed, node.index, node.step, manifest.microbatches_per_step, view.origins, view.mates, node.me
         )
         return len(due), due
 
@@ -120,42 +120,42 @@ class MicrobatchServer:
         """Forget the due slots of origins that have left this step or are gone (`balanced`)."""
         if self.intake.missing_origins:
             self._admit(self.intake.strike(self._has_left))
-            self._seat.pulse()
+            self._node.pulse()
 
     def _was_heard(self, origin: PeerId, since: float) -> bool:
         """A microbatch of it came by, or its advert is younger. Who still fetches its weights sends nothing."""
-        advert, at = self._seat.members.get(origin), self._seat.members.last_sign(origin)
+        advert, at = self._node.members.get(origin), self._node.members.last_sign(origin)
         return advert is not None and advert.state not in ("waiting", "syncing") and at is not None and at >= since
 
     def _has_left(self, origin: PeerId) -> bool:
-        advert = self._seat.members.get(origin)
-        reached = self._seat.members.step_of(origin)
+        advert = self._node.members.get(origin)
+        reached = self._node.members.step_of(origin)
         if origin in self._given_up and not self._was_heard(origin, self._given_up[origin]):
             return True
         # Who pauses is not at work: it has begun nothing that is still under way.
         at_work = advert is not None and advert.state in membership.STAGE_0_AT_WORK | membership.READY
-        return not at_work or (reached is not None and int(reached) > self._seat.step)
+        return not at_work or (reached is not None and int(reached) > self._node.step)
 
     # --- propagate --------------------------------------------------------------------------------------------------
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler."""
-        check(self._seat, header)
-        seat = self._seat
-        seat.heard_at = seat.now()
-        seat.members.heard(header.origin, now=seat.heard_at)
-        if header.origin.step > seat.step:
+        check(self._node, header)
+        node = self._node
+        node.heard_at = node.now()
+        node.members.heard(header.origin, now=node.heard_at)
+        if header.origin.step > node.step:
             self.strike()
         key = Key(header.microbatch, header.digest)
         verdict = self.intake.offer(key, header.origin)
         match verdict.answer:
             case Answer.REPEAT:
                 assert verdict.reply is not None
-                seat.event("microbatch", result="repeat")
+                node.event("microbatch", result="repeat")
                 return verdict.reply
             case Answer.BUSY:
-                seat.event("busy", direction="in")
-                raise Busy(f"stage {seat.index} replica {seat.me} is busy: {verdict.reason}")
+                node.event("busy", direction="in")
+                raise Busy(f"stage {node.index} replica {node.me} is busy: {verdict.reason}")
             case Answer.JOIN:
                 call = self._calls[key]
             case Answer.ADMIT | Answer.WAIT:
@@ -165,7 +165,7 @@ class MicrobatchServer:
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(key, call, task))
         self._gauge()
-        with seat.serving(caller, of_microbatch(header.microbatch)):
+        with node.serving(caller, of_microbatch(header.microbatch)):
             return await self._wait(call)
 
     def _ended(self, key: Key, call: _Call, task: asyncio.Task[Gradient]) -> None:
@@ -176,7 +176,7 @@ class MicrobatchServer:
             del self._calls[key]
             self._admit(self.intake.leave(key))
             self._gauge()
-            self._seat.pulse()
+            self._node.pulse()
 
     async def _wait(self, call: _Call) -> Gradient:
         """One caller's wait. The call ends when its last caller is gone."""
@@ -191,71 +191,71 @@ class MicrobatchServer:
 
     async def _serve(self, key: Key, call: _Call, caller: PeerId) -> Gradient:
         """One attempt from its body to its reply."""
-        seat = self._seat
-        deadline = seat.now() + call.header.time_left_s
+        node = self._node
+        deadline = node.now() + call.header.time_left_s
         try:
-            with seat.waiting("activation", caller, call.header.time_left_s, of_microbatch(key.microbatch)):
+            with node.waiting("activation", caller, call.header.time_left_s, of_microbatch(key.microbatch)):
                 activation = await call.body()
             await self._admission(call, deadline)
             contribution, reply, below_finite = await self._compute(activation, deadline)
         except BaseException as error:
             self._admit(self.intake.leave(key))
             if call.flushed:
-                raise Busy(f"stage {seat.index} replica {seat.me} is in an outer round or leaving") from error
+                raise Busy(f"stage {node.index} replica {node.me} is in an outer round or leaving") from error
             if not isinstance(error, PeerError | asyncio.CancelledError):
-                seat.fail(error)
+                node.fail(error)
                 raise Declined("this replica has failed") from error
             if isinstance(error, Violation):
-                seat.event("microbatch", result="violation", peer=caller, message=str(error))
+                node.event("microbatch", result="violation", peer=caller, message=str(error))
             raise
         else:
             if contribution.counted:
                 served = reply.served[1] if len(reply.served) > 1 else None
-                seat.routes[key.microbatch] = (caller, served)
-                seat.event("microbatch", result="done" if reply.finite else "nonfinite")
+                node.routes[key.microbatch] = (caller, served)
+                node.event("microbatch", result="done" if reply.finite else "nonfinite")
             self._admit(self.intake.done(key, counted=contribution.counted, reply=reply))
             self._judge(contribution.finite or not below_finite, call.header.origin.peer)
             return reply
         finally:
             del self._calls[key]
             self._gauge()
-            seat.pulse()
+            node.pulse()
 
     async def _admission(self, call: _Call, deadline: float) -> None:
         """Wait at the door, but not so long that the caller takes this node for hung: Busy is an answer too."""
-        seat = self._seat
-        longest_s, why = WAIT_SHARE * (deadline - seat.now()), of_microbatch(call.header.microbatch)
-        with seat.span("wait"), seat.waiting("place in the inner step", INNER_STEP, longest_s, why):
+        node = self._node
+        longest_s, why = WAIT_SHARE * (deadline - node.now()), of_microbatch(call.header.microbatch)
+        with node.span("wait"), node.waiting("place in the inner step", INNER_STEP, longest_s, why):
             try:
                 async with asyncio.timeout(longest_s):
                     await call.admitted.wait()
             except TimeoutError:
-                raise Busy(f"stage {seat.index} replica {seat.me} has not come so far yet") from None
+                raise Busy(f"stage {node.index} replica {node.me} has not come so far yet") from None
 
     async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient, bool]:
         """What this stage added, its reply, and whether everything further on was finite."""
-        seat, header, stage = self._seat, activation.header, self._seat.stage
+        node, header, stage = self._node, activation.header, self._node.stage
         why = of_microbatch(header.microbatch)
         served: tuple[PeerId, ...]
-        if seat.last:
-            with seat.span("backward"), seat.computing("backward", why):
+        if node.last:
+            with node.span("backward"), node.computing("backward", why):
                 done = await to_the_end(
                     stage.loss_backward(header.microbatch, activation.hidden, activation.targets, activation.mask)
                 )
-            served, below_finite = (seat.me,), True
+            served, below_finite = (node.me,), True
         else:
-            with seat.span("forward"), seat.computing("forward", why):
+            with node.span("forward"), node.computing("forward", why):
                 graph, hidden = await stage.forward(activation.hidden, activation.mask)
             try:
                 parcel = StageOutput(header.microbatch, header.origin, hidden, activation.targets, activation.mask)
-                with seat.waiting("gradient", of_stage(seat.index + 1), deadline - seat.now(), why):
+                with node.waiting("gradient", of_stage(node.index + 1), deadline - node.now(), why):
                     gradient, _ = await self._sender.deliver(parcel, deadline)
-                with seat.span("backward"), seat.computing("backward", why):
+                with node.span("backward"), node.computing("backward", why):
                     done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
             except BaseException:
                 stage.discard(graph)
                 raise
-            served, below_finite = (seat.me, *gradient.served), gradient.finite
+            served, below_finite = (node.me, *gradient.served), gradient.finite
         assert done.grad is not None, "a later stage has an input gradient"
         finite = done.finite and below_finite
         reply = Gradient(header.microbatch, done.grad, done.loss_sum, done.tokens, served, finite)
@@ -264,10 +264,10 @@ class MicrobatchServer:
     def _judge(self, finite: bool, origin: PeerId) -> None:
         """Stop the node when one result after the other is not finite and it cannot be the others' fault."""
         self._streak.record(finite, origin)
-        reason = self._streak.reason_to_stop(self._seat.view.origins)
+        reason = self._streak.reason_to_stop(self._node.view.origins)
         if reason is not None:
-            self._seat.fail(LocalError(reason))
+            self._node.fail(LocalError(reason))
 
     def _gauge(self) -> None:
-        self._seat.event("gauge", name="in_flight", value=self.intake.in_flight)
-        self._seat.event("gauge", name="waiting", value=self.intake.waiting)
+        self._node.event("gauge", name="in_flight", value=self.intake.in_flight)
+        self._node.event("gauge", name="waiting", value=self.intake.waiting)

@@ -13,8 +13,8 @@ from noloco_p2p.node.state import NodeState, to_the_end
 class MicrobatchSource:
     """The microbatches that one stage-0 node begins. `incarnation` is 64 random bits of this process."""
 
-    def __init__(self, seat: NodeState, sender: Dispatcher, incarnation: int) -> None:
-        self._seat = seat
+    def __init__(self, node: NodeState, sender: Dispatcher, incarnation: int) -> None:
+        self._node = node
         self._sender = sender
         self._incarnation = incarnation
         self._counter = 0
@@ -22,19 +22,19 @@ class MicrobatchSource:
 
     async def read_and_send(self) -> dict[MicrobatchId, Batch]:
         """The microbatches of one inner step, at most `max_in_flight` at once, until the last one has ended."""
-        data = self._seat.batches
+        data = self._node.batches
         assert data is not None, "stage 0 has data"
         batches: dict[MicrobatchId, Batch] = {}
-        gate = asyncio.Semaphore(self._seat.config.limits.max_in_flight)
+        gate = asyncio.Semaphore(self._node.config.limits.max_in_flight)
         async with asyncio.TaskGroup() as flights:
-            for index in range(self._seat.manifest.microbatches_per_step):
-                with self._seat.waiting("place in flight", INNER_STEP):
+            for index in range(self._node.manifest.microbatches_per_step):
+                with self._node.waiting("place in flight", INNER_STEP):
                     await gate.acquire()
-                if self._seat.draining:
+                if self._node.draining:
                     break
-                microbatch = MicrobatchId(self._seat.me, self._incarnation, self._counter)
+                microbatch = MicrobatchId(self._node.me, self._incarnation, self._counter)
                 self._counter += 1
-                with self._seat.waiting("batch", DATA):
+                with self._node.waiting("batch", DATA):
                     batches[microbatch] = await data.next()
                 flight = flights.create_task(self._microbatch(microbatch, index, batches[microbatch]))
                 flight.add_done_callback(lambda _: gate.release())
@@ -42,37 +42,37 @@ class MicrobatchSource:
 
     async def _microbatch(self, microbatch: MicrobatchId, index: int, batch: Batch) -> None:
         """One microbatch of this origin: it contributes to the inner step, or is dropped with a count and a reason."""
-        seat = self._seat
+        node = self._node
         try:
-            through, finite = await self._route(microbatch, Origin(seat.me, seat.step, index), batch)
+            through, finite = await self._route(microbatch, Origin(node.me, node.step, index), batch)
         except (PeerError, asyncio.CancelledError) as error:
-            seat.event("microbatch", result="dropped", reason=self._why(error), message=str(error))
+            node.event("microbatch", result="dropped", reason=self._why(error), message=str(error))
             if isinstance(error, asyncio.CancelledError):
                 raise
             return
-        seat.heard_at = seat.now()
-        seat.routes[microbatch] = (None, through)
-        seat.event("microbatch", result="done" if finite else "nonfinite")
-        self._streak.record(finite, through or seat.me)
-        reason = self._streak.reason_to_stop((seat.me,) if seat.last else seat.view.following)
+        node.heard_at = node.now()
+        node.routes[microbatch] = (None, through)
+        node.event("microbatch", result="done" if finite else "nonfinite")
+        self._streak.record(finite, through or node.me)
+        reason = self._streak.reason_to_stop((node.me,) if node.last else node.view.following)
         if reason is not None:
-            seat.fail(LocalError(reason))
+            node.fail(LocalError(reason))
 
     async def _route(self, microbatch: MicrobatchId, origin: Origin, batch: Batch) -> tuple[PeerId | None, bool]:
         """Forward, the call to the next stage, backward: (who served it next, was everything finite).
 
         Raises PeerError when nobody could serve it.
         """
-        seat, stage, why = self._seat, self._seat.stage, of_microbatch(microbatch)
-        if seat.last:
-            with seat.span("backward"), seat.computing("backward", why):
+        node, stage, why = self._node, self._node.stage, of_microbatch(microbatch)
+        if node.last:
+            with node.span("backward"), node.computing("backward", why):
                 done = await to_the_end(stage.loss_backward(microbatch, batch.inputs, batch.targets, batch.mask))
             return None, done.finite
-        with seat.span("forward"), seat.computing("forward", why):
+        with node.span("forward"), node.computing("forward", why):
             graph, hidden = await stage.forward(batch.inputs, batch.mask)
         try:
             gradient, through = await self._deliver(StageOutput(microbatch, origin, hidden, batch.targets, batch.mask))
-            with seat.span("backward"), seat.computing("backward", why):
+            with node.span("backward"), node.computing("backward", why):
                 done = await to_the_end(stage.backward(graph, microbatch, gradient))
         except BaseException:
             stage.discard(graph)
@@ -81,16 +81,16 @@ class MicrobatchSource:
 
     async def _deliver(self, parcel: StageOutput) -> tuple[Gradient, PeerId]:
         """Busy is no failure, and a stage that nobody serves comes back: try again as long as this node trains."""
-        seat = self._seat
-        with seat.waiting("gradient", of_stage(seat.index + 1), None, of_microbatch(parcel.microbatch)):
+        node = self._node
+        with node.waiting("gradient", of_stage(node.index + 1), None, of_microbatch(parcel.microbatch)):
             while True:
                 try:
-                    return await self._sender.deliver(parcel, seat.now() + seat.config.limits.microbatch_deadline_s)
+                    return await self._sender.deliver(parcel, node.now() + node.config.limits.microbatch_deadline_s)
                 except Busy:
-                    if seat.draining:
+                    if node.draining:
                         raise
                 except Declined:
-                    if seat.draining or not await self._sender.until_served():
+                    if node.draining or not await self._sender.until_served():
                         raise
 
     def _why(self, error: BaseException) -> str:
@@ -102,4 +102,4 @@ class MicrobatchSource:
                 return "busy"
             case asyncio.CancelledError():
                 return "cancelled"
-        return "leaving" if self._seat.draining else "declined"
+        return "leaving" if self._node.draining else "declined"

@@ -50,7 +50,7 @@ def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, cal
 
     async def ask() -> None:
         node = swarm.life("s1r0").node
-        assert node.seat.advert.state == "training"
+        assert node.state.advert.state == "training"
         serve = node.answers.propagate if call == "propagate" else node.answers.evaluate
         try:
             await serve("stranger", header, body)
