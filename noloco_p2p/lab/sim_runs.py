@@ -1,28 +1,22 @@
 """Simulated runs, one or many, in this process or in others. Light to import: neither torch nor what draws tables."""
 
 import hashlib
-import multiprocessing
-import os
 import resource
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from noloco_p2p.errors import LocalError, NolocoError
-from noloco_p2p.lab.experiments.runner import end_with_the_command
+from noloco_p2p.errors import NolocoError
+from noloco_p2p.lab.processes import workers
 from noloco_p2p.sim import figures, laws
 from noloco_p2p.sim.figures import Figures
 from noloco_p2p.sim.outcome import Outcome
 from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.simulation import build
-
-HASH_SEED = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,7 @@ def simulate_all(requests: Sequence[Request], jobs: int) -> Iterator[Run]:
     if jobs == 1 or len(requests) == 1:
         yield from map(_figures_only, requests)
         return
-    with _workers(min(jobs, len(requests))) as pool:
+    with workers(min(jobs, len(requests))) as pool:
         yield from pool.map(_figures_only, requests)
 
 
@@ -92,8 +86,8 @@ def simulate_apart(request: Request, hash_seeds: Sequence[str]) -> list[Run]:
     with ExitStack() as stack:
         waiting: list[Future[Run]] = []
         for hash_seed in hash_seeds:
-            with _environment(HASH_SEED, hash_seed):
-                waiting.append(stack.enter_context(_workers(1)).submit(_without_outcome, request))
+            pool = stack.enter_context(workers(1, PYTHONHASHSEED=hash_seed))
+            waiting.append(pool.submit(_without_outcome, request))
         return [each.result() for each in waiting]
 
 
@@ -114,43 +108,3 @@ def _without_outcome(request: Request) -> Run:
 
 def _figures_only(request: Request) -> Run:
     return replace(simulate(request), outcome=None)
-
-
-@contextmanager
-def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes: nothing of this one's state is in them. They end at once when this one is interrupted.
-
-    Raises LocalError when one of them dies.
-    """
-    before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_leave_interrupts_to_parent)
-    try:
-        yield pool
-    except BaseException as error:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():
-            if child not in before:
-                child.terminate()
-        if isinstance(error, BrokenProcessPool):
-            raise LocalError("a process that simulated has died: give --jobs 1, or less to simulate") from error
-        raise
-    pool.shutdown()
-
-
-def _leave_interrupts_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_the_command()
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """A variable for the processes that are started inside."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

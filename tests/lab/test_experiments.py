@@ -42,7 +42,7 @@ def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _light(monkeypatch: pytest.MonkeyPatch) -> None:
     """No processes and no plots."""
-    monkeypatch.setattr(runner, "_pool", lambda jobs: nullcontext(_Here()))
+    monkeypatch.setattr(runner, "workers", lambda jobs, **environment: nullcontext(_Here()))
     monkeypatch.setattr(mpl_charts, "available", lambda: False)
 
 

@@ -1,21 +1,17 @@
 """What a swarm is measured against: one process, one thread, plain transformers and fused AdamW.
 
-`python -m noloco_p2p.lab.bench.baseline` trains the default model on the run's own data, which it has read before it
-starts the clock, and prints one JSON object. Nothing of `compute/` is used.
+It trains the default model on the run's own data, all of it read before the clock starts.
+Nothing of `compute/` is used.
 
 Shape legend: B microbatch, T sequence, V vocabulary.
 """
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.errors import LocalError
+from noloco_p2p.lab.processes import workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,17 +24,13 @@ PEER = "baseline"
 
 
 def measure(microbatches: int, seconds: float) -> float:
-    """Tokens/s, measured in a process of its own with one thread. Raises LocalError when that process fails."""
-    command = [sys.executable, "-m", "noloco_p2p.lab.bench.baseline", str(microbatches), str(seconds)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise LocalError(f"the baseline process failed: {done.stderr.strip().splitlines()[-1:]}")
-    return float(json.loads(done.stdout)["tokens_per_s"])
+    """Tokens/s, measured in a process of its own with one thread. Raises LocalError when that process dies."""
+    with workers(1, OMP_NUM_THREADS="1") as pool:
+        return pool.submit(train, RunManifest(microbatches_per_step=microbatches), seconds).result()
 
 
-def train(manifest: RunManifest, seconds: float) -> dict[str, Any]:
-    """Train for `WARM_UP_S`, then for `seconds` more: tokens per second of the latter, and the last step's loss."""
+def train(manifest: RunManifest, seconds: float) -> float:
+    """Train for `WARM_UP_S`, then for `seconds` more: tokens per second of the latter."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,16 +47,15 @@ def train(manifest: RunManifest, seconds: float) -> dict[str, Any]:
         fused=True,
     )
     data = asyncio.run(_read(manifest))
-    began, tokens, steps, loss = time.perf_counter(), 0, 0, 0.0
+    began, tokens, step = time.perf_counter(), 0, 0
     warm = False
     while True:
-        loss_sum, counted = 0.0, 0
+        counted = 0
         for index in range(manifest.microbatches_per_step):
-            inputs_BT, targets_BT = data[(steps * manifest.microbatches_per_step + index) % len(data)]
+            inputs_BT, targets_BT = data[(step * manifest.microbatches_per_step + index) % len(data)]
             logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
             summed = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
             summed.backward()  # type: ignore[no-untyped-call]
-            loss_sum += float(summed.detach())
             counted += targets_BT.numel()
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -72,10 +63,10 @@ def train(manifest: RunManifest, seconds: float) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), inner.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        steps, tokens, loss = steps + 1, tokens + counted, loss_sum / counted
+        step, tokens = step + 1, tokens + counted
         passed = time.perf_counter() - began
         if warm and passed >= seconds:
-            return {"tokens_per_s": tokens / passed, "loss": loss, "steps": steps}
+            return tokens / passed
         if not warm and passed >= WARM_UP_S:
             began, tokens, warm = time.perf_counter(), 0, True
 
@@ -97,8 +88,3 @@ async def _read(manifest: RunManifest) -> list[tuple["Tensor", "Tensor"]]:
         data.append((pair[0], pair[1]))
     batches.close()
     return data
-
-
-if __name__ == "__main__":
-    manifest = RunManifest(microbatches_per_step=int(sys.argv[1]))
-    print(json.dumps(train(manifest, float(sys.argv[2]))))

@@ -2,41 +2,27 @@
 
 Two processes on loopback: the far one keeps its snapshot, as a replica does, the near one does the round. The bytes are
 counted on the connection itself, in one more pull through a forwarder that counts. The least possible is what the
-method moves, φ and Δ of every parameter once; one vector u would do in half of that (method.md §3).
+method moves, φ and Δ of every parameter once; one vector u would do in half of that (METHOD.md, "Outer round").
 """
 
 import asyncio
 import statistics
-import subprocess
-import sys
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import uvloop
 
 from noloco_p2p.compute.slow_weights import SlowWeights
-from noloco_p2p.config import ListenSettings, OuterSettings
-from noloco_p2p.core.messages import (
-    Advert,
-    Description,
-    Gradient,
-    Header,
-    LossSum,
-    PeerId,
-    ReplicaState,
-    Snapshot,
-    TensorSpec,
-)
-from noloco_p2p.errors import Declined, LocalError
-from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
-from noloco_p2p.lab.bench.transport import PEER, RUN
-from noloco_p2p.launch.observer import NullTelemetry
-from noloco_p2p.ports import Body
+from noloco_p2p.config import OuterSettings
+from noloco_p2p.core.messages import Advert, Snapshot, TensorSpec
+from noloco_p2p.io.transport.grpc_transport import tune_allocator
+from noloco_p2p.lab.bench.transport import PEER, RUN, BenchPeer, make_transport
+from noloco_p2p.lab.processes import peer_process
 
 SHAPES = {"1M": (16, 256), "50M": (12, 2048)}
-"""A stage as so many square matrices of this side."""
+"""A stage as a number of square matrices, and their side."""
 TARGET = 1.01
 """Largest ratio of the bytes on the connection to those of φ and Δ."""
 ROUNDS = 5
@@ -55,43 +41,15 @@ def slow_weights(size: str, seed: int) -> SlowWeights:
     return weights
 
 
-class Far:
-    """The far replica: its snapshot of round 1, nothing else."""
-
-    def __init__(self, size: str) -> None:
-        self._snapshot = Snapshot(PEER, 1, 10, slow_weights(size, 1).snapshot())
-
-    async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
-        """Not measured."""
-        raise Declined("not measured")
-
-    async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
-        """Not measured."""
-        raise Declined("not measured")
-
-    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
-        """The same at every call."""
-        return self._snapshot
-
-    def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
-        """Not measured."""
-        raise Declined("not measured")
-
-    def describe(self, caller: PeerId) -> Description:
-        """Who this is."""
-        return Description(PEER, RUN, 1, "training", 10.0, 1, "")
+async def serve(ready: Callable[[int], None], size: str) -> None:
+    """The far process: its snapshot of round 1, at a port that it tells."""
+    transport = make_transport(PEER)
+    await transport.serve(BenchPeer(Snapshot(PEER, 1, 10, slow_weights(size, 1).snapshot())))
+    ready(transport.port)
+    await asyncio.Event().wait()
 
 
-async def serve(size: str) -> None:
-    """The far process: prints its port, serves until its standard input ends."""
-    transport = GrpcTransport(PEER, RUN, ListenSettings(), NullTelemetry(), 1 << 20)
-    await transport.serve(Far(size))
-    print(transport.port, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await transport.close()
-
-
-class Counter:
+class CountingForwarder:
     """A TCP forwarder to `port` that counts the bytes of both directions."""
 
     def __init__(self, port: int) -> None:
@@ -129,7 +87,7 @@ class Counter:
 
 async def rounds(size: str, port: int) -> dict[str, Any]:
     """Medians of ROUNDS outer rounds after one to warm up, then the bytes of one pull."""
-    mine = GrpcTransport(NEAR, RUN, ListenSettings(), NullTelemetry(), 1 << 20)
+    mine = make_transport(NEAR)
     weights = slow_weights(size, 2)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{port}",))
     seconds: dict[str, list[float]] = {"freeze": [], "pull": [], "merge": [], "round": []}
@@ -161,44 +119,22 @@ async def rounds(size: str, port: int) -> dict[str, Any]:
 
 async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
     """Bytes on the connection, both ways and with its set-up, of one pull."""
-    counter = Counter(port)
-    server, counting_port = await counter.open()
-    counted = GrpcTransport(NEAR, RUN, ListenSettings(), NullTelemetry(), 1 << 20)
+    forwarder = CountingForwarder(port)
+    server, counting_port = await forwarder.open()
+    counted = make_transport(NEAR)
     await counted.fetch_snapshot(Advert(PEER, RUN, 1, (f"127.0.0.1:{counting_port}",)), 1, 1, 0.0, WAIT_S, specs)
     await counted.close()
     server.close()
-    await counter.close()
-    return counter.bytes
-
-
-def measure(size: str) -> dict[str, Any]:
-    """One size, with a far process of its own."""
-    far = subprocess.Popen(
-        [sys.executable, "-m", "noloco_p2p.lab.bench.outer", size],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert far.stdout is not None, "it is a pipe"
-        line = far.stdout.readline().strip()
-        if not line:
-            raise LocalError("the far process of the bench has failed")
-        figures: dict[str, Any] = uvloop.run(rounds(size, int(line)))
-        return figures
-    finally:
-        far.kill()
-        far.communicate()
+    await forwarder.close()
+    return forwarder.bytes
 
 
 def run() -> dict[str, Any]:
     """The figures of both sizes; `ratio` is the larger one of bytes over least possible. Raises LocalError."""
     tune_allocator()
     torch.set_num_threads(1)
-    stages = {size: measure(size) for size in SHAPES}
+    stages = {}
+    for size in SHAPES:
+        with peer_process(serve, size) as port:
+            stages[size] = uvloop.run(rounds(size, port))
     return {"bench": "outer", "ratio": max(s["ratio"] for s in stages.values()), "target": TARGET, "stages": stages}
-
-
-if __name__ == "__main__":
-    tune_allocator()
-    uvloop.run(serve(sys.argv[1]))

@@ -7,13 +7,10 @@ are MiB per second of tensor bytes.
 """
 
 import asyncio
-import json
 import socket
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import torch
@@ -36,9 +33,10 @@ from noloco_p2p.core.messages import (
     Snapshot,
     TensorSpec,
 )
-from noloco_p2p.errors import Declined, LocalError
+from noloco_p2p.errors import Declined
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
 from noloco_p2p.lab.bench import bare_links
+from noloco_p2p.lab.processes import peer_process
 from noloco_p2p.launch.observer import NullTelemetry
 from noloco_p2p.ports import Body
 
@@ -46,7 +44,7 @@ MIB = 1 << 20
 TENSOR_BYTES = 64 * MIB
 SNAPSHOT_TENSORS = 4
 TARGET = 0.4
-"""Least share of the bare TCP rate (issue: node to node, digest checked)."""
+"""Least share of the bare TCP rate, node to node with digests checked."""
 STATE_PARAMETERS = 6
 STATE_TENSOR_BYTES = 16 * MIB
 """A state of six parameters and all that belongs to them: 503 MB."""
@@ -56,7 +54,7 @@ RUN = "bench"
 PEER = "server"
 """The far node's peer id."""
 WAIT_S = 60.0
-"""Longest time for any one step; a process that is silent for longer is ended."""
+"""Longest time for any one step."""
 
 
 def landed(tensor: HostTensor) -> torch.Tensor:
@@ -79,8 +77,7 @@ def activation(shape_BTD: tuple[int, int, int]) -> Activation:
 
 LARGE = activation((8, 16, TENSOR_BYTES // 512))
 SMALL = activation((2, 8, 64))
-
-
+SNAPSHOT_SPECS = tuple(TensorSpec(f"slow/{i}", "float32", (TENSOR_BYTES // 4,)) for i in range(SNAPSHOT_TENSORS))
 STATE_SPECS = tuple(
     TensorSpec(f"{kind}/{i}", "float32", (STATE_TENSOR_BYTES // 4,))
     for kind in REPLICA_KINDS
@@ -88,13 +85,12 @@ STATE_SPECS = tuple(
 )
 
 
-class Far:
-    """The far node: lands what comes in torch, and sends the same bytes back."""
+class BenchPeer:
+    """The far node: what comes lands in torch and goes back; it gives the same weights at every call."""
 
-    def __init__(self) -> None:
-        self._weights = tuple(host(f"slow/{i}", torch.ones(TENSOR_BYTES // 4)) for i in range(SNAPSHOT_TENSORS))
-        state = tuple(host(spec.name, torch.ones(spec.shape)) for spec in STATE_SPECS)
-        self._state = ReplicaState(PEER, 1, 1, 10.0, 10, 10, state, number=1)
+    def __init__(self, snapshot: Snapshot, state: ReplicaState | None = None) -> None:
+        self._snapshot = snapshot
+        self._state = state
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """The hidden state itself."""
@@ -106,38 +102,43 @@ class Far:
         raise Declined("not measured")
 
     async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
-        """Four tensors of 64 MiB."""
-        return Snapshot(PEER, 1, 1, self._weights)
+        """The snapshot, at once."""
+        return self._snapshot
 
     @asynccontextmanager
     async def lend_state(self, caller: PeerId, number: int | None) -> AsyncIterator[ReplicaState]:
-        """500 MB."""
+        """The whole state."""
+        if self._state is None:
+            raise Declined("not measured")
         yield self._state
 
     def describe(self, caller: PeerId) -> Description:
-        """Who this is."""
+        """A node that trains."""
         return Description(PEER, RUN, 1, "training", 0.0, 0, "")
 
 
-async def serve() -> None:
-    """The far process: prints its two ports, serves until its standard input ends."""
-    transport = GrpcTransport(PEER, RUN, ListenSettings(), NullTelemetry(), 2 * TENSOR_BYTES)
-    await transport.serve(Far())
+def make_transport(me: PeerId, largest_bytes: int = 1 << 20) -> GrpcTransport:
+    """A transport of the bench's run."""
+    return GrpcTransport(me, RUN, ListenSettings(), NullTelemetry(), largest_bytes)
+
+
+async def serve(ready: Callable[[tuple[int, int]], None]) -> None:
+    """The far process: tells its two ports (gRPC, bare TCP) and serves until it is killed."""
+    snapshot = Snapshot(PEER, 1, 1, tuple(host(spec.name, torch.ones(spec.shape)) for spec in SNAPSHOT_SPECS))
+    tensors = tuple(host(spec.name, torch.ones(spec.shape)) for spec in STATE_SPECS)
+    transport = make_transport(PEER, 2 * TENSOR_BYTES)
+    await transport.serve(BenchPeer(snapshot, ReplicaState(PEER, 1, 1, 10.0, 10, 10, tensors, number=1)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        bare = asyncio.create_task(bare_links.echo(listener, TENSOR_BYTES))
-        print(json.dumps([transport.port, listener.getsockname()[1]]), flush=True)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-        bare.cancel()
-        await asyncio.gather(bare, return_exceptions=True)
-    await transport.close()
+        ready((transport.port, listener.getsockname()[1]))
+        await bare_links.echo(listener, TENSOR_BYTES)
+        await asyncio.Event().wait()
 
 
 async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, float]:
     """All figures but gloo's, against a far process that listens at these ports (gRPC, bare TCP)."""
-    mine = GrpcTransport("client", RUN, ListenSettings(), NullTelemetry(), 2 * TENSOR_BYTES)
+    mine = make_transport("client", 2 * TENSOR_BYTES)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{ports[0]}",))
-    expected = tuple(TensorSpec(f"slow/{i}", "float32", (TENSOR_BYTES // 4,)) for i in range(SNAPSHOT_TENSORS))
     _, view = bare_links.tensor_and_bytes(TENSOR_BYTES)
     propagate_s, snapshot_s, state_s, tcp_s = [], [], [], []
     with socket.create_connection(("127.0.0.1", ports[1]), WAIT_S) as connection:
@@ -147,7 +148,7 @@ async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, 
             landed((await mine.propagate(far, LARGE)).grad)
             propagate_s.append(time.perf_counter() - began)
             began = time.perf_counter()
-            snapshot = await mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, expected)
+            snapshot = await mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, SNAPSHOT_SPECS)
             weights = [landed(tensor) for tensor in snapshot.tensors]
             snapshot_s.append(time.perf_counter() - began)
             del snapshot, weights
@@ -194,16 +195,8 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
     """
     gloo = bare_links.gloo_mib_per_s(TENSOR_BYTES, rounds + 1)
     tune_allocator()
-    command = [sys.executable, "-m", "noloco_p2p.lab.bench.transport", "--server"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as far:
-        try:
-            line = far.stdout.readline() if far.stdout else ""
-            if not line:
-                raise LocalError("the bench's second process did not start; run it with --server to see why")
-            grpc_port, tcp_port = json.loads(line)
-            figures = uvloop.run(asyncio.wait_for(measure((grpc_port, tcp_port), rounds, calls), 4 * WAIT_S))
-        finally:
-            far.terminate()
+    with peer_process(serve) as ports:
+        figures = uvloop.run(asyncio.wait_for(measure(ports, rounds, calls), 4 * WAIT_S))
     ours = sorted((figures["propagate_mib_per_s"], figures["snapshot_mib_per_s"]))
     return {
         **figures,
@@ -213,11 +206,3 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
         "state_ratio": figures["state_mib_per_s"] / ours[-1],
         "state_target": STATE_TARGET,
     }
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--server"]:
-        tune_allocator()
-        uvloop.run(serve())
-    else:
-        print(json.dumps(run(), indent=2))

@@ -6,15 +6,11 @@ another one since.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import platform
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ import noloco_p2p
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.experiments import markdown_page, mpl_charts
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
+from noloco_p2p.lab.processes import workers
 
 RESULTS, REPORT = "results.json", "report.md"
 
@@ -53,7 +50,7 @@ def run(experiment: Experiment, order: Order, say: Callable[[str], None]) -> Pat
     kept = record.read()
     if kept:
         say(f"{kept} cases are in {record.path} already")
-    with _one_thread_each(), _pool(order.jobs) as pool:
+    with workers(order.jobs, OMP_NUM_THREADS="1") as pool:
         while cases := record.missing():
             _measure_all(pool, experiment, cases, record, say)
     record.write(complete=True)
@@ -154,50 +151,8 @@ def code_digest() -> str:
 # --- the processes --------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """The processes that are started meanwhile compute with one thread: their number is the user's choice."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
-@contextmanager
-def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes, as grpc and torch do not survive a fork; what waits is dropped when something fails."""
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_quietly)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _end_quietly() -> None:
-    """Ctrl-C ends a measuring process at once and without a word: its parent speaks."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    end_with_the_command()
-
-
-def end_with_the_command() -> None:
-    """From now on this process ends when the one that started it has, however that ended: nobody takes its result."""
-    threading.Thread(target=_watch_the_command, daemon=True).start()
-
-
-def _watch_the_command() -> None:
-    command = multiprocessing.parent_process()
-    if command is not None:
-        command.join()
-        os._exit(1)
-
-
 def _measure_all(
-    pool: ProcessPoolExecutor,
+    pool: Executor,
     experiment: Experiment,
     cases: Sequence[Case],
     record: Record,

@@ -1,0 +1,114 @@
+"""Processes of the measurements: started fresh, and gone when the command is, however that ended."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+from noloco_p2p.errors import LocalError
+
+# grpc and torch do not survive a fork, and a measurement must find nothing of another one's state.
+FRESH = multiprocessing.get_context("spawn")
+
+
+@contextmanager
+def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
+    """Processes with these environment variables, all started at the first `submit`.
+
+    They end at once when the `with` is left by an exception. Raises LocalError when one of them dies.
+    """
+    before = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(count, FRESH, initializer=_as_a_worker)
+    with _environment(environment):
+        try:
+            yield pool
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                if child not in before:
+                    child.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise LocalError("a worker process has died (of too little memory?): give --jobs 1, or a smaller run") from error
+            raise
+    pool.shutdown()
+
+
+@contextmanager
+def peer_process(serve: Callable[..., Awaitable[None]], *args: Any) -> Iterator[Any]:
+    """A second process that runs `serve(ready, *args)` in an event loop; gives what it passed to `ready`: its ports.
+
+    Raises LocalError when it ends before.
+    """
+    mine, theirs = FRESH.Pipe()
+    process = FRESH.Process(target=_serve, args=(theirs, serve, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        try:
+            ready = mine.recv()
+        except EOFError:
+            raise LocalError("the second process of the measurement has failed") from None
+        yield ready
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that no process is left."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _as_a_worker() -> None:
+    # At Ctrl-C the terminal signals the whole group: the command handles it and ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_command, daemon=True).start()
+
+
+def _end_with_the_command() -> None:
+    command = multiprocessing.parent_process()
+    if command is not None:
+        command.join()
+        os._exit(1)
+
+
+def _serve(connection: Connection, serve: Callable[..., Awaitable[None]], args: tuple[Any, ...]) -> None:
+    import uvloop
+
+    from noloco_p2p.io.transport.grpc_transport import tune_allocator
+
+    _as_a_worker()
+    tune_allocator()
+    uvloop.run(serve(connection.send, *args))
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Variables for the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
