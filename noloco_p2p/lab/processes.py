@@ -35,7 +35,9 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
                 if child not in before:
                     child.terminate()
             if isinstance(error, BrokenProcessPool):
-                raise LocalError("a worker process has died (of too little memory?): give --jobs 1, or a smaller run") from error
+                raise LocalError(
+                    "a worker process has died (out of memory?): give --jobs 1 or a smaller run"
+                ) from error
             raise
     pool.shutdown()
 
