@@ -126,7 +126,7 @@ def test_several_processes_find_what_one_finds(capsys: pytest.CaptureFixture[str
 def test_a_process_that_dies_is_told_and_leaves_no_other_behind() -> None:
     deadly: Any = Deadly(Scenario())
     before = multiprocessing.active_children()
-    with pytest.raises(LocalError, match="a worker process has died .*: give --jobs 1"):
+    with pytest.raises(LocalError, match=r"a worker process has died .*: give --jobs 1"):
         next(sim_runs.simulate_all([deadly, deadly], 2))
     for child in [child for child in multiprocessing.active_children() if child not in before]:
         child.join(10)
