@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from noloco_p2p.lab.experiments import NAMES, find
-from noloco_p2p.lab.experiments.mpl_charts import available
 from noloco_p2p.lab.experiments.runner import Order, run
 
 
@@ -17,7 +16,5 @@ def run_experiment(name: str, out: Path | None, *, quick: bool, jobs: int) -> No
     """Run one to its report. Raises ConfigError when there is none of that name, and as `runner.run`."""
     experiment = find(name)
     place = out or Path("noloco-experiments") / f"{name}{'-quick' if quick else ''}"
-    if not available():
-        print("no plots: matplotlib is not installed; pip install 'noloco_p2p[plots]' brings it")
     report = run(experiment, Order(place, quick, jobs), lambda line: print(line, flush=True))
     print(report)

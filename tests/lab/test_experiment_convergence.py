@@ -80,9 +80,9 @@ def test_rates_go_on_while_the_best_is_at_the_end_and_the_seeds_follow_at_the_be
 
 def test_the_report_stands_whatever_came_out() -> None:
     results = gone_through(4e-3)
-    page = markdown(tell(results), drawn=True)
+    page = markdown(tell(results))
     assert "| NoLoCo | 0.004 | 2 | 1.02 ± 0.01 |" in page
     lost = [dataclasses.replace(one, figures=figures_of(None)) if one["method"] == "apart" else one for one in results]
-    page = markdown(tell(lost), drawn=True)
+    page = markdown(tell(lost))
     assert "| no communication | 0.0015 | 2 | – | – |" in page
     assert "replicas that never meet at –, one process" in page

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from noloco_p2p.lab.experiments import routing_load, routing_policies, spread
-from noloco_p2p.lab.experiments.markdown_page import Plot, charts, markdown
+from noloco_p2p.lab.experiments.markdown_page import charts, markdown
 from noloco_p2p.lab.experiments.spec import Case, Result
+from noloco_p2p.observe.plotting.plots import Plot
 
 STEPS = 20
 
@@ -80,7 +81,7 @@ def test_the_report_of_the_spread_tells_fall_and_correlation() -> None:
         return Result(case, {"spread": [looks, looks], "validation_loss": None}, 1.0)
 
     blocks = spread.tell([result(arm.name, seed) for arm in spread.ARMS for seed in (1, 2)])
-    page = markdown(blocks, drawn=False)
+    page = markdown(blocks)
     assert "m = 5: r from 1.000 to 1.000 over seeds and stages; of 4, 0 are within the paper's 0.91 … 0.97" in page
     assert "the rate is at 0.10 of its largest value, the std at 0.10" in page
     curves = {chart.name: chart for chart in charts(blocks) if isinstance(chart, Plot)}["over-the-run-stage-0"].curves
@@ -126,7 +127,7 @@ def test_changes_are_against_fixed_routes_of_the_same_seed() -> None:
     assert found["std 0"] == pytest.approx([-50.0] * 3)
     assert found["std 1"] == pytest.approx([-75.0] * 3)
     assert found["perplexity"] == pytest.approx([3.0] * 3)
-    page = markdown(routing_policies.tell(results), drawn=False)
+    page = markdown(routing_policies.tell(results))
     assert "balanced routes change the spread by -62.5 ± 0 % (smaller with 3 of 3 seeds)" in page
     assert "within the paper's 4 % with 3 of 3" in page
     assert "-15 (small), -10 (medium)" in page
@@ -140,13 +141,13 @@ def test_a_run_that_has_diverged_is_reported_without_a_loss() -> None:
     for one in results:
         if "validation_loss" in one.figures:
             one.figures.update(validation_loss=None, validation=[(200, None)], spread=[[], []])
-    page = markdown(routing_policies.tell(results), drawn=False)
+    page = markdown(routing_policies.tell(results))
     assert "change the spread by – % (smaller with 0 of 0 seeds) and the perplexity by – %" in page
     diverged = [
         Result(Case(arm.name, {"arm": arm.name, "seed": 1}), {"spread": [[], []], "validation_loss": None}, 1.0)
         for arm in spread.ARMS
     ]
-    assert "m = 10: the weights were never finite" in markdown(spread.tell(diverged), drawn=False)
+    assert "m = 10: the weights were never finite" in markdown(spread.tell(diverged))
 
 
 def test_random_routes_hold_the_later_replicas_together() -> None:

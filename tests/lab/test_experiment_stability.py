@@ -117,7 +117,7 @@ def test_a_run_that_was_stopped_counts_as_grown() -> None:
     blocks = stability_report.tell(measured(cases, {stopped: None}))
     row = next(row for row in table(blocks, "grew") if row["γ"] == 2.8)
     assert (row["grew"], row["training"]) == ("**yes**", "not finite")
-    assert "stability-n8.png" in markdown_page.markdown(blocks, drawn=True)
+    assert "stability-n8.svg" in markdown_page.markdown(blocks)
 
 
 @pytest.mark.parametrize("stale_rounds", [0, 1, 2, 3])

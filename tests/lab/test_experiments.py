@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 import noloco_p2p
 from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab.experiments import NAMES, find, mpl_charts, runner
-from noloco_p2p.lab.experiments.markdown_page import Curve, Heatmap, Plot, Table, markdown, mean_std
+from noloco_p2p.lab.experiments import NAMES, find, runner
+from noloco_p2p.lab.experiments.markdown_page import Table, markdown, mean_std
 from noloco_p2p.lab.experiments.paper import published
 from noloco_p2p.lab.experiments.runner import Order
 from noloco_p2p.lab.experiments.spec import Case, Experiment
+from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot, save
 
 
 class _Here(Executor):
@@ -41,9 +42,8 @@ def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes and no plots."""
+    """No processes."""
     monkeypatch.setattr(runner, "workers", lambda jobs, **environment: nullcontext(_Here()))
-    monkeypatch.setattr(mpl_charts, "available", lambda: False)
 
 
 light = pytest.mark.usefixtures("_light")
@@ -65,8 +65,7 @@ def _marks() -> list[str]:
 def test_results_stand_in_the_order_of_the_cases_and_are_equal_from_run_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "code_digest", lambda: "this")
     report = _run(TOY, "one", jobs=2).read_text()
-    assert Path("one", "squares.png").exists()
-    monkeypatch.setattr(mpl_charts, "available", lambda: False)
+    assert Path("one", "squares.svg").exists()
     _run(TOY, "other")
     one, other = _document("one"), _document("other")
     assert [run["case"] for run in one["runs"]] == ["case-3", "case-1", "case-2"]
@@ -126,28 +125,16 @@ def test_figures_that_are_not_finite_are_refused() -> None:
         _run(NOT_FINITE, quick=True)
 
 
-@light
-def test_without_matplotlib_the_report_says_so() -> None:
-    told = _run(TOY, quick=True).read_text()
-    assert "“Squares”: not drawn, matplotlib is not installed" in told
-    assert not list(Path("out").glob("*.png"))
-
-
-def test_charts_are_drawn_equal_for_equal_figures(tmp_path: Path) -> None:
-    curve = Curve("a", [1, 2, 4], [1, 2, 3], error=[0.1, 0.1, 0.2])
-    plot = Plot("plot", "Plot", ("x", "y"), [curve], ("log2", "log"))
-    grid = ([0.1, 0.5, 0.9], [1.0])
-    heat = Heatmap("heat", "Heat", ("x", "y", "z"), grid, [[1.0, None, 2.0]], [(0.5, 1.0)], [curve], log_values=True)
-    for chart in (plot, heat):
-        first = mpl_charts.draw(chart, tmp_path).read_bytes()
-        assert first.startswith(b"\x89PNG")
-        assert mpl_charts.draw(chart, tmp_path).read_bytes() == first
-    drawn = markdown([plot, heat], drawn=True)
-    assert drawn.split() == ["![Plot](plot.png)", "![Heat](heat.png)"]
+def test_the_report_shows_the_charts_that_are_drawn(tmp_path: Path) -> None:
+    curve = Curve("a", [1, 2, 4], [1, 2, 3])
+    heat = Heatmap("heat", "Heat", ("x", "y", "z"), ([0.1, 0.5], [1.0]), [[1.0, None]])
+    chart = Plot("plot", "Plot", ("x", "y"), [curve])
+    assert markdown([chart, heat]).split() == ["![Plot](plot.svg)", "![Heat](heat.svg)"]
+    assert save(chart, tmp_path) == tmp_path / "plot.svg"
 
 
 def test_cells_and_samples_are_written_for_people() -> None:
-    told = markdown([Table(("a|b", "c"), [[1.23456, None], ["x|y", 7]], "Above.")], drawn=True)
+    told = markdown([Table(("a|b", "c"), [[1.23456, None], ["x|y", 7]], "Above.")])
     assert told == "Above.\n\n| a|b | c |\n| --- | --- |\n| 1.235 | – |\n| x\\|y | 7 |\n"
     assert mean_std([]) == "–"
     assert mean_std([2.0]) == "2"

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Curve, Plot, Table
+from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 MARKS = Path("marks")
 """Below the working directory: one line for each measurement."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from noloco_p2p.lab.experiments.allreduce import dice
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Curve, Plot, Table, mean_std
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std
 from noloco_p2p.lab.experiments.pull_latency import FOREVER_S
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results
 from noloco_p2p.lab.experiments.wait_models import (
@@ -20,6 +20,7 @@ from noloco_p2p.lab.experiments.wait_models import (
     steps_s,
     swarm,
 )
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 INNER_STEPS = 10
 """m, where it is not varied."""

@@ -6,9 +6,10 @@ from math import exp
 from statistics import fmean
 from types import MappingProxyType
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Curve, Plot, Table, mean_std
+from noloco_p2p.lab.experiments.markdown_page import Block, Table, mean_std
 from noloco_p2p.lab.experiments.paper import published
 from noloco_p2p.lab.experiments.spec import Result, Results
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 REPLICAS, STAGES, ROUND_STEPS = 8, 2, 10
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
-from noloco_p2p.lab.experiments.markdown_page import Block, Curve, Plot, Table
+from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.paper import published
 from noloco_p2p.lab.experiments.pull_latency import (
     BYTES_PER_S,
@@ -18,6 +18,7 @@ from noloco_p2p.lab.experiments.pull_latency import (
     wire_of,
 )
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 EXCHANGES = 20_000
 """Draws of the paper's pair."""

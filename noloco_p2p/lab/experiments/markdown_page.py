@@ -3,10 +3,9 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Scale = Literal["linear", "log", "log2"]
-
+from noloco_p2p import humanize
+from noloco_p2p.observe.plotting.plots import Chart, Heatmap, Plot
 
 Cell = str | int | float | None
 """A float is written with four significant digits, None as a dash."""
@@ -22,53 +21,6 @@ class Table:
     """A sentence of Markdown above the table."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One line, or a set of points, of a plot."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    error: Sequence[float] | None = None
-    """Standard deviations, drawn as bars."""
-    style: Literal["line", "dashed", "points"] = "line"
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Curves over two axes; a PNG of this name."""
-
-    name: str
-    """File name without its ending, unique in the report."""
-    title: str
-    axes: tuple[str, str]
-    """What stands along x and y, units included."""
-    curves: Sequence[Curve]
-    scales: tuple[Scale, Scale] = ("linear", "linear")
-
-
-@dataclass(frozen=True, slots=True)
-class Heatmap:
-    """Values over a grid; a PNG of this name."""
-
-    name: str
-    """File name without its ending, unique in the report."""
-    title: str
-    axes: tuple[str, str, str]
-    """What stands along x and y, and what is coloured, units included."""
-    grid: tuple[Sequence[float], Sequence[float]]
-    """The x of the columns and the y of the rows, ascending."""
-    values: Sequence[Sequence[float | None]]
-    """A row for each y, a value for each x; None: not measured, or not finite."""
-    marked: Sequence[tuple[float, float]] = ()
-    """Cells (x, y) that get a cross."""
-    curves: Sequence[Curve] = ()
-    """Drawn over it, in the units of the axes."""
-    log_values: bool = False
-    """Colours follow the logarithm."""
-
-
-Chart = Plot | Heatmap
 Block = str | Table | Plot | Heatmap
 """A string is a paragraph of Markdown (a heading: `### …`)."""
 
@@ -76,8 +28,8 @@ Block = str | Table | Plot | Heatmap
 def mean_std(values: Sequence[float], digits: int = 4) -> str:
     """`mean ± standard deviation` of a sample; of one value only that, of none a dash. `digits`: of the mean."""
     if not values:
-        return "–"
-    mean = f"{statistics.fmean(values):.{digits}g}"
+        return humanize.DASH
+    mean = humanize.figure(statistics.fmean(values), digits)
     return f"{mean} ± {statistics.stdev(values):.2g}" if len(values) > 1 else mean
 
 
@@ -90,19 +42,17 @@ def charts(blocks: Sequence[Block]) -> list[Chart]:
     return found
 
 
-def markdown(blocks: Sequence[Block], *, drawn: bool) -> str:
-    """The blocks, a blank line between them; `drawn`: the PNGs stand beside the page."""
-    return "\n\n".join(_block(block, drawn) for block in blocks) + "\n"
+def markdown(blocks: Sequence[Block]) -> str:
+    """The blocks, a blank line between them; charts are the files beside the page."""
+    return "\n\n".join(_block(block) for block in blocks) + "\n"
 
 
-def _block(block: Block, drawn: bool) -> str:
+def _block(block: Block) -> str:
     if isinstance(block, str):
         return block.strip()
     if isinstance(block, Table):
         return _table(block)
-    if drawn:
-        return f"![{block.title}]({block.name}.png)"
-    return f"*Plot “{block.title}”: not drawn, matplotlib is not installed (extra `plots`).*"
+    return f"![{block.title}]({block.name}.svg)"
 
 
 def _table(table: Table) -> str:
@@ -113,8 +63,6 @@ def _table(table: Table) -> str:
 
 
 def _cell(cell: Cell) -> str:
-    if cell is None:
-        return "–"
-    if isinstance(cell, float):
-        return f"{cell:.4g}"
+    if cell is None or isinstance(cell, float):
+        return humanize.figure(cell, 4)
     return str(cell).replace("|", "\\|")

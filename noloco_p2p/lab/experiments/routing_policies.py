@@ -10,11 +10,12 @@ from statistics import fmean
 from types import MappingProxyType
 
 from noloco_p2p.lab.experiments import routing_load
-from noloco_p2p.lab.experiments.markdown_page import Block, Curve, Plot, Table, mean_std
+from noloco_p2p.lab.experiments.markdown_page import Block, Table, mean_std
 from noloco_p2p.lab.experiments.paper import published
 from noloco_p2p.lab.experiments.routing_load import DEVICES, POLICIES, REPLICAS, of
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results
 from noloco_p2p.lab.experiments.training import Training, small_manifest, train
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.sim.stage import Costs
 
 ROUNDS: Mapping[str, str] = MappingProxyType({"without": "none", "with": "matched"})

@@ -1,4 +1,4 @@
-"""Measures the cases of an experiment in processes of their own, and writes `results.json`, `report.md` and the PNGs.
+"""Measures the cases of an experiment in processes of their own, and writes `results.json`, `report.md` and the charts.
 
 What has been measured is on disk at once: the same command goes on where it was stopped, unless the package's code is
 another one since.
@@ -17,9 +17,10 @@ from typing import Any
 
 import noloco_p2p
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab.experiments import markdown_page, mpl_charts
+from noloco_p2p.lab.experiments import markdown_page
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
 from noloco_p2p.lab.processes import workers
+from noloco_p2p.observe.plotting import plots
 
 RESULTS, REPORT = "results.json", "report.md"
 
@@ -188,10 +189,8 @@ def _timed(measure: Callable[[Case], Figures], case: Case) -> tuple[Figures, flo
 def _report(record: Record) -> Path:
     experiment, order = record.experiment, record.order
     blocks = experiment.tell(record.results)
-    drawn = mpl_charts.available()
     for chart in markdown_page.charts(blocks):
-        if drawn:
-            mpl_charts.draw(chart, order.out)
+        plots.save(chart, order.out)
     head = [
         f"# {experiment.name}",
         f"**Question.** {experiment.question}",
@@ -201,7 +200,7 @@ def _report(record: Record) -> Path:
     ]
     whole = [*head, *blocks, "## What this does not show", experiment.limits, "## Runs", _runs(record)]
     path = order.out / REPORT
-    path.write_text(markdown_page.markdown(whole, drawn=drawn))
+    path.write_text(markdown_page.markdown(whole))
     return path
 
 

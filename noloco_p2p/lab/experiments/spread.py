@@ -10,10 +10,11 @@ from math import log
 from statistics import correlation, fmean, linear_regression
 from typing import Literal
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Curve, Plot, Table, mean_std
+from noloco_p2p.lab.experiments.markdown_page import Block, Table, mean_std
 from noloco_p2p.lab.experiments.paper import published
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results
 from noloco_p2p.lab.experiments.training import Training, small_manifest, train
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 REPLICAS = 8
 """Of each of two stages."""

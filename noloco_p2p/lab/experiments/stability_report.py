@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.lab.experiments import bounds
-from noloco_p2p.lab.experiments.markdown_page import Block, Curve, Heatmap, Plot, Table, mean_std
+from noloco_p2p.lab.experiments.markdown_page import Block, Table, mean_std
 from noloco_p2p.lab.experiments.spec import Result, Results
+from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot
 
 NAMED = (0.9, 0.7)
 """The point (α, γ) of method.md §3, outside S1."""

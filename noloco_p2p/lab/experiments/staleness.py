@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import bounds
-from noloco_p2p.lab.experiments.markdown_page import Block, Curve, Plot, Table, mean_std
+from noloco_p2p.lab.experiments.markdown_page import Block, Table, mean_std
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results
 from noloco_p2p.lab.experiments.training import Training, small_manifest, train
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 ALPHA, BETA, GAMMA = 0.5, 0.7, 0.7
 PAIRINGS = ("matched", "random")

@@ -1,0 +1,114 @@
+"""Numbers, sizes and times as people read them. Pure, and below everything else so that every layer can use it."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from math import isfinite
+
+DASH = "–"
+"""Stands where nothing is known."""
+_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_TIME_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def finite(value: float | None) -> float:
+    """A finite float; 0.0 for None and for whatever is no finite number."""
+    try:
+        found = float(value or 0.0)
+    except (OverflowError, ValueError, TypeError):
+        return 0.0
+    return found if isfinite(found) else 0.0
+
+
+def count(value: float) -> str:
+    """`12,345`."""
+    return f"{value:,.0f}"
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """`0.0123`, `12,345`: significant digits, large numbers in full up to a million."""
+    if value is None:
+        return DASH
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.{digits}g}"
+
+
+def compact(value: float | None, digits: int = 3) -> str:
+    """`0`, `840`, `12.3k`, `4.1M`: for axes and narrow columns. What is no finite number counts as 0."""
+    number, prefix = _scaled(value, digits)
+    return f"{number}{prefix}"
+
+
+def size(value: float | None, digits: int = 3) -> str:
+    """Bytes in decimal units: `840 B`, `1.2 MB`."""
+    number, prefix = _scaled(value, digits)
+    return f"{number} {prefix}B"
+
+
+def _scaled(value: float | None, digits: int) -> tuple[str, str]:
+    found = finite(value)
+    for prefix, unit in _PREFIXES:
+        # What rounds up to the unit is written in it: 999.9 is 1k, not 1e+03.
+        if abs(found) >= (1 - 0.5 * 10.0**-digits) * unit:
+            return f"{found / unit:.{digits}g}", prefix
+    return f"{found:.{digits}g}", ""
+
+
+def loss(value: float | None) -> str:
+    """Nats per token, four digits behind the point."""
+    return DASH if value is None else f"{value:.4f}"
+
+
+def percent(share: float | None) -> str:
+    """A share as `12.3 %`."""
+    return DASH if share is None else f"{100 * share:.1f} %"
+
+
+def ratio(part: float, whole: float) -> str:
+    """A part of a whole as `12.3 %`; a dash where the whole is 0."""
+    return percent(part / whole if whole else None)
+
+
+def duration(seconds: float) -> str:
+    """`0.0123 s`, `3 min 20 s`: the two largest units."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    left = round(seconds)
+    words: list[str] = []
+    for unit_s, unit in _TIME_UNITS:
+        if left >= unit_s or words:
+            words.append(f"{left // unit_s} {unit}")
+            left %= unit_s
+    return " ".join(words[:2])
+
+
+def rough_duration(seconds: float | None) -> str:
+    """`0.4 s`, `42 s`, `3 min`, `2 h`, `5 d`: how long something has been so, one unit only."""
+    seconds = max(0.0, finite(seconds))
+    if seconds < 10.0:
+        return f"{seconds:.1f} s"
+    for limit, unit, each in ((100.0, "s", 1.0), (6000.0, "min", 60.0), (360_000.0, "h", 3600.0)):
+        if seconds < limit:
+            return f"{seconds / each:.0f} {unit}"
+    return f"{min(seconds / 86_400.0, 99_999.0):.0f} d"
+
+
+def clock(at: float) -> str:
+    """A Unix time as `2026-01-31 12:00:00`, UTC."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return DASH
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 node`, `3 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def tally(counts: Mapping[str, int]) -> str:
+    """`3 alone, 117 partner`; a dash where there is none."""
+    return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number) or DASH
+
+
+def peer(peer_id: str) -> str:
+    """A peer id as `12D3…Qx7Qf`: they all begin alike, so the end is what tells them apart."""
+    return peer_id if len(peer_id) <= 12 else f"{peer_id[:4]}…{peer_id[-5:]}"

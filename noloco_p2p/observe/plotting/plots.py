@@ -1,0 +1,164 @@
+"""Plots and heatmaps as values, each drawn to an SVG file that needs nothing else."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from noloco_p2p.observe.plotting.axes import LEFT, RIGHT, Axes, Points
+from noloco_p2p.observe.plotting.scales import Axis, Scale, fitted
+from noloco_p2p.observe.plotting.svg import SERIES_COLOURS, Element, Key, LineStyle, document
+
+WIDTH, HEIGHT = 640.0, 330.0
+COLOUR_BAR = LEFT + RIGHT + 18.0
+"""Width of the bar beside a heatmap, its numbers included."""
+COLOUR_STEPS = 64
+MOST_MARKED = 40
+"""Points of a line that has a dot at each."""
+COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+"""viridis at equal distances, from the least value to the largest: readable without colour vision and in print."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line, or a set of points, of a plot."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    error: Sequence[float] | None = None
+    """Standard deviations, drawn as bars."""
+    style: LineStyle = "line"
+
+    def extent(self) -> list[float]:
+        """Every y, and the ends of its bar."""
+        bars = zip(self.y, self.error, strict=True) if self.error else ()
+        return [*self.y, *(end for y, error in bars for end in (y - error, y + error))]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Curves over two axes."""
+
+    name: str
+    """File name without its ending, unique in a directory."""
+    title: str
+    axes: tuple[str, str]
+    """What x and y are, units included."""
+    curves: Sequence[Curve]
+    scales: tuple[Scale, Scale] = ("linear", "linear")
+    from_zero: bool = False
+    """The y axis begins at 0, not at the least value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heatmap:
+    """Values over a grid."""
+
+    name: str
+    """File name without its ending, unique in a directory."""
+    title: str
+    axes: tuple[str, str, str]
+    """What x, y and the colours are, units included."""
+    grid: tuple[Sequence[float], Sequence[float]]
+    """The x of the columns and the y of the rows, ascending."""
+    values: Sequence[Sequence[float | None]]
+    """A row for each y, a value for each x; None: not measured, or not finite."""
+    marked: Sequence[tuple[float, float]] = ()
+    """Cells (x, y) that get a cross."""
+    curves: Sequence[Curve] = ()
+    """Drawn over it, in the units of the axes; what lies outside of the grid is left out."""
+    log_values: bool = False
+    """Colours follow the logarithm."""
+
+
+Chart = Plot | Heatmap
+
+
+def save(chart: Chart, directory: Path) -> Path:
+    """Write a chart as `NAME.svg`; equal charts give equal files. Raises OSError."""
+    path = directory / f"{chart.name}.svg"
+    path.write_text(svg(chart), "utf-8")
+    return path
+
+
+def svg(chart: Chart) -> str:
+    """A chart with its title and its legend."""
+    colours = [SERIES_COLOURS[n % len(SERIES_COLOURS)] for n in range(len(chart.curves))]
+    parts: list[Element] = []
+    if isinstance(chart, Heatmap):
+        axes, values = _heatmap(chart)
+        parts.append(_colour_bar(values))
+    else:
+        axes = _plot(chart)
+    for curve, colour in zip(chart.curves, colours, strict=True):
+        _draw(axes, curve, colour)
+    keys = [Key(curve.label, colour, curve.style) for curve, colour in zip(chart.curves, colours, strict=True)]
+    return document(chart.title, [axes.svg, *parts], keys)
+
+
+def _plot(plot: Plot) -> Axes:
+    x = fitted(plot.axes[0], [x for curve in plot.curves for x in curve.x], plot.scales[0])
+    extents = [y for curve in plot.curves for y in curve.extent()]
+    y = fitted(plot.axes[1], extents, plot.scales[1], from_zero=plot.from_zero)
+    return Axes(plot.title, x, y, (WIDTH, HEIGHT))
+
+
+def _heatmap(chart: Heatmap) -> tuple[Axes, Axis]:
+    """The cells, and the axis of their values. The grid need not be even: borders lie between its points."""
+    columns, rows = (list(itertools.pairwise(_borders(points))) for points in chart.grid)
+    x, y = Axis(chart.axes[0], columns[0][0], columns[-1][1]), Axis(chart.axes[1], rows[0][0], rows[-1][1])
+    axes = Axes(chart.title, x, y, (WIDTH - COLOUR_BAR, HEIGHT))
+    known = [value for row in chart.values for value in row if value is not None]
+    values = fitted(chart.axes[2], known, "log" if chart.log_values else "linear")
+    for row, cells in zip(rows, chart.values, strict=True):
+        for column, value in zip(columns, cells, strict=True):
+            if value is not None and values.holds(value):
+                axes.cell(column, row, _colour(values.position(value)), f"{value:.4g}")
+    for x_marked, y_marked in chart.marked:
+        axes.cross(x_marked, y_marked)
+    return axes, values
+
+
+def _draw(axes: Axes, curve: Curve, colour: int) -> None:
+    points = [point for point in zip(curve.x, curve.y, strict=True) if axes.holds(*point)]
+    if curve.error:
+        axes.error_bars(list(zip(curve.x, curve.y, strict=True)), curve.error, colour)
+    if curve.style != "points":
+        kind = "dashed" if curve.style == "dashed" else ""
+        axes.line(steps(points) if curve.style == "steps" else points, colour, curve.label, kind=kind)
+    if curve.style == "points" or (curve.style == "line" and len(points) <= MOST_MARKED):
+        axes.dots(points, colour, curve.label)
+
+
+def steps(points: Points) -> Points:
+    """The corners of a line on which every value holds until the next."""
+    corners = [(after[0], before[1]) for before, after in itertools.pairwise(points)]
+    return [corner for both in itertools.zip_longest(points, corners) for corner in both if corner is not None]
+
+
+def _colour_bar(values: Axis) -> Element:
+    """Which colour is which value."""
+    bar = Axes(values.title, None, values, (COLOUR_BAR, HEIGHT))
+    for n in range(COLOUR_STEPS):
+        low, high = (values.value(edge / COLOUR_STEPS) for edge in (n, n + 1))
+        bar.cell((0.0, 1.0), (low, high), _colour((n + 0.5) / COLOUR_STEPS))
+    return bar.svg
+
+
+def _colour(position: float) -> str:
+    """The colour between two of COLOUR_MAP."""
+    place = position * (len(COLOUR_MAP) - 1)
+    n = min(int(place), len(COLOUR_MAP) - 2)
+    mixed = [
+        round(low + (high - low) * (place - n)) for low, high in zip(COLOUR_MAP[n], COLOUR_MAP[n + 1], strict=True)
+    ]
+    return f"#{bytes(mixed).hex()}"
+
+
+def _borders(points: Sequence[float]) -> list[float]:
+    """The borders between neighbours lie in the middle; a single point gets a width of one."""
+    if len(points) == 1:
+        return [points[0] - 0.5, points[0] + 0.5]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(points)]
+    return [2 * points[0] - middles[0], *middles, 2 * points[-1] - middles[-1]]

@@ -1,0 +1,103 @@
+"""Charts as SVG files: well-formed, equal for equal figures, and everything that is measured is drawn."""
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from noloco_p2p.observe.plotting.axes import thin
+from noloco_p2p.observe.plotting.plots import Chart, Curve, Heatmap, Plot, steps, svg
+from noloco_p2p.observe.plotting.scales import Axis, Scale, fitted, ticks
+
+NAME = "{http://www.w3.org/2000/svg}"
+CURVE = Curve("a < b", [1, 2, 4], [1, 2, 3], error=[0.1, 0.1, 5.0])
+POINTS = Curve("p", [0.2, 9.0], [1.0, 1.0], style="points")
+GRID = ([0.1, 0.5, 0.9], [1.0])
+PLOT = Plot("plot", "Plot & title", ("x", "y"), [CURVE], ("log2", "log"))
+HEAT = Heatmap("heat", "Heat", ("x", "y", "z"), GRID, [[1.0, None, 2.0]], [(0.5, 1.0)], [POINTS], log_values=True)
+
+
+def drawn(chart: Chart, tag: str, kind: str = "") -> list[ElementTree.Element]:
+    """Elements of a tag and a class."""
+    found = ElementTree.fromstring(svg(chart)).iter(NAME + tag)
+    return [each for each in found if kind in each.get("class", "").split() or not kind]
+
+
+@pytest.mark.parametrize("chart", [PLOT, HEAT])
+def test_a_file_needs_nothing_else_and_follows_the_readers_scheme(chart: Chart) -> None:
+    text = svg(chart)
+    assert text == svg(chart)
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"url\(|@import|href|var\(", text)
+    assert text.count("//") == 1, "the name space only"
+    root = ElementTree.fromstring(text)
+    assert root.get("aria-label") == root.findtext(NAME + "title") == chart.title
+    assert {chart.axes[0], chart.axes[1], *(curve.label for curve in chart.curves)} <= {*root.itertext()}
+
+
+def test_a_curve_has_its_line_its_points_and_its_bars() -> None:
+    assert len(drawn(PLOT, "circle")) == 3
+    assert len(drawn(PLOT, "path", "error")) == 3
+    # One in the chart, one in the legend.
+    assert len(drawn(PLOT, "path", "line")) == 2
+    dashed = Plot("d", "D", ("x", "y"), [Curve("d", [1, 2], [1, math.nan], style="dashed")])
+    assert len(drawn(dashed, "circle")) == 1, "what is no number is left out, and a single point is a dot"
+
+
+def test_a_heatmap_has_a_cell_for_each_value_and_a_bar_of_colours() -> None:
+    cells = [each for each in drawn(HEAT, "rect") if each.get("fill")]
+    assert [each.findtext(NAME + "title") for each in cells[:2]] == ["1", "2"]
+    assert len(cells) > 30
+    assert len(drawn(HEAT, "path", "cross")) == 1
+    assert len(drawn(HEAT, "circle")) == 2, "one in the grid, one in the legend; what lies outside is left out"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 10.0, [0, 2, 4, 6, 8, 10]),
+        (0.0, 0.0, [0.0]),
+        (2.1, 3.9, [2.5, 3.0, 3.5]),
+        (-1.0, 1.0, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "scale", "expected"),
+    [
+        (0.9, 1100.0, "log", [1, 10, 100, 1000]),
+        (0.9, 12.0, "log", [1, 2, 5, 10]),
+        (3.1, 3.9, "log", [3.2, 3.4, 3.6, 3.8]),
+        (1.9, 8.5, "log2", [2, 4, 8]),
+    ],
+)
+def test_logarithmic_ticks_are_round_numbers(low: float, high: float, scale: Scale, expected: list[float]) -> None:
+    assert Axis("", low, high, scale).ticks(5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scale", ["linear", "log", "log2"])
+@pytest.mark.parametrize("values", [[1.0, 5.0], [3.0], [0.0], [], [math.inf, 2.0, math.nan]])
+def test_an_axis_holds_what_it_was_made_for(values: list[float], scale: Scale) -> None:
+    axis = fitted("", values, scale)
+    assert axis.low < axis.high
+    assert all(axis.holds(value) for value in values if math.isfinite(value) and (value > 0 or scale == "linear"))
+    assert axis.position(axis.value(0.3)) == pytest.approx(0.3)
+    assert axis.ticks(5)
+
+
+def test_steps_hold_until_the_next_point() -> None:
+    assert steps([(0, 1), (2, 5), (3, 4)]) == [(0, 1), (2, 1), (2, 5), (3, 5), (3, 4)]
+
+
+def test_thinning_keeps_both_ends_of_every_spike() -> None:
+    curve = [(float(n), 0.0) for n in range(10_000)]
+    curve[1_234], curve[7_777] = (1_234.0, 50.0), (7_777.0, -50.0)
+    thinned = [*thin(curve, 400)]
+    assert len(thinned) <= 400
+    assert thinned == sorted(thinned)
+    assert (1_234.0, 50.0) in thinned
+    assert (7_777.0, -50.0) in thinned
