@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from noloco_p2p.lab.processes import ended_by_signals
 from noloco_p2p.launch import settings
 
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
@@ -23,7 +25,7 @@ def bench_pipeline(
     """Tokens/s of a 2 x 2 swarm over twice those of one process with one thread."""
     from noloco_p2p.lab.bench import pipeline
 
-    _report(pipeline.run(microbatches, seconds), as_json)
+    _report(lambda: pipeline.run(microbatches, seconds), as_json)
 
 
 @bench.command("transport")
@@ -31,7 +33,7 @@ def bench_transport(as_json: AsJson = False) -> None:
     """MiB/s of the transport over raw TCP and gloo, and the latency of a small call."""
     from noloco_p2p.lab.bench import transport
 
-    _report(transport.run(), as_json)
+    _report(transport.run, as_json)
 
 
 @bench.command("stage")
@@ -47,7 +49,8 @@ def bench_stage(
     """
     from noloco_p2p.lab.bench import stage
 
-    _report(stage.run(device, manifest=settings.load(config, os.environ, set or ())[0]), as_json)
+    manifest = settings.load(config, os.environ, set or ())[0]
+    _report(lambda: stage.run(device, manifest=manifest), as_json)
 
 
 @bench.command("outer")
@@ -55,7 +58,7 @@ def bench_outer(as_json: AsJson = False) -> None:
     """Seconds and bytes of an outer round of a 1M- and a 50M-parameter stage."""
     from noloco_p2p.lab.bench import outer
 
-    _report(outer.run(), as_json)
+    _report(outer.run, as_json)
 
 
 @bench.command("monitoring")
@@ -64,10 +67,10 @@ def bench_monitoring(
     seconds: Annotated[float, typer.Option(min=5, help="Length of a window.")] = 15.0,
     as_json: AsJson = False,
 ) -> None:
-    """What a node's instruments, and those who read them, take from its training."""
+    """What a node's instruments, and the programs that read them, take from its training."""
     from noloco_p2p.lab.bench import monitoring
 
-    _report(monitoring.run(pairs, seconds), as_json)
+    _report(lambda: monitoring.run(pairs, seconds), as_json)
 
 
 @bench.command("churn")
@@ -76,7 +79,7 @@ def bench_churn(
     minutes: Annotated[float, typer.Option(min=0.05, metavar="M", help="Minutes in which nodes are killed.")] = 5.0,
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "3x3",
     kill_last: Annotated[bool, typer.Option("--kill-last", help="Kill all replicas of a stage for good.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the run, and of who is killed when.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the run, and of which nodes are killed when.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K seeds in a row.")] = 1,
     steps: Annotated[
         int | None,
@@ -90,27 +93,26 @@ def bench_churn(
     from noloco_p2p.lab.bench import churn
 
     sets = tuple(set or ())
-    wish = churn.Wish(churn.shape_of(nodes), kill_every, minutes, kill_last, seed, seeds, steps, cold, sets)
-    _report(churn.run(wish), as_json)
+    plan = churn.ChurnPlan(churn.shape_of(nodes), kill_every, minutes, kill_last, seed, seeds, steps, cold, sets)
+    _report(lambda: churn.run(plan), as_json)
 
 
-def _report(figures: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(figures, allow_nan=False))
-        return
-    for line in _lines(figures, ""):
+def _report(measure: Callable[[], Mapping[str, Any]], as_json: bool) -> None:
+    with ended_by_signals():
+        figures = measure()
+    for line in [json.dumps(figures, allow_nan=False)] if as_json else _lines(figures, ""):
         print(line)
 
 
-def _lines(figures: dict[str, Any], indent: str) -> list[str]:
+def _lines(figures: Mapping[str, Any], indent: str) -> list[str]:
     """The same figures for a person, nested ones indented."""
-    told: list[str] = []
+    lines: list[str] = []
     for name, value in figures.items():
         if isinstance(value, dict):
-            told += [f"{indent}{name}:", *_lines(value, f"{indent}  ")]
+            lines += [f"{indent}{name}:", *_lines(value, f"{indent}  ")]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for number, each in enumerate(value):
-                told += [f"{indent}{name} {number}:", *_lines(each, f"{indent}  ")]
+                lines += [f"{indent}{name} {number}:", *_lines(each, f"{indent}  ")]
         else:
-            told.append(f"{indent}{name}: {f'{value:,.5g}' if isinstance(value, float) else value}")
-    return told
+            lines.append(f"{indent}{name}: {f'{value:,.5g}' if isinstance(value, float) else value}")
+    return lines

@@ -199,7 +199,7 @@ def test_cpu_seconds_are_split_by_thread() -> None:
     assert cpu_seconds.split(7, before, after) == {"compute": 4.0, "loop": 1.0, "wire": 1.25}
 
 
-def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, float]) -> pipeline.Moment:
+def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, float]) -> pipeline.NodeSample:
     """A node of the bench: its counters and its threads' CPU seconds; the machine was busy for 3 s per second."""
     samples: tuple[tuple[str, dict[str, str], float], ...] = (
         ("noloco_tokens_total", {}, tokens),
@@ -207,7 +207,7 @@ def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, flo
         ("noloco_idle_seconds_total", {"cause": "partner"}, at / 10),
     )
     endpoints = NodeEndpoints(f"peer-{pid}", "run", pid, (), "")
-    return pipeline.Moment(endpoints, MetricsReading(at, samples), cpu_seconds.CpuSeconds(cpu_s, 0.0), 3 * at)
+    return pipeline.NodeSample(endpoints, MetricsReading(at, samples), cpu_seconds.CpuSeconds(cpu_s, 0.0), 3 * at)
 
 
 def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.MonkeyPatch) -> None:

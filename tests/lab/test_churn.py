@@ -13,16 +13,16 @@ from processes import SMALL, wait_until, working_below
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.bench import churn, churn_stats, churn_watch
 from noloco_p2p.lab.bench.churn_result import loss_ratio, rounds_lost
-from noloco_p2p.lab.bench.churn_stats import Life, Line
-from noloco_p2p.lab.bench.node_fleet import Fleet, Node
+from noloco_p2p.lab.bench.churn_stats import InnerStepLine, WeightsSource
+from noloco_p2p.lab.bench.node_fleet import Fleet, NodeSlot
 from noloco_p2p.launch.node_process import NodeProcess
 
 
-def lines(*steps: tuple[float, int, Sequence[str]]) -> list[Line]:
-    return [Line("P", at, inner, inner - 1, 10 * len(ids), tuple(ids)) for at, inner, ids in steps]
+def lines(*steps: tuple[float, int, Sequence[str]]) -> list[InnerStepLine]:
+    return [InnerStepLine("P", at, inner, inner - 1, 10 * len(ids), tuple(ids)) for at, inner, ids in steps]
 
 
-BEGINNING = Life(0.0, "start")
+BEGINNING = WeightsSource(0.0, "start")
 
 
 def test_nothing_is_counted_twice_in_an_honest_life() -> None:
@@ -36,7 +36,7 @@ def test_an_id_counted_twice_is_found(again: tuple[float, int, str]) -> None:
 
 def test_what_a_checkpoint_does_not_contain_may_be_counted_again() -> None:
     before = [(1, 1, "ab"), (2, 2, "cd"), (3, 3, "ef")]
-    lives = [BEGINNING, Life(10.0, "shard")]
+    lives = [BEGINNING, WeightsSource(10.0, "shard")]
     assert churn_stats.duplicates(lines(*before, (11, 2, "cf"), (12, 3, "eg")), lives) == 0, (
         "it went on from inner step 1"
     )
@@ -46,7 +46,7 @@ def test_what_a_checkpoint_does_not_contain_may_be_counted_again() -> None:
 
 def test_weights_of_another_replica_contain_nothing_that_was_counted_here() -> None:
     for source in ("peer", "guardian", "fresh"):
-        lives = [BEGINNING, Life(10.0, source)]
+        lives = [BEGINNING, WeightsSource(10.0, source)]
         assert churn_stats.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "cd")), lives) == 0
         assert churn_stats.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "bd")), lives) == 1
 
@@ -92,7 +92,7 @@ def test_a_line_that_was_cut_off_is_left_out() -> None:
         "at": 5.5,
         "microbatches": [{"id": "a", "tokens": 7}, {"id": "b", "tokens": 8}],
     }
-    assert churn_stats.parsed("P", json.dumps(whole)) == Line("P", 5.5, 3, 2, 15, ("a", "b"))
+    assert churn_stats.parsed("P", json.dumps(whole)) == InnerStepLine("P", 5.5, 3, 2, 15, ("a", "b"))
     assert churn_stats.parsed("P", json.dumps(whole)[:-9]) is None
     assert churn_stats.events('peer id  X\n{"event": "resumed"}\n{"event": "out') == [{"event": "resumed"}]
 
@@ -105,8 +105,8 @@ def test_the_shape_is_told_as_stages_by_replicas() -> None:
 
 
 def test_rounds_lost_by_a_stage_that_died(tmp_path: Path) -> None:
-    def log(name: str, *told: dict[str, object]) -> None:
-        (tmp_path / f"{name}.log").write_text("".join(json.dumps(one) + "\n" for one in told))
+    def log(name: str, *events: dict[str, object]) -> None:
+        (tmp_path / f"{name}.log").write_text("".join(json.dumps(one) + "\n" for one in events))
 
     log("1-0", {"event": "outer_round", "time": 1.0, "round": 6}, {"event": "outer_round", "time": 9.0, "round": 8})
     log(
@@ -116,8 +116,8 @@ def test_rounds_lost_by_a_stage_that_died(tmp_path: Path) -> None:
         {"event": "resumed", "time": 6.0, "round": 6, "source": "guardian"},
     )
     fleet = Fleet(tmp_path, (2, 2), [], 1)
-    told = {"stage": 1, "before": 7, "after": 6, "source": "guardian", "lost": 1}
-    assert rounds_lost(fleet, 1, 5.0) == told
+    expected = {"stage": 1, "before": 7, "after": 6, "source": "guardian", "lost": 1}
+    assert rounds_lost(fleet, 1, 5.0) == expected
     assert rounds_lost(fleet, 1, 8.5)["after"] is None
 
 
@@ -126,8 +126,8 @@ import json, os, signal, sys, time
 from pathlib import Path
 home = Path(sys.argv[sys.argv.index("--dir") + 1])
 os.chdir(home)
-told = {"peer_id": home.name, "run_id": "r", "pid": os.getpid(), "join": ["addr"], "metrics": "http://127.0.0.1:1/"}
-(home / "endpoints.json").write_text(json.dumps(told))
+endpoints = {"peer_id": home.name, "run_id": "r", "pid": os.getpid(), "join": ["addr"], "metrics": "http://127.0.0.1:1/"}
+(home / "endpoints.json").write_text(json.dumps(endpoints))
 os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
 steps = home.parent / "audit" / f"steps-{home.name}.jsonl"
 for n in range(1, 10_000):
@@ -143,7 +143,7 @@ def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch
     """It may be read after the kill: the node trains no more, and has not come back."""
     fleet = Fleet(tmp_path, (1, 1), [], 1)
     (tmp_path / "audit").mkdir()
-    monkeypatch.setattr(Node, "peer", "12D3me")
+    monkeypatch.setattr(NodeSlot, "peer", "12D3me")
     node = fleet.nodes["0-0"]
     step = {"at": 2.0, "inner_step": 1, "step": 1, "microbatches": [{"id": "a", "tokens": 3}]}
     steps = tmp_path / "audit" / "steps-12D3me.jsonl"
@@ -197,7 +197,10 @@ def test_a_node_that_ends_by_itself_is_told(tmp_path: Path, monkeypatch: pytest.
     program.write_text("#!/bin/sh\necho no luck\nexit 3\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    with Fleet(tmp_path / "run", (1, 1), [], 1) as fleet, pytest.raises(LocalError, match="0-0 did not start: no luck"):
+    with (
+        Fleet(tmp_path / "run", (1, 1), [], 1) as fleet,
+        pytest.raises(LocalError, match="0-0 ended with exit code 3: no luck"),
+    ):
         fleet.start()
 
 
@@ -210,13 +213,13 @@ def test_who_hangs_and_who_only_came_too_late(tmp_path: Path, monkeypatch: pytes
     running = {"0-0", "0-1", "1-0", "1-1"}
     fleet = Fleet(tmp_path, (2, 2), [], 1)
     fleet.back_s = [10.0]
-    seen = churn_watch.Watch(fleet, 100, lambda line: None)
+    seen = churn_watch.ChurnWatch(fleet, 100, lambda line: None)
     for node in fleet.nodes.values():
-        node.trains, node.started_at, node.moved_at = True, now[0], now[0]
+        node.trains, node.started_at, node.progressed_at = True, now[0], now[0]
     now[0] += 29.0
     fleet.step = 50
     for name in ("0-0", "1-0"):
-        fleet.nodes[name].moved_at = now[0]
+        fleet.nodes[name].progressed_at = now[0]
     seen.tick(now[0])
     assert seen.hangs == []
     assert seen.near_the_end(now[0]), "29 s are left"
@@ -240,18 +243,18 @@ def resumptions(log: str) -> int:
 
 def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
-    monkeypatch.setattr(churn_watch.Watch, "near_the_end", lambda *_: False)
-    wish = churn.Wish((2, 2), 1.0, 1.8 / 60, False, 3, 1, 400, False, tuple(SMALL[1::2]))
-    told = churn.one_run(tmp_path / "run", wish, 400, 3, lambda line: None, disturbed=True)
-    assert (told["kills"], told["stops"], told["duplicates"], told["crashes"], told["hangs"]) == (1, 0, 0, [], [])
-    assert len(told["back_s"]) == len(told["stall_after_kill_s"]) == 1
+    monkeypatch.setattr(churn_watch.ChurnWatch, "near_the_end", lambda *_: False)
+    plan = churn.ChurnPlan((2, 2), 1.0, 1.8 / 60, False, 3, 1, 400, False, tuple(SMALL[1::2]))
+    found = churn.one_run(tmp_path / "run", plan, 400, 3, lambda line: None, disturbed=True)
+    assert (found["kills"], found["stops"], found["duplicates"], found["crashes"], found["hangs"]) == (1, 0, 0, [], [])
+    assert len(found["back_s"]) == len(found["stall_after_kill_s"]) == 1
     logs = [path.read_text("utf-8") for path in sorted((tmp_path / "run").glob("*-*.log"))]
     (lives,) = [log.split("peer id  ")[1:] for log in logs if log.count("peer id  ") == 2]
     assert resumptions(lives[1]) == 1, "the killed node came back to a run that has begun"
     # Others may have taken up weights too: who looks late at the start finds the run begun.
-    assert sum(told["resumed_from"].values()) == sum(map(resumptions, logs))
-    assert told["tokens"] == told["microbatches_done"] * 2 * 32
-    assert told["microbatches_done"] > 400
-    assert told["curve"][-1][0] <= told["tokens"]
-    assert 0 < told["validation_loss"] < 6
+    assert sum(found["resumed_from"].values()) == sum(map(resumptions, logs))
+    assert found["tokens"] == found["microbatches_done"] * 2 * 32
+    assert found["microbatches_done"] > 400
+    assert found["curve"][-1][0] <= found["tokens"]
+    assert 0 < found["validation_loss"] < 6
     wait_until(lambda: not working_below(tmp_path), "the end of all that was started", 10.0)

@@ -5,8 +5,8 @@ from statistics import fmean
 from typing import Any
 
 from noloco_p2p.lab.bench import churn_stats
-from noloco_p2p.lab.bench.churn_schedule import Disturber, StageKiller
-from noloco_p2p.lab.bench.churn_watch import BEGIN_S, END_S, HANG_S, Watch
+from noloco_p2p.lab.bench.churn_schedule import NodeKiller, StageKiller
+from noloco_p2p.lab.bench.churn_watch import BEGIN_S, END_S, HANG_S, ChurnWatch
 from noloco_p2p.lab.bench.node_fleet import Fleet
 
 DEFINITIONS = {
@@ -17,25 +17,25 @@ DEFINITIONS = {
     "back_s": "from the start of a killed node's new process to its first inner step",
     "duplicates": "ids that a replica counted although its weights contained them",
     "hangs": f"nodes without an inner step for {HANG_S:g} s while every stage was served, without a first one "
-    f"{BEGIN_S:g} s after their start, or still there {END_S:g} s after the last step",
+    f"{BEGIN_S:g} s after their start, or still running {END_S:g} s after the last step",
     "too_late": "nodes that were killed so shortly before the end that the others had left when they were back",
     "cold_restart": "from the start of the first node, after all were killed at once, to the first inner step of "
     "stage 0",
 }
 
 
-def outcome(fleet: Fleet, watch: Watch, disturber: Disturber | StageKiller | None, began: float) -> dict[str, Any]:
-    """What a run did, from what its nodes left."""
+def result(fleet: Fleet, watch: ChurnWatch, killer: NodeKiller | StageKiller | None, began: float) -> dict[str, Any]:
+    """The figures of one run."""
     lines = fleet.first_stage_lines()
     trained_at = [line.at for line in lines if line.at >= began]
     until = max(trained_at, default=began)
-    done = [] if disturber is None else [one for one in disturber.done if one.at < until]
+    done = [] if killer is None else [one for one in killer.done if one.at < until]
     stalls = churn_stats.stalls(trained_at, [one.at for one in done], until)
-    counts: dict[str, Counter[str]] = {"rerouted": Counter(), "dropped": Counter()}
-    for node in fleet.nodes.values():
-        for figure, counter in counts.items():
-            counter.update(node.counts[figure])
-    told = {
+    logged = list(fleet.logged("resumed"))
+    first_stage = [node for node in fleet.nodes.values() if node.stage == 0]
+    losses = [(node.child.summary or {}).get("validation_loss") for node in first_stage]
+    known = [loss for loss in losses if loss is not None]
+    figures = {
         "seconds": until - began,
         "kills": sum(len(one.nodes) for one in done if one.kind == "kill"),
         "stops": sum(one.kind == "stop" for one in done),
@@ -43,68 +43,50 @@ def outcome(fleet: Fleet, watch: Watch, disturber: Disturber | StageKiller | Non
         "stall_after_stop_s": [s for s, one in zip(stalls, done, strict=True) if one.kind == "stop"],
         "back_s": fleet.back_s[len(fleet.nodes) :],
         "microbatches_done": len({one for line in lines for one in line.ids}),
-        "rerouted": dict(counts["rerouted"]),
-        "dropped": dict(counts["dropped"]),
+        "rerouted": dict(sum((node.counts["rerouted"] for node in fleet.nodes.values()), Counter())),
+        "dropped": dict(sum((node.counts["dropped"] for node in fleet.nodes.values()), Counter())),
         "duplicates": sum(_duplicates(fleet, name) for name in fleet.nodes),
         "hangs": watch.hangs,
         "crashes": watch.crashes,
         "too_late": watch.too_late,
-        "resumed_from": dict(_sources(fleet)),
+        "resumed_from": dict(Counter(str(event["source"]) for event in logged)),
         "tokens": sum(line.tokens for line in lines),
-        "validation_loss": _final_loss(fleet),
+        "validation_loss": fmean(known) if known else None,
         "curve": _curve(fleet),
     }
-    if isinstance(disturber, StageKiller):
-        told["rounds_lost"] = [rounds_lost(fleet, stage, at) for stage, at in disturber.deaths]
-    return told
+    if isinstance(killer, StageKiller):
+        figures["rounds_lost"] = [rounds_lost(fleet, stage, at) for stage, at in killer.deaths]
+    return figures
 
 
 def _duplicates(fleet: Fleet, name: str) -> int:
-    log = fleet.logged(name)
-    lives = [churn_stats.Life(0.0, "start")]
-    lives += [churn_stats.Life(one["time"], str(one["source"])) for one in log if one.get("event") == "resumed"]
-    peers = fleet.told_peers(name)
-    return sum(churn_stats.duplicates([line for line in fleet.lines if line.peer == peer], lives) for peer in peers)
-
-
-def _sources(fleet: Fleet) -> Counter[str]:
-    """Where the nodes that came back had their weights from."""
-    logs = (event for name in fleet.nodes for event in fleet.logged(name))
-    return Counter(str(event["source"]) for event in logs if event.get("event") == "resumed")
-
-
-def _final_loss(fleet: Fleet) -> float | None:
-    """Mean over the stage-0 replicas that were there at the end."""
-    found = [node.child.summary or {} for node in fleet.nodes.values() if node.stage == 0]
-    losses = [one["validation_loss"] for one in found if one.get("validation_loss") is not None]
-    return fmean(losses) if losses else None
+    sources = [churn_stats.WeightsSource(0.0, "start")]
+    sources += [churn_stats.WeightsSource(e["time"], str(e["source"])) for e in fleet.logged("resumed", [name])]
+    return sum(
+        churn_stats.duplicates([line for line in fleet.lines if line.peer == peer], sources)
+        for peer in fleet.peer_ids(name)
+    )
 
 
 def _curve(fleet: Fleet) -> list[tuple[float, float]]:
     """(tokens trained by all of stage 0 until then, validation loss) at every evaluation of a stage-0 replica."""
-    lines = sorted((line.at, line.tokens) for line in fleet.first_stage_lines())
-    curve = []
-    for node in fleet.nodes.values():
-        for event in fleet.logged(node.name) if node.stage == 0 else ():
-            if event.get("event") == "evaluation":
-                curve.append((float(sum(tokens for at, tokens in lines if at <= event["time"])), event["loss"]))
-    return sorted(curve)
+    lines = fleet.first_stage_lines()
+    return sorted(
+        (float(sum(line.tokens for line in lines if line.at <= event["time"])), event["loss"])
+        for event in fleet.logged("evaluation", fleet.of_stage(0))
+    )
 
 
 def rounds_lost(fleet: Fleet, stage: int, died_at: float) -> dict[str, Any]:
-    """The stage's newest outer round before its last replica died, and the one with which it was taken up again."""
-    logs = [event for node in fleet.nodes.values() if node.stage == stage for event in fleet.logged(node.name)]
-    had = [one["round"] for one in logs if one.get("event") == "outer_round" and one["time"] <= died_at]
-    taken = min(
-        (one for one in logs if one.get("event") == "resumed" and one["time"] > died_at),
-        key=lambda one: float(one["time"]),
-        default=None,
-    )
-    before = max(had, default=0)
-    if taken is None:
+    """The stage's newest outer round before its last replica died, and the one from which it resumed."""
+    names = fleet.of_stage(stage)
+    before = max((one["round"] for one in fleet.logged("outer_round", names) if one["time"] <= died_at), default=0)
+    later = [one for one in fleet.logged("resumed", names) if one["time"] > died_at]
+    if not later:
         return {"stage": stage, "before": before, "after": None, "source": None, "lost": None}
-    lost = max(0, before - taken["round"]) if taken["source"] != "fresh" else before
-    return {"stage": stage, "before": before, "after": taken["round"], "source": taken["source"], "lost": lost}
+    first = min(later, key=lambda one: float(one["time"]))
+    lost = max(0, before - first["round"]) if first["source"] != "fresh" else before
+    return {"stage": stage, "before": before, "after": first["round"], "source": first["source"], "lost": lost}
 
 
 def loss_ratio(churned: dict[str, Any], calm: dict[str, Any]) -> dict[str, float | None]:

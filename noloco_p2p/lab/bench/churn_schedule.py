@@ -1,17 +1,17 @@
-"""Who is killed and stopped when, from a seed. What became of it is worked out in toll.py."""
+"""Which nodes are killed and stopped when, from a seed. What it costs is worked out in churn_result.py."""
 
 from dataclasses import dataclass, field
 from random import Random
 
 from noloco_p2p.lab.bench.churn_stats import victim
-from noloco_p2p.lab.bench.node_fleet import Fleet, Node
+from noloco_p2p.lab.bench.node_fleet import Fleet, NodeSlot
 
 PAUSE_S = (2.0, 6.0)
 """A killed node is started again after a time between these."""
 HUNG_S = (5.0, 15.0)
 """A node is stopped for a time between these."""
 KILLS_TO_A_STOP = 3
-"""After every so many kills another node is stopped as well, half an interval later."""
+"""After this many kills another node is stopped as well, half an interval later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Disturbance:
 
 
 @dataclass(slots=True)
-class Disturber:
-    """Kills a random node every `every_s` and stops one now and then; the last that trains in its stage is spared."""
+class NodeKiller:
+    """Kills a random node every `every_s` and stops one now and then; spares the last that trains in its stage."""
 
     fleet: Fleet
     rng: Random
@@ -36,29 +36,20 @@ class Disturber:
     _stop_at: float | None = None
 
     def tick(self, now: float) -> None:
-        """Do what is due. When nobody can be spared it is done as soon as somebody can."""
-        if self._stop_at is not None and now >= self._stop_at:
-            node = self._drawn()
-            if node is not None:
-                self.fleet.stop(node, self.rng.uniform(*HUNG_S))
-                self.done.append(Disturbance(now, "stop", (node.name,)))
-                self._stop_at = None
-        if now >= self.next_at:
-            node = self._drawn()
-            if node is not None:
-                self.next_at = max(self.next_at + self.every_s, now)
-                self.kill([node], now, fresh=False)
-                if sum(one.kind == "kill" for one in self.done) % KILLS_TO_A_STOP == 0:
-                    self._stop_at = now + self.every_s / 2
+        """Do what is due. When no node can be spared it is done as soon as one can."""
+        if self._stop_at is not None and now >= self._stop_at and (node := self._drawn()) is not None:
+            self.fleet.stop(node, self.rng.uniform(*HUNG_S))
+            self.done.append(Disturbance(now, "stop", (node.name,)))
+            self._stop_at = None
+        if now >= self.next_at and (node := self._drawn()) is not None:
+            self.next_at = max(self.next_at + self.every_s, now)
+            self.done.append(Disturbance(now, "kill", (node.name,)))
+            node.read_metrics()
+            self.fleet.kill(node, self.rng.uniform(*PAUSE_S))
+            if sum(one.kind == "kill" for one in self.done) % KILLS_TO_A_STOP == 0:
+                self._stop_at = now + self.every_s / 2
 
-    def kill(self, nodes: list[Node], now: float, *, fresh: bool) -> None:
-        """Kill them at once; each comes back after a drawn time."""
-        self.done.append(Disturbance(now, "kill", tuple(node.name for node in nodes)))
-        for node in nodes:
-            node.look()
-            self.fleet.kill(node, self.rng.uniform(*PAUSE_S), fresh=fresh)
-
-    def _drawn(self) -> Node | None:
+    def _drawn(self) -> NodeSlot | None:
         name = victim(self.rng, self.fleet.training())
         return None if name is None else self.fleet.nodes[name]
 
@@ -67,8 +58,8 @@ class Disturber:
 class StageKiller:
     """Kills whole stages for good: all replicas, and their directories, so that only guardians have the weights.
 
-    Guardians are at work while a stage has two replicas or fewer: first it is brought down to two, and when somebody
-    says that it guards a newer outer round the rest is killed, at once or one after the other. Then new nodes come.
+    Guardians are at work while a stage has two replicas or fewer: first it is brought down to two, and when another
+    node holds a newer outer round of it the rest is killed, at once or one after the other. Then new nodes come.
     """
 
     fleet: Fleet
@@ -80,10 +71,10 @@ class StageKiller:
     """(stage, when its last replica died)."""
     _stage: int | None = None
     _guarded_from: float = 0.0
-    _dead: list[Node] = field(default_factory=list)
+    _dead: list[NodeSlot] = field(default_factory=list)
 
     def tick(self, now: float) -> None:
-        """The next step of it, when it is due and the swarm is ready for it."""
+        """Take the next step, when it is due and the swarm is ready for it."""
         if now < self.next_at:
             return
         training = self.fleet.training()
@@ -100,35 +91,31 @@ class StageKiller:
         together = self.rng.random() < 0.5
         self._kill(left if together else left[:1], now)
         if together or len(left) == 1:
-            self._bring_back(now)
+            self.deaths.append((self._stage, now))
+            for node in self._dead:
+                node.restart_at = now + self.rng.uniform(*PAUSE_S)
+            self._stage, self._dead = None, []
 
-    def _kill(self, nodes: list[Node], now: float) -> None:
+    def _kill(self, nodes: list[NodeSlot], now: float) -> None:
         self.next_at = now + self.every_s
         if nodes:
             self.done.append(Disturbance(now, "kill", tuple(node.name for node in nodes)))
         for node in nodes:
-            node.look()
+            node.read_metrics()
             self.fleet.kill(node, None, fresh=True)
         self._dead += nodes
 
-    def _bring_back(self, now: float) -> None:
-        assert self._stage is not None, "it has just been killed"
-        self.deaths.append((self._stage, now))
-        for node in self._dead:
-            node.restart_at = now + self.rng.uniform(*PAUSE_S)
-        self._stage, self._dead = None, []
-
     def _guarded(self, stage: int) -> float:
-        """The newest outer round of the stage that a node of another one holds; 0 when nobody does."""
+        """The newest outer round of the stage that a node of another stage holds; 0 when none does."""
         rounds = [0.0]
         for node in self.fleet.nodes.values():
             if node.stage != stage:
-                node.look()
-                if node.reading is not None:
-                    rounds.append(node.reading.total("guarded_round", stage=str(stage)))
+                node.read_metrics()
+                if node.metrics is not None:
+                    rounds.append(node.metrics.total("guarded_round", stage=str(stage)))
         return max(rounds)
 
     def _round(self, stage: int) -> float:
         """The newest outer round that a replica of the stage has done."""
-        found = [event for name in self.fleet.training()[stage] for event in self.fleet.logged(name)]
-        return max((float(one["round"]) for one in found if one.get("event") == "outer_round"), default=0.0)
+        found = self.fleet.logged("outer_round", self.fleet.training()[stage])
+        return max((float(one["round"]) for one in found), default=0.0)

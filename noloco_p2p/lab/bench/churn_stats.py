@@ -1,6 +1,6 @@
 """What killed and hung nodes cost, worked out from what the nodes left: their steps files and their logs. Pure.
 
-Points in time are Unix seconds. A steps file has a line for each inner step of one replica (design.md §5).
+Points in time are Unix seconds. A steps file has a line for each inner step of one replica (ARCHITECTURE.md, "Files").
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One inner step of one replica."""
+class InnerStepLine:
+    """One inner step of one replica, as its steps file has it."""
 
     peer: str
     at: float
@@ -27,21 +27,21 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class WeightsSource:
     """From `began_at` on the replica's weights are those that it took from `source`: `shard`, `peer`, …"""
 
     began_at: float
     source: str
 
 
-def parsed(peer: str, text: str) -> Line | None:
-    """A line of a steps file; None for one that a killed node did not write to its end."""
+def parsed(peer: str, text: str) -> InnerStepLine | None:
+    """A line of a steps file; None for one that a killed node did not finish."""
     try:
         found = json.loads(text)
         served = found["microbatches"]
         tokens = sum(one["tokens"] for one in served)
         ids = tuple(one["id"] for one in served)
-        return Line(peer, found["at"], found["inner_step"], found["step"], tokens, ids)
+        return InnerStepLine(peer, found["at"], found["inner_step"], found["step"], tokens, ids)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -58,20 +58,20 @@ def events(log: str) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict)]
 
 
-def duplicates(lines: Iterable[Line], lives: Sequence[Life]) -> int:
+def duplicates(lines: Iterable[InnerStepLine], sources: Sequence[WeightsSource]) -> int:
     """How often one replica counted an id that its weights contained already.
 
-    `lines` are those of one replica in the order in which it wrote them. A life that began from the replica's own
-    checkpoint contains what came before that; one that began from somebody else's weights nothing of the replica's own.
+    `lines` are those of one replica in the order in which it wrote them. Weights from the replica's own checkpoint
+    contain the steps before that checkpoint; weights of another replica contain none of this replica's steps.
     """
-    contained: list[Line] = []
+    contained: list[InnerStepLine] = []
     counted: Counter[str] = Counter()
     current, twice = -1, 0
     for line in lines:
-        life = sum(one.began_at <= line.at for one in lives) - 1
-        if life != current:
-            current = life
-            own = lives[life].source == "shard"
+        latest = sum(one.began_at <= line.at for one in sources) - 1
+        if latest != current:
+            current = latest
+            own = sources[latest].source == "shard"
             contained = [old for old in contained if own and old.inner_step < line.inner_step]
             counted = Counter(one for old in contained for one in old.ids)
         contained.append(line)
@@ -86,8 +86,7 @@ def stalls(trained_at: Iterable[float], disturbed_at: Sequence[float], until: fl
 
     Of a time that had begun before the disturbance only the part after it counts.
     """
-    moments = [*sorted(trained_at), until]
-    gaps = list(pairwise(moments))
+    gaps = list(pairwise([*sorted(trained_at), until]))
     found = []
     for began, following in zip(disturbed_at, [*disturbed_at[1:], until], strict=False):
         longest = (end - max(start, began) for start, end in gaps if end > began and start < following)
@@ -105,7 +104,7 @@ def victim(rng: Random, training: Mapping[int, Sequence[str]], *, least: int = 1
 
 
 def at_tokens(curve: Sequence[tuple[float, float]], tokens: float) -> float | None:
-    """Loss at so many tokens on a curve of (tokens, loss), linear in between; beyond its ends the nearest one's."""
+    """Loss at a number of tokens on a curve of (tokens, loss), linear in between; beyond its ends that of the end."""
     points = sorted(curve)
     if not points:
         return None
@@ -121,8 +120,8 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else None
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation (None of a single one) and the values themselves."""
+def mean_and_std(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation (None for a single value) and the values themselves."""
     return {
         "mean": statistics.fmean(values) if values else None,
         "std": statistics.stdev(values) if len(values) > 1 else None,

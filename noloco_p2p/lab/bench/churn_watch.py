@@ -1,4 +1,4 @@
-"""Watches a swarm that is disturbed: nodes that hang, nodes that end by themselves, and the end of the run."""
+"""Watches a swarm that is disturbed: nodes that hang, nodes that crash, and the end of the run."""
 
 import time
 from collections.abc import Callable
@@ -7,25 +7,25 @@ from noloco_p2p.lab.bench.churn_schedule import PAUSE_S
 from noloco_p2p.lab.bench.node_fleet import Fleet
 
 HANG_S = 30.0
-"""Without an inner step for so long, while every stage is served, a node hangs."""
+"""A node hangs when it takes no inner step for this long while every stage is served."""
 BEGIN_S = 180.0
-"""Without a first inner step for so long after its start a node hangs."""
+"""A node hangs when it takes no first inner step for this long after its start."""
 END_S = 120.0
-"""All nodes must have left so long after the run's last step."""
+"""All nodes must have left this long after the run's last step."""
 LAST_STEPS = 5
 """A swarm is about to end when a replica opens one of its last steps; the clock may jump over the very last."""
 QUIET_S = 15.0
-"""Nobody is disturbed any more when what is left of the run is about so much longer than a node needs to come back."""
+"""No node is disturbed any more when the rest of the run is hardly this much longer than a node needs to return."""
 RECENT = 3
-"""Starts that tell how long a node needs to come back; the first ones, of all nodes at once, take longer."""
-LOOK_S = 0.5
-TELL_S = 20.0
+"""Latest starts that show how long a node needs to return; the first ones, of all nodes at once, take longer."""
+READ_EVERY_S = 0.5
+SAY_EVERY_S = 20.0
 
 Say = Callable[[str], None]
 
 
-class Watch:
-    """Notices nodes that hang, that end by themselves, and the end of the run."""
+class ChurnWatch:
+    """Notices nodes that hang, nodes that crash, and the end of the run."""
 
     def __init__(self, fleet: Fleet, steps: int, say: Say) -> None:
         self.hangs: list[str] = []
@@ -36,11 +36,11 @@ class Watch:
         self._fleet = fleet
         self._steps = steps
         self._say = say
-        self._began = self._told_at = self._looked_at = self._served_from = time.time()
+        self._began = self._said_at = self._read_at = self._served_since = time.time()
         self._end_by: float | None = None
         self._reported: set[tuple[str, float]] = set()
         self._booked: set[str] = set()
-        self._looks = 0
+        self._reads = 0
 
     def near_the_end(self, now: float) -> bool:
         """At the speed so far a node that is killed now would hardly be back before the end."""
@@ -58,7 +58,7 @@ class Watch:
         if self._end_by is None and (left or fleet.step >= self._steps - LAST_STEPS):
             self._end_by = now + END_S
         if not all(fleet.training().values()):
-            self._served_from = now
+            self._served_since = now
         if self._end_by is None:
             self._find_hangs(now)
         self._book_ended()
@@ -68,10 +68,10 @@ class Watch:
         elif self._end_by is not None and now >= self._end_by:
             self.hangs += [f"{name} did not end within {END_S:g} s of the last step" for name in running]
             self.over = True
-        elif now - self._began > HANG_S and self._end_by is None and self._all_stand(now):
+        elif now - self._began > HANG_S and self._end_by is None and self._at_a_standstill(now):
             self.hangs.append("the whole swarm makes no progress")
             self.over = True
-        self._look_and_tell(now)
+        self._read_and_say(now)
 
     def _only_latecomers(self) -> bool:
         """All others have left at the run's end, and these have not trained since they were started again."""
@@ -82,8 +82,8 @@ class Watch:
         self.too_late += [node.name for node in late]
         return True
 
-    def _all_stand(self, now: float) -> bool:
-        """No node has done anything for so long that none will."""
+    def _at_a_standstill(self, now: float) -> bool:
+        """No node has taken a step for longer than a start takes."""
         newest = max((line.at for line in self._fleet.lines), default=self._began)
         return now - newest > BEGIN_S
 
@@ -91,7 +91,7 @@ class Watch:
         for node in self._fleet.nodes.values():
             if not node.child.running or node.stopped_until is not None:
                 continue
-            since = max(node.moved_at, self._served_from) if node.trains else node.started_at
+            since = max(node.progressed_at, self._served_since) if node.trains else node.started_at
             limit = HANG_S if node.trains else BEGIN_S
             if now - since > limit and (node.name, node.started_at) not in self._reported:
                 self._reported.add((node.name, node.started_at))
@@ -112,14 +112,14 @@ class Watch:
                 self._booked.add(node.name)
                 node.book()
 
-    def _look_and_tell(self, now: float) -> None:
-        """One node's metrics at a time, so that looking disturbs nobody."""
+    def _read_and_say(self, now: float) -> None:
+        """One node's metrics at a time, so that reading disturbs none of them."""
         nodes = list(self._fleet.nodes.values())
-        if now - self._looked_at >= LOOK_S:
-            self._looked_at = now
-            nodes[self._looks % len(nodes)].look()
-            self._looks += 1
-        if now - self._told_at >= TELL_S:
-            self._told_at = now
+        if now - self._read_at >= READ_EVERY_S:
+            self._read_at = now
+            nodes[self._reads % len(nodes)].read_metrics()
+            self._reads += 1
+        if now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
             training = sum(map(len, self._fleet.training().values()))
             self._say(f"{now - self._began:.0f} s, step {self._fleet.step} of {self._steps}, {training} nodes train")

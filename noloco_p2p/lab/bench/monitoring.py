@@ -1,7 +1,7 @@
-"""What it costs to be watched: the instruments of a node, and whoever reads them.
+"""What monitoring costs: the instruments of a node, and the programs that read them.
 
-The readers: one swarm that trains all along, in turns with Prometheus' and `noloco top`'s requests and without. The
-instruments: the very events of a simulated run are told again to the real ones, journal included, and timed.
+The readers: one swarm that trains all along, in turns with the requests of Prometheus and `noloco top` and without. The
+instruments: the events of a simulated run are replayed to the real ones, journal included, and timed.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from noloco_p2p.config import OuterSettings, RunManifest
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.lab.bench import pipeline
+from noloco_p2p.lab.bench.churn_stats import mean_and_std
 from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.telemetry import Happening
@@ -32,7 +33,7 @@ LOOK_EVERY_S = 2.0
 TIMEOUT_S = 5.0
 SIMULATED_STEPS = 100
 WAITS = 12
-"""Waits that a microbatch is named in on its way through two stages and back, at most."""
+"""Named waits of a microbatch on its way through two stages and back, at most."""
 BYTES_EVENTS = 4
 """Of a microbatch between two real nodes: its activation and its gradient, out and in. The simulator has none."""
 REPEATS = 5
@@ -46,8 +47,8 @@ def run(pairs: int, window_s: float) -> dict[str, Any]:
         with pipeline.steady_swarm(run_dir, MICROBATCHES):
             unread, read = [], []
             for _ in range(pairs):
-                unread.append(_window(run_dir, window_s, watched=False))
-                read.append(_window(run_dir, window_s, watched=True))
+                unread.append(_window(run_dir, window_s, read=False))
+                read.append(_window(run_dir, window_s, read=True))
     costs = [1.0 - with_ / without for with_, without in zip(read, unread, strict=True)]
     tokens_per_microbatch = _manifest().sequence_length * _manifest().microbatch_size
     core_us = cpu_seconds.cores() * 1e6 * tokens_per_microbatch / statistics.fmean(unread)
@@ -57,7 +58,7 @@ def run(pairs: int, window_s: float) -> dict[str, Any]:
         "target": TARGET,
         "instruments_us": instruments,
         "microbatch_core_us": core_us,
-        "readers_cost": {"mean": statistics.fmean(costs), "std": _std(costs), "values": costs},
+        "readers_cost": mean_and_std(costs),
         "tokens_per_s": {"unread": unread, "read": read},
         "definitions": DEFINITIONS,
     }
@@ -66,15 +67,11 @@ def run(pairs: int, window_s: float) -> dict[str, Any]:
 DEFINITIONS = {
     "ratio": "instruments_us.total over microbatch_core_us: the share of the swarm's cores that the instruments take",
     "instruments_us": "microseconds of one microbatch through two stages, outer rounds and membership included: events "
-    "told to metrics, totals, log and journal; waits named; the best of five repeats",
+    "given to metrics, totals, log and journal; waits named; the best of five repeats",
     "microbatch_core_us": "microseconds of all cores for one microbatch in the swarm of this measurement",
     "readers_cost": "1 - tokens/s while /metrics and /sd of all nodes are read every 5 s and /status every 2 s, over "
-    "tokens/s of the window before, in which nobody reads",
+    "tokens/s of the window before, without readers",
 }
-
-
-def _std(values: list[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def _manifest() -> RunManifest:
@@ -84,22 +81,22 @@ def _manifest() -> RunManifest:
 # --- the readers ------------------------------------------------------------------------------------------------------
 
 
-def _window(run_dir: Path, seconds: float, *, watched: bool) -> float:
-    """Tokens per second of the swarm in a window, while somebody reads or not."""
-    begin = pipeline.look(run_dir)
+def _window(run_dir: Path, seconds: float, *, read: bool) -> float:
+    """Tokens per second of the swarm in a window, with readers or without."""
+    begin = pipeline.sample_nodes(run_dir)
     ended = threading.Event()
-    pages = [moment.endpoints.metrics.removesuffix("/metrics") for moment in begin.values()]
+    pages = [sample.endpoints.metrics.removesuffix("/metrics") for sample in begin.values()]
     readers = [
         threading.Thread(target=_read, args=([p + path for p in pages for path in paths], every_s, ended), daemon=True)
         for paths, every_s in ((("/metrics", "/sd"), SCRAPE_EVERY_S), (("/status",), LOOK_EVERY_S))
     ]
-    for reader in readers if watched else ():
+    for reader in readers if read else ():
         reader.start()
     time.sleep(seconds)
     ended.set()
-    for reader in readers if watched else ():
+    for reader in readers if read else ():
         reader.join()
-    return float(pipeline.figures(begin, pipeline.look(run_dir))["tokens_per_s"])
+    return float(pipeline.figures(begin, pipeline.sample_nodes(run_dir))["tokens_per_s"])
 
 
 def _read(urls: list[str], every_s: float, ended: threading.Event) -> None:
@@ -118,22 +115,22 @@ def instruments_us() -> dict[str, float]:
     outcome = Swarm(SwarmPlan(_manifest(), (2, 2))).run()
     happenings = outcome.trace.happenings
     done = sum(node.microbatches["done"] for node in outcome.of_stage(0))
-    events = min(_told_again(happenings, done) for _ in range(REPEATS)) / done
-    waits = min(_waited_again(done * WAITS) for _ in range(REPEATS)) / done
+    events = min(_replay_events(happenings, done) for _ in range(REPEATS)) / done
+    waits = min(_name_waits(done * WAITS) for _ in range(REPEATS)) / done
     return {"events": 1e6 * events, "waits": 1e6 * waits, "total": 1e6 * (events + waits)}
 
 
-def _told_again(happenings: list[Happening], microbatches: int) -> float:
-    """Seconds in which the instruments of one node take all events of a run."""
+def _replay_events(happenings: list[Happening], microbatches: int) -> float:
+    """Seconds that the instruments of one node take for all events of a run."""
     telemetry = PrometheusTelemetry(stages=2)
     moved = {"direction": "out", "kind": "activation", "bytes": 1 << 18}
-    told = [(h.kind, dict(h.fields)) for h in happenings] + [("bytes", moved)] * (BYTES_EVENTS * microbatches)
+    replayed = [(h.kind, dict(h.fields)) for h in happenings] + [("bytes", moved)] * (BYTES_EVENTS * microbatches)
     with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
         journal = FileJournal(Path(scratch))
         journal.open(peer_id="bench", run_id="bench", name="bench", version="", stage=0)
         telemetry.record(journal)
         began = time.perf_counter()
-        for kind, fields in told:
+        for kind, fields in replayed:
             if kind == "span":
                 with telemetry.span(str(fields["name"])):
                     pass
@@ -144,8 +141,8 @@ def _told_again(happenings: list[Happening], microbatches: int) -> float:
     return took_s
 
 
-def _waited_again(count: int) -> float:
-    """Seconds in which so many waits are named."""
+def _name_waits(count: int) -> float:
+    """Seconds that naming this many waits takes."""
 
     async def wait() -> float:
         waits = Waits()

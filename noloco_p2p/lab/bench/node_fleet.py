@@ -1,23 +1,21 @@
 """Node processes that are killed, restarted, stopped and continued. None of them outlives the `with`.
 
-What the nodes do is read from outside: their steps files as they grow, their metrics, their logs and summaries.
+What the nodes do is seen from outside: their steps files as they grow, their metrics, their logs and summaries.
 """
 
-import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from noloco_p2p.errors import LocalError
-from noloco_p2p.lab.bench.churn_stats import Line, events, parsed
+from noloco_p2p.lab.bench.churn_stats import InnerStepLine, events, parsed
 from noloco_p2p.launch.node_probe import MetricsReading
 from noloco_p2p.launch.node_process import NodeProcess
 
@@ -26,32 +24,32 @@ START_S = 240.0
 TICK_S = 0.1
 WAKE_MARGIN_S = 3.0
 JOINED = 2
-"""A node that is started again is given so many others to join; one of them may be about to die."""
-COUNTERS = {"rerouted": ("reason", "rerouted_total"), "dropped": ("reason", "dropped_total")}
-"""Figure → label and metric."""
+"""A node that is started again is given this many others to join; one of them may be about to die."""
+COUNTERS = {"rerouted": "reroutes", "dropped": "dropped"}
+"""Figure, of which there is the metric `<figure>_total` by reason, and its name in a node's summary."""
 
 
-class Node:
-    """One place in the swarm: its process of now, and what earlier ones counted."""
+class NodeSlot:
+    """One place in the swarm: its current process, and what earlier ones counted."""
 
     def __init__(self, run_dir: Path, stage: int, replica: int) -> None:
         self.child = NodeProcess(run_dir, stage, replica)
         self.name, self.stage = self.child.name, stage
         self.started_at = 0.0
-        self.moved_at = 0.0
+        self.progressed_at = 0.0
         """When it last took an inner step, was started or went on."""
         self.trains = False
-        """Its process of now has taken an inner step."""
+        """Its current process has taken an inner step."""
         self.killed = False
         """Its last process was killed by us."""
         self.stopped_until: float | None = None
         self.restart_at: float | None = None
-        self.reading: MetricsReading | None = None
+        self.metrics: MetricsReading | None = None
         self.counts: dict[str, Counter[str]] = {figure: Counter() for figure in COUNTERS}
 
     @property
     def peer(self) -> str | None:
-        """Its peer id; None until it has told."""
+        """Its peer id; None until it can be reached."""
         return None if self.child.endpoints is None else self.child.endpoints.peer_id
 
     @property
@@ -59,22 +57,21 @@ class Node:
         """It trains, and is neither stopped nor gone."""
         return self.trains and self.stopped_until is None and self.child.running
 
-    def look(self) -> None:
+    def read_metrics(self) -> None:
         """Read its metrics, if it answers."""
         if self.child.running and self.stopped_until is None:
-            self.reading = self.child.read_metrics() or self.reading
+            self.metrics = self.child.read_metrics() or self.metrics
 
     def book(self) -> None:
         """Its process has ended: keep what it counted, by its last metrics or its own summary."""
         summary = self.child.summary
-        names = {"rerouted": "reroutes", "dropped": "dropped"}
-        for figure, (label, metric) in COUNTERS.items():
+        for figure, name in COUNTERS.items():
             if summary is not None:
-                self.counts[figure].update(summary.get(names[figure]) or {})
-            elif self.reading is not None:
-                found = self.reading.by(label, metric)
+                self.counts[figure].update(summary.get(name) or {})
+            elif self.metrics is not None:
+                found = self.metrics.by("reason", f"{figure}_total")
                 self.counts[figure].update({reason: int(count) for reason, count in found.items()})
-        self.reading = None
+        self.metrics = None
 
 
 class Fleet:
@@ -83,8 +80,8 @@ class Fleet:
     def __init__(self, run_dir: Path, shape: tuple[int, int], arguments: Sequence[str], threads: int) -> None:
         self.run_dir = run_dir
         self.stages, self.replicas = shape
-        self.nodes = {f"{s}-{r}": Node(run_dir, s, r) for s, r in product(range(self.stages), range(self.replicas))}
-        self.lines: list[Line] = []
+        self.nodes = {f"{s}-{r}": NodeSlot(run_dir, s, r) for s, r in product(range(self.stages), range(self.replicas))}
+        self.lines: list[InnerStepLine] = []
         self.step = 0
         """The largest clock that any line had."""
         self.back_s: list[float] = []
@@ -115,24 +112,20 @@ class Fleet:
         """All of them: the first, and when it can be reached the others. Raises LocalError."""
         first, *others = self.nodes.values()
         self._start(first)
-        give_up_at = time.monotonic() + START_S
-        while first.child.endpoints is None:
-            if not first.child.running or time.monotonic() >= give_up_at:
-                raise LocalError(f"node {first.name} did not start: {' | '.join(first.child.last_lines(3))}")
-            time.sleep(TICK_S)
+        self.wait(lambda: first.child.endpoints is not None, f"node {first.name} can be reached", START_S)
         for node in others:
             self._start(node)
 
-    def _start(self, node: Node) -> None:
+    def _start(self, node: NodeSlot) -> None:
         others = [other for other in self.nodes.values() if other is not node and other.child.running]
         others.sort(key=lambda other: other.stopped_until is not None)
         known = [one for one in (other.child.endpoints for other in others) if one is not None][:JOINED]
         joins = [part for one in known for part in ("--join", one.join[0])]
         node.child.start([*self._arguments, *joins], self._environment)
-        node.started_at = node.moved_at = time.time()
+        node.started_at = node.progressed_at = time.time()
         node.trains, node.killed, node.stopped_until, node.restart_at = False, False, None, None
 
-    def kill(self, node: Node, restart_in_s: float | None, *, fresh: bool = False) -> None:
+    def kill(self, node: NodeSlot, restart_in_s: float | None, *, fresh: bool = False) -> None:
         """kill -9 of the node and of what it started. With `fresh` it comes back as a new node without any files."""
         node.child.kill()
         node.book()
@@ -141,7 +134,7 @@ class Fleet:
         if fresh:
             shutil.rmtree(node.child.dir, ignore_errors=True)
 
-    def stop(self, node: Node, seconds: float) -> None:
+    def stop(self, node: NodeSlot, seconds: float) -> None:
         """SIGSTOP to the node and what it started, SIGCONT after `seconds`, also when this program is gone by then."""
         endpoints = node.child.endpoints
         assert endpoints is not None, "only a node that trains is stopped"
@@ -162,17 +155,17 @@ class Fleet:
             if node is not None and not node.killed and line.at >= node.started_at:
                 if not node.trains:
                     self.back_s.append(line.at - node.started_at)
-                node.trains, node.moved_at = True, max(node.moved_at, line.at)
+                node.trains, node.progressed_at = True, max(node.progressed_at, line.at)
         for node in self.nodes.values():
             if node.stopped_until is not None and now >= node.stopped_until and node.child.running:
                 endpoints = node.child.endpoints
                 assert endpoints is not None, "it was running when it was stopped"
                 os.killpg(endpoints.pid, signal.SIGCONT)
-                node.stopped_until, node.moved_at = None, now
+                node.stopped_until, node.progressed_at = None, now
             if node.restart_at is not None and now >= node.restart_at:
                 self._start(node)
 
-    def _new_lines(self) -> Iterator[Line]:
+    def _new_lines(self) -> Iterator[InnerStepLine]:
         for path in sorted((self.run_dir / "audit").glob("steps-*.jsonl")):
             done = self._read.get(path, 0)
             with path.open("rb") as file:
@@ -186,64 +179,49 @@ class Fleet:
                 if line is not None:
                     yield line
 
-    def first_stage_lines(self) -> list[Line]:
-        """The inner steps of stage 0 that had tokens, in the order in which they were seen."""
-        peers = {p for node in self.nodes.values() if node.stage == 0 for p in self.told_peers(node.name)}
+    # --- what they did ------------------------------------------------------------------------------------------------
+
+    def of_stage(self, stage: int) -> list[str]:
+        """The names of a stage's nodes."""
+        return [node.name for node in self.nodes.values() if node.stage == stage]
+
+    def first_stage_lines(self) -> list[InnerStepLine]:
+        """The inner steps of stage 0 that had tokens, in the order in which they were read."""
+        peers = {peer for name in self.of_stage(0) for peer in self.peer_ids(name)}
         return [line for line in self.lines if line.peer in peers and line.tokens]
 
-    # --- what they say ------------------------------------------------------------------------------------------------
-
     def training(self) -> dict[int, list[str]]:
-        """By stage: who trains now, and is not stopped."""
-        found: dict[int, list[str]] = {stage: [] for stage in range(self.stages)}
-        for node in self.nodes.values():
-            if node.active:
-                found[node.stage].append(node.name)
-        return found
+        """By stage: the names of the nodes that train now and are not stopped."""
+        return {s: [name for name in self.of_stage(s) if self.nodes[name].active] for s in range(self.stages)}
 
-    def crashed(self) -> list[Node]:
-        """Those that ended by themselves and not well."""
+    def crashed(self) -> list[NodeSlot]:
+        """Those that ended with an error, not by our kill."""
         return [node for node in self.nodes.values() if not node.killed and node.child.exit_code not in (None, 0)]
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float) -> None:
-        """Tick until it holds. Raises LocalError when it does not in time, or a node has ended by itself."""
+        """Tick until it holds. Raises LocalError when it does not in time, or when a node has crashed."""
         give_up_at = time.monotonic() + seconds
         while not holds():
             for node in self.crashed():
-                told = " | ".join(node.child.last_lines(3))
-                raise LocalError(f"node {node.name} ended with exit code {node.child.exit_code}: {told}")
+                last = " | ".join(node.child.last_lines(3))
+                raise LocalError(f"node {node.name} ended with exit code {node.child.exit_code}: {last}")
             if time.monotonic() >= give_up_at:
                 raise LocalError(f"not within {seconds:g} s: {what}")
             self.tick()
             time.sleep(TICK_S)
 
-    def logged(self, name: str) -> list[dict[str, Any]]:
-        """The events in a node's log, of all its lives."""
+    def logged(self, kind: str, names: Iterable[str] | None = None) -> Iterator[dict[str, Any]]:
+        """The events of a kind in the logs of these nodes, of all their processes; without names: of all nodes."""
+        for name in self.nodes if names is None else names:
+            yield from (event for event in events(self._log(name)) if event.get("event") == kind)
+
+    def peer_ids(self, name: str) -> list[str]:
+        """Peer ids of a place, one for each time that it was started with an empty directory."""
+        lines = [line for line in self._log(name).splitlines() if line.startswith("peer id  ")]
+        return list(dict.fromkeys(line.split()[-1] for line in lines))
+
+    def _log(self, name: str) -> str:
         try:
-            return events(self.nodes[name].child.log.read_text("utf-8", errors="replace"))
+            return self.nodes[name].child.log.read_text("utf-8", errors="replace")
         except OSError:
-            return []
-
-    def told_peers(self, name: str) -> list[str]:
-        """Peer ids of a place, one for each time that it was begun with an empty directory."""
-        try:
-            text = self.nodes[name].child.log.read_text("utf-8", errors="replace")
-        except OSError:
-            return []
-        told = [line.split()[-1] for line in text.splitlines() if line.startswith("peer id  ")]
-        return list(dict.fromkeys(told))
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that no process is left."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            return ""

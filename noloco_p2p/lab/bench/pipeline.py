@@ -24,7 +24,7 @@ from noloco_p2p.launch import node_probe
 TARGET = 0.80
 STAGES = REPLICAS = 2
 STEADY_STEPS = 30
-"""The measurement begins when every stage-0 replica has done so many inner steps."""
+"""The measurement begins when every stage-0 replica has done this many inner steps."""
 START_S = 180.0
 LEAVE_S = 60.0
 ENDLESS_STEPS = 1_000_000
@@ -33,7 +33,7 @@ METRICS_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class NodeSample:
     """One node at one moment."""
 
     endpoints: node_probe.NodeEndpoints
@@ -41,6 +41,10 @@ class Moment:
     cpu: cpu.CpuSeconds | None
     machine: float | None
     """CPU seconds of everything on the machine."""
+
+
+Samples = Mapping[str, NodeSample]
+"""Of all nodes, by name."""
 
 
 def run(microbatches: int, seconds: float) -> dict[str, Any]:
@@ -74,9 +78,9 @@ DEFINITIONS = {
 def measure_swarm(run_dir: Path, microbatches: int, seconds: float) -> dict[str, Any]:
     """Start a swarm, measure it for `seconds` in its steady state, end it."""
     with steady_swarm(run_dir, microbatches):
-        begin = look(run_dir)
+        begin = sample_nodes(run_dir)
         time.sleep(seconds)
-        end = look(run_dir)
+        end = sample_nodes(run_dir)
     return figures(begin, end)
 
 
@@ -116,31 +120,31 @@ def _wait_until_steady(process: "subprocess.Popen[bytes]", run_dir: Path) -> Non
             assert process.stderr is not None, "it is a pipe"
             raise LocalError(f"the swarm ended early: {process.stderr.read().decode(errors='replace').strip()}")
         if all(node_probe.read_endpoints(run_dir / name) for name in _names()):
-            moments = look(run_dir)
-            first = [moments[name] for name in _names() if name.startswith("0-")]
-            if all(moment.metrics.total("inner_steps_total") >= STEADY_STEPS for moment in first):
+            samples = sample_nodes(run_dir)
+            first = [samples[name] for name in _names() if name.startswith("0-")]
+            if all(sample.metrics.total("inner_steps_total") >= STEADY_STEPS for sample in first):
                 return
         time.sleep(0.5)
     raise LocalError(f"the swarm did not come to {STEADY_STEPS} inner steps within {START_S:g} s")
 
 
-def look(run_dir: Path) -> dict[str, Moment]:
-    """All nodes now, by name. Raises LocalError when one has not told where it is or does not answer."""
-    moments = {}
+def sample_nodes(run_dir: Path) -> dict[str, NodeSample]:
+    """All nodes now, by name. Raises LocalError when one cannot be reached or does not answer."""
+    samples = {}
     for name in _names():
         endpoints = node_probe.read_endpoints(run_dir / name)
         if endpoints is None:
-            raise LocalError(f"node {name} is not there")
+            raise LocalError(f"node {name} cannot be reached")
         try:
             metrics = node_probe.scrape(endpoints.metrics, METRICS_TIMEOUT_S)
         except Unreachable as error:
             raise LocalError(f"node {name}: {error}") from error
-        moments[name] = Moment(endpoints, metrics, cpu.read(endpoints.pid), cpu.machine())
-    return moments
+        samples[name] = NodeSample(endpoints, metrics, cpu.read(endpoints.pid), cpu.machine())
+    return samples
 
 
-def figures(begin: Mapping[str, Moment], end: Mapping[str, Moment]) -> dict[str, Any]:
-    """What the swarm did between two moments; see DEFINITIONS. Tokens and steps are those of stage 0."""
+def figures(begin: Samples, end: Samples) -> dict[str, Any]:
+    """What the swarm did between two samples of it; see DEFINITIONS. Tokens and steps are those of stage 0."""
     windows = {name: end[name].metrics.at - begin[name].metrics.at for name in begin}
 
     def grown(name: str, metric: str) -> float:
@@ -164,8 +168,8 @@ def figures(begin: Mapping[str, Moment], end: Mapping[str, Moment]) -> dict[str,
     }
 
 
-def _core_shares(begin: Mapping[str, Moment], end: Mapping[str, Moment], seconds: float) -> dict[str, float] | None:
-    """The nodes' CPU seconds as shares of all core-seconds; None where the system does not tell them."""
+def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, float] | None:
+    """The nodes' CPU seconds as shares of all core-seconds; None where the system does not report them."""
     whole = cpu.cores() * seconds
     shares = {"compute": 0.0, "wire": 0.0, "loop": 0.0}
     for name, old in begin.items():
@@ -174,7 +178,7 @@ def _core_shares(begin: Mapping[str, Moment], end: Mapping[str, Moment], seconds
             return None
         for kind, spent in cpu.split(new.endpoints.pid, old.cpu, new.cpu).items():
             shares[kind] += spent / whole
-    began, ended = (next(iter(moments.values())).machine for moments in (begin, end))
+    began, ended = (next(iter(samples.values())).machine for samples in (begin, end))
     if began is not None and ended is not None:
         shares["others"] = max(0.0, (ended - began) / whole - sum(shares.values()))
     return {**shares, "idle": 1.0 - sum(shares.values())}

@@ -27,7 +27,7 @@ from noloco_p2p.ports import Contribution, StepLabel
 TARGET = 0.95
 WARM_UP = 3
 COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
-"""What `costs` tells of each stage."""
+"""What `costs` has of each stage."""
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
 
     Seconds are medians per microbatch (`forward_s`, `backward_s`: all stages but the last; `loss_backward_s`: the last)
     and per inner step of all stages (`step_s`). `stages_costs` has those of each stage alone, see `costs`: what the
-    simulator wants to know of a machine. Deviations are max|a − b| / max|b| against the CPU in float32.
+    simulator needs to know about a machine. Deviations are max|a − b| / max|b| against the CPU in float32.
     Raises ConfigError and LocalError as `make_torch_stage`.
     """
     manifest = manifest or RunManifest()
@@ -90,7 +90,7 @@ def costs(stages: list[TorchStage], batch: Batch, device: torch.device, repeats:
         return result
 
     for number in range(1, WARM_UP + repeats + 1):
-        _pass(stages, batch, MicrobatchId("bench", 1, number), timed)
+        _one_pass(stages, batch, MicrobatchId("bench", 1, number), timed, evaluated=True)
         for index, stage in enumerate(stages):
             label = StepLabel(number, number - 1, 1e-4, {})
             timed(index, "inner_step_s", partial(stage.inner_step, label))
@@ -98,23 +98,30 @@ def costs(stages: list[TorchStage], batch: Batch, device: torch.device, repeats:
             timed(index, "merge_s", partial(stage.merge, mine, mine))
     medians = [{name: statistics.median(values) for name, values in one.items()} for one in took]
     for one in medians:
-        if "whole_s" in one:
-            one["backward_s"] = max(0.0, one.pop("whole_s") - one["forward_s"])
+        if "loss_backward_s" in one:
+            one["backward_s"] = max(0.0, one.pop("loss_backward_s") - one["forward_s"])
     return [{name: one[name] for name in COSTS} for one in medians]
 
 
-def _pass(stages: list[TorchStage], batch: Batch, identity: MicrobatchId, timed: Timed) -> None:
-    """One microbatch through all stages and back, each operation timed; the last stage's as `whole_s`."""
+def _one_pass(
+    stages: list[TorchStage], batch: Batch, identity: MicrobatchId, timed: Timed, *, evaluated: bool = False
+) -> Contribution:
+    """One microbatch through all stages and back, each operation timed; the contribution of the last stage.
+
+    `evaluated`: the last stage also evaluates the microbatch, before.
+    """
     flow, graphs, last = batch.inputs, [], len(stages) - 1
     for index, stage in enumerate(stages[:-1]):
         graph, flow = timed(index, "forward_s", partial(stage.forward, flow, None))
         graphs.append(graph)
-    timed(last, "forward_s", partial(stages[-1].evaluate, flow, batch.targets, None))
-    given = end = timed(last, "whole_s", partial(stages[-1].loss_backward, identity, flow, batch.targets, None))
+    if evaluated:
+        timed(last, "forward_s", partial(stages[-1].evaluate, flow, batch.targets, None))
+    given = end = timed(last, "loss_backward_s", partial(stages[-1].loss_backward, identity, flow, batch.targets, None))
     for index in reversed(range(last)):
         assert given.grad is not None
         gradient = Gradient(identity, given.grad, end.loss_sum, end.tokens, ())
         given = timed(index, "backward_s", partial(stages[index].backward, graphs[index], identity, gradient))
+    return end
 
 
 def _make_stages(manifest: RunManifest, device: str) -> list[TorchStage]:
@@ -122,34 +129,12 @@ def _make_stages(manifest: RunManifest, device: str) -> list[TorchStage]:
     return [make_torch_stage(manifest, i, "bench", device=device, self_test=i == 0) for i in indices]
 
 
-def _microbatch(stages: list[TorchStage], batch: Batch, counter: int) -> tuple[Contribution, dict[str, float]]:
-    """One microbatch through all stages: what the last one gave, and the seconds of each phase."""
-    identity = MicrobatchId("bench", 0, counter)
-    began_at = time.perf_counter()
-    graphs, flow = [], batch.inputs
-    for stage in stages[:-1]:
-        graph, flow = stage.forward(flow, None)
-        graphs.append(graph)
-    sent_at = time.perf_counter()
-    last = given = stages[-1].loss_backward(identity, flow, batch.targets, None)
-    answered_at = time.perf_counter()
-    for stage, graph in zip(reversed(stages[:-1]), reversed(graphs), strict=True):
-        assert given.grad is not None
-        given = stage.backward(graph, identity, Gradient(identity, given.grad, last.loss_sum, last.tokens, ()))
-    ended_at = time.perf_counter()
-    return last, {
-        "forward_s": sent_at - began_at,
-        "loss_backward_s": answered_at - sent_at,
-        "backward_s": ended_at - answered_at,
-    }
-
-
 def _gradients(stages: list[TorchStage], batch: Batch) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the first microbatch, on the host."""
-    given, _ = _microbatch(stages, batch, 0)
+    end = _one_pass(stages, batch, MicrobatchId("bench", 0, 0), lambda index, name, operation: operation())
     named = (pair for stage in stages for pair in stage.parameters.items())
     grads = {name: parameter.grad.cpu().clone() for name, parameter in named if parameter.grad is not None}
-    return given.loss_sum, grads
+    return end.loss_sum, grads
 
 
 def _plain(manifest: RunManifest, device: torch.device, batch: Batch) -> Callable[[], float]:
@@ -177,19 +162,24 @@ def _measure(
     stages: list[TorchStage], batch: Batch, plain: Callable[[], float], repeats: int, device: torch.device
 ) -> dict[str, float]:
     """Medians of seconds, by phase; stages and plain model in turn, so that both see the same machine."""
-    found: dict[str, list[float]] = {}
+    found: list[dict[str, float]] = []
+
+    def timed(index: int, name: str, operation: Callable[[], T]) -> T:
+        began_at = time.perf_counter()
+        result = operation()
+        found[-1][name] += time.perf_counter() - began_at
+        return result
+
     for number in range(1, WARM_UP + repeats + 1):
-        seconds = _microbatch(stages, batch, number)[1]
-        seconds["plain_s"] = plain()
+        found.append({"forward_s": 0.0, "loss_backward_s": 0.0, "backward_s": 0.0})
+        _one_pass(stages, batch, MicrobatchId("bench", 0, number), timed)
+        found[-1]["plain_s"] = plain()
         began_at = time.perf_counter()
         for stage in stages:
             stage.inner_step(StepLabel(number, number - 1, 1e-4, {}))
         synchronise(device)
-        seconds["step_s"] = time.perf_counter() - began_at
-        if number > WARM_UP:
-            for name, value in seconds.items():
-                found.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in found.items()}
+        found[-1]["step_s"] = time.perf_counter() - began_at
+    return {name: statistics.median(one[name] for one in found[WARM_UP:]) for name in found[0]}
 
 
 def _deviation(found: Tensor, expected: Tensor) -> float:
