@@ -219,7 +219,7 @@ def simulate(
     check: Annotated[
         bool, typer.Option("--check", help="Run twice, in two processes; the first event that differs.")
     ] = False,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the run as PNGs; needs matplotlib.")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the run as SVG files.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Of --seeds: runs that are made at once.")] = 2,
 ) -> None:
     """Simulate a swarm: real nodes in one process under virtual time, with a network, faults, and a seed.

@@ -78,10 +78,6 @@ def _check(order: Order) -> None:
             raise ConfigError(f"{option} is for one run: leave out --seeds")
     if order.check and order.plots is not None:
         raise ConfigError("--check makes no plots: leave out --plots")
-    if order.plots is not None:
-        from noloco_p2p.lab import sim_plots
-
-        sim_plots.require()
     for place in (order.trace, order.plots):
         if place is not None and not place.absolute().parent.is_dir():
             raise ConfigError(f"{place}: there is no directory {place.parent}")

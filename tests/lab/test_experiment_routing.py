@@ -131,7 +131,9 @@ def test_changes_are_against_fixed_routes_of_the_same_seed() -> None:
     assert "balanced routes change the spread by -62.5 ± 0 % (smaller with 3 of 3 seeds)" in page
     assert "within the paper's 4 % with 3 of 3" in page
     assert "-15 (small), -10 (medium)" in page
-    gaps = next(chart for chart in charts(routing_policies.tell(results)) if chart.name == "perplexity").curves
+    plot = next(chart for chart in charts(routing_policies.tell(results)) if chart.name == "perplexity")
+    assert isinstance(plot, Plot)
+    gaps = plot.curves
     assert [list(curve.x) for curve in gaps] == [[80, 200]] * 6
     assert list(gaps[0].y) == pytest.approx([100 * (1.03 * exp(1) - 1), 3.0])
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from noloco_p2p import humanize
-from noloco_p2p.observe.plotting.plots import Chart, Heatmap, Plot
+from noloco_p2p.observe.plotting.plots import Chart
 
 Cell = str | int | float | None
 """A float is written with four significant digits, None as a dash."""
@@ -21,7 +21,7 @@ class Table:
     """A sentence of Markdown above the table."""
 
 
-Block = str | Table | Plot | Heatmap
+Block = str | Table | Chart
 """A string is a paragraph of Markdown (a heading: `### …`)."""
 
 
@@ -35,7 +35,7 @@ def mean_std(values: Sequence[float], digits: int = 4) -> str:
 
 def charts(blocks: Sequence[Block]) -> list[Chart]:
     """The charts among the blocks. Raises ValueError when two have the same name."""
-    found = [block for block in blocks if isinstance(block, Plot | Heatmap)]
+    found = [block for block in blocks if isinstance(block, Chart)]
     names = [chart.name for chart in found]
     if len(set(names)) < len(names):
         raise ValueError(f"two charts have the same name: {sorted(names)}")

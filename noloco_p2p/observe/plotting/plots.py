@@ -4,10 +4,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from noloco_p2p.observe.plotting.axes import LEFT, RIGHT, Axes, Points
+from noloco_p2p.observe.plotting.bars import Row, bars
 from noloco_p2p.observe.plotting.scales import Axis, Scale, fitted
-from noloco_p2p.observe.plotting.svg import SERIES_COLOURS, Element, Key, LineStyle, document
+from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Key, LineStyle, document
 
 WIDTH, HEIGHT = 640.0, 330.0
 COLOUR_BAR = LEFT + RIGHT + 18.0
@@ -29,6 +31,11 @@ class Curve:
     error: Sequence[float] | None = None
     """Standard deviations, drawn as bars."""
     style: LineStyle = "line"
+
+    @classmethod
+    def through(cls, label: str, points: Points, style: LineStyle = "line") -> Self:
+        """The curve through these points."""
+        return cls(label, [x for x, _ in points], [y for _, y in points], style=style)
 
     def extent(self) -> list[float]:
         """Every y, and the ends of its bar."""
@@ -72,7 +79,17 @@ class Heatmap:
     """Colours follow the logarithm."""
 
 
-Chart = Plot | Heatmap
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Horizontal bars of equal width, each divided into shares."""
+
+    name: str
+    """File name without its ending, unique in a directory."""
+    title: str
+    rows: Sequence[Row]
+
+
+Chart = Plot | Heatmap | Bars
 
 
 def save(chart: Chart, directory: Path) -> Path:
@@ -84,17 +101,16 @@ def save(chart: Chart, directory: Path) -> Path:
 
 def svg(chart: Chart) -> str:
     """A chart with its title and its legend."""
-    colours = [SERIES_COLOURS[n % len(SERIES_COLOURS)] for n in range(len(chart.curves))]
-    parts: list[Element] = []
-    if isinstance(chart, Heatmap):
-        axes, values = _heatmap(chart)
-        parts.append(_colour_bar(values))
-    else:
-        axes = _plot(chart)
-    for curve, colour in zip(chart.curves, colours, strict=True):
+    if isinstance(chart, Bars):
+        keys = dict.fromkeys(Key(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
+        left = CHARACTER * max(len(label) for label, _ in chart.rows) + 10
+        return document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
+    axes, *beside = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
+    coloured = list(zip(chart.curves, itertools.cycle(SERIES_COLOURS), strict=False))
+    for curve, colour in coloured:
         _draw(axes, curve, colour)
-    keys = [Key(curve.label, colour, curve.style) for curve, colour in zip(chart.curves, colours, strict=True)]
-    return document(chart.title, [axes.svg, *parts], keys)
+    keys_of_curves = [Key(curve.label, colour, curve.style) for curve, colour in coloured]
+    return document(chart.title, [axes.svg, *(each.svg for each in beside)], keys_of_curves)
 
 
 def _plot(plot: Plot) -> Axes:
@@ -104,8 +120,8 @@ def _plot(plot: Plot) -> Axes:
     return Axes(plot.title, x, y, (WIDTH, HEIGHT))
 
 
-def _heatmap(chart: Heatmap) -> tuple[Axes, Axis]:
-    """The cells, and the axis of their values. The grid need not be even: borders lie between its points."""
+def _heatmap(chart: Heatmap) -> list[Axes]:
+    """The cells, and the bar of their colours. The grid need not be even: borders lie between its points."""
     columns, rows = (list(itertools.pairwise(_borders(points))) for points in chart.grid)
     x, y = Axis(chart.axes[0], columns[0][0], columns[-1][1]), Axis(chart.axes[1], rows[0][0], rows[-1][1])
     axes = Axes(chart.title, x, y, (WIDTH - COLOUR_BAR, HEIGHT))
@@ -117,7 +133,7 @@ def _heatmap(chart: Heatmap) -> tuple[Axes, Axis]:
                 axes.cell(column, row, _colour(values.position(value)), f"{value:.4g}")
     for x_marked, y_marked in chart.marked:
         axes.cross(x_marked, y_marked)
-    return axes, values
+    return [axes, _colour_bar(values)]
 
 
 def _draw(axes: Axes, curve: Curve, colour: int) -> None:
@@ -137,13 +153,13 @@ def steps(points: Points) -> Points:
     return [corner for both in itertools.zip_longest(points, corners) for corner in both if corner is not None]
 
 
-def _colour_bar(values: Axis) -> Element:
+def _colour_bar(values: Axis) -> Axes:
     """Which colour is which value."""
     bar = Axes(values.title, None, values, (COLOUR_BAR, HEIGHT))
     for n in range(COLOUR_STEPS):
         low, high = (values.value(edge / COLOUR_STEPS) for edge in (n, n + 1))
         bar.cell((0.0, 1.0), (low, high), _colour((n + 0.5) / COLOUR_STEPS))
-    return bar.svg
+    return bar
 
 
 def _colour(position: float) -> str:

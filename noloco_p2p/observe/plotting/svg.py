@@ -16,6 +16,8 @@ BLUE, RED, GREEN, PINK, ORANGE, SKY, YELLOW, GREY, PALE = range(9)
 """Colours: `sN` strokes, `fN` fills and `bN` backgrounds, `nN` writes on it."""
 SERIES_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 """Those of replicas, stages and curves, which have none of their own."""
+IDLE_COLOURS = (ORANGE, SKY, PINK, BLUE, YELLOW, RED)
+"""Those of what a device waits for, beside GREEN while it works."""
 
 
 @dataclass(frozen=True, slots=True)
