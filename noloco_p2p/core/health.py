@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from noloco_p2p.core.status import DEVICE, Status, Wait
+from noloco_p2p.core.status import AnyReplica, Resource, Status, Wait
 
 STEPS_LATE = 10
 """Without an inner step for so many times the median, a node in training stands still."""
@@ -62,15 +62,15 @@ def lateness_s(status: Status) -> float | None:
 def longest(status: Status) -> Wait | None:
     """What holds the training up: the longest wait that leads to somebody, else the longest of all; no idle ones."""
     waits = [wait for wait in status.waits if not wait.idle]
-    leading = [wait for wait in waits if wait.whom == DEVICE or wait.whom in _others(status)]
-    staged = [wait for wait in waits if wait.whom.startswith("stage ")]
+    leading = [wait for wait in waits if wait.whom == Resource.DEVICE or wait.whom in _others(status)]
+    staged = [wait for wait in waits if isinstance(wait.whom, AnyReplica)]
     return next(iter(leading or staged or waits), None)
 
 
 def told(wait: Wait) -> str:
     """A wait for people: what, of whom, since when, of how long, why."""
     limit = "" if wait.deadline_s is None else f" of at most {wait.deadline_s:.3g} s"
-    why = f" ({wait.why})" if wait.why else ""
+    why = "" if wait.why is None else f" ({wait.why})"
     return f"{wait.what} of {wait.whom} since {wait.since_s:.3g} s{limit}{why}"
 
 

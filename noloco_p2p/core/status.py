@@ -5,26 +5,112 @@ Points in time are told as ages, `…_s` seconds before the moment of asking: no
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 
-DEVICE = "device"
-"""`Wait.whom` of an operation on this node's own device."""
-INNER_STEP = "inner step"
-"""`Wait.whom` of what goes on when this node's own inner step does: its other waits tell why that has not ended."""
-DIRECTORY, DISK, DATA, SWARM, OWNER = "directory", "disk", "data", "swarm", "owner"
-"""`Wait.whom` of waits for what the name says: the DHT, the file system, the data set, all other nodes, a person."""
+
+class Resource(Enum):
+    """What a node waits for when it does not wait for another node."""
+
+    DEVICE = "device"
+    """An operation on this node's own device."""
+    INNER_STEP = "inner step"
+    """This node's own inner step has to end first: its other waits say why it has not."""
+    DIRECTORY = "directory"
+    """The DHT."""
+    DISK = "disk"
+    DATA = "data"
+    """The data set."""
+    SWARM = "swarm"
+    """All other nodes together."""
+    OWNER = "owner"
+    """A person."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
-def of_stage(stage: int) -> str:
-    """`Wait.whom` of a wait for anybody of a stage."""
-    return f"stage {stage}"
+@dataclass(frozen=True, slots=True)
+class AnyReplica:
+    """Whoever holds a stage: a wait that any of its replicas can end."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}"
 
 
-def of_microbatch(microbatch: MicrobatchId) -> str:
-    """`Wait.why` and `Serving.why` of what is done for one microbatch: the same on every node that it comes by."""
-    kind = "microbatch" if microbatch.incarnation else "held-out microbatch"
-    return f"{kind} {microbatch.counter} of {microbatch.peer}"
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """What a node of another version says in words that this one does not know: shown as it came, never followed."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+WaitTarget = PeerId | AnyReplica | Resource | Unknown
+"""Who or what has to act before a wait ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForMicrobatch:
+    """On behalf of a microbatch: the same value on every node that it comes by, so that its waits can be followed."""
+
+    peer: PeerId
+    """The node of stage 0 that it comes from."""
+    counter: int
+    held_out: bool = False
+    """It is evaluated, not trained on."""
+
+    def __str__(self) -> str:
+        return f"{'held-out ' if self.held_out else ''}microbatch {self.counter} of {self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForRound:
+    """For an outer round: the own one, or one that a partner has asked for."""
+
+    round: int
+    asked: bool = False
+
+    def __str__(self) -> str:
+        return f"{'asked for ' if self.asked else ''}outer round {self.round}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForGuarding:
+    """To keep a copy of another stage's weights."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"guards stage {self.stage}"
+
+
+class Task(Enum):
+    """What else a wait may be for."""
+
+    CHECKPOINT = "checkpoint"
+    NEWCOMER = "for a newcomer"
+    LOST_STAGE = "the weights of a lost stage"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+Purpose = ForMicrobatch | ForRound | ForGuarding | Task | Unknown
+"""What a wait is for."""
+
+ACTIVATION = "activation"
+"""`Wait.what` of the receiver of a call whose tensors have not all come: it is the caller that has to act."""
+
+
+def for_microbatch(microbatch: MicrobatchId) -> ForMicrobatch:
+    """The purpose of everything that is done for this microbatch; held-out ones have incarnation 0."""
+    return ForMicrobatch(microbatch.peer, microbatch.counter, microbatch.incarnation == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +119,13 @@ class Wait:
 
     what: str
     """A noun: `gradient`, `snapshot`, `inner step`, `microbatches`."""
-    whom: str
-    """Who has to act: a peer id, `stage 1` (anybody of it), `device`, or one of the other names above."""
+    whom: WaitTarget
+    """Who or what has to act."""
     since_s: float
     """How long it has waited, seconds."""
     deadline_s: float | None
     """How long it waits, or such a wait takes, at most, seconds from its beginning; None: as long as it takes."""
-    why: str = ""
-    """On whose behalf (`of_microbatch`), or what for."""
+    why: Purpose | None = None
     idle: bool = False
     """A duty beside the training, often one with nothing to do: nothing is held up by it."""
 
@@ -50,7 +135,7 @@ class Serving:
     """A call of a peer that this node has in hand."""
 
     caller: PeerId
-    why: str
+    why: Purpose
     """As in the caller's own `Wait.why`."""
     since_s: float
 

@@ -6,7 +6,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.guardians import guardians_of, holders
 from noloco_p2p.core.messages import Checkpoint, PeerId
-from noloco_p2p.core.status import DISK, SWARM
+from noloco_p2p.core.status import ForRound, Resource, Task
 from noloco_p2p.errors import LocalError
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
@@ -38,7 +38,7 @@ class Checkpointer:
     async def settle(self) -> None:
         """Wait until what is being written has been written."""
         if self._writing is not None:
-            with self._node.waiting("checkpoint", DISK):
+            with self._node.waiting("checkpoint", Resource.DISK):
                 await asyncio.wait([self._writing])
 
     async def hand_over(self) -> None:
@@ -60,9 +60,12 @@ class Checkpointer:
         node.event("info", message=f"waits until a guardian has the weights of stage {node.index}")
         assert node.drain_by is not None, "only who leaves hands over"
         left_s = node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S
-        guarded = f"outer round {final.round}"
         if not await node.until(
-            lambda: self._is_guarded(final.round), "guardian", SWARM, max(0.0, left_s), why=guarded
+            lambda: self._is_guarded(final.round),
+            "guardian",
+            Resource.SWARM,
+            max(0.0, left_s),
+            why=ForRound(final.round),
         ):
             node.event("warning", message="leaves although no guardian has pulled its weights")
 
@@ -80,7 +83,7 @@ class Checkpointer:
         node = self._node
         await self.settle()
         began = node.now()
-        with node.computing("copy of the state", "checkpoint"):
+        with node.computing("copy of the state", Task.CHECKPOINT):
             state = await node.stage.capture(round, node.advert.step, node.inner_steps)
         cursor = node.batches.cursor if node.batches is not None else None
         checkpoint = Checkpoint(state, cursor, node.rng.getstate())
@@ -91,7 +94,7 @@ class Checkpointer:
         """A checkpoint that cannot be written is told, and the node trains on: the next one may fit."""
         node, state = self._node, checkpoint.state
         try:
-            with node.waiting("checkpoint", DISK, idle=True):
+            with node.waiting("checkpoint", Resource.DISK, idle=True):
                 await node.world.checkpoints.save(checkpoint)
         except LocalError as error:
             node.trouble("disk", f"no checkpoint of outer round {state.round}: {error}")

@@ -9,7 +9,7 @@ from math import floor
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_of
 from noloco_p2p.core.messages import Advert, Holding, Snapshot
-from noloco_p2p.core.status import INNER_STEP, SWARM
+from noloco_p2p.core.status import ForGuarding, Resource
 from noloco_p2p.errors import PeerError, Unreachable, Violation
 from noloco_p2p.node.state import NodeState
 
@@ -40,9 +40,11 @@ class Guardian:
 
     async def stand_by(self) -> None:
         """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
-        await self._node.until(lambda: self._node.advert.state == "training", "training", INNER_STEP, idle=True)
+        await self._node.until(
+            lambda: self._node.advert.state == "training", "training", Resource.INNER_STEP, idle=True
+        )
         await self.run()
-        await self._node.until(lambda: False, "something to guard", SWARM, idle=True)
+        await self._node.until(lambda: False, "something to guard", Resource.SWARM, idle=True)
 
     async def run(self) -> None:
         """Pull after each outer round and whenever the membership asks for it; until cancelled."""
@@ -59,7 +61,7 @@ class Guardian:
             await node.until(
                 lambda round=round: self._read or node.advert.outer_round != round,  # type: ignore[misc]
                 "something to guard",
-                SWARM,
+                Resource.SWARM,
                 AGAIN_S if leaving else None,
                 idle=True,
             )
@@ -138,7 +140,7 @@ class Guardian:
         node = self._node
         size = node.stage.state.snapshot_bytes[stage]
         deadline_s = node.manifest.outer.deadline_s
-        with node.waiting("snapshot", donor.peer_id, wait_s + deadline_s, f"guards stage {stage}", idle=True):
+        with node.waiting("snapshot", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
             theirs = await node.world.transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
         if theirs.peer != donor.peer_id:
             raise Violation(f"{donor.peer_id} sent the snapshot of {theirs.peer}")

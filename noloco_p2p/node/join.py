@@ -7,7 +7,7 @@ from dataclasses import replace
 from noloco_p2p.core import balance, resume
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.messages import Advert, Description, PeerId
-from noloco_p2p.core.status import DISK, SWARM
+from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.membership import MembershipLoop
@@ -32,7 +32,7 @@ class Joining:
         Others choose as well: two readings in a row must show that nobody need move.
         """
         node, manifest, quiet = self._node, self._node.manifest, 0
-        with node.waiting("own checkpoints", DISK):
+        with node.waiting("own checkpoints", Resource.DISK):
             self._weights.own = await node.world.checkpoints.held()
         if node.index < 0 and self._weights.own:
             node.update(stage=self._weights.own[-1].stage, settled=True)
@@ -80,7 +80,7 @@ class Joining:
                 return node.draining
             return True
 
-        await node.until(may_begin, "replicas of every stage", SWARM)
+        await node.until(may_begin, "replicas of every stage", Resource.SWARM)
         if node.draining:
             return
         if node.advert.state == "waiting":

@@ -14,7 +14,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Advert, Batch, MicrobatchId
-from noloco_p2p.core.status import DEVICE, INNER_STEP, OWNER, Status, of_stage
+from noloco_p2p.core.status import AnyReplica, Resource, Status
 from noloco_p2p.node import status_view
 from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.guardian import Guardian
@@ -129,10 +129,10 @@ class Node:
     async def _watch_failure(self) -> None:
         """Ends when the node has failed, or has been leaving for as long as it may."""
         node = self.state
-        await node.until(lambda: node.leaving or node.error is not None, "order to leave", OWNER, idle=True)
+        await node.until(lambda: node.leaving or node.error is not None, "order to leave", Resource.OWNER, idle=True)
         if node.error is None:
             await node.until(
-                lambda: node.error is not None, "end of what is held", INNER_STEP, node.config.limits.drain_s
+                lambda: node.error is not None, "end of what is held", Resource.INNER_STEP, node.config.limits.drain_s
             )
         if node.error is not None:
             raise node.error
@@ -159,7 +159,7 @@ class Node:
     # === the stage and its weights ==================================================================================
 
     async def _make_weights(self) -> None:
-        with self.state.waiting("weights", DEVICE):
+        with self.state.waiting("weights", Resource.DEVICE):
             self.state.stage = await self.state.world.make_stage(self.state.index)
         await self._rounds.freeze(0)
 
@@ -184,7 +184,7 @@ class Node:
         node = self.state
         self._door.close()
         node.enter("pause", "the owner needs the device")
-        await node.until(lambda: not node.pausing or node.draining, "device", OWNER)
+        await node.until(lambda: not node.pausing or node.draining, "device", Resource.OWNER)
         if not node.draining:
             await self._arrival.catch_up()
         if not node.draining:
@@ -226,7 +226,7 @@ class Node:
                 await self._pause()
                 continue
             if not self._door.may_open():
-                await node.until(lambda: over() or node.pausing or self._door.may_open(), "origins", of_stage(0))
+                await node.until(lambda: over() or node.pausing or self._door.may_open(), "origins", AnyReplica(0))
                 continue
             self._door.open()
             await self._door.until_ready(lambda: over() or node.pausing)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from noloco_p2p.core.status import DIRECTORY
+from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.state import NodeState
 
@@ -44,7 +44,7 @@ class MembershipLoop:
             await self._node.until(
                 lambda calm=calm: self._has_news() or (calm and bool(self._node.deserted)),  # type: ignore[misc]
                 "time to look",
-                DIRECTORY,
+                Resource.DIRECTORY,
                 self._sleeps_s(),
                 idle=True,
             )
@@ -110,7 +110,7 @@ class MembershipLoop:
         self._announced, self._announced_at = self._shown(), node.now()
         ttl_s = node.config.directory.ttl_s
         try:
-            with node.waiting("announcement", DIRECTORY, ttl_s, idle=True):
+            with node.waiting("announcement", Resource.DIRECTORY, ttl_s, idle=True):
                 await node.world.directory.announce(node.advert, ttl_s)
         except PeerError as error:
             self._announced_at = float("-inf")
@@ -120,7 +120,7 @@ class MembershipLoop:
         node = self._node
         self._read_at = node.now()
         try:
-            with node.waiting("membership", DIRECTORY, node.config.directory.ttl_s, idle=True):
+            with node.waiting("membership", Resource.DIRECTORY, node.config.directory.ttl_s, idle=True):
                 adverts = await node.world.directory.peers()
         except PeerError as error:
             node.event("warning", message=f"the membership could not be read: {error}")
@@ -136,7 +136,7 @@ class MembershipLoop:
     async def withdraw(self) -> None:
         """Tell the others that this node has left."""
         try:
-            with self._node.waiting("withdrawal", DIRECTORY, self._node.config.directory.ttl_s):
+            with self._node.waiting("withdrawal", Resource.DIRECTORY, self._node.config.directory.ttl_s):
                 await self._node.world.directory.withdraw()
         except PeerError as error:
             self._node.event("warning", message=f"could not tell the others that this node leaves: {error}")
@@ -145,5 +145,5 @@ class MembershipLoop:
         """Wait until the membership has been read anew, from now on."""
         seen = self._readings
         await self._node.until(
-            lambda: self._readings > seen or self._node.draining, "next reading of the membership", DIRECTORY
+            lambda: self._readings > seen or self._node.draining, "next reading of the membership", Resource.DIRECTORY
         )

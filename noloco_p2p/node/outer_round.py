@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
-from noloco_p2p.core.status import INNER_STEP
+from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.core.timeouts import AdaptiveTimeout
 from noloco_p2p.errors import Declined, PeerError, Violation
 from noloco_p2p.node.state import NodeState
@@ -135,7 +135,7 @@ class OuterRounds:
         floor_s = node.config.limits.patience_floor_s + wait_s
         deadline_s = min(outer.deadline_s, self._patience.deadline_s(floor_s) or outer.deadline_s)
         began = node.now()
-        with node.waiting("snapshot", peer.peer_id, wait_s + deadline_s, f"outer round {round}"):
+        with node.waiting("snapshot", peer.peer_id, wait_s + deadline_s, ForRound(round)):
             theirs = await node.world.transport.fetch_snapshot(
                 peer, node.index, round, wait_s, deadline_s, node.stage.state.snapshot
             )
@@ -160,9 +160,9 @@ class OuterRounds:
             await self._node.until(
                 lambda: any(kept >= round for kept in self._kept),
                 "outer round",
-                INNER_STEP,
+                Resource.INNER_STEP,
                 longest_s,
-                why=f"asked for outer round {round}",
+                why=ForRound(round, asked=True),
                 idle=True,
             )
         if not self._kept:

@@ -4,7 +4,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Checkpoint, Holding
 from noloco_p2p.core.resume import WeightsSource
-from noloco_p2p.core.status import DATA, DISK
+from noloco_p2p.core.status import Resource, Task
 from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.outer_round import OuterRounds
@@ -80,7 +80,7 @@ class WeightRestorer:
         await self._stand_at(state.round, step, state.inner_steps, partner_from_round=from_round)
         own = [held for held in self.own if held.stage == node.index]
         if node.index == 0 and own and node.batches is None:
-            with node.waiting("checkpoint", DISK):
+            with node.waiting("checkpoint", Resource.DISK):
                 mine = await node.world.checkpoints.load(own[-1])
             await self.open_data(mine)
 
@@ -88,7 +88,7 @@ class WeightRestorer:
         """My own checkpoint, unless it turns out damaged."""
         node = self._node
         assert source.holding is not None
-        with node.waiting("checkpoint", DISK):
+        with node.waiting("checkpoint", Resource.DISK):
             mine = await node.world.checkpoints.load(source.holding)
         if mine is None:
             self.own.remove(source.holding)
@@ -108,7 +108,7 @@ class WeightRestorer:
         theirs = self._guardian.snapshot_of(node.index)
         if source.peer is not None:
             deadline_s = node.manifest.outer.deadline_s
-            with node.waiting("snapshot", source.peer.peer_id, deadline_s, "the weights of a lost stage"):
+            with node.waiting("snapshot", source.peer.peer_id, deadline_s, Task.LOST_STAGE):
                 theirs = await node.world.transport.fetch_snapshot(
                     source.peer, node.index, None, 0.0, deadline_s, node.stage.state.snapshot
                 )
@@ -143,5 +143,5 @@ class WeightRestorer:
         node = self._node
         if node.index != 0 or node.batches is not None:
             return
-        with node.waiting("opened data", DATA):
+        with node.waiting("opened data", Resource.DATA):
             node.batches = await node.world.make_batches(checkpoint.cursor if checkpoint is not None else None)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.messages import Batch, LossSum, MicrobatchId, Origin
-from noloco_p2p.core.status import DEVICE, SWARM, of_microbatch, of_stage
+from noloco_p2p.core.status import AnyReplica, Resource, for_microbatch
 from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageOutput
 from noloco_p2p.node.state import NodeState
@@ -41,7 +41,7 @@ class Shutdown:
 
         async def one(number: int, batch: Batch) -> LossSum | None:
             nonlocal missed
-            with node.waiting("place among the evaluations", DEVICE, idle=True):
+            with node.waiting("place among the evaluations", Resource.DEVICE, idle=True):
                 await gate.acquire()
             try:
                 if missed:
@@ -68,13 +68,13 @@ class Shutdown:
         node = self._node
         # Evaluations have ids of their own kind: no incarnation has number 0 (the wiring draws from 1).
         microbatch = MicrobatchId(node.me, 0, number)
-        why = of_microbatch(microbatch)
+        why = for_microbatch(microbatch)
         with node.computing("evaluation", why):
             result = await node.stage.evaluate(batch.inputs, batch.targets, batch.mask)
         if isinstance(result, LossSum):
             return result
         parcel = StageOutput(microbatch, Origin(node.me, node.step, rank), result, batch.targets, batch.mask)
-        with node.waiting("loss", of_stage(node.index + 1), None, why):
+        with node.waiting("loss", AnyReplica(node.index + 1), None, why):
             while True:
                 try:
                     return await self._sender.evaluate(parcel, node.now() + node.config.limits.microbatch_deadline_s)
@@ -94,7 +94,7 @@ class Shutdown:
             if not await node.until(
                 lambda: node.draining or not others(lambda s: s > 0, at_work),
                 "end of the later stages",
-                SWARM,
+                Resource.SWARM,
                 linger_s,
             ):
                 node.event("warning", message="evaluates although a later stage has not finished")
@@ -102,7 +102,10 @@ class Shutdown:
             node.update(evaluated=True)
             node.pulse()
             await node.until(
-                lambda: node.draining or not others(lambda s: s == 0, at_work), "end of stage 0", SWARM, linger_s
+                lambda: node.draining or not others(lambda s: s == 0, at_work),
+                "end of stage 0",
+                Resource.SWARM,
+                linger_s,
             )
             return
 
@@ -110,4 +113,4 @@ class Shutdown:
             finished = node.members.of_stage(0, {"finished"})
             return all(a.evaluated for a in finished) and not others(lambda s: s == 0, at_work)
 
-        await node.until(lambda: node.draining or all_evaluated(), "last evaluations", of_stage(0), linger_s)
+        await node.until(lambda: node.draining or all_evaluated(), "last evaluations", AnyReplica(0), linger_s)

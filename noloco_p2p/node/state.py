@@ -18,7 +18,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
-from noloco_p2p.core.status import DEVICE
+from noloco_p2p.core.status import Purpose, Resource, WaitTarget
 from noloco_p2p.node.waits import Waiting, Waits
 from noloco_p2p.ports import Batches, Stage, World
 
@@ -81,7 +81,7 @@ class NodeState:
         """Somebody of stage 0 was seen finished; by now it may be gone."""
         self.error: BaseException | None = None
         self.waits = Waits()
-        self.calls: dict[object, tuple[PeerId, str, float]] = {}
+        self.calls: dict[object, tuple[PeerId, Purpose, float]] = {}
         """Calls of peers that this node has in hand: (caller, on whose behalf, since when)."""
         self.troubles: dict[str, tuple[str, float]] = {}
         """What is wrong although the node goes on, by name: (message, since when)."""
@@ -205,17 +205,23 @@ class NodeState:
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def waiting(
-        self, what: str, whom: str, deadline_s: float | None = None, why: str = "", *, idle: bool = False
+        self,
+        what: str,
+        whom: WaitTarget,
+        deadline_s: float | None = None,
+        why: Purpose | None = None,
+        *,
+        idle: bool = False,
     ) -> Waiting:
         """A `with` around an await that is not `until`; see core.status.Wait."""
         return self.waits.waiting(what, whom, deadline_s, why, idle=idle)
 
-    def computing(self, what: str, why: str = "") -> Waiting:
+    def computing(self, what: str, why: Purpose | None = None) -> Waiting:
         """A `with` around an operation of this node's device, which takes as long as a microbatch may at most."""
-        return self.waits.waiting(what, DEVICE, self.config.limits.microbatch_deadline_s, why)
+        return self.waits.waiting(what, Resource.DEVICE, self.config.limits.microbatch_deadline_s, why)
 
     @contextmanager
-    def serving(self, caller: PeerId, why: str) -> Iterator[None]:
+    def serving(self, caller: PeerId, why: Purpose) -> Iterator[None]:
         """Inside, a call of a peer is in hand."""
         key = object()
         self.calls[key] = caller, why, self.now()
@@ -228,10 +234,10 @@ class NodeState:
         self,
         condition: Callable[[], bool],
         what: str,
-        whom: str,
+        whom: WaitTarget,
         timeout_s: float | None = None,
         *,
-        why: str = "",
+        why: Purpose | None = None,
         idle: bool = False,
     ) -> bool:
         """Wait until `condition` holds (looked at after every pulse), at most `timeout_s`. False: the time was up.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import PeerId, ReplicaState
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.status import Task
 from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
 
@@ -102,7 +103,7 @@ class StateDonor:
     async def _capture(self, number: int) -> ReplicaState:
         """The labels are read when the copy is there: device operations before it have been counted by then."""
         node = self._node
-        with node.computing("copy of the state", "for a newcomer"):
+        with node.computing("copy of the state", Task.NEWCOMER):
             state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)
         return replace(
             state,

@@ -10,7 +10,7 @@ from noloco_p2p.node.state import NodeState
 def status(node: NodeState, door: MicrobatchServer, now: float) -> Status:
     """This node at `now` on the loop's clock, which is the monotonic one. Every age is one of this moment."""
     members, took, stepped_at = node.members, tuple(node.steps_took), node.stepped_at
-    calls = sorted(node.calls.copy().values(), key=lambda call: (call[2], call[0], call[1]))
+    calls = sorted(node.calls.copy().values(), key=lambda call: (call[2], call[0], str(call[1])))
     return Status(
         advert=node.advert,
         run_name=node.manifest.name,

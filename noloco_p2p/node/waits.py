@@ -6,7 +6,7 @@ The node awaits a port, a lock or a condition only inside `Waits.waiting`; tests
 import asyncio
 from types import TracebackType
 
-from noloco_p2p.core.status import Wait
+from noloco_p2p.core.status import Purpose, Wait, WaitTarget
 
 
 class Waits:
@@ -16,7 +16,13 @@ class Waits:
         self._open: dict[Waiting, None] = {}
 
     def waiting(
-        self, what: str, whom: str, deadline_s: float | None = None, why: str = "", *, idle: bool = False
+        self,
+        what: str,
+        whom: WaitTarget,
+        deadline_s: float | None = None,
+        why: Purpose | None = None,
+        *,
+        idle: bool = False,
     ) -> "Waiting":
         """A `with` around an await; the arguments are those of core.status.Wait."""
         return Waiting(self._open, (what, whom, deadline_s, why, idle))
@@ -24,7 +30,7 @@ class Waits:
     def told(self, now: float) -> tuple[Wait, ...]:
         """All of them, longest first; `now` is on the loop's clock."""
         waits = [wait.told(now) for wait in tuple(self._open)]
-        return tuple(sorted(waits, key=lambda wait: (-wait.since_s, wait.what, wait.whom, wait.why)))
+        return tuple(sorted(waits, key=lambda wait: (-wait.since_s, wait.what, str(wait.whom), str(wait.why or ""))))
 
 
 class Waiting:
@@ -32,7 +38,9 @@ class Waiting:
 
     __slots__ = ("_began", "_named", "_open")
 
-    def __init__(self, open: "dict[Waiting, None]", named: tuple[str, str, float | None, str, bool]) -> None:
+    def __init__(
+        self, open: "dict[Waiting, None]", named: tuple[str, WaitTarget, float | None, Purpose | None, bool]
+    ) -> None:
         self._open = open
         self._named = named
         self._began = 0.0

@@ -9,6 +9,7 @@ from typing import Any
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Wait
+from noloco_p2p.io.telemetry.status_json import WaitInWords
 from noloco_p2p.observe.diagnosis.diagnose import Finding, Report, findings, headline, progress
 from noloco_p2p.observe.diagnosis.findings import Severity, line, number
 
@@ -75,7 +76,11 @@ class Overview:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, every number finite."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        found = {name: _finite(value) for name, value in asdict(self).items()}
+        for node, fields in zip(self.nodes, found["nodes"], strict=True):
+            if node.waits_for is not None:
+                fields["waits_for"] = _finite(asdict(WaitInWords.of(node.waits_for)))
+        return found
 
 
 def overview(reports: Sequence[Report]) -> Overview:

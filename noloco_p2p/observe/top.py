@@ -261,5 +261,5 @@ def _waits_for(node: Node) -> str:
     wait = node.waits_for
     if wait is None:
         return ""
-    whom = short(wait.whom) if wait.whom.isalnum() else wait.whom
+    whom = short(wait.whom) if isinstance(wait.whom, str) else wait.whom
     return line(f"{lasted(wait.since_s).replace(' ', '')} {whom}: {wait.what}")

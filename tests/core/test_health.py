@@ -6,7 +6,7 @@ import pytest
 
 from noloco_p2p.core.health import ailment, examine
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import DEVICE, INNER_STEP, Figures, Seen, Status, Wait
+from noloco_p2p.core.status import AnyReplica, Figures, ForMicrobatch, Resource, Seen, Status, Wait
 
 ME = Advert("12D3me", "run", 0, ("h:1",), state="training")
 OTHER = Advert("12D3other", "run", 1, ("h:2",), state="training")
@@ -17,10 +17,10 @@ WELL = Status(
     100,
     7,
     waits=(
-        Wait("order to leave", "owner", 900.0, None, idle=True),
-        Wait("place in flight", INNER_STEP, 9.0, None),
-        Wait("gradient", "stage 1", 8.0, None, "microbatch 3 of 12D3me"),
-        Wait("gradient", "12D3other", 4.0, 10.0, "microbatch 3 of 12D3me"),
+        Wait("order to leave", Resource.OWNER, 900.0, None, idle=True),
+        Wait("place in flight", Resource.INNER_STEP, 9.0, None),
+        Wait("gradient", AnyReplica(1), 8.0, None, ForMicrobatch("12D3me", 3)),
+        Wait("gradient", "12D3other", 4.0, 10.0, ForMicrobatch("12D3me", 3)),
     ),
     seen=(Seen(OTHER),),
     step_took_s=1.0,
@@ -37,14 +37,14 @@ def test_a_node_at_work_is_well() -> None:
     ("wait", "line"),
     [
         (
-            Wait("gradient", "12D3other", 11.2, 10.0, "microbatch 3"),
-            "overdue: gradient of 12D3other since 11.2 s of at most 10 s (microbatch 3)",
+            Wait("gradient", "12D3other", 11.2, 10.0, ForMicrobatch("12D3me", 3)),
+            "overdue: gradient of 12D3other since 11.2 s of at most 10 s (microbatch 3 of 12D3me)",
         ),
         (Wait("gradient", "12D3other", 10.9, 10.0), None),
-        (Wait("forward", DEVICE, 67.0, 60.0), "overdue: forward of device since 67 s of at most 60 s"),
-        (Wait("forward", DEVICE, 65.0, 60.0), None),
-        (Wait("free replica", "stage 1", 0.9, 0.1), None),
-        (Wait("replicas of every stage", "swarm", 1e6, None), None),
+        (Wait("forward", Resource.DEVICE, 67.0, 60.0), "overdue: forward of device since 67 s of at most 60 s"),
+        (Wait("forward", Resource.DEVICE, 65.0, 60.0), None),
+        (Wait("free replica", AnyReplica(1), 0.9, 0.1), None),
+        (Wait("replicas of every stage", Resource.SWARM, 1e6, None), None),
     ],
 )
 def test_a_wait_that_outlives_its_deadline(wait: Wait, line: str | None) -> None:

@@ -1,12 +1,13 @@
 """Waiting inside a node: who is woken, when, and what a condition that fails does."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import OWNER
+from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import LocalError
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim.virtual_time import run
@@ -28,7 +29,7 @@ def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulse
             looks[name] += 1
             return state[name]
 
-        waits = {name: asyncio.create_task(node.until(lambda n=name: condition(n), name, OWNER)) for name in "ab"}  # type: ignore[misc]
+        waits = {name: asyncio.create_task(node.until(partial(condition, name), name, Resource.OWNER)) for name in "ab"}
         await asyncio.sleep(1.0)
         before = dict(looks)
         state["a"] = True
@@ -50,7 +51,7 @@ def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulse
 def test_a_condition_that_holds_for_a_moment_only_is_missed_not_believed() -> None:
     async def main() -> None:
         node, state = _node_state(), {"is": False}
-        wait = asyncio.create_task(node.until(lambda: state["is"], "it", OWNER, 5.0))
+        wait = asyncio.create_task(node.until(lambda: state["is"], "it", Resource.OWNER, 5.0))
         await asyncio.sleep(1.0)
         state["is"] = True
         node.pulse()
@@ -72,8 +73,8 @@ def test_what_a_condition_raises_reaches_who_waits_and_nobody_else() -> None:
                 raise LocalError("broken")
             return False
 
-        wait = asyncio.create_task(node.until(condition, "it", OWNER))
-        other = asyncio.create_task(node.until(lambda: broken["is"], "other", OWNER))
+        wait = asyncio.create_task(node.until(condition, "it", Resource.OWNER))
+        other = asyncio.create_task(node.until(lambda: broken["is"], "other", Resource.OWNER))
         await asyncio.sleep(1.0)
         broken["is"] = True
         node.pulse()
@@ -87,8 +88,8 @@ def test_what_a_condition_raises_reaches_who_waits_and_nobody_else() -> None:
 def test_the_time_is_up_without_a_pulse() -> None:
     async def main() -> None:
         node = _node_state()
-        assert not await node.until(lambda: False, "nothing", OWNER, 2.5)
+        assert not await node.until(lambda: False, "nothing", Resource.OWNER, 2.5)
         assert asyncio.get_running_loop().time() == pytest.approx(2.5)
-        assert await node.until(lambda: asyncio.get_running_loop().time() > 3.0, "a late hour", OWNER, 1.0)
+        assert await node.until(lambda: asyncio.get_running_loop().time() > 3.0, "a late hour", Resource.OWNER, 1.0)
 
     run(main())

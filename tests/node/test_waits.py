@@ -12,7 +12,7 @@ import noloco_p2p
 from noloco_p2p import ports
 from noloco_p2p.config import DirectorySettings, LimitSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.health import ailment
-from noloco_p2p.core.status import DEVICE, Status, Trouble, Wait
+from noloco_p2p.core.status import ForMicrobatch, Resource, Status, Trouble, Wait
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.virtual_time import run
 from noloco_p2p.sim.world import Swarm, SwarmPlan
@@ -115,13 +115,13 @@ def test_an_unnamed_wait_is_found(line: str) -> None:
 def test_waits_are_told_while_they_last() -> None:
     async def story() -> None:
         waits, loop = Waits(), asyncio.get_running_loop()
-        with waits.waiting("gradient", "s1r0", 5.0, "microbatch 1 of s0r0"):
+        with waits.waiting("gradient", "s1r0", 5.0, ForMicrobatch("s0r0", 1)):
             await asyncio.sleep(2.0)
-            with waits.waiting("forward", DEVICE, idle=True):
+            with waits.waiting("forward", Resource.DEVICE, idle=True):
                 await asyncio.sleep(1.0)
                 assert waits.told(loop.time()) == (
-                    Wait("gradient", "s1r0", 3.0, 5.0, "microbatch 1 of s0r0"),
-                    Wait("forward", DEVICE, 1.0, None, "", True),
+                    Wait("gradient", "s1r0", 3.0, 5.0, ForMicrobatch("s0r0", 1)),
+                    Wait("forward", Resource.DEVICE, 1.0, None, None, True),
                 )
         assert waits.told(loop.time()) == ()
         with pytest.raises(TimeoutError), waits.waiting("x", "y"):

@@ -17,7 +17,7 @@ from diagnosed import (
     with_status,
 )
 
-from noloco_p2p.core.status import DEVICE, SWARM, of_stage
+from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.observe.diagnosis.diagnose import findings, progress, sentence
 from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report, counted, lasted, line, short
 
@@ -62,15 +62,18 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         "device",
         "error",
         "its device is stuck in: forward, since 7.0 s",
-        _set("S1R0", lambda r: waiting(r, wait("forward", DEVICE, 7.0, 6.0, why(1)))),
-        _set("S1R0", lambda r: waiting(r, wait("forward", DEVICE, 5.0, 6.0, why(1)))),
+        _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 7.0, 6.0, why(1)))),
+        _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 5.0, 6.0, why(1)))),
     ),
     "device, as long as twenty-four steps": (
         "device",
         "error",
         "its device is stuck in: backward, since 12 s",
-        _set("S1R0", lambda r: waiting(r, wait("backward", DEVICE, 12.0, 60.0, why(1)))),
-        _set("S1R0", lambda r: with_status(waiting(r, wait("backward", DEVICE, 12.0, 60.0, why(1))), step_took_s=5.0)),
+        _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 12.0, 60.0, why(1)))),
+        _set(
+            "S1R0",
+            lambda r: with_status(waiting(r, wait("backward", Resource.DEVICE, 12.0, 60.0, why(1))), step_took_s=5.0),
+        ),
     ),
     "trouble with the disk": (
         "disk",
@@ -181,15 +184,15 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         "stall",
         "error",
         "no inner step since 40 s: node 12D3…xS1R0 of stage 1 waits for: checkpoint, from disk, since 39 s",
-        _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", "disk", 39.0)), since_step_s=40.0)),
-        _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", "disk", 4.0)), since_step_s=4.5)),
+        _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", Resource.DISK, 39.0)), since_step_s=40.0)),
+        _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", Resource.DISK, 4.0)), since_step_s=4.5)),
     ),
     "a wait that has outlived its deadline": (
         "overdue",
         "warning",
         "waits for: batch, from data, since 20 s, longer than such a wait may take",
-        _set("S0R0", lambda r: waiting(r, wait("batch", "data", 20.0, 10.0))),
-        _set("S0R0", lambda r: waiting(r, wait("batch", "data", 9.0, 10.0))),
+        _set("S0R0", lambda r: waiting(r, wait("batch", Resource.DATA, 20.0, 10.0))),
+        _set("S0R0", lambda r: waiting(r, wait("batch", Resource.DATA, 9.0, 10.0))),
     ),
 }
 
@@ -247,7 +250,7 @@ def test_two_clocks_that_differ_are_both_named() -> None:
 
 def test_a_stage_without_replica() -> None:
     nodes = {name: with_status(r, deserted={1: 42.0}) for name, r in swarm().items() if not name.startswith("S1")}
-    nodes["S0R0"] = waiting(nodes["S0R0"], wait("gradient", of_stage(1), 41.0, None, why(1)))
+    nodes["S0R0"] = waiting(nodes["S0R0"], wait("gradient", AnyReplica(1), 41.0, None, why(1)))
     nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 42.0})
     found = _found(nodes)
     assert [f.name for f in found] == ["stage-empty"]
@@ -311,7 +314,7 @@ def test_a_run_that_has_ended_lacks_nobody() -> None:
 
 def _not_begun(state: str) -> Nodes:
     nodes = {name: with_status(r, inner_steps=0) for name, r in swarm(2, 2, state).items()}
-    return {name: waiting(r, wait("replicas of every stage", SWARM, 30.0)) for name, r in nodes.items()}
+    return {name: waiting(r, wait("replicas of every stage", Resource.SWARM, 30.0)) for name, r in nodes.items()}
 
 
 def test_a_run_that_waits_for_its_start() -> None:

@@ -18,7 +18,20 @@ from hypothesis import strategies as st
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import DEVICE, INNER_STEP, SWARM, Figures, Seen, Serving, Status, Trouble, Wait, of_stage
+from noloco_p2p.core.status import (
+    AnyReplica,
+    Figures,
+    ForMicrobatch,
+    ForRound,
+    Resource,
+    Seen,
+    Serving,
+    Status,
+    Task,
+    Trouble,
+    Unknown,
+    Wait,
+)
 from noloco_p2p.observe.diagnosis.diagnose import findings, progress, sentence
 from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report
 
@@ -38,8 +51,8 @@ def test_a_chain_of_waits_leads_to_the_stuck_device() -> None:
     call = Serving(peer(0, 0), why(5), 20.0)
     nodes["S1R1"] = waiting(nodes["S1R1"], *gradient_of(2, 2, 5, 19.0), serving=[call])
     call = Serving(peer(1, 1), why(5), 19.0)
-    nodes["S2R2"] = waiting(nodes["S2R2"], wait("backward", DEVICE, 19.0, 60.0, why(5)), serving=[call])
-    nodes["S2R0"] = waiting(nodes["S2R0"], wait("microbatches", of_stage(1), 18.0))
+    nodes["S2R2"] = waiting(nodes["S2R2"], wait("backward", Resource.DEVICE, 19.0, 60.0, why(5)), serving=[call])
+    nodes["S2R0"] = waiting(nodes["S2R0"], wait("microbatches", AnyReplica(1), 18.0))
     nodes["S0R1"] = waiting(nodes["S0R1"], *gradient_of(1, 0, 6, 0.1))
     found = _found(nodes)
     assert [(f.name, f.peer) for f in found] == [("device", peer(2, 2))]
@@ -51,7 +64,7 @@ def test_who_waits_at_the_door_waits_for_what_that_node_waits_for() -> None:
     nodes = swarm()
     call = Serving(peer(0, 0), why(5), 20.0)
     nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 0, 5, 20.0))
-    at_the_door = wait("place in the inner step", INNER_STEP, 20.0, 40.0, why(5))
+    at_the_door = wait("place in the inner step", Resource.INNER_STEP, 20.0, 40.0, why(5))
     nodes["S1R0"] = waiting(nodes["S1R0"], at_the_door, *gradient_of(2, 0, 4, 21.0), serving=[call])
     nodes["S2R0"] = silent(nodes["S2R0"])
     found = _found(nodes)
@@ -107,7 +120,7 @@ def test_a_node_that_nobody_announces_any_more_is_named() -> None:
 def test_what_follows_from_a_standing_loop_is_not_told_twice() -> None:
     nodes = swarm()
     call = Serving(peer(0, 0), why(5), 20.0)
-    stuck = waiting(nodes["S1R0"], wait("forward", DEVICE, 70.0, 60.0, why(5)), serving=[call])
+    stuck = waiting(nodes["S1R0"], wait("forward", Resource.DEVICE, 70.0, 60.0, why(5)), serving=[call])
     nodes["S1R0"] = with_advert(with_figures(stuck, loop_silent_s=70.0), microbatches_per_s=1.0)
     nodes["S0R0"] = with_status(waiting(nodes["S0R0"], *gradient_of(1, 0, 5, 65.0)), since_step_s=66.0)
     found = _found(nodes)
@@ -118,7 +131,7 @@ def test_what_follows_from_a_standing_loop_is_not_told_twice() -> None:
 def test_waits_in_a_circle_end() -> None:
     nodes = swarm(1, 3)
     for at, to in ((0, 1), (1, 2), (2, 0)):
-        held = waiting(nodes[f"S0R{at}"], wait("snapshot", peer(0, to), 30.0, 90.0, "outer round 12"))
+        held = waiting(nodes[f"S0R{at}"], wait("snapshot", peer(0, to), 30.0, 90.0, ForRound(12)))
         nodes[f"S0R{at}"] = with_status(held, since_step_s=30.0)
     found = _found(nodes)
     assert [f.name for f in found] == ["stall"] * len(found)
@@ -133,9 +146,14 @@ NUMBERS = st.one_of(
 )
 COUNTS = st.one_of(st.integers(-3, 5), st.sampled_from([10**400, -(10**400), 2**62]))
 TEXTS = st.one_of(st.text(max_size=20), st.sampled_from([*PEERS, "microbatch 5 of x", "\ud800\x1b"]))
-WHOM = st.one_of(
-    TEXTS, st.sampled_from([DEVICE, INNER_STEP, SWARM, "stage 0", "stage 1", "stage ²", "stage " + "9" * 99])
+PURPOSES = st.one_of(
+    st.builds(ForMicrobatch, TEXTS, COUNTS, st.booleans()),
+    st.builds(ForRound, COUNTS, st.booleans()),
+    st.sampled_from(Task),
+    st.builds(Unknown, TEXTS),
 )
+WHOM = st.one_of(TEXTS, st.builds(AnyReplica, COUNTS), st.sampled_from(Resource), st.builds(Unknown, TEXTS))
+WAITS = st.builds(Wait, TEXTS, WHOM, NUMBERS, st.none() | NUMBERS, st.none() | PURPOSES, st.booleans())
 ADVERTS = st.builds(
     Advert,
     peer_id=st.sampled_from(PEERS),
@@ -157,10 +175,8 @@ STATUSES = st.builds(
     steps=COUNTS,
     inner_steps=COUNTS,
     start_replicas=COUNTS,
-    waits=st.lists(st.builds(Wait, TEXTS, WHOM, NUMBERS, st.none() | NUMBERS, TEXTS, st.booleans()), max_size=4).map(
-        tuple
-    ),
-    serving=st.lists(st.builds(Serving, TEXTS, TEXTS, NUMBERS), max_size=2).map(tuple),
+    waits=st.lists(WAITS, max_size=4).map(tuple),
+    serving=st.lists(st.builds(Serving, TEXTS, PURPOSES, NUMBERS), max_size=2).map(tuple),
     seen=st.lists(st.builds(Seen, ADVERTS, NUMBERS, NUMBERS), max_size=2).map(tuple),
     deserted=st.dictionaries(COUNTS, NUMBERS, max_size=2),
     step_took_s=st.none() | NUMBERS,

@@ -13,13 +13,25 @@ from typing import Any
 
 import pytest
 from daemons import daemon, run
-from diagnosed import advert, gradient_of, peer, silent, swarm, wait, waiting, with_advert, with_figures, with_status
+from diagnosed import (
+    advert,
+    gradient_of,
+    peer,
+    silent,
+    swarm,
+    wait,
+    waiting,
+    why,
+    with_advert,
+    with_figures,
+    with_status,
+)
 from rich.console import Console
 
 from noloco_p2p.cli import main
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import Seen
+from noloco_p2p.core.status import Resource, Seen
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
@@ -81,7 +93,7 @@ def test_at_most_three_findings_and_the_others_counted() -> None:
 
 def test_a_node_tells_what_it_waits_for() -> None:
     nodes = swarm()
-    nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 20.0), wait("word", "swarm", 99.0, idle=True))
+    nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 20.0), wait("word", Resource.SWARM, 99.0, idle=True))
     nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused")
     drawn = _drawn(_overview(nodes))
     assert next(row for row in drawn if row.startswith("12D3…xS0R0")).endswith("20s 12D3…xS1R1: gradient")
@@ -128,13 +140,13 @@ def test_json_has_everything_and_only_finite_numbers() -> None:
     nodes = swarm(2, 2)
     nodes["S0R0"] = with_figures(nodes["S0R0"], loss=float("nan"), bytes_per_s=float("inf"))
     nodes["S1R0"] = silent(waiting(nodes["S1R0"]))
-    nodes["S1R1"] = waiting(nodes["S1R1"], wait("backward", "device", 3.0, 60.0, "x"))
+    nodes["S1R1"] = waiting(nodes["S1R1"], wait("backward", Resource.DEVICE, 3.0, 60.0, why(7)))
     told = json.loads(json.dumps(_overview(nodes).as_json(), allow_nan=False))
     assert set(told) == {"name", "sentence", "severity", "progress", "findings", "stages", "nodes"}
     assert [node["peer"] for node in told["nodes"]] == [peer(s, r) for s in range(2) for r in range(2)]
     assert told["nodes"][0]["loss"] is None
     assert told["nodes"][2]["failure"] == "Connection refused"
-    assert told["nodes"][3]["waits_for"] == wait_json("backward", "device", 3.0, 60.0, "x")
+    assert told["nodes"][3]["waits_for"] == wait_json("backward", "device", 3.0, 60.0, f"microbatch 7 of {peer(0, 0)}")
     assert told["stages"][1] == {
         "stage": 1,
         "replicas": 2,

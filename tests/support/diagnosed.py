@@ -4,7 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
-from noloco_p2p.core.status import Figures, Seen, Serving, Status, Trouble, Wait, of_microbatch, of_stage
+from noloco_p2p.core.status import (
+    AnyReplica,
+    Figures,
+    ForMicrobatch,
+    Purpose,
+    Resource,
+    Seen,
+    Serving,
+    Status,
+    Trouble,
+    Wait,
+    WaitTarget,
+    for_microbatch,
+)
 from noloco_p2p.observe.diagnosis.findings import Report
 
 RUN = "ab" * 32
@@ -31,13 +44,18 @@ def advert(stage: int, replica: int, state: str = "training", speed: float = 10.
     )
 
 
-def why(counter: int, replica: int = 0) -> str:
+def why(counter: int, replica: int = 0) -> ForMicrobatch:
     """A microbatch of replica 0 of stage 0."""
-    return of_microbatch(MicrobatchId(peer(0, replica), 7, counter))
+    return for_microbatch(MicrobatchId(peer(0, replica), 7, counter))
 
 
 def wait(
-    what: str, whom: str, since_s: float, deadline_s: float | None = None, why: str = "", idle: bool = False
+    what: str,
+    whom: WaitTarget,
+    since_s: float,
+    deadline_s: float | None = None,
+    why: Purpose | None = None,
+    idle: bool = False,
 ) -> Wait:
     """A wait."""
     return Wait(what, whom, since_s, deadline_s, why, idle)
@@ -55,7 +73,7 @@ def swarm(stages: int = 3, replicas: int = 3, state: str = "training") -> dict[s
             steps=5000,
             inner_steps=1230,
             start_replicas=replicas,
-            waits=(wait("reading of the membership", "directory", 3.0, idle=True),),
+            waits=(wait("reading of the membership", Resource.DIRECTORY, 3.0, idle=True),),
             seen=tuple(Seen(other) for other in everybody if other is not mine),
             step_took_s=0.5,
             since_step_s=0.2,
@@ -116,6 +134,6 @@ def troubled(report: Report, name: str, message: str) -> Report:
 def gradient_of(stage: int, replica: int, counter: int, since_s: float) -> tuple[Wait, ...]:
     """The two waits of a node that has sent a microbatch on: for anybody of the stage, and for whom it called."""
     return (
-        wait("gradient", of_stage(stage), since_s + 1, None, why(counter)),
+        wait("gradient", AnyReplica(stage), since_s + 1, None, why(counter)),
         wait("gradient", peer(stage, replica), since_s, 60.0, why(counter)),
     )

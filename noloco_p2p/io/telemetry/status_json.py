@@ -1,18 +1,33 @@
 """`Status` as the JSON of /status: flat, the advert's fields beside the status's own. What comes in is from strangers.
 
-Unknown fields of later versions are passed over, missing ones have their defaults. `health` is told, never read.
+Unknown fields of later versions are passed over, missing ones have their defaults. `health` is written, never read.
+Whom and what a wait is for are words in JSON and values everywhere else: this is the only place that reads the words.
 """
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import Status
+from noloco_p2p.core.status import (
+    AnyReplica,
+    ForGuarding,
+    ForMicrobatch,
+    ForRound,
+    Purpose,
+    Resource,
+    Serving,
+    Status,
+    Task,
+    Unknown,
+    Wait,
+    WaitTarget,
+)
 from noloco_p2p.errors import Violation
 
 LIMIT_BYTES = 4 * 1024 * 1024
@@ -28,22 +43,73 @@ TEXT_LIMIT = 1_024
 _NUMBER_LIMIT = 2.0**63
 _DEEPEST = 8
 
+_PEER_ID = re.compile(r"12D3KooW[1-9A-Za-z]+")
+"""An Ed25519 key in base58: every node has one."""
+_N = "(0|[1-9][0-9]{0,17})"
+_STAGE = re.compile(f"stage {_N}")
+_MICROBATCH = re.compile(rf"(held-out )?microbatch {_N} of (\S+)")
+_ROUND = re.compile(f"(asked for )?outer round {_N}")
+_GUARDING = re.compile(f"guards stage {_N}")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitInWords:
+    """`Wait` as JSON has it."""
+
+    what: str
+    whom: str
+    since_s: float
+    deadline_s: float | None
+    why: str = ""
+    idle: bool = False
+
+    @classmethod
+    def of(cls, wait: Wait) -> "WaitInWords":
+        """The words for a wait."""
+        why = "" if wait.why is None else _line(str(wait.why))
+        return cls(_line(wait.what), _line(str(wait.whom)), wait.since_s, wait.deadline_s, why, wait.idle)
+
+    def read(self) -> Wait:
+        """The wait that these are the words for."""
+        why = _purpose(self.why) if self.why else None
+        return Wait(self.what, _target(self.whom), self.since_s, self.deadline_s, why, self.idle)
+
+
+@dataclass(frozen=True, slots=True)
+class _CallInWords:
+    """`Serving` as JSON has it."""
+
+    caller: str
+    why: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _InWords:
+    """The part of a status that is words in JSON and values elsewhere."""
+
+    waits: tuple[WaitInWords, ...] = ()
+    serving: tuple[_CallInWords, ...] = ()
+
+
+_RESOURCES, _TASKS = {each.value for each in Resource}, {each.value for each in Task}
+_IN_WORDS = TypeAdapter(_InWords)
 _STATUS = TypeAdapter(Status)
 _ADVERT = TypeAdapter(Advert)
 _NOT_TOLD = "announced_at"
 """Field of an advert that means something in one process only."""
+_WRITTEN_APART: Any = {"advert": True, "waits": True, "serving": True, "seen": {"__all__": {"advert": {_NOT_TOLD}}}}
 _ADVERT_FIELDS = frozenset(each.name for each in fields(Advert)) - {_NOT_TOLD}
 
 
 def encode(status: Status, health: str | None = None) -> bytes:
     """A status for others. `health` is the line that says what is wrong, None when nothing is."""
+    in_words = _InWords(
+        tuple(WaitInWords.of(each) for each in status.waits[:TOLD_LIMIT]),
+        tuple(_CallInWords(each.caller, _line(str(each.why)), each.since_s) for each in status.serving[:TOLD_LIMIT]),
+    )
     status = replace(
         status,
-        waits=tuple(
-            replace(each, what=_line(each.what), whom=_line(each.whom), why=_line(each.why))
-            for each in status.waits[:TOLD_LIMIT]
-        ),
-        serving=tuple(replace(each, why=_line(each.why)) for each in status.serving[:TOLD_LIMIT]),
         seen=status.seen[:ITEMS_LIMIT],
         troubles=tuple(
             replace(each, name=_line(each.name), message=_line(each.message)) for each in status.troubles[:TOLD_LIMIT]
@@ -52,7 +118,8 @@ def encode(status: Status, health: str | None = None) -> bytes:
     parts = (
         json.dumps({"health": None if health is None else _line(health)}).encode(),
         _ADVERT.dump_json(status.advert, exclude={_NOT_TOLD}),
-        _STATUS.dump_json(status, exclude={"advert": True, "seen": {"__all__": {"advert": {_NOT_TOLD}}}}),
+        _IN_WORDS.dump_json(in_words),
+        _STATUS.dump_json(status, exclude=_WRITTEN_APART),
     )
     return b"{" + b",".join(part[1:-1] for part in parts) + b"}"
 
@@ -69,10 +136,13 @@ def decode(content: bytes) -> Status:
         raise Violation("status is not a JSON object")
     _check(found, "status", 0)
     advert = {name: value for name, value in found.items() if name in _ADVERT_FIELDS}
-    rest = {name: value for name, value in found.items() if name not in _ADVERT_FIELDS and name != "health"}
+    rest = {name: value for name, value in found.items() if name not in _ADVERT_FIELDS}
+    apart = {name: rest.pop(name) for name in ("waits", "serving") if name in rest}
+    rest.pop("health", None)
     try:
         # Of JSON pydantic takes lists for tuples and texts for the keys of stages, and is strict in all else.
         status = _STATUS.validate_json(json.dumps(rest | {"advert": advert}), strict=True)
+        in_words = _IN_WORDS.validate_json(json.dumps(apart), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"] if part != "advert")
@@ -80,7 +150,28 @@ def decode(content: bytes) -> Status:
     for each in (status.advert, *(seen.advert for seen in status.seen)):
         if each.state not in STATES:
             raise Violation("status with an unknown state")
-    return status
+    serving = tuple(Serving(each.caller, _purpose(each.why), each.since_s) for each in in_words.serving)
+    return replace(status, waits=tuple(each.read() for each in in_words.waits), serving=serving)
+
+
+def _target(text: str) -> WaitTarget:
+    """Who or what these words name."""
+    if text in _RESOURCES:
+        return Resource(text)
+    if found := _STAGE.fullmatch(text):
+        return AnyReplica(int(found[1]))
+    return text if _PEER_ID.fullmatch(text) else Unknown(text)
+
+
+def _purpose(text: str) -> Purpose:
+    """What these words are for."""
+    if found := _MICROBATCH.fullmatch(text):
+        return ForMicrobatch(found[3], int(found[2]), held_out=found[1] is not None)
+    if found := _ROUND.fullmatch(text):
+        return ForRound(int(found[2]), asked=found[1] is not None)
+    if found := _GUARDING.fullmatch(text):
+        return ForGuarding(int(found[1]))
+    return Task(text) if text in _TASKS else Unknown(text)
 
 
 def _line(text: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.config import OuterSettings, RunManifest
+from noloco_p2p.core.status import ForMicrobatch
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.lab.bench import pipeline
@@ -148,7 +149,7 @@ def _name_waits(count: int) -> float:
         waits = Waits()
         began = time.perf_counter()
         for _ in range(count):
-            with waits.waiting("gradient", "bench", 2.0, "microbatch"):
+            with waits.waiting("gradient", "bench", 2.0, ForMicrobatch("bench", 1)):
                 pass
         return time.perf_counter() - began
 

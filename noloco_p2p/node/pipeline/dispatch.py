@@ -19,7 +19,7 @@ from noloco_p2p.core.messages import (
     Origin,
     PeerId,
 )
-from noloco_p2p.core.status import of_microbatch, of_stage
+from noloco_p2p.core.status import AnyReplica, for_microbatch
 from noloco_p2p.core.timeouts import ANSWER_SHARE, AdaptiveTimeout, attempt_s
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 from noloco_p2p.node.state import NodeState
@@ -82,7 +82,7 @@ class Dispatcher:
         we send breaks the protocol: then nobody retries it.
         """
         node, heard = self._node, _Attempts(set(), set())
-        patience, why = self._patience, of_microbatch(parcel.microbatch)
+        patience, why = self._patience, for_microbatch(parcel.microbatch)
         deadline = self._before_my_caller(deadline)
         while True:
             if node.drain_by is not None:
@@ -186,7 +186,7 @@ class Dispatcher:
         if node.saw_the_end or not any(stage > node.index for stage in node.deserted):
             return False
         empty = min(stage for stage in node.deserted if stage > node.index)
-        await node.until(lambda: node.draining or not self.nobody_there(), "replica", of_stage(empty))
+        await node.until(lambda: node.draining or not self.nobody_there(), "replica", AnyReplica(empty))
         return not node.draining
 
     def _comes_late(self, peer: PeerId, heard: _Attempts) -> bool:
@@ -226,7 +226,7 @@ class Dispatcher:
 
     async def _pause(self, heard: _Attempts) -> None:
         """Let time pass, then everybody may be asked again."""
-        with self._node.waiting("free replica", of_stage(self._node.index + 1), heard.pause_s):
+        with self._node.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
         heard.pause_s = min(2 * heard.pause_s, LONGEST_PAUSE_S if heard.busy else LONGEST_WITH_NOBODY_S)
         if not heard.busy:
@@ -260,7 +260,7 @@ class Dispatcher:
             peer = self._evaluator(parcel.origin.index + skip)
             if peer is not None:
                 try:
-                    with node.waiting("loss", peer.peer_id, longest_s, of_microbatch(parcel.microbatch)):
+                    with node.waiting("loss", peer.peer_id, longest_s, for_microbatch(parcel.microbatch)):
                         loss = await node.world.transport.evaluate(peer, self._activation(parcel, longest_s))
                 except Busy:
                     self._answered(peer)
@@ -280,7 +280,7 @@ class Dispatcher:
                     patience.observe(node.now() - began)
                     self._answered(peer)
                     return loss
-            with node.waiting("free replica", of_stage(node.index + 1), pause_s):
+            with node.waiting("free replica", AnyReplica(node.index + 1), pause_s):
                 await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise Declined(f"no replica of stage {node.index + 1} evaluated a microbatch in time: {failure}")

@@ -3,7 +3,7 @@
 from math import isfinite
 
 from noloco_p2p.core.messages import Header, LossSum, PeerId, TensorSpec
-from noloco_p2p.core.status import of_microbatch
+from noloco_p2p.core.status import for_microbatch
 from noloco_p2p.errors import Busy, Declined, Violation
 from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageOutput
 from noloco_p2p.node.state import NodeState
@@ -45,7 +45,7 @@ class EvaluationServer:
         if self._evaluating >= node.config.limits.evaluations:
             raise Busy(f"stage {node.index} replica {node.me} evaluates as many microbatches as it may")
         self._evaluating += 1
-        why = of_microbatch(header.microbatch)
+        why = for_microbatch(header.microbatch)
         try:
             with node.serving(caller, why):
                 deadline = node.now() + header.time_left_s

@@ -13,7 +13,7 @@ from noloco_p2p.core import routing
 from noloco_p2p.core.intake import Answer, Intake, Key
 from noloco_p2p.core.messages import Activation, Gradient, Header, PeerId
 from noloco_p2p.core.nonfinite import NonFiniteStreak
-from noloco_p2p.core.status import INNER_STEP, of_microbatch, of_stage
+from noloco_p2p.core.status import AnyReplica, Resource, for_microbatch
 from noloco_p2p.core.timeouts import WAIT_SHARE, AdaptiveTimeout
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
 from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageOutput
@@ -71,9 +71,9 @@ class MicrobatchServer:
         node, began, limits = self._node, self._node.now(), self._node.config.limits
         silence_s = self._patience.deadline_s(SILENT_READINGS * node.config.directory.refresh_s)
         silence_s = silence_s or limits.microbatch_deadline_s
-        with node.waiting("microbatches", of_stage(node.index - 1)):
+        with node.waiting("microbatches", AnyReplica(node.index - 1)):
             while not await node.until(
-                lambda: self.intake.ready or over(), "word of the origins", of_stage(0), silence_s, idle=True
+                lambda: self.intake.ready or over(), "word of the origins", AnyReplica(0), silence_s, idle=True
             ):
                 since = node.now() - (silence_s or 0.0)
                 silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
@@ -86,7 +86,7 @@ class MicrobatchServer:
 
     async def until_empty(self) -> None:
         """Until what was admitted has ended; the door is closed."""
-        await self._node.until(lambda: self.intake.in_flight == 0, "end of what was admitted", INNER_STEP)
+        await self._node.until(lambda: self.intake.in_flight == 0, "end of what was admitted", Resource.INNER_STEP)
 
     def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
         """How many microbatches this step takes, and under `balanced` which.
@@ -165,7 +165,7 @@ class MicrobatchServer:
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(key, call, task))
         self._gauge()
-        with node.serving(caller, of_microbatch(header.microbatch)):
+        with node.serving(caller, for_microbatch(header.microbatch)):
             return await self._wait(call)
 
     def _ended(self, key: Key, call: _Call, task: asyncio.Task[Gradient]) -> None:
@@ -194,7 +194,7 @@ class MicrobatchServer:
         node = self._node
         deadline = node.now() + call.header.time_left_s
         try:
-            with node.waiting("activation", caller, call.header.time_left_s, of_microbatch(key.microbatch)):
+            with node.waiting("activation", caller, call.header.time_left_s, for_microbatch(key.microbatch)):
                 activation = await call.body()
             await self._admission(call, deadline)
             contribution, reply, below_finite = await self._compute(activation, deadline)
@@ -224,8 +224,8 @@ class MicrobatchServer:
     async def _admission(self, call: _Call, deadline: float) -> None:
         """Wait at the door, but not so long that the caller takes this node for hung: Busy is an answer too."""
         node = self._node
-        longest_s, why = WAIT_SHARE * (deadline - node.now()), of_microbatch(call.header.microbatch)
-        with node.span("wait"), node.waiting("place in the inner step", INNER_STEP, longest_s, why):
+        longest_s, why = WAIT_SHARE * (deadline - node.now()), for_microbatch(call.header.microbatch)
+        with node.span("wait"), node.waiting("place in the inner step", Resource.INNER_STEP, longest_s, why):
             try:
                 async with asyncio.timeout(longest_s):
                     await call.admitted.wait()
@@ -235,7 +235,7 @@ class MicrobatchServer:
     async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient, bool]:
         """What this stage added, its reply, and whether everything further on was finite."""
         node, header, stage = self._node, activation.header, self._node.stage
-        why = of_microbatch(header.microbatch)
+        why = for_microbatch(header.microbatch)
         served: tuple[PeerId, ...]
         if node.last:
             with node.span("backward"), node.computing("backward", why):
@@ -248,7 +248,7 @@ class MicrobatchServer:
                 graph, hidden = await stage.forward(activation.hidden, activation.mask)
             try:
                 parcel = StageOutput(header.microbatch, header.origin, hidden, activation.targets, activation.mask)
-                with node.waiting("gradient", of_stage(node.index + 1), deadline - node.now(), why):
+                with node.waiting("gradient", AnyReplica(node.index + 1), deadline - node.now(), why):
                     gradient, _ = await self._sender.deliver(parcel, deadline)
                 with node.span("backward"), node.computing("backward", why):
                     done = await to_the_end(stage.backward(graph, header.microbatch, gradient))

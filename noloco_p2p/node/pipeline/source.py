@@ -4,7 +4,7 @@ import asyncio
 
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId, Origin, PeerId
 from noloco_p2p.core.nonfinite import NonFiniteStreak
-from noloco_p2p.core.status import DATA, INNER_STEP, of_microbatch, of_stage
+from noloco_p2p.core.status import AnyReplica, Resource, for_microbatch
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
 from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageOutput
 from noloco_p2p.node.state import NodeState, to_the_end
@@ -28,13 +28,13 @@ class MicrobatchSource:
         gate = asyncio.Semaphore(self._node.config.limits.max_in_flight)
         async with asyncio.TaskGroup() as flights:
             for index in range(self._node.manifest.microbatches_per_step):
-                with self._node.waiting("place in flight", INNER_STEP):
+                with self._node.waiting("place in flight", Resource.INNER_STEP):
                     await gate.acquire()
                 if self._node.draining:
                     break
                 microbatch = MicrobatchId(self._node.me, self._incarnation, self._counter)
                 self._counter += 1
-                with self._node.waiting("batch", DATA):
+                with self._node.waiting("batch", Resource.DATA):
                     batches[microbatch] = await data.next()
                 flight = flights.create_task(self._microbatch(microbatch, index, batches[microbatch]))
                 flight.add_done_callback(lambda _: gate.release())
@@ -63,7 +63,7 @@ class MicrobatchSource:
 
         Raises PeerError when nobody could serve it.
         """
-        node, stage, why = self._node, self._node.stage, of_microbatch(microbatch)
+        node, stage, why = self._node, self._node.stage, for_microbatch(microbatch)
         if node.last:
             with node.span("backward"), node.computing("backward", why):
                 done = await to_the_end(stage.loss_backward(microbatch, batch.inputs, batch.targets, batch.mask))
@@ -82,7 +82,7 @@ class MicrobatchSource:
     async def _deliver(self, parcel: StageOutput) -> tuple[Gradient, PeerId]:
         """Busy is no failure, and a stage that nobody serves comes back: try again as long as this node trains."""
         node = self._node
-        with node.waiting("gradient", of_stage(node.index + 1), None, of_microbatch(parcel.microbatch)):
+        with node.waiting("gradient", AnyReplica(node.index + 1), None, for_microbatch(parcel.microbatch)):
             while True:
                 try:
                     return await self._sender.deliver(parcel, node.now() + node.config.limits.microbatch_deadline_s)

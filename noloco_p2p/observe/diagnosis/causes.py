@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from noloco_p2p.core.members import IN_ROUNDS
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.core.status import INNER_STEP, Status, Wait
-from noloco_p2p.observe.diagnosis.findings import Report, number
+from noloco_p2p.core.status import ACTIVATION, AnyReplica, ForMicrobatch, Purpose, Resource, Status, Wait
+from noloco_p2p.observe.diagnosis.findings import number
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm
-from noloco_p2p.observe.diagnosis.symptoms import LOOP_SILENT_S
+from noloco_p2p.observe.diagnosis.symptoms import LOOP_SILENT_S, CallLink, Place
 
 PATIENCE_S = 2.0
 """Waits that are younger belong to training as it is."""
@@ -24,29 +24,24 @@ WAITS_LIMIT = 64
 """Waits of one node that are followed, the longest ones."""
 
 
-def link(caller: PeerId, callee: PeerId) -> str:
-    """The place of a link in `Cause.at`."""
-    return f"{caller} > {callee}"
-
-
 @dataclass(slots=True)
 class Paths:
     """Where the waits of one node lead."""
 
-    ends: set[str] = field(default_factory=set)
-    """Places (`Cause.at`) at which a path ends, or by which it goes."""
+    ends: set[Place] = field(default_factory=set)
+    """Where a path ends, or what it goes by."""
     last: list[tuple[PeerId, Wait]] = field(default_factory=list)
     """The waits at the ends, which lead to no other node."""
-    links: dict[str, tuple[PeerId, PeerId, Wait]] = field(default_factory=dict)
-    """Links over which a call has not come: caller, callee, the wait that tells."""
+    links: dict[CallLink, Wait] = field(default_factory=dict)
+    """Links over which a call has not come, with the wait that shows it."""
     gone: dict[PeerId, PeerId] = field(default_factory=dict)
     """Nodes that are waited for and that nobody announces: by whom."""
 
 
 class Follower:
-    """Follows the waits of one swarm. `empty` has the stages that nobody serves, as `stage N`."""
+    """Follows the waits of one swarm. `empty` has the stages that nobody serves."""
 
-    def __init__(self, swarm: Swarm, empty: frozenset[str]) -> None:
+    def __init__(self, swarm: Swarm, empty: frozenset[AnyReplica]) -> None:
         self._swarm = swarm
         self._empty = empty
         self._statuses = dict(swarm.statuses)
@@ -54,11 +49,11 @@ class Follower:
     def follow(self, peer: PeerId) -> Paths:
         """Where all long waits of a node lead."""
         paths = Paths()
-        seen: set[tuple[PeerId, str]] = set()
-        todo: list[tuple[PeerId, str]] = []
+        seen: set[tuple[PeerId, Purpose | None]] = set()
+        todo: list[tuple[PeerId, Purpose | None]] = []
         status = self._statuses.get(peer)
         if status is not None:
-            oldest: dict[str, float] = {}
+            oldest: dict[Purpose | None, float] = {}
             for wait in self._waits(status):
                 oldest[wait.why] = max(oldest.get(wait.why, 0.0), number(wait.since_s))
             long = [wait for wait in self._waits(status) if oldest[wait.why] > PATIENCE_S]
@@ -72,71 +67,60 @@ class Follower:
             todo += self._from(*at, paths)
         return paths
 
-    def _from(self, peer: PeerId, why: str, paths: Paths) -> list[tuple[PeerId, str]]:
+    def _from(self, peer: PeerId, why: Purpose | None, paths: Paths) -> list[tuple[PeerId, Purpose | None]]:
         """One node further: on behalf of `why`, or with all of its waits when that is not known."""
         status = self._statuses.get(peer)
         if status is None or number(status.figures.loop_silent_s) > LOOP_SILENT_S:
             return []
         waits = self._waits(status)
-        if why:
+        if why is not None:
             mine = [wait for wait in waits if wait.why == why]
-            if any(wait.whom == INNER_STEP for wait in mine):
+            if any(wait.whom == Resource.INNER_STEP for wait in mine):
                 mine = [wait for wait in waits if wait.why != why]
             waits = mine
         return self._steps(peer, status, waits, paths)
 
-    def _steps(self, peer: PeerId, status: Status, waits: Sequence[Wait], paths: Paths) -> list[tuple[PeerId, str]]:
+    def _steps(
+        self, peer: PeerId, status: Status, waits: Sequence[Wait], paths: Paths
+    ) -> list[tuple[PeerId, Purpose | None]]:
         """Whom these waits of a node lead to; what ends here goes into `paths`."""
-        further: list[tuple[PeerId, str]] = []
-        called = {wait.why for wait in waits if self._is_peer(wait.whom)}
+        further: list[tuple[PeerId, Purpose | None]] = []
+        called = {wait.why for wait in waits if isinstance(wait.whom, str)}
         for wait in waits:
-            if self._is_peer(wait.whom):
-                further += self._call(peer, status, wait, paths)
-            elif wait.whom.startswith("stage "):
+            if isinstance(wait.whom, str):
+                further += self._call(peer, status, wait, wait.whom, paths)
+            elif isinstance(wait.whom, AnyReplica):
                 if wait.whom in self._empty:
                     paths.ends.add(wait.whom)
-                elif not (wait.why and wait.why in called):
-                    further += [(r.peer, "") for r in self._replicas(wait.whom)]
-            elif wait.whom != INNER_STEP:
+                elif wait.why is None or wait.why not in called:
+                    further += [(r.peer, None) for r in self._swarm.of_stage(wait.whom.stage, IN_ROUNDS)]
+            elif wait.whom != Resource.INNER_STEP:
                 paths.last.append((peer, wait))
         return further
 
-    def _call(self, peer: PeerId, status: Status, wait: Wait, paths: Paths) -> list[tuple[PeerId, str]]:
+    def _call(
+        self, peer: PeerId, status: Status, wait: Wait, whom: PeerId, paths: Paths
+    ) -> list[tuple[PeerId, Purpose | None]]:
         """One call to another node: is it there, has the call arrived, and what is it waiting for itself?"""
-        other = self._statuses.get(wait.whom)
+        other = self._statuses.get(whom)
         if other is None:
-            if wait.whom not in self._swarm.by_peer and number(wait.since_s) > PATIENCE_S:
-                paths.gone[wait.whom] = peer
-            paths.ends.add(wait.whom)
+            if whom not in self._swarm.by_peer and number(wait.since_s) > PATIENCE_S:
+                paths.gone[whom] = peer
+            paths.ends.add(whom)
             return []
-        if not is_microbatch(wait.why):
-            return [(wait.whom, "")]
-        caller, callee = (wait.whom, peer) if wait.what == "activation" else (peer, wait.whom)
-        arrived = caller != peer or any(serving.why == wait.why for serving in other.serving)
+        if not isinstance(wait.why, ForMicrobatch):
+            return [(whom, None)]
+        link = CallLink(whom, peer) if wait.what == ACTIVATION else CallLink(peer, whom)
+        arrived = link.caller != peer or any(serving.why == wait.why for serving in other.serving)
         step_s = number(status.step_took_s)
         late = number(wait.since_s) > (max(PATIENCE_S, PATIENCE_STEPS * step_s) if step_s > 0 else FIRST_PATIENCE_S)
         silent = number(other.figures.loop_silent_s) > LOOP_SILENT_S
-        if late and not silent and other.advert.state == "training" and (not arrived or caller != peer):
-            paths.links[link(caller, callee)] = caller, callee, wait
-            paths.ends.add(link(caller, callee))
+        if late and not silent and other.advert.state == "training" and (not arrived or link.caller != peer):
+            paths.links[link] = wait
+            paths.ends.add(link)
             return []
-        return [] if caller != peer else [(wait.whom, wait.why)]
+        return [] if link.caller != peer else [(whom, wait.why)]
 
     @staticmethod
     def _waits(status: Status) -> list[Wait]:
         return [wait for wait in status.waits if not wait.idle][:WAITS_LIMIT]
-
-    def _is_peer(self, whom: str) -> bool:
-        """The wait is for one node: one that is known, or what looks like a peer id."""
-        return whom in self._swarm.by_peer or (len(whom) > 40 and whom.isalnum())
-
-    def _replicas(self, whom: str) -> list[Report]:
-        number_of = whom.removeprefix("stage ")
-        if not (number_of.isascii() and number_of.isdigit() and len(number_of) < 8):
-            return []
-        return self._swarm.of_stage(int(number_of), IN_ROUNDS)
-
-
-def is_microbatch(why: str) -> bool:
-    """The wait is on behalf of a microbatch, whose calls tell at both ends that they are there."""
-    return why.startswith(("microbatch ", "held-out microbatch "))

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from noloco_p2p.core.members import IN_ROUNDS, PRESENT
-from noloco_p2p.core.status import SWARM, of_stage
-from noloco_p2p.observe.diagnosis.findings import Report, lasted, many, named, number
+from noloco_p2p.core.status import AnyReplica, Resource
+from noloco_p2p.observe.diagnosis.findings import Finding, Report, lasted, many, named, number
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm, most_common
 from noloco_p2p.observe.diagnosis.symptoms import Cause, cause
 
@@ -31,7 +31,7 @@ def _stages(swarm: Swarm) -> Iterator[Cause]:
     if thin:
         which = f"stage {thin[0]} has" if len(thin) == 1 else f"stages {_numbers(thin)} have"
         told = f"{which} one replica{'' if len(thin) == 1 else ' each'}: without it the run stands still"
-        yield cause("warning", "stage-thin", None, told, "start one more node, it goes where it is needed most", at="")
+        yield cause("warning", "stage-thin", None, told, "start one more node, it goes where it is needed most")
 
 
 def _is_old(report: Report) -> bool:
@@ -56,7 +56,7 @@ def _empty_stage(swarm: Swarm, stage: int, silent: list[Report]) -> Cause:
         told += f": {named(coming)} {'is' if len(coming) == 1 else 'are'} starting"
         advice = "wait for it"
     peer = (silent[0].peer if silent else paused[0] if paused else None) if len(silent or paused) == 1 else None
-    return cause("error", "stage-empty", peer, told, advice, at=of_stage(stage))
+    return Cause(Finding("error", "stage-empty", peer, told, advice), AnyReplica(stage))
 
 
 def _numbers(stages: list[int]) -> str:
@@ -73,7 +73,9 @@ def _start(swarm: Swarm) -> Iterator[Cause]:
     undecided = sum(r.newest is None or r.newest.stage < 0 for r in swarm.reports)
     if sum(lack for lack in missing.values() if lack > 0) > undecided:
         some = ", ".join(told[:3]) + (f" and of {many(len(told) - 3, 'other stage')}" if len(told) > 3 else "")
-        waited_s = max((number(w.since_s) for _, s in swarm.statuses for w in s.waits if w.whom == SWARM), default=0.0)
+        waited_s = max(
+            (number(w.since_s) for _, s in swarm.statuses for w in s.waits if w.whom == Resource.SWARM), default=0.0
+        )
         since = f" since {lasted(waited_s)}" if waited_s > 0 else ""
         advice = "start more nodes: noloco-node --join ADDR; the run begins by itself"
-        yield cause("warning", "start", None, f"waiting for {some}{since}: the run has not begun", advice, at="")
+        yield cause("warning", "start", None, f"waiting for {some}{since}: the run has not begun", advice)

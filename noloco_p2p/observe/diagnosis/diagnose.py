@@ -7,11 +7,12 @@ causes.py       follows the waits from node to node
 links.py        links that carry nothing
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.status import AnyReplica, WaitTarget
 from noloco_p2p.observe.diagnosis.causes import Follower, Paths
 from noloco_p2p.observe.diagnosis.coverage import vacancies
 from noloco_p2p.observe.diagnosis.findings import (
@@ -28,7 +29,7 @@ from noloco_p2p.observe.diagnosis.findings import (
 )
 from noloco_p2p.observe.diagnosis.half_open import broken_links
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm
-from noloco_p2p.observe.diagnosis.symptoms import Cause, cause, symptoms, who
+from noloco_p2p.observe.diagnosis.symptoms import Cause, Place, cause, symptoms, who
 
 __all__ = ["Finding", "Report", "Severity", "findings", "progress", "sentence", "short"]
 
@@ -108,12 +109,12 @@ def progress(reports: Sequence[Report]) -> str:
 def _causes(swarm: Swarm) -> list[Cause]:
     """All findings with their places, in order."""
     shown = [*symptoms(swarm), *vacancies(swarm)]
-    empty = frozenset(each.at for each in shown if each.finding.name == "stage-empty")
+    empty = frozenset(each.at for each in shown if isinstance(each.at, AnyReplica))
     follower = Follower(swarm, empty)
     paths = {peer: follower.follow(peer) for peer, _ in swarm.statuses}
     ill = frozenset(each.at for each in shown if each.finding.name in ("loop", "device", "unreachable"))
-    silent = {at: found for each in paths.values() for at, found in each.links.items()}
-    shown += broken_links(swarm, ill, [silent[at] for at in sorted(silent)])
+    silent = {link: wait for each in paths.values() for link, wait in each.links.items()}
+    shown += broken_links(swarm, ill, silent)
     shown += _gone(paths)
     shown = _without_consequences(shown, swarm)
     shown += _unexplained(swarm, shown, paths)
@@ -132,15 +133,15 @@ def _gone(paths: dict[PeerId, Paths]) -> Iterator[Cause]:
 def _without_consequences(shown: Iterable[Cause], swarm: Swarm) -> list[Cause]:
     """Without what another finding about the same node explains."""
     shown = list(shown)
-    by_name: dict[str, set[str]] = {}
+    by_name: dict[str, set[Place | None]] = {}
     for each in shown:
         by_name.setdefault(each.finding.name, set()).add(each.at)
     of_empty = {
         report.peer
         for report in swarm.reports
-        if report.newest is not None and f"stage {report.newest.stage}" in by_name.get("stage-empty", ())
+        if report.newest is not None and AnyReplica(report.newest.stage) in by_name.get("stage-empty", ())
     }
-    explained = {
+    explained: dict[str, Collection[Place | None]] = {
         "unreachable": of_empty,
         "device": by_name.get("loop", set()),
         "slow-node": by_name.get("loop", set()) | by_name.get("device", set()),
@@ -172,8 +173,8 @@ def _unexplained(swarm: Swarm, shown: Sequence[Cause], paths: dict[PeerId, Paths
     return [found[at] for at in sorted(found)]
 
 
-def _whom(whom: str) -> str:
-    return f"node {short(whom)}" if len(whom) > 12 and whom.isalnum() else whom
+def _whom(whom: WaitTarget) -> str:
+    return f"node {short(whom)}" if isinstance(whom, str) else str(whom)
 
 
 def _with_held(each: Cause, paths: dict[PeerId, Paths]) -> Cause:

@@ -4,24 +4,21 @@ A call that fails sets the callee aside at its caller, for twice as long each ti
 aside, again and again, by one caller has a link that is broken; set aside by all, a port that is closed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Status, Wait
-from noloco_p2p.observe.diagnosis.causes import link
-from noloco_p2p.observe.diagnosis.findings import Severity, lasted, line, named, number, short
+from noloco_p2p.observe.diagnosis.findings import Finding, Severity, lasted, line, named, number, short
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm
-from noloco_p2p.observe.diagnosis.symptoms import Cause, cause, who
+from noloco_p2p.observe.diagnosis.symptoms import CallLink, Cause, Place, cause, who
 
 ASIDE_S = 1.0
 """Set aside for longer than this: a peer that failed at least twice in a row, with no answer since."""
 _WHY = "listen.grpc_port there must be open to all nodes: look at firewalls and NAT, and at listen.announce_host"
 
 
-def broken_links(
-    swarm: Swarm, ill: frozenset[PeerId], silent: Iterable[tuple[PeerId, PeerId, Wait]]
-) -> Iterator[Cause]:
-    """From whom is set aside by whom, and from `silent`: (caller, callee, the wait of a call that has not come).
+def broken_links(swarm: Swarm, ill: frozenset[Place | None], silent: Mapping[CallLink, Wait]) -> Iterator[Cause]:
+    """From whom is set aside by whom, and from `silent`: the waits of calls that have not come, by their links.
 
     Nodes that are `ill` are passed over: their callers have their reason.
     """
@@ -32,8 +29,8 @@ def broken_links(
             callers[callee] = callers.get(callee, 0) + 1
             if aside:
                 calls.setdefault(callee, {})[peer] = None
-    for caller, callee, wait in silent:
-        calls.setdefault(callee, {})[caller] = wait
+    for link in sorted(silent):
+        calls.setdefault(link.callee, {})[link.caller] = silent[link]
     for callee in sorted(calls.keys() - ill):
         failing = calls[callee]
         if len(failing) > 1 and len(failing) >= callers.get(callee, 0):
@@ -67,7 +64,7 @@ def _half_open(swarm: Swarm, caller: PeerId, callee: PeerId, wait: Wait | None) 
     alone = mine.status is not None and bool(mine.status.deserted)
     advice = f"something between {short(caller)} and {short(callee)} drops what they send; {_WHY}"
     severity: Severity = "error" if alone or wait is not None else "warning"
-    return cause(severity, "half-open-link", callee, told, advice, at=link(caller, callee))
+    return Cause(Finding(severity, "half-open-link", callee, told, advice), CallLink(caller, callee))
 
 
 def _where(swarm: Swarm, peer: PeerId) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.core.status import DEVICE, Status, Wait
+from noloco_p2p.core.status import AnyReplica, Resource, Status, Wait
 from noloco_p2p.observe.diagnosis.findings import (
     Finding,
     Report,
@@ -39,20 +39,30 @@ NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
 """From so large a part of the microbatches on, and at least so many."""
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class CallLink:
+    """The way from one node to another that it calls."""
+
+    caller: PeerId
+    callee: PeerId
+
+
+Place = PeerId | AnyReplica | CallLink
+"""Where in a swarm something is wrong: at a node, a stage, or a link."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """A finding, and the place in the swarm at which a wait that leads there ends."""
 
     finding: Finding
-    at: str
-    """A peer id, `stage 1`, or the two ends of a link (`link`); empty: nobody can wait for it."""
+    at: Place | None
+    """None: nobody can wait for it."""
 
 
-def cause(
-    severity: Severity, name: str, peer: PeerId | None, sentence: str, advice: str, at: str | None = None
-) -> Cause:
-    """A cause at a node, unless `at` says that it is elsewhere."""
-    return Cause(Finding(severity, name, peer, sentence, advice), (peer or "") if at is None else at)
+def cause(severity: Severity, name: str, peer: PeerId | None, sentence: str, advice: str) -> Cause:
+    """A cause at a node, or one that nobody waits for."""
+    return Cause(Finding(severity, name, peer, sentence, advice), peer)
 
 
 def who(report: Report) -> str:
@@ -66,7 +76,7 @@ def stuck(status: Status) -> Wait | None:
     step_s = number(status.step_took_s)
     longest_s = max(STUCK_STEPS * step_s, STUCK_FLOOR_S) if step_s > 0 else float("inf")
     for wait in sorted(status.waits, key=lambda wait: -number(wait.since_s)):
-        if wait.whom == DEVICE and not wait.idle:
+        if wait.whom == Resource.DEVICE and not wait.idle:
             waited_s = number(wait.since_s)
             if waited_s > longest_s or (wait.deadline_s is not None and waited_s > number(wait.deadline_s) > 0):
                 return wait
@@ -147,7 +157,7 @@ def _clocks(swarm: Swarm) -> Iterator[Cause]:
             )
             if len(known) == 1:
                 told = f"the clocks of node {short(peer)} and of this machine are {lasted(abs(off))} apart"
-            yield cause(_clock_severity(off), "clock", peer, told, advice, at="")
+            yield Cause(Finding(_clock_severity(off), "clock", peer, told, advice), None)
 
 
 def _clock_severity(off_s: float) -> Severity:
@@ -187,7 +197,8 @@ def _versions(swarm: Swarm) -> Iterator[Cause]:
         for version in sorted(of_version.keys() - {usual}):
             peers = of_version[version]
             told = f"{named(peers)}: version {line(version)[:40] or 'unknown'}, the others have {line(usual)[:40]}"
-            yield cause("warning", "version", peers[0], told, "install the same version everywhere", at="")
+            finding = Finding("warning", "version", peers[0], told, "install the same version everywhere")
+            yield Cause(finding, None)
 
 
 def _slow(swarm: Swarm) -> Iterator[Cause]:

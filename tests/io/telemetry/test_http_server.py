@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.core.messages import Advert, Holding
-from noloco_p2p.core.status import Seen, Status, Trouble, Wait
+from noloco_p2p.core.status import Resource, Seen, Status, Trouble, Unknown, Wait
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.telemetry import http_pages, http_server, status_json
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
@@ -104,7 +104,7 @@ def test_health_is_ok_or_one_line(telemetry: PrometheusTelemetry, asker: Asker, 
     telemetry.watch(lambda: now[0], tmp_path)
     assert asker.line("/health") == (200, "ok\n")
     assert sample(telemetry, "healthy") == 1
-    now[0] = replace(status(), waits=(Wait("gradient", "12D3KooWyou", 99.0, 60.0, "microbatch 7\nof X"),))
+    now[0] = replace(status(), waits=(Wait("gradient", "12D3KooWyou", 99.0, 60.0, Unknown("microbatch 7\nof X")),))
     code, text = asker.line("/health")
     assert code == 503
     assert text == "overdue: gradient of 12D3KooWyou since 99 s of at most 60 s (microbatch 7 of X)\n"
@@ -165,7 +165,7 @@ def test_a_newcomer_that_has_seen_nobody_yet_lists_nobody(asker: Asker, telemetr
 
 
 def test_what_is_made_at_a_scrape(telemetry: PrometheusTelemetry, tmp_path: Path) -> None:
-    waits = (Wait("orders", "owner", 500.0, None, idle=True), Wait("gradient", "P", 3.0, 60.0))
+    waits = (Wait("orders", Resource.OWNER, 500.0, None, idle=True), Wait("gradient", "P", 3.0, 60.0))
     troubles = tuple(Trouble(f"trouble {number}", "bad", 1.0) for number in range(100))
     telemetry.watch(lambda: replace(status(), waits=waits, troubles=troubles), tmp_path)
     telemetry.measure_memory(lambda: (7, 9))

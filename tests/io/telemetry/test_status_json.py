@@ -11,7 +11,23 @@ from hypothesis import strategies as st
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert, Holding
-from noloco_p2p.core.status import Figures, Seen, Serving, Status, Trouble, Wait
+from noloco_p2p.core.status import (
+    AnyReplica,
+    Figures,
+    ForGuarding,
+    ForMicrobatch,
+    ForRound,
+    Purpose,
+    Resource,
+    Seen,
+    Serving,
+    Status,
+    Task,
+    Trouble,
+    Unknown,
+    Wait,
+    WaitTarget,
+)
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.telemetry import status_json
 
@@ -40,6 +56,14 @@ def by_type(cls: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[A
     return st.builds(cls, **found)
 
 
+peers = st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabc", min_size=1, max_size=44).map("12D3KooW".__add__)
+targets = st.one_of(peers, st.builds(AnyReplica, st.integers(0, 100)), st.sampled_from(Resource))
+purposes = st.one_of(
+    st.builds(ForMicrobatch, peers, counts, st.booleans()),
+    st.builds(ForRound, counts, st.booleans()),
+    st.builds(ForGuarding, st.integers(0, 100)),
+    st.sampled_from(Task),
+)
 adverts = by_type(
     Advert,
     stage=stages,
@@ -55,8 +79,8 @@ figures = by_type(
 statuses = by_type(
     Status,
     advert=adverts,
-    waits=tuples_of(by_type(Wait)),
-    serving=tuples_of(by_type(Serving)),
+    waits=tuples_of(by_type(Wait, whom=targets, why=st.none() | purposes)),
+    serving=tuples_of(by_type(Serving, why=purposes)),
     seen=tuples_of(by_type(Seen, advert=adverts)),
     deserted=st.dictionaries(st.integers(0, 100), numbers, max_size=3),
     troubles=tuples_of(by_type(Trouble)),
@@ -64,7 +88,17 @@ statuses = by_type(
 )
 
 ME = Advert("12D3KooWme", "ab" * 32, 1, ("10.0.0.1:4102",), state="training", step=12.5, holds=(Holding(0, 3, 30),))
-STATUS = Status(ME, "tiny", 2, 1000, 12, waits=(Wait("gradient", "12D3KooWyou", 1.5, 60.0, "microbatch 7 of X"),))
+STATUS = Status(ME, "tiny", 2, 1000, 12, waits=(Wait("gradient", "12D3KooWyou", 1.5, 60.0, ForMicrobatch("X", 7)),))
+
+
+NESTED: object = 1
+for _ in range(30):
+    NESTED = [NESTED]
+WAIT = {"what": "gradient", "whom": "you", "since_s": 1.0, "deadline_s": None}
+
+
+def spoilt(**changes: object) -> bytes:
+    return json.dumps(json.loads(status_json.encode(STATUS)) | changes).encode()
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,6 +126,44 @@ def test_it_is_flat_and_says_what_is_wrong() -> None:
     assert json.loads(status_json.encode(STATUS))["health"] is None
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("12D3KooWyou", "12D3KooWyou"),
+        ("device", Resource.DEVICE),
+        ("inner step", Resource.INNER_STEP),
+        ("stage 12", AnyReplica(12)),
+        *[
+            (words, Unknown(words))
+            for words in ("stage 01", "stage ²", "stage -1", "stage " + "9" * 99, "the moon", "")
+        ],
+    ],
+)
+def test_whom_a_wait_is_for_is_a_value(words: str, value: WaitTarget) -> None:
+    (wait,) = status_json.decode(spoilt(waits=[WAIT | {"whom": words}])).waits
+    assert wait.whom == value
+    assert json.loads(status_json.encode(replace(STATUS, waits=(wait,))))["waits"][0]["whom"] == words
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("microbatch 7 of X", ForMicrobatch("X", 7)),
+        ("held-out microbatch 7 of X", ForMicrobatch("X", 7, held_out=True)),
+        ("outer round 12", ForRound(12)),
+        ("asked for outer round 12", ForRound(12, asked=True)),
+        ("guards stage 3", ForGuarding(3)),
+        ("for a newcomer", Task.NEWCOMER),
+        ("", None),
+        *[(words, Unknown(words)) for words in ("microbatch 07 of X", "microbatch 7 of ", "outer round", "a hobby")],
+    ],
+)
+def test_what_a_wait_is_for_is_a_value(words: str, value: Purpose | None) -> None:
+    (wait,) = status_json.decode(spoilt(waits=[WAIT | {"why": words}])).waits
+    assert wait.why == value
+    assert json.loads(status_json.encode(replace(STATUS, waits=(wait,))))["waits"][0]["why"] == words
+
+
 def test_later_versions_may_tell_more_and_earlier_ones_less() -> None:
     found = json.loads(status_json.encode(STATUS))
     more = found | {"humour": ["good"], "figures": found["figures"] | {"humour": 3}}
@@ -107,16 +179,6 @@ def test_its_own_lines_are_told_whatever_is_in_them() -> None:
     assert len(read.troubles) == status_json.TOLD_LIMIT
     assert read.troubles[0].message.startswith("no space left [2Jxxx")
     assert len(read.troubles[0].message) == status_json.TEXT_LIMIT
-
-
-def spoilt(**changes: object) -> bytes:
-    return json.dumps(json.loads(status_json.encode(STATUS)) | changes).encode()
-
-
-NESTED: object = 1
-for _ in range(30):
-    NESTED = [NESTED]
-WAIT = {"what": "gradient", "whom": "you", "since_s": 1.0, "deadline_s": None}
 
 
 @pytest.mark.parametrize(
