@@ -16,6 +16,7 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import ChannelPool
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.grpc_errors import mapped
+from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 
 ANSWER_S = 3.0
 """Longest wait for a peer's answer, seconds."""
@@ -53,10 +54,11 @@ class Gauge:
         clock = asyncio.get_running_loop().time
         took: list[float] = []
         for number in range(calls + 1):
-            async with self._channels.link(peer, ANSWER_S) as link:
+            async with self._channels.acquire(peer, ANSWER_S) as channel:
+                describe = NodeStub(channel.channel).Describe
                 with mapped(peer.peer_id, "description", ANSWER_S, clock() + ANSWER_S):
                     began = clock()
-                    await link.describe(pb.DescribeRequest(), timeout=ANSWER_S, metadata=self._metadata)
+                    await describe(pb.DescribeRequest(), timeout=ANSWER_S, metadata=self._metadata)
             if number:
                 took.append(clock() - began)
         return statistics.median(took)
@@ -66,9 +68,9 @@ class Gauge:
         clock = asyncio.get_running_loop().time
         request = pb.SnapshotRequest(round=None, wait_s=0.0, stage=peer.stage)
         size, began, ended, whole = 0, 0.0, 0.0, False
-        async with self._channels.link(peer, ANSWER_S) as link:
+        async with self._channels.acquire(peer, ANSWER_S) as channel:
             with mapped(peer.peer_id, "snapshot", ANSWER_S + limit_s, clock() + ANSWER_S + limit_s):
-                call = link.fetch_snapshot(request, timeout=ANSWER_S + limit_s, metadata=self._metadata)
+                call = channel.fetch("FetchSnapshot", request, timeout=ANSWER_S + limit_s, metadata=self._metadata)
                 try:
                     async with asyncio.timeout(ANSWER_S):
                         message = await call.read()

@@ -1,8 +1,9 @@
 """Messages that carry tensor bytes, written and read field by field: exactly the bytes of proto/noloco.proto.
 
-The generated classes copy every chunk three times more on its way out and twice more on its way in. Here a chunk is
-copied once into the message that is sent, and once out of the one received: 12 % less processor time per byte.
-Encoding: https://protobuf.dev/programming-guides/encoding/
+Why by hand: the generated classes copy every chunk three times more on its way out and twice more on its way in. Here
+a chunk is copied once into the message that is sent and once out of the one received. On two cores `noloco bench
+transport` carries 64 MiB tensors at 1,220 MiB/s so and at 750 MiB/s with the generated classes, which would miss its
+target; calls of 4 KiB take as long with either. Encoding: https://protobuf.dev/programming-guides/encoding/
 """
 
 from collections.abc import Iterable
@@ -93,7 +94,7 @@ def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def _read_content(view: memoryview, at: int) -> tuple[memoryview, int]:
-    """The bytes of a length-delimited field whose length stands at `at`, and where the next field begins."""
+    """The bytes of a length-delimited field whose length is at `at`, and where the next field begins."""
     size, at = _read_varint(view, at)
     if at + size > len(view):
         raise IndexError

@@ -1,4 +1,4 @@
-"""The Transport port over gRPC: what a node calls at its peers, and the server that answers theirs (`io/serving`).
+"""The Transport port over gRPC: what a node calls at its peers, and the server that answers theirs (`servicer`).
 
 An activation goes out as one streamed call whose reply is its gradient. Nothing waits for a yes: the tensors follow
 the header at once, and the sending ends with the reply, early or not.
@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -72,7 +73,7 @@ class GrpcTransport:
         self.port = 0
         """TCP port of the server, once it listens."""
         self._listen = listen
-        self._telemetry = telemetry
+        self._count = partial(telemetry.event, "bytes")
         self._metadata = servicer.metadata(me, run_id)
         self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes)
         self._channels = ChannelPool()
@@ -112,12 +113,12 @@ class GrpcTransport:
         """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
         reader = message_codec.GradientReader(activation)
         gradient = await self._exchange(peer, "Propagate", "gradient", activation, reader.feed)
-        self._count("in", "gradient", gradient.grad.data.nbytes)
+        self._count(direction="in", kind="gradient", bytes=gradient.grad.data.nbytes)
         return gradient
 
     async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
         """Send a held-out activation, wait for its loss. Raises as propagate."""
-        return await self._exchange(peer, "Evaluate", "loss", activation, message_codec.LossReader().feed)
+        return await self._exchange(peer, "Evaluate", "loss", activation, message_codec.from_loss)
 
     async def fetch_snapshot(
         self,
@@ -133,20 +134,10 @@ class GrpcTransport:
         Raises Unreachable as soon as nothing comes for SILENCE_S (at first: `wait_s` more).
         """
         request = pb.SnapshotRequest(round=round, wait_s=wait_s, stage=stage)
-        reader = weights_codec.SnapshotReader(expected)
-        what = "snapshot"
-        async with self._calling(peer, what, wait_s + deadline_s) as (link, seconds):
-            call = link.fetch_snapshot(request, timeout=seconds, metadata=self._metadata)
-            try:
-                snapshot = reader.feed(await _next(call, wait_s + SILENCE_S, what, peer))
-                async with asyncio.timeout(deadline_s):
-                    while snapshot is None:
-                        snapshot = reader.feed(await _next(call, SILENCE_S, what, peer))
-            except TimeoutError:
-                raise Unreachable(f"no whole {what} from {peer.peer_id} within {deadline_s:g} s") from None
-            finally:
-                call.cancel()
-        self._count("in", "snapshot", sum(tensor.data.nbytes for tensor in snapshot.tensors))
+        reader = weights_codec.SnapshotReader(request, expected)
+        first_s = wait_s + SILENCE_S
+        snapshot = await self._fetch(peer, reader, wait_s + deadline_s, first_s=first_s, rest_s=deadline_s)
+        self._count(direction="in", kind="snapshot", bytes=sum(tensor.data.nbytes for tensor in snapshot.tensors))
         return snapshot
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
@@ -164,7 +155,8 @@ class GrpcTransport:
             while state is None:
                 place = reader.place
                 try:
-                    state = await self._fetch_rest(peer, reader, give_up_at - clock())
+                    first_s = CAPTURE_S if place is None else SILENCE_S
+                    state = await self._fetch(peer, reader, give_up_at - clock(), first_s=first_s)
                 except Unreachable:
                     futile = 0 if reader.place != place else futile + 1
                     if reader.place is None or futile == RESUMES or clock() + RESUME_PAUSE_S >= give_up_at:
@@ -172,29 +164,43 @@ class GrpcTransport:
                     await asyncio.sleep(RESUME_PAUSE_S)
         finally:
             reader.discard()
-        self._count("in", "state", sum(tensor.data.nbytes for tensor in state.tensors))
+        self._count(direction="in", kind="state", bytes=sum(tensor.data.nbytes for tensor in state.tensors))
         return state
 
-    async def _fetch_rest(self, peer: Advert, reader: weights_codec.StateReader, seconds: float) -> ReplicaState:
-        """One call that brings what `reader` lacks."""
-        what = "state"
-        patience_s = CAPTURE_S if reader.place is None else SILENCE_S
-        async with self._calling(peer, what, seconds) as (link, left_s):
-            call = link.fetch_state(reader.request(), timeout=left_s, metadata=self._metadata)
+    async def _fetch(
+        self,
+        peer: Advert,
+        reader: weights_codec.WeightsReader[Any, T],
+        seconds: float,
+        *,
+        first_s: float,
+        rest_s: float | None = None,
+    ) -> T:
+        """One call, whose reply `reader` puts together.
+
+        Raises Unreachable after `seconds` in all, `first_s` without a first message, `rest_s` after that message, or
+        a silence of SILENCE_S later.
+        """
+        what = reader.what
+        async with self._calling(peer, what, seconds) as (channel, left_s):
+            call = channel.fetch(reader.method, reader.request(), timeout=left_s, metadata=self._metadata)
             try:
-                state = None
-                while state is None:
-                    state = reader.feed(await _next(call, patience_s, what, peer))
-                    patience_s = SILENCE_S
-                return state
+                result = reader.feed(await _next(call, first_s, what, peer))
+                async with asyncio.timeout(rest_s):
+                    while result is None:
+                        result = reader.feed(await _next(call, SILENCE_S, what, peer))
+                return result
+            except TimeoutError:
+                raise Unreachable(f"no whole {what} from {peer.peer_id} within {rest_s:g} s") from None
             finally:
                 call.cancel()
 
     async def describe(self, peer: Advert) -> Description:
         """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""
-        async with self._calling(peer, "description", DESCRIBE_S) as (link, seconds):
-            reply = await link.describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
-        self._count("in", "control", reply.ByteSize())
+        async with self._calling(peer, "description", DESCRIBE_S) as (channel, seconds):
+            describe = NodeStub(channel.channel).Describe
+            reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
+        self._count(direction="in", kind="control", bytes=reply.ByteSize())
         return message_codec.from_description(reply)
 
     async def _exchange(
@@ -202,18 +208,21 @@ class GrpcTransport:
     ) -> T:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
         size = sum(tensor.data.nbytes for tensor in activation.tensors)
-        async with self._calling(peer, what, activation.header.time_left_s) as (link, seconds):
+        async with self._calling(peer, what, activation.header.time_left_s) as (channel, seconds):
+            options = {"timeout": seconds, "metadata": self._metadata}
             messages = message_codec.to_activation(activation, seconds)
-            if message_codec.fits_one_message(activation):
-                call = link.whole[method](next(messages), timeout=seconds, metadata=self._metadata)
-                self._count("out", "activation", size)
-                result = feed(await call)
-                if result is None:
-                    raise Violation(f"the {what} from {peer.peer_id} is not whole")
-                return result
-            call = link.streamed[method](timeout=seconds, metadata=self._metadata)
-            self._count("out", "activation", size)
-            return await _stream(call, messages, feed)
+            one_message = message_codec.fits_one_message(activation)
+            if one_message:
+                call = channel.send_whole(method, next(messages), **options)
+            else:
+                call = channel.send_stream(method, **options)
+            self._count(direction="out", kind="activation", bytes=size)
+            if not one_message:
+                return await _stream(call, messages, feed)
+            result = feed(await call)
+            if result is None:
+                raise Violation(f"the {what} from {peer.peer_id} is not whole")
+            return result
 
     @asynccontextmanager
     async def _calling(self, peer: Advert, what: str, seconds: float) -> AsyncIterator[tuple[PeerChannel, float]]:
@@ -224,12 +233,9 @@ class GrpcTransport:
             raise Unreachable(f"no time is left to wait for a {what} from {peer.peer_id}")
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + seconds
-        async with self._channels.link(peer, seconds) as link:
+        async with self._channels.acquire(peer, seconds) as channel:
             with mapped(peer.peer_id, what, seconds, give_up_at):
-                yield link, max(0.001, give_up_at - clock())
-
-    def _count(self, direction: str, kind: str, size: int) -> None:
-        self._telemetry.event("bytes", direction=direction, kind=kind, bytes=size)
+                yield channel, max(0.001, give_up_at - clock())
 
 
 async def _stream(call: Any, messages: Iterator[bytes], feed: Callable[[bytes], T | None]) -> T:

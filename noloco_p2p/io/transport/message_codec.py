@@ -1,12 +1,12 @@
 """Values of `core/messages` and `core/wire` as messages of proto/noloco.proto, and back. No I/O.
 
-Snapshots and replica states are in `io/weights`. What comes from a peer is checked here, as far as it can be without
-the tensors' bytes. Shape legend: B microbatch, T sequence, D hidden size.
+Snapshots and replica states are in `weights_codec`. What comes from a peer is checked here, as far as it can be
+without the tensors' bytes. Shape legend: B microbatch, T sequence, D hidden size.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from math import isfinite
+from typing import Generic, TypeVar
 
 import numpy
 import xxhash
@@ -37,6 +37,11 @@ KINDS: dict[type[NolocoError], pb.Refusal.Kind.ValueType] = {
     Violation: pb.Refusal.KIND_VIOLATION,
 }
 
+Streamed = TypeVar("Streamed", pb.ActivationMessage, pb.Reply, pb.SnapshotMessage, pb.StateMessage)
+"""The messages that carry frames."""
+ReplyMessage = TypeVar("ReplyMessage", pb.Reply, pb.SnapshotMessage, pb.StateMessage)
+V = TypeVar("V")
+
 digest: Callable[[memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 """xxh3 of 64 bits: 1.8 ms for 64 MiB."""
 
@@ -46,13 +51,13 @@ def allocate(length: int) -> memoryview:
     return numpy.empty(length, numpy.uint8).data
 
 
-def assembler(specs: tuple[TensorSpec, ...], max_bytes: int) -> wire.Assembler:
-    """Receives these tensors. Raises Violation as `wire.Assembler`."""
-    return wire.Assembler(specs, max_bytes, digest, allocate)
+def assembler(specs: tuple[TensorSpec, ...]) -> wire.Assembler:
+    """Receives these tensors, whose sizes have been checked. Raises Violation as `wire.Assembler`."""
+    return wire.Assembler(specs, sum(spec.nbytes for spec in specs), digest, allocate)
 
 
 def to_refusal(error: NolocoError) -> pb.Refusal:
-    """How a peer is told that it is not served; what is not about the peer is told as Declined."""
+    """What a caller that is not served gets to know; an error that is not about the caller becomes Declined."""
     return pb.Refusal(kind=KINDS.get(type(error), pb.Refusal.KIND_DECLINED), message=str(error)[:MESSAGE_CHARACTERS])
 
 
@@ -85,6 +90,16 @@ def feed(into: wire.Assembler, frames: Iterable[wire.Frame]) -> None:
         into.feed(frame)
 
 
+def streamed(head: Streamed, stream: Iterable[wire.Frame], *, head_alone: bool) -> Iterator[bytes]:
+    """The messages of a header and the tensors after it; `head_alone`: the header gets a message of its own."""
+    if head_alone:
+        yield packed(head, ())
+        head = type(head)()
+    for pack in wire.packs(stream):
+        yield packed(head, pack)
+        head = type(head)()
+
+
 def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
     """A microbatch's name."""
     return MicrobatchId(message.peer, message.incarnation, message.counter)
@@ -95,23 +110,17 @@ def to_activation(activation: Activation, time_left_s: float) -> Iterator[bytes]
     header, tensors = activation.header, activation.tensors
     specs = tuple(tensor.spec for tensor in tensors)
     digests = [digest(tensor.data) for tensor in tensors]
-    message = pb.ActivationMessage(
-        header=pb.ActivationHeader(
-            run_id=header.run_id,
-            microbatch=pb.MicrobatchId(**header.microbatch._asdict()),
-            origin=pb.Origin(peer=header.origin.peer, step=header.origin.step, index=header.origin.index),
-            stage=header.stage,
-            time_left_s=time_left_s,
-            specs=[to_spec(spec) for spec in specs],
-            digest=wire.combined(specs, digests, digest),
-        )
+    head = pb.ActivationHeader(
+        run_id=header.run_id,
+        microbatch=pb.MicrobatchId(**header.microbatch._asdict()),
+        origin=pb.Origin(peer=header.origin.peer, step=header.origin.step, index=header.origin.index),
+        stage=header.stage,
+        time_left_s=time_left_s,
+        specs=[to_spec(spec) for spec in specs],
+        digest=wire.combined(specs, digests, digest),
     )
-    if not fits_one_message(activation):
-        yield packed(message, ())
-        message = pb.ActivationMessage()
-    for pack in wire.packs(wire.frames(tensors, digests)):
-        yield packed(message, pack)
-        message = pb.ActivationMessage()
+    stream = wire.frames(tensors, digests)
+    return streamed(pb.ActivationMessage(header=head), stream, head_alone=not fits_one_message(activation))
 
 
 def fits_one_message(activation: Activation) -> bool:
@@ -119,8 +128,11 @@ def fits_one_message(activation: Activation) -> bool:
     return sum(tensor.data.nbytes for tensor in activation.tensors) <= wire.PACK_BYTES
 
 
-def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> Header:
-    """The header of an activation that a peer sends. Raises Violation when it is absent or makes no sense."""
+def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int, call_left_s: float) -> Header:
+    """The header of an activation that a peer sends, with no more time left than its call has.
+
+    Raises Violation when it is absent or makes no sense.
+    """
     if not message.HasField("header"):
         raise Violation("the call carries no header")
     sent = message.header
@@ -136,7 +148,7 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
         microbatch=from_microbatch(sent.microbatch),
         origin=Origin(sent.origin.peer, sent.origin.step, sent.origin.index),
         stage=sent.stage,
-        time_left_s=sent.time_left_s,
+        time_left_s=min(sent.time_left_s, call_left_s),
         specs=specs,
         digest=sent.digest,
     )
@@ -163,19 +175,21 @@ def to_activation_value(header: Header, tensors: tuple[HostTensor, ...]) -> Acti
 
 def to_gradient(gradient: Gradient) -> Iterator[bytes]:
     """The messages of a gradient: one when it fits, else the header comes with the first chunk."""
-    message = pb.Reply(
-        gradient=pb.GradientHeader(
-            microbatch=pb.MicrobatchId(**gradient.microbatch._asdict()),
-            loss_sum=gradient.loss_sum,
-            tokens=gradient.tokens,
-            served=gradient.served,
-            spec=to_spec(gradient.grad.spec),
-            finite=gradient.finite,
-        )
+    head = pb.GradientHeader(
+        microbatch=pb.MicrobatchId(**gradient.microbatch._asdict()),
+        loss_sum=gradient.loss_sum,
+        tokens=gradient.tokens,
+        served=gradient.served,
+        spec=to_spec(gradient.grad.spec),
+        finite=gradient.finite,
     )
-    for pack in wire.packs(wire.frames([gradient.grad], [digest(gradient.grad.data)])):
-        yield packed(message, pack)
-        message = pb.Reply()
+    stream = wire.frames([gradient.grad], [digest(gradient.grad.data)])
+    return streamed(pb.Reply(gradient=head), stream, head_alone=False)
+
+
+def to_loss(loss: LossSum) -> bytes:
+    """The one message of a loss."""
+    return pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens)).SerializeToString()
 
 
 def from_description(reply: pb.DescribeReply) -> Description:
@@ -188,50 +202,67 @@ def from_description(reply: pb.DescribeReply) -> Description:
     return Description(reply.peer_id, reply.run_id, d.stage, d.state, d.step, d.outer_round, d.version)
 
 
-class GradientReader:
+def from_loss(raw: bytes) -> LossSum:
+    """The reply to an evaluation. Raises what a refusal means, Violation for anything else."""
+    reply, _ = unpacked(raw, pb.Reply)
+    if reply.HasField("refusal"):
+        raise to_error(reply.refusal)
+    if not reply.HasField("loss"):
+        raise Violation("the reply to an evaluation is no loss")
+    return LossSum(reply.loss.loss_sum, reply.loss.tokens)
+
+
+class ReplyReader(Generic[ReplyMessage, V]):
+    """Puts a reply together from its messages: a refusal, or a header and the tensors that it declares.
+
+    Nothing is allocated before the header has been checked, and nothing is returned before all tensors have come whole.
+    """
+
+    def __init__(self, kind: type[ReplyMessage]) -> None:
+        self._kind: type[ReplyMessage] = kind
+        self._header_due = True
+        self._assembler: wire.Assembler | None = None
+
+    def feed(self, raw: bytes) -> V | None:
+        """The reply, once all of it has come. Raises what a refusal means, Violation unless it is as expected."""
+        message, frames = unpacked(raw, self._kind)
+        if self._header_due:
+            if message.HasField("refusal"):
+                raise to_error(message.refusal)
+            specs = self._begin(message)
+            self._assembler = self._assembler or assembler(specs)
+            self._header_due = False
+        assert self._assembler is not None
+        feed(self._assembler, frames)
+        return self._finish(self._assembler.finish()) if self._assembler.complete else None
+
+    def _begin(self, message: ReplyMessage) -> tuple[TensorSpec, ...]:
+        """Keeps the header of the first message; the tensors that must follow it. Raises Violation, Declined."""
+        raise NotImplementedError
+
+    def _finish(self, tensors: tuple[HostTensor, ...]) -> V:
+        """The reply, made of its header and its tensors."""
+        raise NotImplementedError
+
+
+class GradientReader(ReplyReader[pb.Reply, Gradient]):
     """Puts the reply to an activation together."""
 
     def __init__(self, activation: Activation) -> None:
+        super().__init__(pb.Reply)
         self._microbatch = activation.header.microbatch
         self._spec = activation.hidden.spec._replace(name="grad")
-        self._head: pb.GradientHeader | None = None
-        self._assembler: wire.Assembler | None = None
+        self._head = pb.GradientHeader()
 
-    def feed(self, raw: bytes) -> Gradient | None:
-        """The gradient, once all of it has come. Raises what a refusal means, Violation for anything else."""
-        reply, frames = unpacked(raw, pb.Reply)
-        if self._assembler is None:
-            if reply.HasField("refusal"):
-                raise to_error(reply.refusal)
-            self._head = reply.gradient
-            if from_microbatch(reply.gradient.microbatch) != self._microbatch:
-                raise Violation("the reply is no gradient of the microbatch that was sent")
-            if from_spec(reply.gradient.spec) != self._spec:
-                raise Violation(
-                    f"the gradient is {from_spec(reply.gradient.spec)}, not {self._spec}"[:MESSAGE_CHARACTERS]
-                )
-            self._assembler = assembler((self._spec,), self._spec.nbytes)
-        feed(self._assembler, frames)
-        if not self._assembler.complete or self._head is None:
-            return None
-        (grad,) = self._assembler.finish()
+    def _begin(self, message: pb.Reply) -> tuple[TensorSpec, ...]:
+        self._head = message.gradient
+        if from_microbatch(self._head.microbatch) != self._microbatch:
+            raise Violation("the reply is no gradient of the microbatch that was sent")
+        spec = from_spec(self._head.spec)
+        if spec != self._spec:
+            raise Violation(f"the gradient is {spec}, not {self._spec}"[:MESSAGE_CHARACTERS])
+        return (spec,)
+
+    def _finish(self, tensors: tuple[HostTensor, ...]) -> Gradient:
         head = self._head
-        return Gradient(self._microbatch, grad, head.loss_sum, head.tokens, tuple(head.served), head.finite)
-
-
-class LossReader:
-    """Takes the reply to an evaluation."""
-
-    def feed(self, raw: bytes) -> LossSum:
-        """The loss. Raises what a refusal means, Violation for anything else."""
-        reply, _ = unpacked(raw, pb.Reply)
-        if reply.HasField("refusal"):
-            raise to_error(reply.refusal)
-        if not reply.HasField("loss"):
-            raise Violation("the reply to an evaluation is no loss")
-        return LossSum(reply.loss.loss_sum, reply.loss.tokens)
-
-
-def with_time_left(header: Header, seconds: float) -> Header:
-    """The header with no more time left than the call has."""
-    return replace(header, time_left_s=min(header.time_left_s, seconds))
+        return Gradient(self._microbatch, tensors[0], head.loss_sum, head.tokens, tuple(head.served), head.finite)

@@ -5,7 +5,8 @@ a handler does not read the body, HTTP/2 flow control holds the caller back, so 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -19,21 +20,24 @@ from noloco_p2p.io.transport import message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.frame_codec import unpacked
-from noloco_p2p.ports import Handler, Telemetry
+from noloco_p2p.ports import Body, Handler, Telemetry
 
 PROTOCOL = "2"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set; a call without one could hold memory for ever."""
 MAX_CALLS = 512
-"""Calls served at once; a further one hears Busy."""
+"""Calls served at once; a further one is refused as Busy."""
 CANCEL_GRACE_S = 0.5
-"""A cancelled call first looks like a finished stream; its cancellation is given this long to arrive."""
+"""A cancelled call first looks like a finished stream; its cancellation gets this long to arrive."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
 )
+
+Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[tuple[Iterable[bytes], str, int]]]
+"""Serves an activation: the messages of the reply, their kind in the count of bytes, and the bytes counted."""
 
 
 def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
@@ -44,9 +48,8 @@ def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
 class IncomingActivation:
     """The body of one activation, on its way in."""
 
-    def __init__(
-        self, context: Any, header: Header, first: list[wire.Frame], count: Callable[[str, str, int], None]
-    ) -> None:
+    def __init__(self, context: Any, header: Header, first: list[wire.Frame], count: Callable[..., None]) -> None:
+        """`first` are the frames that came with the header; `count` gets what has been received, as `bytes` events."""
         self.complete = False
         """All of it has been received."""
         self._context = context
@@ -57,18 +60,16 @@ class IncomingActivation:
     async def body(self) -> Activation:
         """Receives the tensors. Raises Violation when they are not exactly the declared ones."""
         size = sum(spec.nbytes for spec in self._header.specs)
-        assembler = message_codec.assembler(self._header.specs, size)
+        assembler = message_codec.assembler(self._header.specs)
         frames, self._first = self._first, None
         message: Any = grpc.aio.EOF if frames is None else None
         try:
-            while message is not grpc.aio.EOF:
-                message_codec.feed(assembler, frames or ())
-                if assembler.complete:
-                    break
-                frames = None
+            message_codec.feed(assembler, frames or ())
+            frames = None  # frees the bytes of the first message
+            while not assembler.complete and message is not grpc.aio.EOF:
                 message = await self._context.read()
                 if message is not grpc.aio.EOF:
-                    _, frames = unpacked(message, pb.ActivationMessage)
+                    message_codec.feed(assembler, unpacked(message, pb.ActivationMessage)[1])
             activation = message_codec.to_activation_value(self._header, assembler.finish(self._header.digest))
         except Violation:
             if message is grpc.aio.EOF:
@@ -77,7 +78,7 @@ class IncomingActivation:
         finally:
             assembler.discard()
         self.complete = True
-        self._count("in", "activation", size)
+        self._count(direction="in", kind="activation", bytes=size)
         return activation
 
 
@@ -93,45 +94,29 @@ async def _drain(context: Any) -> None:
 class GrpcServicer:
     """Implements the service of proto/noloco.proto by a handler; before there is one, calls are declined.
 
-    Errors of this package are told to the caller; any other is a bug, which gRPC logs and reports by a status.
+    Errors of this package become refusals; any other is a bug, which gRPC logs and reports by a status.
     """
 
     def __init__(self, me: PeerId, run_id: str, telemetry: Telemetry, max_body_bytes: int) -> None:
         self._me = me
         self._run_id = run_id
-        self._telemetry = telemetry
+        self._count = partial(telemetry.event, "bytes")
         self._max_body_bytes = max_body_bytes
         self.handler: Handler | None = None
 
-    async def propagate(self, request_iterator: Any, context: Any) -> AsyncIterator[bytes]:
-        """Serve one microbatch."""
+    async def _serve_activation(self, serve: Serve, request_iterator: Any, context: Any) -> AsyncIterator[bytes]:
+        """Propagate and Evaluate: the header is checked, and `serve` decides on it before the body is read."""
         try:
             caller, handler = self._admit(context)
             header, incoming = await self._incoming(context)
-            gradient = await handler.propagate(caller, header, incoming.body)
+            messages, kind, size = await serve(handler, caller, header, incoming.body)
         except NolocoError as error:
             yield message_codec.to_refused(error)
             await _drain(context)
             return
-        for message in message_codec.to_gradient(gradient):
+        for message in messages:
             yield message
-        self._count("out", "gradient", gradient.grad.data.nbytes)
-        if not incoming.complete:
-            await _drain(context)
-
-    async def evaluate(self, request_iterator: Any, context: Any) -> AsyncIterator[bytes]:
-        """Serve one held-out microbatch."""
-        try:
-            caller, handler = self._admit(context)
-            header, incoming = await self._incoming(context)
-            loss = await handler.evaluate(caller, header, incoming.body)
-        except NolocoError as error:
-            yield message_codec.to_refused(error)
-            await _drain(context)
-            return
-        reply = pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens)).SerializeToString()
-        yield reply
-        self._count("out", "control", len(reply))
+        self._count(direction="out", kind=kind, bytes=size)
         if not incoming.complete:
             await _drain(context)
 
@@ -148,7 +133,8 @@ class GrpcServicer:
             return
         for message in weights_codec.to_snapshot(snapshot):
             yield message
-        self._count("out", "snapshot", sum(tensor.data.nbytes for tensor in snapshot.tensors))
+        size = sum(tensor.data.nbytes for tensor in snapshot.tensors)
+        self._count(direction="out", kind="snapshot", bytes=size)
 
     async def fetch_state(self, request: pb.StateRequest, context: Any) -> None:
         """Send this replica's state, or the rest of it.
@@ -169,7 +155,7 @@ class GrpcServicer:
         except grpc.aio.InternalError:
             # gRPC could not write: the link to the caller is broken, and there is nobody to tell.
             return
-        self._count("out", "state", size)
+        self._count(direction="out", kind="state", bytes=size)
 
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Say who this is."""
@@ -183,7 +169,7 @@ class GrpcServicer:
             reply.description.CopyFrom(
                 pb.Description(stage=d.stage, state=d.state, step=d.step, outer_round=d.outer_round, version=d.version)
             )
-        self._count("out", "control", reply.ByteSize())
+        self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 
     def _admit(self, context: Any) -> tuple[PeerId, Handler]:
@@ -209,17 +195,18 @@ class GrpcServicer:
             await asyncio.sleep(CANCEL_GRACE_S)
             raise Violation("the call carries no header")
         head, frames = unpacked(first, pb.ActivationMessage)
-        header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
-        header = message_codec.with_time_left(header, context.time_remaining())
+        header = message_codec.from_header(head, self._run_id, self._max_body_bytes, context.time_remaining())
         return header, IncomingActivation(context, header, frames, self._count)
 
     def methods(self) -> Any:
         """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
+        # gRPC looks through `partial` to see that the function is an async generator; through a method it would not.
+        serve_activation = partial(partial, GrpcServicer._serve_activation, self)
         return grpc.method_handlers_generic_handler(
             "noloco.v1.Node",
             {
-                "Propagate": grpc.stream_stream_rpc_method_handler(self.propagate),
-                "Evaluate": grpc.stream_stream_rpc_method_handler(self.evaluate),
+                "Propagate": grpc.stream_stream_rpc_method_handler(serve_activation(_propagate)),
+                "Evaluate": grpc.stream_stream_rpc_method_handler(serve_activation(_evaluate)),
                 "FetchSnapshot": grpc.unary_stream_rpc_method_handler(
                     self.fetch_snapshot, request_deserializer=pb.SnapshotRequest.FromString
                 ),
@@ -234,5 +221,12 @@ class GrpcServicer:
             },
         )
 
-    def _count(self, direction: str, kind: str, size: int) -> None:
-        self._telemetry.event("bytes", direction=direction, kind=kind, bytes=size)
+
+async def _propagate(handler: Handler, caller: PeerId, header: Header, body: Body) -> tuple[Iterable[bytes], str, int]:
+    gradient = await handler.propagate(caller, header, body)
+    return message_codec.to_gradient(gradient), "gradient", gradient.grad.data.nbytes
+
+
+async def _evaluate(handler: Handler, caller: PeerId, header: Header, body: Body) -> tuple[Iterable[bytes], str, int]:
+    reply = message_codec.to_loss(await handler.evaluate(caller, header, body))
+    return [reply], "control", len(reply)

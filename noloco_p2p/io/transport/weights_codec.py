@@ -1,17 +1,15 @@
-"""Snapshots and replica states as messages of proto/noloco.proto, and back. No I/O.
-
-Nothing is allocated for tensors that were not expected, and none is returned before all of them have come whole.
-"""
+"""Snapshots and replica states as messages of proto/noloco.proto, and back. No I/O."""
 
 from collections.abc import Iterator
 from math import isfinite
 
+from google.protobuf.message import Message
+
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import Advert, ReplicaState, Snapshot, TensorSpec
+from noloco_p2p.core.messages import Advert, HostTensor, ReplicaState, Snapshot, TensorSpec
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.frame_codec import packed, unpacked
 
 PEER_ID_CHARACTERS = 128
 """Longest peer id that is believed; an Ed25519 one has 52."""
@@ -20,19 +18,18 @@ LARGEST_COUNT = 2**53
 
 
 def to_snapshot(snapshot: Snapshot) -> Iterator[bytes]:
-    """The messages of a snapshot: the header alone, so that it tells when the transfer begins, then the tensors."""
+    """The messages of a snapshot: the header alone, so that the receiver sees the transfer begin, then the tensors."""
     specs = [message_codec.to_spec(tensor.spec) for tensor in snapshot.tensors]
     header = pb.SnapshotHeader(peer=snapshot.peer, round=snapshot.round, step=snapshot.step, specs=specs)
-    yield packed(pb.SnapshotMessage(header=header), ())
     digests = (message_codec.digest(tensor.data) for tensor in snapshot.tensors)
-    for pack in wire.packs(wire.frames(snapshot.tensors, digests)):
-        yield packed(pb.SnapshotMessage(), pack)
+    stream = wire.frames(snapshot.tensors, digests)
+    return message_codec.streamed(pb.SnapshotMessage(header=header), stream, head_alone=True)
 
 
 def to_state(state: ReplicaState, tensor: int, offset: int) -> Iterator[bytes]:
     """The messages of a state from byte `offset` of tensor `tensor` on: the header alone, then the tensors.
 
-    Raises Violation at the first message when there is no such place in it.
+    Raises Violation when there is no such place in it.
     """
     if not (tensor < len(state.tensors) and offset <= state.tensors[tensor].data.nbytes) and (tensor, offset) != (0, 0):
         raise Violation(f"a state of {len(state.tensors)} tensors has no byte {offset} of tensor {tensor}")
@@ -46,37 +43,43 @@ def to_state(state: ReplicaState, tensor: int, offset: int) -> Iterator[bytes]:
         adam_steps=state.adam_steps,
         specs=[message_codec.to_spec(one.spec) for one in state.tensors],
     )
-    yield packed(pb.StateMessage(header=header), ())
     rest = state.tensors[tensor:]
     digests = (message_codec.digest(one.data) for one in rest)
-    for pack in wire.packs(wire.frames(rest, digests, first=tensor, offset=offset)):
-        yield packed(pb.StateMessage(), pack)
+    stream = wire.frames(rest, digests, first=tensor, offset=offset)
+    return message_codec.streamed(pb.StateMessage(header=header), stream, head_alone=True)
 
 
-class SnapshotReader:
-    """Puts a snapshot together: of exactly the `expected` tensors, or of any sane ones with so many bytes in all."""
+class WeightsReader(message_codec.ReplyReader[message_codec.ReplyMessage, message_codec.V]):
+    """Reads the reply to a call that fetches weights."""
 
-    def __init__(self, expected: tuple[TensorSpec, ...] | int) -> None:
+    method: str
+    what: str
+    """What is fetched, in messages."""
+
+    def request(self) -> Message:
+        """What to ask in the next call, the reply to which is fed from its beginning."""
+        raise NotImplementedError
+
+
+class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
+    """Puts a snapshot together: of exactly the `expected` tensors, or of any sane ones of that many bytes in all."""
+
+    method, what = "FetchSnapshot", "snapshot"
+
+    def __init__(self, request: pb.SnapshotRequest, expected: tuple[TensorSpec, ...] | int) -> None:
+        super().__init__(pb.SnapshotMessage)
+        self._request = request
         self._expected = expected
-        self._head: pb.SnapshotHeader | None = None
-        self._assembler: wire.Assembler | None = None
+        self._head = pb.SnapshotHeader()
 
-    def feed(self, raw: bytes) -> Snapshot | None:
-        """The snapshot, once all of it has come. Raises what a refusal means, Violation unless it is as expected."""
-        message, frames = unpacked(raw, pb.SnapshotMessage)
-        if self._assembler is None:
-            if message.HasField("refusal"):
-                raise message_codec.to_error(message.refusal)
-            self._head = message.header
-            specs = self._checked(message.header)
-            self._assembler = message_codec.assembler(specs, sum(spec.nbytes for spec in specs))
-        message_codec.feed(self._assembler, frames)
-        if not self._assembler.complete or self._head is None:
-            return None
-        return Snapshot(self._head.peer, self._head.round, self._head.step, self._assembler.finish())
+    def request(self) -> pb.SnapshotRequest:
+        """The one request."""
+        return self._request
 
-    def _checked(self, header: pb.SnapshotHeader) -> tuple[TensorSpec, ...]:
-        _check_peer(header.peer)
+    def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
+        self._head = header = message.header
+        if not (0 < len(header.peer) <= PEER_ID_CHARACTERS and header.peer.isascii() and header.peer.isprintable()):
+            raise Violation("the snapshot is of a peer whose id is no short printable text")
         _check_counts(header.round, header.step)
         specs = tuple(message_codec.from_spec(spec) for spec in header.specs)
         if isinstance(self._expected, int):
@@ -85,16 +88,20 @@ class SnapshotReader:
             wire.check_same(specs, self._expected, "snapshot")
         return specs
 
+    def _finish(self, tensors: tuple[HostTensor, ...]) -> Snapshot:
+        return Snapshot(self._head.peer, self._head.round, self._head.step, tensors)
 
-class StateReader:
+
+class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
     """Puts the state of one replica together, over several calls if need be, all of the same frozen copy."""
 
+    method, what = "FetchState", "state"
+
     def __init__(self, peer: Advert, expected: tuple[TensorSpec, ...]) -> None:
+        super().__init__(pb.StateMessage)
         self._peer = peer
         self._expected = expected
         self._head: pb.StateHeader | None = None
-        self._at_header = True
-        self._assembler: wire.Assembler | None = None
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -102,49 +109,25 @@ class StateReader:
         return None if self._assembler is None else self._assembler.place
 
     def request(self) -> pb.StateRequest:
-        """What to ask in the next call; the reply to it is fed from its beginning."""
-        self._at_header = True
-        if self._head is None or self._assembler is None:
+        """See `WeightsReader`: it asks for what has not come yet."""
+        self._header_due = True
+        if self._head is None or self.place is None:
             return pb.StateRequest()
-        tensor, offset = self._assembler.place
+        tensor, offset = self.place
         return pb.StateRequest(resume=pb.StateRequest.Resume(number=self._head.number, tensor=tensor, offset=offset))
-
-    def feed(self, raw: bytes) -> ReplicaState | None:
-        """The state, once all of it has come. Raises what a refusal means, Violation unless it is as expected."""
-        message, frames = unpacked(raw, pb.StateMessage)
-        if self._at_header:
-            if message.HasField("refusal"):
-                raise message_codec.to_error(message.refusal)
-            self._begin(message.header)
-            self._at_header = False
-        if self._assembler is None or self._head is None:
-            raise Violation("the state has no header")
-        message_codec.feed(self._assembler, frames)
-        if not self._assembler.complete:
-            return None
-        head = self._head
-        return ReplicaState(
-            peer=head.peer,
-            stage=head.stage,
-            round=head.round,
-            step=head.step,
-            inner_steps=head.inner_steps,
-            adam_steps=head.adam_steps,
-            tensors=self._assembler.finish(),
-            number=head.number,
-        )
 
     def discard(self) -> None:
         """Free what has come."""
         if self._assembler is not None:
             self._assembler.discard()
 
-    def _begin(self, header: pb.StateHeader) -> None:
+    def _begin(self, message: pb.StateMessage) -> tuple[TensorSpec, ...]:
         """The first header is checked and kept; those of later calls must be equal to it."""
+        header = message.header
         if self._head is not None:
             if header != self._head:
                 raise Violation(f"{self._peer.peer_id} goes on with another copy of its state than it began with")
-            return
+            return self._expected
         if header.peer != self._peer.peer_id:
             raise Violation(f"the state is of {header.peer[:64]!r}, not of {self._peer.peer_id!r}")
         if header.stage != self._peer.stage:
@@ -156,12 +139,13 @@ class StateReader:
             )
         wire.check_same(tuple(message_codec.from_spec(spec) for spec in header.specs), self._expected, "state")
         self._head = header
-        self._assembler = message_codec.assembler(self._expected, sum(spec.nbytes for spec in self._expected))
+        return self._expected
 
-
-def _check_peer(peer: str) -> None:
-    if not (0 < len(peer) <= PEER_ID_CHARACTERS and peer.isascii() and peer.isprintable()):
-        raise Violation("the snapshot is of a peer whose id is no short printable text")
+    def _finish(self, tensors: tuple[HostTensor, ...]) -> ReplicaState:
+        head = self._head
+        assert head is not None
+        counts = (head.stage, head.round, head.step, head.inner_steps, head.adam_steps)
+        return ReplicaState(head.peer, *counts, tensors, head.number)
 
 
 def _check_counts(*counts: int) -> None:

@@ -357,7 +357,7 @@ def test_anybody_can_read_the_shards_of_a_whole_swarm(tmp_path: Path) -> None:
 
 
 def test_the_disk_does_not_need_torch() -> None:
-    code = "import noloco_p2p.io.checkpoints, sys; print('torch' in sys.modules)"
+    code = "import noloco_p2p.io.storage.file_checkpoints, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
