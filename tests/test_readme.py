@@ -20,7 +20,6 @@ from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.lab import scenarios
 from noloco_p2p.launch import settings
 from noloco_p2p.launch.config_reference import reference_markdown
-from noloco_p2p.launch.yaml_entries import KEYS, SECTIONS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -117,11 +116,11 @@ def test_every_setting_exists() -> None:
     assert variables
     settings.read(None, dict(variables), sets)
     names = [span.partition("=")[0] for span in spans()]
-    sections = {section[0] for section in SECTIONS if section}
+    sections = {section[0] for section in settings.KNOWN.sections if section}
     for name in names:
         key = tuple(name.split("."))
         if len(key) > 1 and key[0] in sections:
-            assert key in KEYS, f"there is no setting {name}"
+            assert key in settings.KNOWN.keys, f"there is no setting {name}"
 
 
 def test_every_path_exists() -> None:

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch.settings import in_words, overlaid, refuse, where
-from noloco_p2p.launch.yaml_entries import Key, SettingEntry, from_file, from_text, unknown, vocabulary
+from noloco_p2p.launch.yaml_entries import Key, KnownKeys, SettingEntry, read_entries
 from noloco_p2p.sim.scenario import FaultSettings, Scenario
 
-KNOWN = vocabulary(Scenario)
+KNOWN = KnownKeys.of(Scenario)
 MEASURED: Key = ("compute", "measured")
 COSTS = {
     "forward_s": ("forward_s",),
@@ -30,16 +30,7 @@ COSTS = {
 def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
     """The scenario of a file (none: the default one) and `--set` options. Raises ConfigError, a line for each fault."""
     faults: list[str] = []
-    entries = [] if path is None else from_file(path, faults, KNOWN)
-    for option in sets:
-        name, equals, text = option.partition("=")
-        if equals:
-            entries += from_text(tuple(name.strip().split(".")), text, f"--set {name.strip()}", faults, KNOWN)
-        else:
-            faults.append(f"--set {option}: write it as --set key=value")
-    faults += [fault for fault in (unknown(entry, KNOWN) for entry in entries) if fault is not None]
-    entries = [entry for entry in entries if unknown(entry, KNOWN) is None]
-    entries = _with_measured(entries, path)
+    entries = _with_measured(read_entries(path, {}, sets, KNOWN, faults), path)
     values = json.dumps(overlaid(entries, Scenario().model_dump(mode="json")), default=str)
     try:
         found = Scenario.model_validate_json(values, strict=True)
@@ -53,7 +44,7 @@ def _in_words(error: ValidationError, entries: Sequence[SettingEntry]) -> list[s
     lines: dict[Key, str] = {}
     for each in error.errors(include_url=False):
         loc = tuple(str(part) for part in each["loc"])
-        key = next((loc[:n] for n in range(len(loc), 0, -1) if loc[:n] in KNOWN.keys or loc[:n] in KNOWN.sections), ())
+        key = KNOWN.longest(loc)
         name = loc if key == ("faults",) else key
         place = f"{where(entries, key)}: " if key else ""
         if each["type"] == "extra_forbidden":

@@ -1,6 +1,6 @@
 """Where settings come from: defaults < YAML file < environment (`NOLOCO__A__B`) < `--set a.b=v`.
 
-One flat file may hold the keys of both models of config.py. Everything that is wrong is told at once, one line each,
+One flat file may hold the keys of both models of config.py. All faults are reported at once, one line each,
 with the file and line (or the variable, or the option) and the nearest key that exists.
 """
 
@@ -14,18 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
-from noloco_p2p.launch.yaml_entries import (
-    FREE_SECTION,
-    KEYS,
-    SECTIONS,
-    Key,
-    SettingEntry,
-    from_file,
-    from_text,
-    unknown,
-)
-
-ENVIRONMENT_PREFIX = "NOLOCO__"
+from noloco_p2p.launch.yaml_entries import FREE_SECTION, Key, KnownKeys, SettingEntry, read_entries
 
 WANTED = {
     "int": "a whole number",
@@ -41,6 +30,8 @@ WANTED = {
 
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
+KNOWN = KnownKeys.of(RunManifest, NodeConfig)
+
 Model = TypeVar("Model", RunManifest, NodeConfig)
 
 
@@ -52,19 +43,27 @@ class Overrides:
 
     def manifest(self) -> RunManifest:
         """The manifest of a first node. Raises ConfigError when its values do not go together."""
-        return _made(RunManifest, self.entries, RunManifest().model_dump(mode="json"))
+        return self._validated(RunManifest)
+
+    def node(self) -> NodeConfig:
+        """The local settings. Raises ConfigError when they do not go together."""
+        return self._validated(NodeConfig)
 
     @property
     def names_the_run(self) -> bool:
         """A key of the manifest is among them."""
         return bool(_of(RunManifest, self.entries))
 
-    def node(self) -> NodeConfig:
-        """The local settings. Raises ConfigError when they do not go together."""
-        return _made(NodeConfig, self.entries, NodeConfig().model_dump(mode="json"))
+    def _validated(self, model: type[Model]) -> Model:
+        faults = _faults(model, self.entries)
+        refuse([f"{where(self.entries, key)}: {fault}" if key else fault for key, fault in faults])
+        return model.model_validate_json(_overlaid_json(model, self.entries), strict=True)
 
-    def check_agrees(self, swarm: RunManifest) -> None:
-        """For a node that joins: ConfigError, a line for each manifest key given here that differs from the swarm's."""
+    def check_agrees(self, swarm: RunManifest, elsewhere: str = "in the swarm: leave it out") -> None:
+        """For a node that joins: ConfigError, a line for each manifest key given here that differs from the swarm's.
+
+        `elsewhere` ends each line: where the other value is set, and what to do.
+        """
         theirs = swarm.model_dump(mode="json")
         mine = json.loads(json.dumps(overlaid(_of(RunManifest, self.entries), theirs), default=str))
         lines: dict[Key, str] = {}
@@ -75,10 +74,7 @@ class Overrides:
             for key in keys:
                 here, there = _at(mine, key), _at(theirs, key)
                 if here != there:
-                    name = ".".join(key)
-                    lines[key] = (
-                        f"{entry.where}: {name} is {_shown(here)} here, {_shown(there)} in the swarm: leave it out"
-                    )
+                    lines[key] = f"{entry.where}: {'.'.join(key)} is {_shown(here)} here, {_shown(there)} {elsewhere}"
                 else:
                     lines.pop(key, None)
         refuse(list(lines.values()))
@@ -87,30 +83,17 @@ class Overrides:
 def read(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> Overrides:
     """What the file, the environment and the `--set` options say. Raises ConfigError with a line for each fault."""
     faults: list[str] = []
-    entries = [] if path is None else from_file(path, faults)
-    for name in sorted(environ):
-        if name.startswith(ENVIRONMENT_PREFIX):
-            key = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
-            entries += from_text(key, environ[name], name, faults)
-    for option in sets:
-        name, equals, text = option.partition("=")
-        if equals:
-            entries += from_text(tuple(name.strip().split(".")), text, f"--set {name.strip()}", faults)
-        else:
-            faults.append(f"--set {option}: write it as --set key=value")
-    faults += [fault for fault in map(unknown, entries) if fault is not None]
-    known = tuple(entry for entry in entries if unknown(entry) is None)
-    for model in (RunManifest, NodeConfig):
-        base = model().model_dump(mode="json")
-        faults += [f"{where(known, key)}: {fault}" for key, fault in _faults(model, known, base) if key]
+    entries = read_entries(path, environ, sets, KNOWN, faults)
+    for key, fault in [*_faults(RunManifest, entries), *_faults(NodeConfig, entries)]:
+        faults += [f"{where(entries, key)}: {fault}"] if key else []
     refuse(faults)
-    return Overrides(known)
+    return Overrides(tuple(entries))
 
 
 def load(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> tuple[RunManifest, NodeConfig]:
     """Both models, for a first node. Raises ConfigError with a line for each fault."""
-    given = read(path, environ, sets)
-    return given.manifest(), given.node()
+    overrides = read(path, environ, sets)
+    return overrides.manifest(), overrides.node()
 
 
 def manifest_from_json(data: bytes) -> RunManifest:
@@ -124,18 +107,16 @@ def manifest_from_json(data: bytes) -> RunManifest:
         name = ".".join(str(part) for part in first["loc"])[:100]
         message = " ".join(f"{name} {first['msg']}".split())[:300]
         raise Violation(
-            f"the manifest received is not valid ({message}): is the peer's version another one?"
+            f"the manifest received is not valid ({message}): does the peer run another version?"
         ) from error
-
-
-def _made(model: type[Model], entries: Sequence[SettingEntry], base: dict[str, Any]) -> Model:
-    faults = _faults(model, entries, base)
-    refuse([f"{where(entries, key)}: {fault}" if key else fault for key, fault in faults])
-    return model.model_validate_json(json.dumps(overlaid(_of(model, entries), base), default=str), strict=True)
 
 
 def _of(model: type[BaseModel], entries: Sequence[SettingEntry]) -> list[SettingEntry]:
     return [entry for entry in entries if entry.key[0] in model.model_fields]
+
+
+def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry]) -> str:
+    return json.dumps(overlaid(_of(model, entries), model().model_dump(mode="json")), default=str)
 
 
 def overlaid(entries: Sequence[SettingEntry], base: dict[str, Any]) -> dict[str, Any]:
@@ -151,22 +132,18 @@ def overlaid(entries: Sequence[SettingEntry], base: dict[str, Any]) -> dict[str,
     return found
 
 
-def _faults(model: type[BaseModel], entries: Sequence[SettingEntry], base: dict[str, Any]) -> list[tuple[Key, str]]:
+def _faults(model: type[Model], entries: Sequence[SettingEntry]) -> list[tuple[Key, str]]:
     """(key, what is wrong) for each fault; the key is () when values do not go together."""
     try:
-        model.model_validate_json(json.dumps(overlaid(_of(model, entries), base), default=str), strict=True)
+        model.model_validate_json(_overlaid_json(model, entries), strict=True)
     except ValidationError as error:
         found: dict[Key, str] = {}
         for each in error.errors(include_url=False):
-            loc = tuple(str(part) for part in each["loc"])
-            key = loc[:3] if loc[:2] == FREE_SECTION else _longest_known(loc)
+            location = tuple(str(part) for part in each["loc"])
+            key = location[:3] if location[:2] == FREE_SECTION else KNOWN.longest(location)
             found.setdefault(key, in_words(key, dict(each)))
         return list(found.items())
     return []
-
-
-def _longest_known(loc: Key) -> Key:
-    return next((loc[:n] for n in range(len(loc), 0, -1) if loc[:n] in KEYS or loc[:n] in SECTIONS), ())
 
 
 def in_words(key: Key, error: dict[str, Any]) -> str:

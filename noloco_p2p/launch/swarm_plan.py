@@ -21,6 +21,7 @@ from noloco_p2p.core.messages import Holding
 from noloco_p2p.core.resume import least_newest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch import control, node_probe, run_files, settings
+from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
 
 SETTINGS, LOCK = "swarm.json", "swarm.lock"
 LOOPBACK = (
@@ -82,7 +83,7 @@ class SwarmPlan:
 
     def environment(self, threads: int) -> dict[str, str]:
         """For every node: ours, without settings, which have been read."""
-        own = {key: value for key, value in os.environ.items() if not key.startswith(settings.ENVIRONMENT_PREFIX)}
+        own = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
         return {**own, "OMP_NUM_THREADS": str(threads)}
 
     def write(self, run_dir: Path) -> None:
@@ -113,11 +114,7 @@ def make_plan(asked: SwarmOptions, run_dir: Path | None, environ: Mapping[str, s
             raise ConfigError(f"{run_dir} holds a finished run; name another --dir")
         stored = settings.read(stored_path, {}, [])
         manifest = stored.manifest()
-        try:
-            given.check_agrees(manifest)
-        except ConfigError as error:
-            there = f"in the unfinished run of {run_dir}: leave it out, or name another --dir"
-            raise ConfigError(str(error).replace("in the swarm: leave it out", there)) from error
+        given.check_agrees(manifest, f"in the unfinished run of {run_dir}: leave it out, or name another --dir")
         plan = SwarmPlan(manifest, settings.Overrides((*stored.entries, *given.entries)).node(), resumes=True)
     if run_dir is not None:
         _check_nodes(plan, run_dir)

@@ -7,7 +7,7 @@ import pytest
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
-from noloco_p2p.launch import config_reference, settings, yaml_entries
+from noloco_p2p.launch import config_reference, settings
 
 
 def faults(path: Path | None, environ: dict[str, str] | None = None, sets: list[str] | None = None) -> list[str]:
@@ -94,9 +94,9 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("outer:\n  alpha: 0.1\n  alpha: 0.2\nmodel:\n  config: {a: 1, a: 2}\nsteps: 1\nsteps: 2\n")
     assert sorted(faults(path)) == [
-        f"{path}:3: outer.alpha stands here a second time",
-        f"{path}:5: model.config.a stands here a second time",
-        f"{path}:7: steps stands here a second time",
+        f"{path}:3: outer.alpha is set a second time",
+        f"{path}:5: model.config.a is set a second time",
+        f"{path}:7: steps is set a second time",
     ]
 
 
@@ -208,7 +208,7 @@ def test_no_key_stands_in_both_models() -> None:
 def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
     text = config_reference.reference_markdown()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    assert [row[0].strip("| `") for row in rows] == [".".join(key) for key in yaml_entries.KEYS]
+    assert [row[0].strip("| `") for row in rows] == [".".join(key) for key in settings.KNOWN.keys]
     assert all(len(row) == 4 and len(row[3]) > 10 for row in rows)
     assert "| `outer.alpha` | number ≥ 0, < 1 | `0.5` | α, momentum. |" in text
     assert "| `evaluation.every_steps` | whole number ≥ 1 or none | `250` |" in text
