@@ -1,4 +1,4 @@
-"""One `noloco-node` process of a swarm on this machine: start it, look at it, end it."""
+"""One `noloco-node` process of a swarm on this machine: start it, read it, end it."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.launch import node_probe
 
 ASK_AGAIN_S = 0.5
-"""Between the two; a node that has been told before stops at the first."""
+"""From the first request to stop to the second, seconds; a node that is leaving already stops at the first."""
 KILL_AFTER_S = 5.0
-"""A node that was told twice to stop gets so long before it is killed."""
+"""From the second request to SIGKILL, seconds."""
 POLL_S = 0.05
 LOG_TAIL_BYTES = 65_536
 METRICS_TIMEOUT_S = 1.0
@@ -80,7 +80,7 @@ class NodeProcess:
 
     @property
     def endpoints(self) -> node_probe.NodeEndpoints | None:
-        """Who it is and where it can be reached; None until it has told."""
+        """Who it is and where it can be reached; None until it has written that."""
         if self._endpoints is None and self._process is not None:
             self._endpoints = node_probe.read_endpoints(self.dir)
         return self._endpoints
@@ -122,24 +122,24 @@ class NodeProcess:
             self._process.stdin.close()
 
 
-def wait_all(children: Sequence[NodeProcess], seconds: float) -> bool:
+def wait_all(nodes: Sequence[NodeProcess], seconds: float) -> bool:
     """Wait for all to end, at most `seconds`; True when they have."""
     give_up_at = time.monotonic() + seconds
-    while any(child.running for child in children):
+    while any(node.running for node in nodes):
         if time.monotonic() >= give_up_at:
             return False
         time.sleep(POLL_S)
     return True
 
 
-def end_all(children: Sequence[NodeProcess]) -> None:
-    """No process of these is left afterwards: they are told twice, which stops them at once, then killed."""
+def end_all(nodes: Sequence[NodeProcess]) -> None:
+    """No process of these is left afterwards: two requests stop a node at once, and what remains is killed."""
     for seconds in (ASK_AGAIN_S, KILL_AFTER_S):
-        for child in children:
-            child.terminate()
-        if wait_all(children, seconds):
+        for node in nodes:
+            node.terminate()
+        if wait_all(nodes, seconds):
             break
-    for child in children:
-        child.kill()
-    for child in children:
-        child.release()
+    for node in nodes:
+        node.kill()
+    for node in nodes:
+        node.release()

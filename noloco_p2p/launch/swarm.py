@@ -1,6 +1,6 @@
-"""`noloco swarm`: a whole swarm as node processes on this machine (design.md §8).
+"""`noloco swarm`: a whole swarm as node processes on this machine.
 
-    plan → start the first node → start the others, which join it → look on → end → summary.json
+    plan → start the first node → start the others, which join it → watch → end → summary.json
 
 The launcher trains nothing and shares no memory with the nodes: it reads their files and their metrics.
 """
@@ -17,18 +17,18 @@ from noloco_p2p.launch import cpu_seconds, node_probe, run_files, swarm_summary
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmOptions, SwarmPlan
-from noloco_p2p.launch.swarm_table import Display, ReadingHistory, deserted, make_display
+from noloco_p2p.launch.swarm_table import Display, ReadingHistory, deserted
 
 TICK_S = 0.2
 LOG_LINES = 15
 """Lines of a failed node's log that are shown."""
 LEAVE_MARGIN_S = 10.0
-"""Beyond `limits.drain_s` a node may take so long to close what it has open."""
+"""Time beyond `limits.drain_s` for a node to close what it has open, seconds."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Remembers that somebody asked to stop, and how often, between `with` and its end."""
+    """Counts the requests to stop that arrive inside the `with`."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -52,74 +52,73 @@ class LocalSwarm:
     """The processes of one run, from start to end. `run` is its life; no process outlives it."""
 
     def __init__(
-        self, plan: SwarmPlan, run_dir: Path, resumed: ResumePoint | None, screen: Display, signals: StopSignals
+        self, plan: SwarmPlan, run_dir: Path, resumed: ResumePoint | None, display: Display, signals: StopSignals
     ) -> None:
         self._plan = plan
         self._arguments = plan.arguments(run_dir)
         self._resumed = resumed
-        self._screen = screen
+        self._display = display
         self._signals = signals
-        self._children = [NodeProcess(run_dir, stage, replica) for stage, replica in plan.nodes]
-        self._histories = [ReadingHistory(child.name, child.stage) for child in self._children]
+        self._nodes = [NodeProcess(run_dir, stage, replica) for stage, replica in plan.nodes]
+        self._histories = [ReadingHistory(node.name, node.stage) for node in self._nodes]
         self._failed: NodeProcess | None = None
         self._shown_at = 0.0
         self._path = run_dir / node_probe.SUMMARY
 
     def run(self) -> int:
-        """Start, look on, end, write the summary; returns the exit code."""
+        """Start, watch, end, write the summary; returns the exit code."""
         began = time.monotonic()
         self._path.unlink(missing_ok=True)
         try:
             self._start()
-            self._look_on()
+            self._watch()
             self._leave()
             self._show_the_end()
         finally:
-            end_all(self._children)
-            self._screen.close()
+            end_all(self._nodes)
+            self._display.close()
         wall_s = time.monotonic() - began
         step = None if self._resumed is None else self._resumed.step
-        told = swarm_summary.summarise(self._children, self._plan.manifest, step, wall_s)
-        told["completed"] = told["completed"] and self._signals.first is None
-        run_files.write_json(self._path, told)
-        for line in swarm_summary.lines(told, self._path):
-            self._screen.say(line)
-        return self._exit_code(bool(told["completed"]))
+        summary = swarm_summary.summarise(self._nodes, self._plan.manifest, step, wall_s)
+        summary["completed"] = summary["completed"] and self._signals.first is None
+        run_files.write_json(self._path, summary)
+        for line in swarm_summary.lines(summary, self._path):
+            self._display.say(line)
+        return self._exit_code(bool(summary["completed"]))
 
     def _start(self) -> None:
         """The first node, and when it can be reached the others, all at once."""
-        first, *others = self._children
-        environment = self._plan.environment(threads_each(len(self._children)))
+        first, *others = self._nodes
+        environment = self._plan.environment(threads_each(len(self._nodes)))
         first.start(self._arguments, environment)
         while (reached := first.endpoints) is None:
             if self._over() or not first.running:
                 return
             time.sleep(TICK_S)
-        for child in others:
-            child.start([*self._arguments, "--join", reached.join[0]], environment)
+        for node in others:
+            node.start([*self._arguments, "--join", reached.join[0]], environment)
 
-    def _look_on(self) -> None:
-        """Show how the nodes are until all have ended, one has failed, or somebody asked to stop."""
-        with ThreadPoolExecutor(len(self._children)) as pool:
-            while any(child.running for child in self._children) and not self._over():
+    def _watch(self) -> None:
+        """Show the state of the nodes until all have ended, one has failed, or somebody asked to stop."""
+        with ThreadPoolExecutor(len(self._nodes)) as pool:
+            while any(node.running for node in self._nodes) and not self._over():
                 now = time.monotonic()
-                if now - self._shown_at >= self._screen.interval_s:
+                if now - self._shown_at >= self._display.interval_s:
                     self._shown_at = now
-                    readings = list(pool.map(NodeProcess.read_metrics, self._children))
+                    readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
                     for history, reading in zip(self._histories, readings, strict=True):
                         history.add(reading)
-                    self._screen.show([history.row() for history in self._histories], deserted(readings))
+                    self._display.show([history.row() for history in self._histories], deserted(readings))
                 time.sleep(TICK_S)
         self._over()
 
     def _show_the_end(self) -> None:
-        for history, child in zip(self._histories, self._children, strict=True):
-            history.end(child.summary)
-        self._screen.show([history.row() for history in self._histories], [])
+        ended = zip(self._histories, self._nodes, strict=True)
+        self._display.show([history.last_row(node.summary) for history, node in ended], [])
 
     def _over(self) -> bool:
         """Somebody asked to stop, or a node has failed."""
-        self._failed = self._failed or next((c for c in self._children if c.exit_code not in (None, 0)), None)
+        self._failed = self._failed or next((c for c in self._nodes if c.exit_code not in (None, 0)), None)
         return self._failed is not None or self._signals.count > 0
 
     def _leave(self) -> None:
@@ -127,15 +126,15 @@ class LocalSwarm:
 
         Stage after stage, so that what an earlier stage holds still finds a later one.
         """
-        if not any(child.running for child in self._children):
+        if not any(node.running for node in self._nodes):
             return
         heard = self._signals.count
-        self._screen.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
+        self._display.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
         give_up_at = time.monotonic() + self._plan.local.limits.drain_s + LEAVE_MARGIN_S
         for stage in range(self._plan.manifest.stages):
-            leaving = [child for child in self._children if child.stage == stage]
-            for child in leaving:
-                child.terminate()
+            leaving = [node for node in self._nodes if node.stage == stage]
+            for node in leaving:
+                node.terminate()
             while not wait_all(leaving, TICK_S):
                 if time.monotonic() >= give_up_at or self._signals.count > heard:
                     return
@@ -156,24 +155,24 @@ class LocalSwarm:
 
 
 def threads_each(nodes: int) -> int:
-    """CPU threads for each of so many nodes on this machine."""
+    """CPU threads for each of this many nodes on this machine."""
     return max(1, cpu_seconds.cores() // nodes)
 
 
-def run_swarm(asked: SwarmOptions, asked_dir: Path | None, plain: bool) -> int:
+def run_swarm(options: SwarmOptions, directory: Path | None, plain: bool) -> int:
     """Run a swarm to its end; returns the exit code. Raises ConfigError or LocalError before anything is started."""
-    plan = planning.make_plan(asked, asked_dir, os.environ)
-    run_dir = planning.make_run_dir(plan.manifest.name, asked_dir)
+    plan = planning.make_plan(options, directory, os.environ)
+    run_dir = planning.make_run_dir(plan.manifest.name, directory)
     with planning.held(run_dir):
         planning.wait_for_old_nodes([run_dir / f"{stage}-{replica}" for stage, replica in plan.nodes])
         resumed = planning.resume_point(plan, run_dir) if plan.resumes else None
         plan.write(run_dir)
         m = plan.manifest
-        screen = make_display(f"{m.name}: {m.stages} × {m.start_replicas} nodes, {m.steps} steps", plain)
-        screen.say(f"{m.stages} stages × {m.start_replicas} replicas, {m.steps} steps, in {run_dir}")
+        display = Display(f"{m.name}: {m.stages} × {m.start_replicas} nodes, {m.steps} steps", plain)
+        display.say(f"{m.stages} stages × {m.start_replicas} replicas, {m.steps} steps, in {run_dir}")
         if resumed is not None:
-            screen.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
+            display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
-            screen.say("begins again at step 0: nothing had been saved")
+            display.say("starts again at step 0: nothing had been saved")
         with StopSignals() as signals:
-            return LocalSwarm(plan, run_dir, resumed, screen, signals).run()
+            return LocalSwarm(plan, run_dir, resumed, display, signals).run()

@@ -1,7 +1,7 @@
-"""What `noloco swarm` is to start: a fresh run, or the unfinished one that a directory holds (design.md §8).
+"""What `noloco swarm` is to start: a fresh run, or the unfinished one that a directory holds.
 
-DIR/swarm.json     the settings of all nodes, taken again when the run is resumed; it is a configuration file too
-DIR/swarm.lock     held by the launcher that works here
+DIR/swarm.json     the settings of all nodes, used again when the run is resumed; also a valid configuration file
+DIR/swarm.lock     held by the running launcher
 DIR/summary.json   written at the end
 """
 
@@ -31,9 +31,9 @@ LOOPBACK = (
     "listen.grpc_port=0",
     "listen.metrics_port=0",
 )
-"""All nodes are on this machine and have the same settings, so none may name a port."""
+"""All nodes are on this machine and share their settings, so none may name a port."""
 NODES_END_S = 15.0
-"""The nodes of a launcher that was killed need a moment to notice and to end."""
+"""The nodes of a launcher that was killed need a moment to notice and to end, seconds."""
 POLL_S = 0.1
 
 
@@ -47,15 +47,15 @@ class SwarmOptions:
     steps: int | None
     sets: tuple[str, ...]
 
-    def given(self, environ: Mapping[str, str]) -> settings.Overrides:
-        """All that was given, the options last and told by their own names. Raises ConfigError."""
+    def overrides(self, environ: Mapping[str, str]) -> settings.Overrides:
+        """All settings given, the options last, each under its own name in messages. Raises ConfigError."""
         options = {"stages": self.stages, "start_replicas": self.replicas, "steps": self.steps}
         named = {"stages": "--stages", "start_replicas": "--replicas", "steps": "--steps"}
-        asked = {key: value for key, value in options.items() if value is not None}
-        found = settings.read(self.config, environ, [*self.sets, *(f"{key}={value}" for key, value in asked.items())])
-        count = len(found.entries) - len(asked)
-        last = (entry._replace(where=named[entry.name]) for entry in found.entries[count:])
-        return settings.Overrides((*found.entries[:count], *last))
+        last = [f"{key}={value}" for key, value in options.items() if value is not None]
+        entries = list(settings.read(self.config, environ, [*self.sets, *last]).entries)
+        for i in range(len(entries) - len(last), len(entries)):
+            entries[i] = entries[i]._replace(where=named[entries[i].name])
+        return settings.Overrides(tuple(entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +73,13 @@ class SwarmPlan:
         return list(product(range(self.manifest.stages), range(self.manifest.start_replicas)))
 
     def arguments(self, run_dir: Path) -> list[str]:
-        """For every node; the settings stand in a file of the directory."""
-        told = ["--config", str(run_dir / SETTINGS)]
-        for override in LOOPBACK:
-            told += ["--set", override]
-        if self.local.listen.libp2p_metrics_port is not None:
-            told += ["--set", "listen.libp2p_metrics_port=0"]
-        return told
+        """For every node; its settings are in a file of the directory."""
+        daemon = () if self.local.listen.libp2p_metrics_port is None else ("listen.libp2p_metrics_port=0",)
+        sets = [word for override in (*LOOPBACK, *daemon) for word in ("--set", override)]
+        return ["--config", str(run_dir / SETTINGS), *sets]
 
     def environment(self, threads: int) -> dict[str, str]:
-        """For every node: ours, without settings, which have been read."""
+        """For every node: ours without settings, which have been read already."""
         own = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
         return {**own, "OMP_NUM_THREADS": str(threads)}
 
@@ -100,12 +97,12 @@ class ResumePoint:
     step: int
 
 
-def make_plan(asked: SwarmOptions, run_dir: Path | None, environ: Mapping[str, str]) -> SwarmPlan:
-    """What the command line asks for; nothing is made yet.
+def make_plan(options: SwarmOptions, run_dir: Path | None, environ: Mapping[str, str]) -> SwarmPlan:
+    """What the command line asks for; nothing is created yet.
 
     Raises ConfigError, also when the directory holds a finished run, or an unfinished one with another manifest.
     """
-    given = asked.given(environ)
+    given = options.overrides(environ)
     if run_dir is None or not (stored_path := run_dir / SETTINGS).exists():
         plan = SwarmPlan(given.manifest(), given.node(), resumes=False)
     else:
@@ -132,12 +129,12 @@ def _check_nodes(plan: SwarmPlan, run_dir: Path) -> None:
             raise ConfigError(f"{path} is of a run with other settings ({keys}); name another --dir")
 
 
-def make_run_dir(name: str, asked: Path | None) -> Path:
+def make_run_dir(name: str, directory: Path | None) -> Path:
     """The directory of this run: the one asked for, or a fresh `noloco-runs/<name>-<n>`. Raises LocalError."""
     try:
-        if asked is not None:
-            asked.mkdir(parents=True, exist_ok=True)
-            return asked
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            return directory
         runs, n = Path("noloco-runs"), 1
         runs.mkdir(exist_ok=True)
         while True:
@@ -178,20 +175,20 @@ def wait_for_old_nodes(node_dirs: Sequence[Path], seconds: float = NODES_END_S) 
 
 
 def resume_point(plan: SwarmPlan, run_dir: Path) -> ResumePoint | None:
-    """Where the run goes on from the checkpoints that lie in the directory; None without any. Raises LocalError."""
+    """Where the run goes on from the checkpoints in the directory; None without any. Raises LocalError."""
     from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
     return common_point(s.holding for s in stored_checkpoints(run_dir) if s.manifest.run_id == plan.manifest.run_id)
 
 
 def common_point(held: Iterable[Holding]) -> ResumePoint | None:
-    """The newest outer round that every stage of which there is anything can go on from, and the least step there."""
-    everything = list(held)
-    round = least_newest(everything)
+    """The newest outer round from which every stage that has a checkpoint can go on, and the least step there."""
+    holdings = list(held)
+    round = least_newest(holdings)
     if round is None:
         return None
-    reached = dict.fromkeys((holding.stage for holding in everything), 0)
-    for holding in everything:
+    reached = dict.fromkeys((holding.stage for holding in holdings), 0)
+    for holding in holdings:
         if holding.round <= round:
             reached[holding.stage] = max(reached[holding.stage], holding.step)
     return ResumePoint(round, min(reached.values()))

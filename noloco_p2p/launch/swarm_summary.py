@@ -1,4 +1,4 @@
-"""`summary.json` of a swarm, from the nodes' own summaries (design.md §8), and its few lines on the screen."""
+"""`summary.json` of a swarm, from the nodes' own summaries, and its few lines on the screen."""
 
 from collections.abc import Iterable, Sequence
 from math import exp
@@ -19,12 +19,12 @@ OF_A_NODE = (
     "bytes_sent",
     "bytes_received",
 )
-"""Figures of a node that are taken over as it wrote them."""
+"""Figures of a node that are copied as it wrote them."""
 OVERFLOW_NATS = 700.0
 
 
 def summarise(
-    children: Sequence[NodeProcess], manifest: RunManifest, resumed_from_step: int | None, wall_s: float
+    nodes: Sequence[NodeProcess], manifest: RunManifest, resumed_from_step: int | None, wall_s: float
 ) -> dict[str, Any]:
     """The swarm's summary. It counts what was done since the nodes were started, not what a resumed run did before.
 
@@ -32,17 +32,17 @@ def summarise(
     mean over stage 0, rounded; `outer_rounds` is the largest number that any replica did. What no node wrote is null;
     one replica has no std.
     """
-    found = [child.summary or {} for child in children]
-    first = [s for child, s in zip(children, found, strict=True) if child.stage == 0]
+    found = [node.summary or {} for node in nodes]
+    first = [s for node, s in zip(nodes, found, strict=True) if node.stage == 0]
     validation_loss = _mean(s.get("validation_loss") for s in first)
     inner_steps = _mean(s.get("inner_steps") for s in first)
     tokens = sum(s.get("tokens") or 0 for s in first)
     seconds = _training_s(first)
-    run_ids = [child.endpoints.run_id for child in children if child.endpoints is not None]
+    run_ids = [node.endpoints.run_id for node in nodes if node.endpoints is not None]
     finished = all(s.get("state") == "finished" for s in found)
     return {
         "run_id": run_ids[0] if run_ids else None,
-        "completed": finished and all(child.exit_code == 0 for child in children),
+        "completed": finished and all(node.exit_code == 0 for node in nodes),
         "stages": manifest.stages,
         "replicas": manifest.start_replicas,
         "steps": manifest.steps,
@@ -53,11 +53,11 @@ def summarise(
         "final_loss": _mean(s.get("final_loss") for s in first),
         "validation_loss": validation_loss,
         "validation_perplexity": perplexity(validation_loss),
-        "replica_std": [_stage_std(children, found, stage) for stage in range(manifest.stages)],
+        "replica_std": [_stage_std(nodes, found, stage) for stage in range(manifest.stages)],
         "tokens": tokens,
         "tokens_per_s": tokens / seconds if seconds else None,
         "wall_s": wall_s,
-        "nodes": [_node(child, s) for child, s in zip(children, found, strict=True)],
+        "nodes": [_node(node, s) for node, s in zip(nodes, found, strict=True)],
     }
 
 
@@ -69,15 +69,15 @@ def perplexity(loss: float | None) -> float | None:
 def lines(summary: dict[str, Any], path: Path) -> list[str]:
     """The summary for a person."""
     loss, rate = summary["validation_loss"], summary["tokens_per_s"]
-    told = [
+    found = [
         f"{'completed' if summary['completed'] else 'not completed'}: {summary['inner_steps'] or 0} inner steps, "
         f"{summary['outer_rounds']} outer rounds, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
     ]
     if loss is not None:
-        told.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")
+        found.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")
     if rate is not None:
-        told.append(f"{rate:,.0f} tokens/s while training")
-    return [*told, f"summary: {path}"]
+        found.append(f"{rate:,.0f} tokens/s while training")
+    return [*found, f"summary: {path}"]
 
 
 def _mean(values: Iterable[Any]) -> float | None:
@@ -85,8 +85,8 @@ def _mean(values: Iterable[Any]) -> float | None:
     return fmean(known) if known else None
 
 
-def _stage_std(children: Sequence[NodeProcess], found: Sequence[dict[str, Any]], stage: int) -> float | None:
-    return _mean(s.get("replica_std") for child, s in zip(children, found, strict=True) if child.stage == stage)
+def _stage_std(nodes: Sequence[NodeProcess], found: Sequence[dict[str, Any]], stage: int) -> float | None:
+    return _mean(s.get("replica_std") for node, s in zip(nodes, found, strict=True) if node.stage == stage)
 
 
 def _training_s(first: Sequence[dict[str, Any]]) -> float | None:
@@ -98,7 +98,7 @@ def _training_s(first: Sequence[dict[str, Any]]) -> float | None:
     return float(max(ended) - min(began) - (_mean(s.get("evaluation_s") for s in first) or 0.0))
 
 
-def _node(child: NodeProcess, found: dict[str, Any]) -> dict[str, Any]:
-    peer_id = found.get("peer_id") or (child.endpoints.peer_id if child.endpoints is not None else None)
+def _node(node: NodeProcess, found: dict[str, Any]) -> dict[str, Any]:
+    peer_id = found.get("peer_id") or (node.endpoints.peer_id if node.endpoints is not None else None)
     figures = {name: found.get(name) for name in OF_A_NODE}
-    return {"peer_id": peer_id, "stage": child.stage, **figures, "exit_code": child.exit_code}
+    return {"peer_id": peer_id, "stage": node.stage, **figures, "exit_code": node.exit_code}

@@ -3,19 +3,26 @@
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from noloco_p2p.launch.node_probe import MetricsReading
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 RATE_READINGS = 8
-"""Tokens per second are taken over so many readings."""
+"""Tokens per second are averaged over this many readings."""
 LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 GONE = frozenset({"left"})
-COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
+COLUMNS = {
+    "node": "",
+    "stage": "",
+    "state": "",
+    "inner step": "",
+    "outer round": "",
+    "loss": ".3f",
+    "tokens/s": ",.0f",
+    "peers": "",
+}
+"""Heading → format of the value, in the order of `NodeRow`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +42,10 @@ class NodeRow:
     peers: int | None = None
     """Other nodes of the swarm that it sees."""
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> list[str]:
         """As text, in the order of COLUMNS."""
-        loss = "–" if self.loss is None else f"{self.loss:.3f}"
-        rate = "–" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
-        counts = ["–" if n is None else str(n) for n in (self.inner_step, self.outer_round, self.peers)]
-        return self.name, str(self.stage), self.state or "–", counts[0], counts[1], loss, rate, counts[2]
+        values = zip(astuple(self), COLUMNS.values(), strict=True)
+        return ["–" if value is None else format(value, spec) for value, spec in values]
 
 
 class ReadingHistory:
@@ -50,24 +55,23 @@ class ReadingHistory:
         self._name = name
         self._stage = stage
         self._readings: deque[MetricsReading] = deque(maxlen=RATE_READINGS)
-        self._ended: Mapping[str, Any] | None = None
 
     def add(self, reading: MetricsReading | None) -> None:
-        """Take a reading; None (a node that gave none) leaves the last one standing."""
+        """Take a reading; None (a node that gave none) changes nothing."""
         if reading is not None:
             self._readings.append(reading)
 
-    def end(self, summary: Mapping[str, Any] | None) -> None:
-        """Take the summary that the node wrote at its end; None when it wrote none."""
-        self._ended = summary
+    def last_row(self, summary: Mapping[str, Any] | None) -> NodeRow:
+        """The node's line once it has ended, from the summary that it wrote; None: it wrote none."""
+        if summary is None:
+            return self.row()
+        loss = self._readings[-1].total("loss") if self._readings else None
+        loss = loss if summary["final_loss"] is None else summary["final_loss"]
+        state, inner_steps, outer_rounds = (summary[name] for name in ("state", "inner_steps", "outer_rounds"))
+        return NodeRow(self._name, self._stage, state, inner_steps, outer_rounds, loss)
 
     def row(self) -> NodeRow:
-        """The node's line: of its summary once it has ended, of the last readings before."""
-        ended = self._ended
-        if ended is not None:
-            loss = self._readings[-1].total("loss") if self._readings else None
-            loss = loss if ended["final_loss"] is None else ended["final_loss"]
-            return NodeRow(self._name, self._stage, ended["state"], ended["inner_steps"], ended["outer_rounds"], loss)
+        """The node's line, from the last readings."""
         if not self._readings:
             return NodeRow(self._name, self._stage)
         old, new = self._readings[0], self._readings[-1]
@@ -89,99 +93,62 @@ class ReadingHistory:
 
 
 def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:
-    """A line for each stage that some node says nobody serves."""
+    """A line for each stage that some node reports to be served by nobody."""
     longest: dict[str, float] = {}
     for reading in readings:
         for stage, seconds in ({} if reading is None else reading.by("stage", "stage_deserted_seconds")).items():
             longest[stage] = max(seconds, longest.get(stage, 0.0))
-    return [f"stage {stage} has no replica since {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
+    return [f"stage {stage} has had no replica for {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
 
 
-class Display(Protocol):
-    """Where the launcher shows how the swarm is."""
+class Display:
+    """Where the launcher shows the swarm: a table drawn in place at a terminal, else lines on standard output."""
 
-    interval_s: float
-    """Seconds between two readings of the nodes."""
+    def __init__(self, title: str, plain: bool) -> None:
+        """`plain`: lines in any case."""
+        from rich.live import Live
+
+        live = not plain and sys.stdout.isatty()
+        self._title = title
+        self._live = Live(auto_refresh=False, redirect_stderr=False) if live else None
+        self.interval_s = LIVE_INTERVAL_S if live else PLAIN_INTERVAL_S
+        """Seconds between two readings of the nodes."""
 
     def show(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> None:
         """The nodes as they are now, and lines about the whole swarm."""
-        ...
+        if self._live is None:
+            lines = [*map(_plain_line, rows), *notes]
+            print("\n".join(lines), flush=True)
+        else:
+            self._live.start()  # once it runs, this does nothing
+            self._live.update(_table(self._title, rows, notes), refresh=True)
 
     def say(self, line: str) -> None:
-        """One line that stays."""
-        ...
+        """One line that stays; above the table where there is one."""
+        if self._live is None:
+            print(line, flush=True)
+        else:
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
-        ...
-
-
-class PlainDisplay:
-    """Lines on standard output: all nodes, every ten seconds."""
-
-    interval_s = PLAIN_INTERVAL_S
-
-    def show(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> None:
-        """One line for each node, then the notes."""
-        for row in rows:
-            node, _, state, *cells = row.cells()
-            if row.inner_step is None:
-                print(f"{node}  starting", flush=True)
-                continue
-            told = "  ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[3:], cells, strict=True))
-            print(f"{node}  {state}  {told}", flush=True)
-        for note in notes:
-            print(note, flush=True)
-
-    def say(self, line: str) -> None:
-        """Printed as it is."""
-        print(line, flush=True)
-
-    def close(self) -> None:
-        """Nothing to put right."""
-
-
-class LiveDisplay:
-    """A table that is drawn anew in place."""
-
-    interval_s = LIVE_INTERVAL_S
-
-    def __init__(self, title: str) -> None:
-        from rich.live import Live
-
-        self._title = title
-        self._live = Live(auto_refresh=False, redirect_stderr=False)
-        self._shown = False
-
-    def show(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> None:
-        """Draw the table, the notes below it."""
-        if not self._shown:
-            self._live.start()
-            self._shown = True
-        self._live.update(self._table(rows, notes), refresh=True)
-
-    def say(self, line: str) -> None:
-        """Printed above the table."""
-        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """The last table stays on the screen."""
-        if self._shown:
+        """Leave the terminal as it was; the last table stays."""
+        if self._live is not None:
             self._live.stop()
-            self._shown = False
-
-    def _table(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> "Table":
-        from rich.table import Table
-
-        caption = "\n".join(notes) or None
-        table = Table(title=self._title, title_justify="left", caption=caption, caption_justify="left")
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column in ("node", "state") else "right")
-        for row in rows:
-            table.add_row(*row.cells())
-        return table
 
 
-def make_display(title: str, plain: bool) -> Display:
-    """A live table when standard output is a terminal and `plain` is not asked for."""
-    return PlainDisplay() if plain or not sys.stdout.isatty() else LiveDisplay(title)
+def _plain_line(row: NodeRow) -> str:
+    node, _, state, *cells = row.cells()
+    if row.inner_step is None:
+        return f"{node}  starting"
+    return "  ".join([node, state, *(f"{column} {cell}" for column, cell in zip([*COLUMNS][3:], cells, strict=True))])
+
+
+def _table(title: str, rows: Sequence[NodeRow], notes: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("node", "state") else "right")
+    for row in rows:
+        table.add_row(*row.cells())
+    return table

@@ -18,7 +18,7 @@ from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
-from noloco_p2p.launch.swarm_table import NodeRow, PlainDisplay, ReadingHistory, deserted
+from noloco_p2p.launch.swarm_table import Display, NodeRow, ReadingHistory, deserted
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
 
@@ -92,8 +92,8 @@ def test_a_row_comes_from_readings() -> None:
     history.add(None)
     history.add(reading(12.0, 4.0, 3000.0))
     assert history.row() == NodeRow("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
-    history.end({"state": "finished", "inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25})
-    assert history.row() == NodeRow("0-1", 0, "finished", 5, 4, 2.25, None, None)
+    summary = {"state": "finished", "inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25}
+    assert history.last_row(summary) == NodeRow("0-1", 0, "finished", 5, 4, 2.25, None, None)
 
 
 def test_a_deserted_stage_is_told_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,14 +101,14 @@ def test_a_deserted_stage_is_told_below_the_nodes(capsys: pytest.CaptureFixture[
         return MetricsReading(0.0, tuple(("noloco_stage_deserted_seconds", {"stage": s}, value) for s, value in stages))
 
     notes = deserted([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
-    assert notes == ["stage 1 has no replica since 42 s"]
+    assert notes == ["stage 1 has had no replica for 42 s"]
     assert deserted([seen(("0", 0.0))]) == []
-    PlainDisplay().show([NodeRow("0-0", 0), NodeRow("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
+    Display("tiny", plain=True).show([NodeRow("0-0", 0), NodeRow("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
     told = capsys.readouterr().out.splitlines()
     assert told == [
         "0-0  starting",
         "0-1  paused  inner step 4  outer round 3  loss 2.500  tokens/s 1,500  peers 3",
-        "stage 1 has no replica since 42 s",
+        "stage 1 has had no replica for 42 s",
     ]
 
 
