@@ -1,14 +1,30 @@
-"""What an export is made from, wherever it comes from: replicas of every stage at one outer round."""
+"""The weights of an export: replicas of every stage at one outer round. Here from checkpoints that nodes left on disk.
 
-from collections.abc import Callable, Sequence
+`live_collection.py` has the other source, a running swarm.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.messages import PeerId, TensorSpec
+from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.io.storage.checkpoint_format import (
+    DamagedCheckpoint,
+    StoredCheckpoint,
+    read_tensors,
+    stored_checkpoints,
+)
+from noloco_p2p.launch import run_files, settings
 
 if TYPE_CHECKING:
     from noloco_p2p.compute.export import Weights
+
+ATTEMPTS = 3
+"""A running node may remove a checkpoint before it is read; then the newer ones are tried."""
 
 Say = Callable[[str], None]
 """Takes a line for the user."""
@@ -37,23 +53,156 @@ class CollectedWeights:
     """By stage, each sorted by peer id, at least one."""
 
 
-def common(manifest: RunManifest, found: Sequence[ReplicaWeights]) -> CollectedWeights | None:
-    """The replicas of the newest round of which every stage has one; None when there is no such round."""
-    stages = range(manifest.stages)
-    for round in sorted({replica.round for replica in found}, reverse=True):
-        here = sorted((replica for replica in found if replica.round == round), key=lambda replica: replica.peer)
-        by_stage = tuple(tuple(replica for replica in here if replica.stage == stage) for stage in stages)
-        if all(by_stage):
-            return CollectedWeights(manifest, round, by_stage)
-    return None
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error, on a terminal only; call what it yields after each of the `total` parts."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
 
 
-def better(one: CollectedWeights | None, other: CollectedWeights | None) -> CollectedWeights | None:
-    """The one with more replicas; of equals the newer."""
-    if one is None or other is None:
-        return one or other
+def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> CollectedWeights:
+    """The weights of the newest common outer round among the checkpoints at or below the directories.
 
-    def rank(collection: CollectedWeights) -> tuple[int, int]:
-        return sum(len(stage) for stage in collection.stages), collection.round
+    Of all replicas that have that round, or of the lowest peer id of each stage. Raises ConfigError (no checkpoints,
+    several runs, a stage without any), LocalError (unreadable, damaged: the message names the file).
+    """
+    for attempt in range(ATTEMPTS):
+        checkpoints = _found(directories)
+        manifest = _manifest(checkpoints)
+        round = newest_common(checkpoints, manifest.stages)
+        used = chosen_checkpoints(checkpoints, round, manifest.stages, one=one)
+        try:
+            stages = _read(manifest, used)
+            break
+        except DamagedCheckpoint:  # removed meanwhile
+            if attempt == ATTEMPTS - 1:
+                raise
+    for line in _left_out(checkpoints, used, one=one):
+        say(line)
+    return CollectedWeights(manifest, round, stages)
 
-    return max(other, one, key=rank)
+
+def newest_common(checkpoints: Iterable[StoredCheckpoint], stages: int) -> int:
+    """The newest outer round of which every stage has a checkpoint. Raises ConfigError that says what is missing."""
+    rounds: dict[int, set[int]] = {stage: set() for stage in range(stages)}
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.stage in rounds:
+            rounds[checkpoint.manifest.stage].add(checkpoint.manifest.round)
+    empty = [str(stage) for stage, held in rounds.items() if not held]
+    if empty:
+        raise ConfigError(f"no checkpoint of stage {', '.join(empty)} is there: give the directories of its nodes too")
+    common = set.intersection(*rounds.values())
+    if not common:
+        held = "; ".join(f"stage {s} has {', '.join(map(str, sorted(held)))}" for s, held in rounds.items())
+        raise ConfigError(f"no outer round has a checkpoint of every stage: {held}; give more nodes' directories")
+    return max(common)
+
+
+def chosen_checkpoints(
+    checkpoints: Iterable[StoredCheckpoint], round: int, stages: int, *, one: bool
+) -> list[list[StoredCheckpoint]]:
+    """By stage, sorted by peer id: each peer's last checkpoint of that round, or only that of the lowest peer id."""
+    last: dict[tuple[int, PeerId], StoredCheckpoint] = {}
+    for checkpoint in checkpoints:  # in the order in which they were saved
+        if checkpoint.manifest.round == round:
+            last[checkpoint.manifest.stage, checkpoint.manifest.peer_id] = checkpoint
+    used = [[last[at, peer] for at, peer in sorted(last) if at == stage] for stage in range(stages)]
+    return [mine[:1] for mine in used] if one else used
+
+
+def _found(directories: Sequence[Path]) -> list[StoredCheckpoint]:
+    """All checkpoints, each once. Raises ConfigError when a directory has none or they are of several runs."""
+    found: dict[Path, StoredCheckpoint] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise ConfigError(f"--from {directory}: there is no such directory")
+        here = stored_checkpoints(directory)
+        if not here:
+            raise ConfigError(f"--from {directory}: there is no complete checkpoint in it or below it")
+        found.update({checkpoint.path.resolve(): checkpoint for checkpoint in here})
+    runs = {checkpoint.manifest.run_id: checkpoint for checkpoint in found.values()}
+    if len(runs) > 1:
+        places = "; ".join(f"{run[:12]} in {_home(shard)}" for run, checkpoint in sorted(runs.items()))
+        raise ConfigError(f"the checkpoints are of several runs ({places}): give the directories of one")
+    return sorted(found.values(), key=lambda checkpoint: (checkpoint.manifest.peer_id, checkpoint.manifest.saved))
+
+
+def _manifest(checkpoints: Sequence[StoredCheckpoint]) -> RunManifest:
+    """The run's manifest, from any of the nodes' directories. Raises LocalError."""
+    run_id = checkpoints[0].manifest.run_id
+    for path in dict.fromkeys(_home(checkpoint) / run_files.MANIFEST for checkpoint in checkpoints):
+        try:
+            manifest = settings.manifest_from_json(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise LocalError(f"{path} cannot be read: {error.strerror}") from error
+        except Violation as error:
+            raise LocalError(f"{path} is damaged: {error}") from error
+        if manifest.run_id != run_id:
+            raise LocalError(f"{path} is of run {manifest.run_id[:12]}, the checkpoints beside it are of {run_id[:12]}")
+        return manifest
+    missing = _home(checkpoints[0]) / run_files.MANIFEST
+    raise LocalError(f"{missing} is not there, nor in the other directories: without it the model is not known")
+
+
+def _home(checkpoint: StoredCheckpoint) -> Path:
+    """The directory of the node that wrote it."""
+    return checkpoint.path.parents[2]
+
+
+def _read(manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]) -> tuple[tuple[ReplicaWeights, ...], ...]:
+    """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors that are not those of the stage."""
+    from noloco_p2p.compute import export
+
+    stages: list[tuple[ReplicaWeights, ...]] = []
+    with progress_bar("reading checkpoints", sum(len(mine) for mine in used)) as done:
+        for stage, mine in enumerate(used):
+            parameters = export.stage_specs(manifest, stage)
+            replicas = []
+            for checkpoint in mine:
+                m = checkpoint.manifest
+                replicas.append(
+                    ReplicaWeights(m.peer_id, stage, m.round, int(m.step), _weights(checkpoint, parameters))
+                )
+                done()
+            stages.append(tuple(replicas))
+    return tuple(stages)
+
+
+def _weights(checkpoint: StoredCheckpoint, parameters: tuple[TensorSpec, ...]) -> "Weights":
+    from noloco_p2p.compute import export
+
+    try:
+        tensors = read_tensors(checkpoint, {"fast"})
+        if [tensor.name for tensor in tensors] != [f"fast/{spec.name}" for spec in parameters]:
+            raise LocalError(f"{shard.tensors_path} does not hold the parameters of stage {shard.manifest.stage}")
+        return export.checked(tensors, parameters)
+    except DamagedCheckpoint as error:
+        if not checkpoint.path.exists():
+            raise
+        raise LocalError(f"{error}; remove {shard.path} to export from the other checkpoints") from error
+    except Violation as error:
+        raise LocalError(f"{shard.tensors_path}: {error}") from error
+
+
+def _left_out(
+    checkpoints: Sequence[StoredCheckpoint], used: Sequence[Sequence[StoredCheckpoint]], *, one: bool
+) -> list[str]:
+    """A line for each node that could have given a replica and gave none."""
+    lines = []
+    taken = {(checkpoint.manifest.stage, checkpoint.manifest.peer_id) for mine in used for checkpoint in mine}
+    newest = {
+        (checkpoint.manifest.stage, checkpoint.manifest.peer_id): checkpoint.manifest.round
+        for checkpoint in checkpoints
+    }
+    for (stage, peer), round in sorted(newest.items()):
+        if (stage, peer) not in taken:
+            why = "one replica of the stage is enough" if one else f"its newest checkpoint is of round {round}"
+            lines.append(f"not used: {peer} of stage {stage}: {why}")
+    return lines

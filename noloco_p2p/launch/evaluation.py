@@ -18,8 +18,8 @@ from noloco_p2p.io.data import corpora
 from noloco_p2p.io.data.samples import IGNORED_TARGET
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer, load_tokenizer
+from noloco_p2p.launch.collection import progress_bar
 from noloco_p2p.launch.export import REPLICAS, read_record
-from noloco_p2p.launch.progress import bar
 
 STDLIB = "stdlib"
 TOKENIZER = "tokenizer_config.json"
@@ -41,7 +41,7 @@ def run_eval(
     manifest, replicas = read_record(out)
     export.quiet()
     batches = _text(manifest, out, data, held_out, microbatches)
-    with bar("evaluating", len(batches) * (1 + replicas)) as done:
+    with progress_bar("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
         single = [_loss(out / REPLICAS / str(i), batches, device, done)[0] for i in range(replicas)]
     size = _bytes_of(manifest, out, batches)
@@ -84,7 +84,7 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
     given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]
     model = ExportedModel.load(out, device)
     ids: list[int] = []
-    with bar("generating", tokens) as done:
+    with progress_bar("generating", tokens) as done:
         for one in itertools.islice(model.continuation(given, manifest.sequence_length, temperature, seed), tokens):
             done()
             if one == tokenizer.eos:

@@ -13,7 +13,6 @@ from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch import run_files
-from noloco_p2p.launch.progress import bar
 
 if TYPE_CHECKING:
     from noloco_p2p.launch.collection import CollectedWeights
@@ -38,26 +37,26 @@ class ExportOptions:
     tokenizer_dir: str | None
 
 
-def run_export(order: ExportOptions) -> None:
+def run_export(options: ExportOptions) -> None:
     """Collect, merge, write, and say what was used. Raises ConfigError, LocalError, PeerError."""
-    if bool(order.join) == bool(order.directories):
+    if bool(options.join) == bool(options.directories):
         raise ConfigError("say where the weights are: either --join ADDR (a swarm that runs) or --from DIR")
-    if order.out.is_file() or (order.out.is_dir() and any(order.out.iterdir())):
-        raise ConfigError(f"--out {order.out} is not empty: name a directory that does not exist yet")
-    found = _collected(order)
-    with _replaced(order.out) as fresh:
-        _write(order, found, fresh)
+    if options.out.is_file() or (options.out.is_dir() and any(options.out.iterdir())):
+        raise ConfigError(f"--out {options.out} is not empty: name a directory that does not exist yet")
+    found = _collected(options)
+    with _replaced(options.out) as fresh:
+        _write(options, found, fresh)
     for stage, mine in enumerate(found.stages):
         peers = ", ".join(f"{replica.peer} (step {replica.step})" for replica in mine)
         print(f"stage {stage}: {'mean of ' if len(mine) > 1 else ''}{peers}")
-    print(f"run {found.manifest.run_id}, outer round {found.round} → {order.out}")
+    print(f"run {found.manifest.run_id}, outer round {found.round} → {options.out}")
 
 
-def _collected(order: ExportOptions) -> "CollectedWeights":
-    if order.directories:
-        from noloco_p2p.launch.checkpoint_collection import from_directories
+def _collected(options: ExportOptions) -> "CollectedWeights":
+    if options.directories:
+        from noloco_p2p.launch.collection import from_directories
 
-        return from_directories(order.directories, one=not order.mean, say=print)
+        return from_directories(options.directories, one=not options.mean, say=print)
     import logging
 
     import uvloop
@@ -65,20 +64,21 @@ def _collected(order: ExportOptions) -> "CollectedWeights":
     from noloco_p2p.launch.live_collection import from_swarm
 
     logging.getLogger("hivemind").setLevel(logging.ERROR)
-    found: CollectedWeights = uvloop.run(from_swarm(order.join, one=not order.mean, say=print))
+    found: CollectedWeights = uvloop.run(from_swarm(options.join, one=not options.mean, say=print))
     return found
 
 
-def _write(order: ExportOptions, found: "CollectedWeights", directory: Path) -> None:
+def _write(options: ExportOptions, found: "CollectedWeights", directory: Path) -> None:
     """Model, tokenizer and record, and the single replicas of a mean."""
     from noloco_p2p.compute import export
+    from noloco_p2p.launch.collection import progress_bar
 
     export.quiet()
     manifest = found.manifest
-    eos = _write_tokenizer(manifest, order.tokenizer_dir, directory)
+    eos = _write_tokenizer(manifest, options.tokenizer_dir, directory)
     chains = max(len(stage) for stage in found.stages)
-    chains = chains if order.mean and order.replicas and chains > 1 else 0
-    with bar("writing", 1 + chains) as done:
+    chains = chains if options.mean and options.replicas and chains > 1 else 0
+    with progress_bar("writing", 1 + chains) as done:
         export.write_model(manifest, [export.mean([r.weights for r in mine]) for mine in found.stages], directory, eos)
         done()
         for i in range(chains):
@@ -92,7 +92,7 @@ def _write(order: ExportOptions, found: "CollectedWeights", directory: Path) -> 
             "run_id": manifest.run_id,
             "round": found.round,
             "step": max(replica.step for mine in found.stages for replica in mine),
-            "merge": "mean" if order.mean else "one",
+            "merge": "mean" if options.mean else "one",
             "stages": [[{"peer_id": r.peer, "step": r.step} for r in mine] for mine in found.stages],
             "replicas": chains,
             "version": __version__,

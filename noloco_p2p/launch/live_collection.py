@@ -1,4 +1,4 @@
-"""Where the weights of an export come from: a swarm that is alive. `holdings.py` has the other source, directories.
+"""The weights of an export, fetched from a running swarm. `collection.py` has the other source, checkpoints.
 
 The collector is an observer (observer.py) that also calls nodes as a peer does.
 """
@@ -12,25 +12,24 @@ from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
-from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights, Say, better, common
+from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights, Say, progress_bar
 from noloco_p2p.launch.observer import NullTelemetry, observing
-from noloco_p2p.launch.progress import bar
 from noloco_p2p.node.outer_round import KEPT_ROUNDS
 
 ATTEMPTS = 6
-"""Common outer rounds that are tried before the best of them is taken."""
+"""Common outer rounds that are tried before the best of them is used."""
 ROUND_WAIT_S = 30.0
 """Longest wait for a replica that has not reached the round asked for, seconds."""
 READINGS = 3
+"""A first reading of a DHT that was joined a moment ago can miss nodes."""
 READING_PAUSE_S = 1.0
-"""One reading of a DHT that was joined a moment ago can miss somebody."""
 
 
 async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> CollectedWeights:
     """Fetch snapshots of the newest common outer round from a swarm: of all replicas, or of one a stage.
 
     Raises ConfigError (malformed address), Unreachable (nobody answers), LocalError (a stage has no replica, or no
-    common round could be had).
+    common round could be fetched).
     """
     tune_allocator()
     async with observing(join) as observer:
@@ -74,7 +73,7 @@ class _Fetching:
             if target is None:
                 target = max(advert.outer_round for advert in holders)
             wanted = chosen(holders, target, self._manifest.stages, one=one)
-            with bar(f"fetching outer round {target}", len(wanted)) as done:
+            with progress_bar(f"fetching outer round {target}", len(wanted)) as done:
                 answers = await asyncio.gather(*(self._fetch(advert, target, done) for advert in wanted))
             found = [replica for replica in answers if replica is not None]
             best = better(best, common(self._manifest, found))
@@ -86,7 +85,7 @@ class _Fetching:
                 break
             target = following
         if best is None:
-            raise LocalError("the swarm moved on faster than its snapshots came: no outer round was had of every stage")
+            raise LocalError("the swarm moved on faster than its snapshots came: no outer round came from every stage")
         return best
 
     async def _holders(self) -> list[Advert]:
@@ -99,8 +98,8 @@ class _Fetching:
             missing = set(range(self._manifest.stages)) - {advert.stage for advert in holders}
             if not missing:
                 return holders
-        told = ", ".join(str(stage) for stage in sorted(missing))
-        raise LocalError(f"nobody in the swarm has trained weights of stage {told} to give: try again later")
+        stages = ", ".join(str(stage) for stage in sorted(missing))
+        raise LocalError(f"nobody in the swarm has trained weights of stage {stages} to give: try again later")
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> ReplicaWeights | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
@@ -124,10 +123,26 @@ class _Fetching:
         return ReplicaWeights(advert.peer_id, advert.stage, snapshot.round, snapshot.step, weights)
 
 
-def chosen(holders: Sequence[Advert], round: int, stages: int, *, one: bool) -> list[Advert]:
-    """Whom to ask: all replicas that have done a whole outer interval by `round`, or the lowest peer id of each stage.
+def common(manifest: RunManifest, found: Sequence[ReplicaWeights]) -> CollectedWeights | None:
+    """The replicas of the newest round of which every stage has one; None when there is no such round."""
+    for round in sorted({replica.round for replica in found}, reverse=True):
+        here = sorted((replica for replica in found if replica.round == round), key=lambda replica: replica.peer)
+        stages = tuple(tuple(r for r in here if r.stage == stage) for stage in range(manifest.stages))
+        if all(stages):
+            return CollectedWeights(manifest, round, stages)
+    return None
 
-    Where a stage has none that has, those that have not will do.
+
+def better(one: CollectedWeights | None, other: CollectedWeights | None) -> CollectedWeights | None:
+    """The one with more replicas; of equals the newer."""
+    both = [found for found in (other, one) if found is not None]
+    return max(both, key=lambda found: (sum(map(len, found.stages)), found.round), default=None)
+
+
+def chosen(holders: Sequence[Advert], round: int, stages: int, *, one: bool) -> list[Advert]:
+    """The replicas to ask: all that have done a whole outer interval by `round`, or the lowest peer id of each stage.
+
+    A stage without such a replica is represented by its other ones.
     """
     wanted: list[Advert] = []
     for stage in range(stages):
@@ -138,10 +153,10 @@ def chosen(holders: Sequence[Advert], round: int, stages: int, *, one: bool) -> 
 
 
 def next_target(target: int, rounds: Mapping[int, Sequence[int]]) -> int:
-    """The round to ask for after `target` gave these rounds, by stage: `target` again when it cannot be bettered.
+    """The round to ask for after `target` gave these rounds, by stage: `target` again when it cannot be improved.
 
-    When somebody is past it, all are asked to reach the same later round; when somebody is behind, the newest round
-    that still can be had of all of them is asked for, else of one replica of each stage.
+    When a replica is past it, all are asked to reach the same later round; when one is behind, the newest round that
+    all of them still keep is asked for, else one that a replica of each stage keeps.
     """
     found = [round for mine in rounds.values() for round in mine]
     newest, oldest = max(found), min(found)

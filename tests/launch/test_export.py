@@ -123,7 +123,7 @@ def test_a_corrupt_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     manifest, run, out = small_run(), tmp_path / "run", tmp_path / "out"
     run.mkdir()
-    with pytest.raises(ConfigError, match="no whole checkpoint"):
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
         exported(run, out)
     with pytest.raises(ConfigError, match="no such directory"):
         exported(tmp_path / "nowhere", out)
@@ -170,7 +170,7 @@ def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "noloco_p2p.cli.main", "export", "--from", str(tmp_path), "--out", "x"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert ended.stderr == f"error: --from {tmp_path}: no whole checkpoint lies there or below\n"
+    assert ended.stderr == f"error: --from {tmp_path}: there is no complete checkpoint in it or below it\n"
 
 
 def test_the_tokenizer_is_that_of_the_training_data(tmp_path: Path) -> None:

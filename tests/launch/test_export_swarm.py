@@ -19,8 +19,8 @@ from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights, better, common
-from noloco_p2p.launch.live_collection import chosen, from_swarm, next_target
+from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights
+from noloco_p2p.launch.live_collection import better, chosen, common, from_swarm, next_target
 
 MANIFEST = make_manifest(dtype="float32")
 
