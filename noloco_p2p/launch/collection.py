@@ -127,7 +127,7 @@ def _found(directories: Sequence[Path]) -> list[StoredCheckpoint]:
         found.update({checkpoint.path.resolve(): checkpoint for checkpoint in here})
     runs = {checkpoint.manifest.run_id: checkpoint for checkpoint in found.values()}
     if len(runs) > 1:
-        places = "; ".join(f"{run[:12]} in {_home(shard)}" for run, checkpoint in sorted(runs.items()))
+        places = "; ".join(f"{run[:12]} in {_home(checkpoint)}" for run, checkpoint in sorted(runs.items()))
         raise ConfigError(f"the checkpoints are of several runs ({places}): give the directories of one")
     return sorted(found.values(), key=lambda checkpoint: (checkpoint.manifest.peer_id, checkpoint.manifest.saved))
 
@@ -181,14 +181,16 @@ def _weights(checkpoint: StoredCheckpoint, parameters: tuple[TensorSpec, ...]) -
     try:
         tensors = read_tensors(checkpoint, {"fast"})
         if [tensor.name for tensor in tensors] != [f"fast/{spec.name}" for spec in parameters]:
-            raise LocalError(f"{shard.tensors_path} does not hold the parameters of stage {shard.manifest.stage}")
+            raise LocalError(
+                f"{checkpoint.tensors_path} does not hold the parameters of stage {checkpoint.manifest.stage}"
+            )
         return export.checked(tensors, parameters)
     except DamagedCheckpoint as error:
         if not checkpoint.path.exists():
             raise
-        raise LocalError(f"{error}; remove {shard.path} to export from the other checkpoints") from error
+        raise LocalError(f"{error}; remove {checkpoint.path} to export from the other checkpoints") from error
     except Violation as error:
-        raise LocalError(f"{shard.tensors_path}: {error}") from error
+        raise LocalError(f"{checkpoint.tensors_path}: {error}") from error
 
 
 def _left_out(

@@ -1,11 +1,11 @@
-"""`noloco eval` and `noloco generate`: how good an exported model is, and what it says.
+"""`noloco eval` and `noloco generate`: how good an exported model is, and what it writes.
 
 Shape legend: B microbatch, T sequence, N samples.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from math import exp, log
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer, load_tokenizer
 from noloco_p2p.launch.collection import progress_bar
 from noloco_p2p.launch.export import REPLICAS, read_record
+from noloco_p2p.launch.swarm_summary import perplexity
 
 STDLIB = "stdlib"
 TOKENIZER = "tokenizer_config.json"
-LARGEST_EXPONENT = 700.0
 
 Done = Callable[[], None]
 
@@ -40,7 +40,7 @@ def run_eval(
 
     manifest, replicas = read_record(out)
     export.quiet()
-    batches = _text(manifest, out, data, held_out, microbatches)
+    batches = _batches(manifest, out, data, held_out, microbatches)
     with progress_bar("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
         single = [_loss(out / REPLICAS / str(i), batches, device, done)[0] for i in range(replicas)]
@@ -58,7 +58,7 @@ def run_eval(
     return figures
 
 
-def tell(figures: dict[str, Any]) -> list[str]:
+def table(figures: dict[str, Any]) -> list[str]:
     """The figures for a person: merged model and replica mean side by side."""
     columns = [name for name in ("merged", "replica_mean") if name in figures]
     heads = {"merged": "merged", "replica_mean": f"mean of {len(figures.get('replica_losses', []))} replicas"}
@@ -73,7 +73,10 @@ def tell(figures: dict[str, Any]) -> list[str]:
 
 
 def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str) -> str:
-    """What the merged model says after `prompt`: at most `tokens` ids, fewer when it ends the text. ConfigError."""
+    """The merged model's continuation of `prompt`: at most `tokens` ids, fewer when it ends the text.
+
+    Raises ConfigError.
+    """
     from noloco_p2p.compute import export
     from noloco_p2p.compute.exported_model import ExportedModel, load_decoder
 
@@ -108,14 +111,14 @@ def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) ->
 
 def _figures(loss: float, bits_per_nat: float | None) -> dict[str, float | None]:
     """`loss` is nats per token. A perplexity beyond what a float holds is None."""
-    perplexity = exp(loss) if loss < LARGEST_EXPONENT else None
-    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": loss * bits_per_nat if bits_per_nat else None}
+    bits_per_byte = loss * bits_per_nat if bits_per_nat else None
+    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
 
 
-def _text(
+def _batches(
     manifest: RunManifest, out: Path, data: Sequence[str], held_out: bool, microbatches: int | None
 ) -> tuple[Batch, ...]:
-    """What is to be evaluated. Raises ConfigError, LocalError."""
+    """The data to evaluate on. Raises ConfigError, LocalError."""
     files = () if tuple(data) == (STDLIB,) else tuple(data)
     if files and not held_out:
         batches = _all_of(files, manifest, _tokenizer(manifest, out))
@@ -131,9 +134,9 @@ def _text(
     measure = manifest.evaluation
     if microbatches is not None:
         measure = measure.model_copy(update={"microbatches": microbatches})
-    asked = manifest.model_copy(update={"data": settings, "evaluation": measure})
+    changed = manifest.model_copy(update={"data": settings, "evaluation": measure})
     tokenizer_dir = None if settings.tokenizer == "bytes" else str(out)
-    return tuple(make_batches(asked, NodeConfig(data_files=files, tokenizer_dir=tokenizer_dir), "").validation())
+    return tuple(make_batches(changed, NodeConfig(data_files=files, tokenizer_dir=tokenizer_dir), "").validation())
 
 
 def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer) -> Iterator[Batch]:
@@ -163,7 +166,7 @@ def _documents(files: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Ids]:
 
 
 def _batch(ids: Ids, length: int) -> Batch:
-    """N×T inputs and targets of consecutive samples; what the last one lacks is padding whose targets do not count."""
+    """N×T inputs and targets of consecutive samples; the last is padded, and targets of padding do not count."""
     rows = -(-(len(ids) - 1) // length)
     inputs_NT = np.zeros(rows * length, np.int32)
     targets_NT = np.full(rows * length, IGNORED_TARGET, np.int32)
@@ -176,7 +179,7 @@ def _batch(ids: Ids, length: int) -> Batch:
 
 
 def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int | None:
-    """Bytes of text that the targets stand for; None when nobody knows how to read them."""
+    """Bytes of text that the targets stand for; None without a tokenizer to decode them."""
     rows = [row for batch in batches for row in np.frombuffer(batch.targets.data, "<i4").reshape(batch.targets.shape)]
     if not (out / TOKENIZER).exists():
         return None
@@ -189,7 +192,7 @@ def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int
 
 
 def _tokenizer(manifest: RunManifest, out: Path) -> Tokenizer:
-    """The one that was exported. Raises ConfigError."""
+    """The exported tokenizer. Raises ConfigError."""
     if not (out / TOKENIZER).exists():
         raise ConfigError(f"{out} has no tokenizer: export once more with --tokenizer-dir")
     name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(out)
