@@ -136,7 +136,7 @@ def evaluate_model(
     from noloco_p2p.launch import evaluation
 
     figures = evaluation.run_eval(out, data or (), held_out=held_out, microbatches=microbatches, device=device)
-    for line in [json.dumps(figures, allow_nan=False)] if as_json else evaluation.table(figures):
+    for line in [json.dumps(figures, allow_nan=False)] if as_json else evaluation.table_lines(figures):
         print(line)
 
 

@@ -157,7 +157,7 @@ def _home(checkpoint: StoredCheckpoint) -> Path:
 
 
 def _read(manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]) -> tuple[tuple[ReplicaWeights, ...], ...]:
-    """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors that are not those of the stage."""
+    """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
     from noloco_p2p.compute import export
 
     stages: list[tuple[ReplicaWeights, ...]] = []

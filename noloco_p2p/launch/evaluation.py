@@ -58,7 +58,7 @@ def run_eval(
     return figures
 
 
-def table(figures: dict[str, Any]) -> list[str]:
+def table_lines(figures: dict[str, Any]) -> list[str]:
     """The figures for a person: merged model and replica mean side by side."""
     columns = [name for name in ("merged", "replica_mean") if name in figures]
     heads = {"merged": "merged", "replica_mean": f"mean of {len(figures.get('replica_losses', []))} replicas"}

@@ -19,7 +19,7 @@ from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.data.threaded_batches import make_batches
-from noloco_p2p.launch.evaluation import run_eval, run_generate, table
+from noloco_p2p.launch.evaluation import run_eval, run_generate, table_lines
 
 
 def pipeline_loss(stages: Sequence[TorchStage], manifest: RunManifest) -> float:
@@ -53,7 +53,7 @@ def test_evaluation_is_the_swarms_own(tmp_path: Path) -> None:
     assert figures["merged"]["loss"] != pytest.approx(figures["replica_mean"]["loss"], rel=1e-4)
     assert run_eval(out, ("stdlib",), held_out=False, microbatches=None, device="cpu") == figures
     assert run_eval(out, (), held_out=False, microbatches=3, device="cpu")["tokens"] == 3 * 2 * 16
-    assert "mean of 2 replicas" in table(figures)[0]
+    assert "mean of 2 replicas" in table_lines(figures)[0]
 
 
 def test_all_tokens_of_files_are_evaluated(tmp_path: Path) -> None:
@@ -169,6 +169,6 @@ def test_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFix
     pyarrow.parquet.write_table(table, tmp_path / "ids.parquet")
     figures = run_eval(out, (str(tmp_path / "ids.parquet"),), held_out=True, microbatches=1, device="cpu")
     assert (figures["tokens"], figures["bytes"], figures["merged"]["bits_per_byte"]) == (32, None, None)
-    assert table(figures)[-2].split() == ["bits", "per", "byte", "-"]
+    assert table_lines(figures)[-2].split() == ["bits", "per", "byte", "-"]
     with pytest.raises(ConfigError, match="export once more with --tokenizer-dir"):
         run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
