@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from noloco_p2p.core.messages import Advert, Origin, PeerId
-from noloco_p2p.core.status import Seen
+from noloco_p2p.core.status import SeenPeer
 
 STATES = ("starting", "waiting", "syncing", "training", "paused", "finished", "draining", "left")
 
@@ -187,12 +187,12 @@ class Members:
         """How many others there are of each (stage, state)."""
         return {which: len(adverts) for which, adverts in self._by_state.items()}
 
-    def seen(self, *, now: float) -> tuple[Seen, ...]:
+    def seen(self, *, now: float) -> tuple[SeenPeer, ...]:
         """Everybody else as of `now`; may be called from any thread."""
         failures = self._failures.copy()
         aside = {peer: max(0.0, one.aside_until - now) for peer, one in failures.items()}
         adverts = tuple(self._adverts.values())
-        return tuple(Seen(a, max(0.0, now - a.announced_at), aside.get(a.peer_id, 0.0)) for a in adverts)
+        return tuple(SeenPeer(a, max(0.0, now - a.announced_at), aside.get(a.peer_id, 0.0)) for a in adverts)
 
     # --- trust in peers -------------------------------------------------------------------------------------------
 

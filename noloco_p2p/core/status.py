@@ -141,7 +141,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenPeer:
     """Another node, as this one knows it."""
 
     advert: Advert
@@ -163,7 +163,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class NodeFigures:
     """What the instruments of a node have counted since its start."""
 
     up_s: float = 0.0
@@ -215,7 +215,7 @@ class Status:
     waits: tuple[Wait, ...] = ()
     """Everything it waits for, longest first."""
     serving: tuple[Serving, ...] = ()
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[SeenPeer, ...] = ()
     """Everybody else, sorted by peer id."""
     deserted: Mapping[int, float] = field(default_factory=dict)
     """Stages that nobody serves, as far as this node knows, and since how many seconds."""
@@ -228,4 +228,4 @@ class Status:
     waiting: int = 0
     """Microbatches that wait at the door."""
     troubles: tuple[Trouble, ...] = ()
-    figures: Figures = Figures()
+    figures: NodeFigures = NodeFigures()

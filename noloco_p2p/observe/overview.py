@@ -132,7 +132,7 @@ def _node(report: Report) -> Node:
         bytes_per_s=figures.bytes_per_s,
         replica_std=figures.replica_std,
         loss=figures.loss,
-        waits_for=health.longest(status),
+        waits_for=health.longest_wait(status),
         clock_ahead_s=report.clock_ahead_s,
         version=status.advert.version,
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.status import Seen, Status
+from noloco_p2p.core.status import SeenPeer, Status
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe.diagnosis.findings import Report, line, number, short
@@ -122,7 +122,7 @@ def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
     return [newest[peer] for peer in sorted(counts) if 2 * counts[peer] > len(statuses)]
 
 
-def _here(seen: Seen) -> Advert:
+def _here(seen: SeenPeer) -> Advert:
     """The advert of a node that another one told of, as if it had been read here."""
     return replace(seen.advert, announced_at=asyncio.get_running_loop().time() - seen.age_s)
 

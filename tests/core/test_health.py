@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_p2p.core.health import ailment, examine
+from noloco_p2p.core.health import problem, problem_line
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import AnyReplica, Figures, ForMicrobatch, Resource, Seen, Status, Wait
+from noloco_p2p.core.status import AnyReplica, ForMicrobatch, NodeFigures, Resource, SeenPeer, Status, Wait
 
 ME = Advert("12D3me", "run", 0, ("h:1",), state="training")
 OTHER = Advert("12D3other", "run", 1, ("h:2",), state="training")
@@ -22,15 +22,15 @@ WELL = Status(
         Wait("gradient", AnyReplica(1), 8.0, None, ForMicrobatch("12D3me", 3)),
         Wait("gradient", "12D3other", 4.0, 10.0, ForMicrobatch("12D3me", 3)),
     ),
-    seen=(Seen(OTHER),),
+    seen=(SeenPeer(OTHER),),
     step_took_s=1.0,
     since_step_s=9.0,
 )
 
 
 def test_a_node_at_work_is_well() -> None:
-    assert ailment(WELL) is None
-    assert ailment(Status(ME, "tiny", 2, 100, 0)) is None
+    assert problem_line(WELL) is None
+    assert problem_line(Status(ME, "tiny", 2, 100, 0)) is None
 
 
 @pytest.mark.parametrize(
@@ -38,17 +38,17 @@ def test_a_node_at_work_is_well() -> None:
     [
         (
             Wait("gradient", "12D3other", 11.2, 10.0, ForMicrobatch("12D3me", 3)),
-            "overdue: gradient of 12D3other since 11.2 s of at most 10 s (microbatch 3 of 12D3me)",
+            "overdue: waited 11.2 s (at most 10 s) for gradient from 12D3other (microbatch 3 of 12D3me)",
         ),
         (Wait("gradient", "12D3other", 10.9, 10.0), None),
-        (Wait("forward", Resource.DEVICE, 67.0, 60.0), "overdue: forward of device since 67 s of at most 60 s"),
+        (Wait("forward", Resource.DEVICE, 67.0, 60.0), "overdue: waited 67 s (at most 60 s) for forward from device"),
         (Wait("forward", Resource.DEVICE, 65.0, 60.0), None),
         (Wait("free replica", AnyReplica(1), 0.9, 0.1), None),
         (Wait("replicas of every stage", Resource.SWARM, 1e6, None), None),
     ],
 )
 def test_a_wait_that_outlives_its_deadline(wait: Wait, line: str | None) -> None:
-    assert ailment(replace(WELL, waits=(wait,))) == line
+    assert problem_line(replace(WELL, waits=(wait,))) == line
 
 
 @pytest.mark.parametrize(
@@ -63,23 +63,23 @@ def test_a_wait_that_outlives_its_deadline(wait: Wait, line: str | None) -> None
     ],
 )
 def test_no_inner_step_for_ten_times_the_median(since_s: float | None, median_s: float | None, late: bool) -> None:
-    found = examine(replace(WELL, since_step_s=since_s, step_took_s=median_s))
+    found = problem(replace(WELL, since_step_s=since_s, step_took_s=median_s))
     assert (found is not None and found.key == "step") == late
 
 
 def test_the_line_names_what_leads_on_and_no_idle_wait() -> None:
-    line = ailment(replace(WELL, since_step_s=42.0))
+    line = problem_line(replace(WELL, since_step_s=42.0))
     assert line == (
-        "no inner step for 42 s, the median is 1 s: waits for gradient of 12D3other since 4 s of at most 10 s "
+        "no inner step for 42 s, the median is 1 s: waited 4 s (at most 10 s) for gradient from 12D3other "
         "(microbatch 3 of 12D3me)"
     )
     alone = replace(WELL, since_step_s=42.0, seen=())
-    assert "waits for gradient of stage 1 since 8 s" in (ailment(alone) or "")
+    assert "waited 8 s for gradient from stage 1" in (problem_line(alone) or "")
     idle = replace(WELL, since_step_s=42.0, waits=WELL.waits[:1])
-    assert ailment(idle) == "no inner step for 42 s, the median is 1 s"
+    assert problem_line(idle) == "no inner step for 42 s, the median is 1 s"
 
 
 def test_a_silent_loop_comes_first() -> None:
-    silent = replace(WELL, since_step_s=42.0, figures=Figures(loop_silent_s=7.2))
-    assert ailment(silent) == "the event loop has been silent for 7 s: something blocks this process"
-    assert ailment(replace(WELL, figures=Figures(loop_silent_s=4.9))) is None
+    silent = replace(WELL, since_step_s=42.0, figures=NodeFigures(loop_silent_s=7.2))
+    assert problem_line(silent) == "the event loop has been silent for 7 s: something blocks this process"
+    assert problem_line(replace(WELL, figures=NodeFigures(loop_silent_s=4.9))) is None

@@ -18,7 +18,7 @@ from noloco_p2p.observe.health_check import ask
 
 WELL = Status(Advert("12D3KooWme", "ab" * 32, 0, (), state="training"), "tiny", 2, 1000, 12)
 SICK = replace(WELL, waits=(Wait("gradient", "12D3KooWyou", 99.0, 60.0),))
-LINE = "overdue: gradient of 12D3KooWyou since 99 s of at most 60 s"
+LINE = "overdue: waited 99 s (at most 60 s) for gradient from 12D3KooWyou"
 NOWHERE = "http://127.0.0.1:9/metrics"
 
 SCRIPT = """

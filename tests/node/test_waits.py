@@ -11,7 +11,7 @@ import pytest
 import noloco_p2p
 from noloco_p2p import ports
 from noloco_p2p.config import DirectorySettings, LimitSettings, NodeConfig, OuterSettings, RunManifest
-from noloco_p2p.core.health import ailment
+from noloco_p2p.core.health import problem_line
 from noloco_p2p.core.status import ForMicrobatch, Resource, Status, Trouble, Wait
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.virtual_time import run
@@ -172,7 +172,7 @@ def test_a_swarm_at_work_is_well_and_tells_where_it_stands() -> None:
         assert status.step_took_s is not None
         assert status.since_step_s is not None
         assert status.since_step_s < 10 * status.step_took_s
-        assert ailment(status) is None
+        assert problem_line(status) is None
         assert [w for w in status.waits if not w.idle], "somebody always waits for something"
         since = [wait.since_s for wait in status.waits]
         assert since == sorted(since, reverse=True)
@@ -199,10 +199,10 @@ def test_a_deserted_stage_is_named_by_whoever_waits_for_it() -> None:
     swarm.run(limit_s=600)
     for status in told.values():
         assert 20.0 < status.deserted[1] < 28.0
-        line = ailment(status)
+        line = problem_line(status)
         assert line is not None
         assert line.startswith("no inner step for 2")
-        assert "of stage 1 since" in line
+        assert "from stage 1" in line
 
 
 def test_nothing_is_waited_for_when_a_node_has_ended() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from diagnosed import advert, peer, swarm, with_advert, with_figures, with_status
 
-from noloco_p2p.core.status import Seen
+from noloco_p2p.core.status import SeenPeer
 from noloco_p2p.errors import ConfigError, Unreachable, Violation
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe import survey
@@ -218,7 +218,7 @@ async def _swarm(reports: dict[str, Report], unseen: Sequence[str] = ()) -> Asyn
         adverts = {name: r.advert for name, r in there.items() if r.advert is not None}
         for name, report in there.items():
             seen = tuple(
-                Seen(a) for other, a in adverts.items() if other != name and (other not in unseen or name == "S0R0")
+                SeenPeer(a) for other, a in adverts.items() if other != name and (other not in unseen or name == "S0R0")
             )
             pages[name] = _page(with_status(report, seen=seen))
         yield there

@@ -31,7 +31,7 @@ from rich.console import Console
 from noloco_p2p.cli import main
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import Resource, Seen
+from noloco_p2p.core.status import Resource, SeenPeer
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
@@ -203,7 +203,7 @@ def _served(reports: dict[str, Report]) -> Iterator[Served]:
     there = {name: with_advert(r, metrics=f"{served.urls[name]}/metrics") for name, r in reports.items()}
     adverts = {name: r.advert for name, r in there.items() if r.advert is not None}
     for name, report in there.items():
-        seen = tuple(Seen(other) for at, other in adverts.items() if at != name)
+        seen = tuple(SeenPeer(other) for at, other in adverts.items() if at != name)
         status = with_figures(with_status(report, seen=seen), unix_time_s=time.time()).status
         assert status is not None
         pages[int(served.urls[name].rpartition(":")[2])] = status_json.encode(status)

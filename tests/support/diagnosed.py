@@ -6,11 +6,11 @@ from dataclasses import replace
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 from noloco_p2p.core.status import (
     AnyReplica,
-    Figures,
     ForMicrobatch,
+    NodeFigures,
     Purpose,
     Resource,
-    Seen,
+    SeenPeer,
     Serving,
     Status,
     Trouble,
@@ -74,10 +74,10 @@ def swarm(stages: int = 3, replicas: int = 3, state: str = "training") -> dict[s
             inner_steps=1230,
             start_replicas=replicas,
             waits=(wait("reading of the membership", Resource.DIRECTORY, 3.0, idle=True),),
-            seen=tuple(Seen(other) for other in everybody if other is not mine),
+            seen=tuple(SeenPeer(other) for other in everybody if other is not mine),
             step_took_s=0.5,
             since_step_s=0.2,
-            figures=Figures(
+            figures=NodeFigures(
                 tokens_per_s=2050.0,
                 loss=2.31 if mine.stage == 0 else None,
                 rounds={"partner": 11, "alone": 1},

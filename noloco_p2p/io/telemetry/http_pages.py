@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from noloco_p2p.core.health import ailment
+from noloco_p2p.core.health import problem_line
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status
 from noloco_p2p.io.telemetry import status_json
@@ -49,7 +49,7 @@ class Watched:
         if self._status is None:
             return None, STARTING
         status = self._status()
-        return status, ailment(status)
+        return status, problem_line(status)
 
 
 class Scraped(Collector):

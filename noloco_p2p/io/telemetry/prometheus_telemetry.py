@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from noloco_p2p.core.status import Figures, Status
+from noloco_p2p.core.status import NodeFigures, Status
 from noloco_p2p.io.telemetry import process_usage
 from noloco_p2p.io.telemetry import recent_rates as figures
 from noloco_p2p.io.telemetry.events import QUIET_S, Events
@@ -103,7 +103,7 @@ class PrometheusTelemetry:
         with self._lock:
             return self._events.totals.told()
 
-    def figures(self) -> Figures:
+    def figures(self) -> NodeFigures:
         """What has been counted until now, for the node's status; from any thread."""
         with self._lock:
             return figures.figures(self._events.totals, self._events.recent, self._directory)

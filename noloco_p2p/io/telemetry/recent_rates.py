@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from noloco_p2p.core.status import Figures
+from noloco_p2p.core.status import NodeFigures
 from noloco_p2p.io.telemetry import process_usage
 from noloco_p2p.io.telemetry.totals import Totals
 
@@ -60,11 +60,11 @@ class Recent:
     grad_norm: float | None = None
 
 
-def figures(totals: Totals, recent: Recent, directory: Path | None) -> Figures:
+def figures(totals: Totals, recent: Recent, directory: Path | None) -> NodeFigures:
     """All of them, now; `directory` is the node's, for the disk."""
     now = time.monotonic()
     loss_sum, loss_tokens = totals.last_losses[-1] if totals.last_losses else (math.nan, 1.0)
-    return Figures(
+    return NodeFigures(
         up_s=now - recent.began_at,
         tokens=totals.tokens,
         tokens_per_s=recent.tokens.per_s(now),

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from noloco_p2p.core.health import Ailment, examine
+from noloco_p2p.core.health import HealthProblem, problem
 from noloco_p2p.core.status import Status
 
 PERIOD_S = 1.0
@@ -24,7 +24,7 @@ class Watchdog:
         self._status = status
         self._say = say
         self._period_s = period_s
-        self._ailment: Ailment | None = None
+        self._problem: HealthProblem | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -39,9 +39,9 @@ class Watchdog:
             self._thread.join()
 
     def look(self) -> None:
-        """Once: say what has changed. The same ailment is told once, however long it lasts."""
-        found, before = examine(self._status()), self._ailment
-        self._ailment = found
+        """Once: say what has changed. The same problem is told once, however long it lasts."""
+        found, before = problem(self._status()), self._problem
+        self._problem = found
         if found is not None and (before is None or before.key != found.key):
             self._say(found.line, False)
         elif found is None and before is not None:

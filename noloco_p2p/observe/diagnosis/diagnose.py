@@ -158,7 +158,7 @@ def _unexplained(swarm: Swarm, shown: Sequence[Cause], paths: dict[PeerId, Paths
         if (late_s is None and overdue is None) or peer in known or paths[peer].ends & known:
             continue
         last = max(paths[peer].last, key=lambda end: number(end[1].since_s), default=None)
-        at, wait = (peer, overdue or health.longest(status)) if last is None else last
+        at, wait = (peer, overdue or health.longest_wait(status)) if last is None else last
         if at in known or at in found or wait is None:
             continue
         waits = f"waits for: {wait.what}, from {_whom(wait.whom)}, since {lasted(wait.since_s)}"

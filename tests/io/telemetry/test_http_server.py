@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.core.messages import Advert, Holding
-from noloco_p2p.core.status import Resource, Seen, Status, Trouble, Unknown, Wait
+from noloco_p2p.core.status import Resource, SeenPeer, Status, Trouble, Unknown, Wait
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.telemetry import http_pages, http_server, status_json
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
@@ -44,7 +44,12 @@ def advert(number: int, **changes: object) -> Advert:
 
 def status(peers: int = 2) -> Status:
     return Status(
-        advert(0), "tiny", 2, 1000, 12, seen=tuple(Seen(advert(number), 3.2123456789) for number in range(1, 1 + peers))
+        advert(0),
+        "tiny",
+        2,
+        1000,
+        12,
+        seen=tuple(SeenPeer(advert(number), 3.2123456789) for number in range(1, 1 + peers)),
     )
 
 
@@ -107,7 +112,7 @@ def test_health_is_ok_or_one_line(telemetry: PrometheusTelemetry, asker: Asker, 
     now[0] = replace(status(), waits=(Wait("gradient", "12D3KooWyou", 99.0, 60.0, Unknown("microbatch 7\nof X")),))
     code, text = asker.line("/health")
     assert code == 503
-    assert text == "overdue: gradient of 12D3KooWyou since 99 s of at most 60 s (microbatch 7 of X)\n"
+    assert text == "overdue: waited 99 s (at most 60 s) for gradient from 12D3KooWyou (microbatch 7 of X)\n"
     assert json.loads(asker.line("/status")[1])["health"] == text.strip()
     assert sample(telemetry, "healthy") == 0
 
@@ -127,12 +132,12 @@ def test_status_reads_back(telemetry: PrometheusTelemetry, asker: Asker, tmp_pat
 
 def test_discovery_has_one_target_for_each_live_node(asker: Asker, telemetry: PrometheusTelemetry) -> None:
     seen = (
-        Seen(advert(1, libp2p_metrics="http://192.168.100.1:41004/debug/metrics/prometheus")),
-        Seen(advert(2, state="left")),
-        Seen(advert(3, stage=-1, metrics="http://[fd00::3]:41003/metrics"), aside_s=9.0),
-        Seen(advert(4, metrics="")),
-        Seen(advert(5, metrics="http://evil:41003/metrics?x=1")),
-        Seen(advert(6, metrics="ftp://10.0.0.1:21/metrics")),
+        SeenPeer(advert(1, libp2p_metrics="http://192.168.100.1:41004/debug/metrics/prometheus")),
+        SeenPeer(advert(2, state="left")),
+        SeenPeer(advert(3, stage=-1, metrics="http://[fd00::3]:41003/metrics"), aside_s=9.0),
+        SeenPeer(advert(4, metrics="")),
+        SeenPeer(advert(5, metrics="http://evil:41003/metrics?x=1")),
+        SeenPeer(advert(6, metrics="ftp://10.0.0.1:21/metrics")),
     )
     telemetry.watch(lambda: replace(status(), seen=seen), Path())
     code, headers, body = asker.ask("/sd")
@@ -158,7 +163,7 @@ def test_a_newcomer_that_has_seen_nobody_yet_lists_nobody(asker: Asker, telemetr
     now = [replace(status(), advert=replace(advert(0), state="starting"), seen=())]
     telemetry.watch(lambda: now[0], Path())
     assert asker.line("/sd") == (503, f"{http_pages.STARTING}\n")
-    now[0] = replace(now[0], seen=(Seen(advert(1)),))
+    now[0] = replace(now[0], seen=(SeenPeer(advert(1)),))
     assert len(json.loads(asker.ask("/sd")[2])) == 2
     now[0] = replace(status(), seen=())
     assert len(json.loads(asker.ask("/sd")[2])) == 1, "the first node, that waits for others"

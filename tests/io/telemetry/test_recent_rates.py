@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_p2p.core.status import Figures
+from noloco_p2p.core.status import NodeFigures
 from noloco_p2p.io.telemetry import process_usage, recent_rates
 from noloco_p2p.io.telemetry.recent_rates import Rate, Recent
 from noloco_p2p.io.telemetry.totals import Totals
@@ -87,7 +87,7 @@ def test_figures_that_are_not_finite_are_none(tmp_path: Path) -> None:
     assert (found.disk_free_bytes or 0) > 0
     totals.outer_rounds["alone"] += 1
     assert found.rounds == {"alone": 1}, "a copy: the totals go on"
-    assert isinstance(found, Figures)
+    assert isinstance(found, NodeFigures)
 
 
 def test_what_the_machine_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

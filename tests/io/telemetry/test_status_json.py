@@ -13,13 +13,13 @@ from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.status import (
     AnyReplica,
-    Figures,
     ForGuarding,
     ForMicrobatch,
     ForRound,
+    NodeFigures,
     Purpose,
     Resource,
-    Seen,
+    SeenPeer,
     Serving,
     Status,
     Task,
@@ -74,14 +74,18 @@ adverts = by_type(
 )
 tallies = st.dictionaries(texts, counts, max_size=3)
 figures = by_type(
-    Figures, rounds=tallies, microbatches=tallies, rerouted=tallies, idle_s=st.dictionaries(texts, numbers, max_size=3)
+    NodeFigures,
+    rounds=tallies,
+    microbatches=tallies,
+    rerouted=tallies,
+    idle_s=st.dictionaries(texts, numbers, max_size=3),
 )
 statuses = by_type(
     Status,
     advert=adverts,
     waits=tuples_of(by_type(Wait, whom=targets, why=st.none() | purposes)),
     serving=tuples_of(by_type(Serving, why=purposes)),
-    seen=tuples_of(by_type(Seen, advert=adverts)),
+    seen=tuples_of(by_type(SeenPeer, advert=adverts)),
     deserted=st.dictionaries(st.integers(0, 100), numbers, max_size=3),
     troubles=tuples_of(by_type(Trouble)),
     figures=figures,

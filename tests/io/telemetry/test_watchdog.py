@@ -9,7 +9,7 @@ import pytest
 from processes import wait_until
 
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import Figures, Status, Wait
+from noloco_p2p.core.status import NodeFigures, Status, Wait
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.telemetry.watchdog import Watchdog
 
@@ -25,10 +25,10 @@ def test_one_line_for_each_ailment_however_long_it_lasts() -> None:
     for since_s in (12.0, 13.0, 14.0):
         told = replace(WELL, waits=(Wait("gradient", "12D3other", since_s, 10.0),))
         dog.look()
-    assert said == [("overdue: gradient of 12D3other since 12 s of at most 10 s", False)]
+    assert said == [("overdue: waited 12 s (at most 10 s) for gradient from 12D3other", False)]
     told = replace(WELL, waits=(Wait("snapshot", "12D3other", 12.0, 10.0),))
     dog.look()
-    assert said[1:] == [("overdue: snapshot of 12D3other since 12 s of at most 10 s", False)]
+    assert said[1:] == [("overdue: waited 12 s (at most 10 s) for snapshot from 12D3other", False)]
     told = WELL
     dog.look()
     dog.look()
@@ -36,7 +36,7 @@ def test_one_line_for_each_ailment_however_long_it_lasts() -> None:
 
 
 def test_it_looks_by_itself_and_ends() -> None:
-    silent = replace(WELL, figures=Figures(loop_silent_s=60.0))
+    silent = replace(WELL, figures=NodeFigures(loop_silent_s=60.0))
     heard = threading.Event()
     dog = Watchdog(lambda: silent, lambda line, well: heard.set(), period_s=0.001)
     dog.start()
@@ -59,6 +59,6 @@ def test_the_log_says_it(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> No
         finally:
             telemetry.close()
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
-        (logging.WARNING, "watchdog: overdue: gradient of 12D3other since 12 s of at most 10 s"),
+        (logging.WARNING, "watchdog: overdue: waited 12 s (at most 10 s) for gradient from 12D3other"),
         (logging.INFO, "watchdog: goes on"),
     ]
