@@ -48,6 +48,7 @@ RESUME_PAUSE_S = 0.5
 """Pause before a cut transfer goes on, seconds: a link that flaps gets the time to come back."""
 
 T = TypeVar("T")
+Weights = TypeVar("Weights", Snapshot, ReplicaState)
 
 
 def tune_allocator() -> None:
@@ -136,9 +137,7 @@ class GrpcTransport:
         request = pb.SnapshotRequest(round=round, wait_s=wait_s, stage=stage)
         reader = weights_codec.SnapshotReader(request, expected)
         first_s = wait_s + SILENCE_S
-        snapshot = await self._fetch(peer, reader, wait_s + deadline_s, first_s=first_s, rest_s=deadline_s)
-        self._count(direction="in", kind="snapshot", bytes=sum(tensor.data.nbytes for tensor in snapshot.tensors))
-        return snapshot
+        return await self._fetch(peer, reader, wait_s + deadline_s, first_s=first_s, rest_s=deadline_s)
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
         """Fetch a replica's whole state. Raises Violation unless it is as `expected`, else as propagate.
@@ -162,20 +161,19 @@ class GrpcTransport:
                     if reader.place is None or futile == RESUMES or clock() + RESUME_PAUSE_S >= give_up_at:
                         raise
                     await asyncio.sleep(RESUME_PAUSE_S)
+            return state
         finally:
             reader.discard()
-        self._count(direction="in", kind="state", bytes=sum(tensor.data.nbytes for tensor in state.tensors))
-        return state
 
     async def _fetch(
         self,
         peer: Advert,
-        reader: weights_codec.WeightsReader[Any, T],
+        reader: weights_codec.WeightsReader[Any, Weights],
         seconds: float,
         *,
         first_s: float,
         rest_s: float | None = None,
-    ) -> T:
+    ) -> Weights:
         """One call, whose reply `reader` puts together.
 
         Raises Unreachable after `seconds` in all, `first_s` without a first message, `rest_s` after that message, or
@@ -189,11 +187,12 @@ class GrpcTransport:
                 async with asyncio.timeout(rest_s):
                     while result is None:
                         result = reader.feed(await _next(call, SILENCE_S, what, peer))
-                return result
             except TimeoutError:
                 raise Unreachable(f"no whole {what} from {peer.peer_id} within {rest_s:g} s") from None
             finally:
                 call.cancel()
+        self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
+        return result
 
     async def describe(self, peer: Advert) -> Description:
         """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""
@@ -211,22 +210,17 @@ class GrpcTransport:
         async with self._calling(peer, what, activation.header.time_left_s) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
             messages = message_codec.to_activation(activation, seconds)
-            one_message = message_codec.fits_one_message(activation)
-            if one_message:
-                call = channel.send_whole(method, next(messages), **options)
-            else:
-                call = channel.send_stream(method, **options)
             self._count(direction="out", kind="activation", bytes=size)
-            if not one_message:
-                return await _stream(call, messages, feed)
-            result = feed(await call)
+            if not message_codec.fits_one_message(activation):
+                return await _stream(channel.send_stream(method, **options), messages, feed)
+            result = feed(await channel.send_whole(method, next(messages), **options))
             if result is None:
                 raise Violation(f"the {what} from {peer.peer_id} is not whole")
             return result
 
     @asynccontextmanager
     async def _calling(self, peer: Advert, what: str, seconds: float) -> AsyncIterator[tuple[PeerChannel, float]]:
-        """A connection, and the seconds left once it stands; errors of gRPC become ours here and only here."""
+        """A connection, and the seconds left once there is one; errors of gRPC become ours here and only here."""
         if self._closed:
             raise Unreachable("this node's transport is closed")
         if seconds <= 0:
