@@ -256,7 +256,8 @@ async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_i
     device = Device(f"device-{index}")
 
     def make() -> "TorchStage":
-        from noloco_p2p.compute.factory import make_torch_stage, set_threads
+        from noloco_p2p.compute.factory import make_torch_stage
+        from noloco_p2p.compute.hardware import set_threads
 
         set_threads(node.threads)
         audit = node.audit

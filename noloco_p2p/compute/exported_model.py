@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, model_family
-from noloco_p2p.compute.factory import pick_device
+from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.stage import IGNORED
 from noloco_p2p.core.messages import Batch, LossSum
 from noloco_p2p.errors import ConfigError

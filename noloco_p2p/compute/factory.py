@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from noloco_p2p.compute import model_family
 from noloco_p2p.compute.audit import Audit
+from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.host_tensor import DTYPES
 from noloco_p2p.compute.model import make_stage_module
 from noloco_p2p.compute.model_size import check_fits
@@ -55,25 +54,6 @@ def check_model(manifest: RunManifest) -> Any:
     config = model_family.checked_config(manifest)
     check_architecture(config, manifest.stages, DTYPES[manifest.compute_dtype])
     return config
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is any. Raises LocalError for a device that this machine does not have."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise LocalError(f"device: {name} is not here (torch sees {count} CUDA devices); set device to cpu or auto")
-        return torch.device("cuda", device.index or 0)
-    return device
-
-
-def set_threads(threads: int | None) -> None:
-    """CPU threads of the calling thread's torch operations; None leaves torch's choice."""
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 def _make_audit(directory: Path, peer_id: PeerId, weights: bool) -> Audit:

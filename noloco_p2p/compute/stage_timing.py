@@ -6,7 +6,8 @@ import time
 import torch
 
 from noloco_p2p.compute import host_tensor, model_family
-from noloco_p2p.compute.factory import make_torch_stage, pick_device
+from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
 

@@ -21,7 +21,7 @@ from noloco_p2p.io.storage.checkpoint_format import (
 from noloco_p2p.launch import run_files, settings
 
 if TYPE_CHECKING:
-    from noloco_p2p.compute.export import Weights
+    from noloco_p2p.compute.model_export import Weights
 
 ATTEMPTS = 3
 """A running node may remove a checkpoint before it is read; then the newer ones are tried."""
@@ -158,12 +158,12 @@ def _home(checkpoint: StoredCheckpoint) -> Path:
 
 def _read(manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]) -> tuple[tuple[ReplicaWeights, ...], ...]:
     """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
-    from noloco_p2p.compute import export
+    from noloco_p2p.compute import model_export
 
     stages: list[tuple[ReplicaWeights, ...]] = []
     with progress_bar("reading checkpoints", sum(len(mine) for mine in used)) as done:
         for stage, mine in enumerate(used):
-            parameters = export.stage_specs(manifest, stage)
+            parameters = model_export.stage_specs(manifest, stage)
             replicas = []
             for checkpoint in mine:
                 m = checkpoint.manifest
@@ -176,7 +176,7 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]) -> 
 
 
 def _weights(checkpoint: StoredCheckpoint, parameters: tuple[TensorSpec, ...]) -> "Weights":
-    from noloco_p2p.compute import export
+    from noloco_p2p.compute import model_export
 
     try:
         tensors = read_tensors(checkpoint, {"fast"})
@@ -184,7 +184,7 @@ def _weights(checkpoint: StoredCheckpoint, parameters: tuple[TensorSpec, ...]) -
             raise LocalError(
                 f"{checkpoint.tensors_path} does not hold the parameters of stage {checkpoint.manifest.stage}"
             )
-        return export.checked(tensors, parameters)
+        return model_export.checked(tensors, parameters)
     except DamagedCheckpoint as error:
         if not checkpoint.path.exists():
             raise

@@ -226,7 +226,7 @@ def _node(
         telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
         made: Stage = await device.make_stage(manifest, local, index, advert.peer_id)
         telemetry.event("gauge", name="parameters", value=made.state.parameters)
-        telemetry.measure_memory(importlib.import_module("noloco_p2p.compute.memory").meter(local.device))
+        telemetry.measure_memory(importlib.import_module("noloco_p2p.compute.hardware").memory_meter(local.device))
         return made
 
     async def batches(cursor: Mapping[str, object] | None) -> Batches:

@@ -36,10 +36,10 @@ def run_eval(
     `data` is `stdlib`, files or globs; nothing: the data of the run. Of files all tokens count, unless `held_out`.
     Raises ConfigError, LocalError.
     """
-    from noloco_p2p.compute import export
+    from noloco_p2p.compute import model_export
 
     manifest, replicas = read_record(out)
-    export.quiet()
+    model_export.quiet()
     batches = _batches(manifest, out, data, held_out, microbatches)
     with progress_bar("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
@@ -77,11 +77,11 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
 
     Raises ConfigError.
     """
-    from noloco_p2p.compute import export
+    from noloco_p2p.compute import model_export
     from noloco_p2p.compute.exported_model import ExportedModel, load_decoder
 
     manifest, _ = read_record(out)
-    export.quiet()
+    model_export.quiet()
     tokenizer = _tokenizer(manifest, out)
     decode = load_decoder(out)
     given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]

@@ -103,17 +103,17 @@ class _Fetching:
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> ReplicaWeights | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
-        from noloco_p2p.compute import export
+        from noloco_p2p.compute import model_export
 
         parameters, deadline_s = self._specs[advert.stage], self._manifest.outer.deadline_s
-        expected = export.snapshot_specs(parameters)
+        expected = model_export.snapshot_specs(parameters)
         try:
             snapshot = await self._transport.fetch_snapshot(
                 advert, advert.stage, round, min(ROUND_WAIT_S, deadline_s), deadline_s, expected
             )
             if snapshot.peer != advert.peer_id:
                 raise Violation(f"{advert.peer_id} sent the snapshot of {snapshot.peer}")
-            weights = await asyncio.to_thread(export.fast_weights, snapshot, parameters)
+            weights = await asyncio.to_thread(model_export.fast_weights, snapshot, parameters)
         except PeerError as error:
             self._failed.add(advert.peer_id)
             self._say(f"not used: {advert.peer_id} of stage {advert.stage}: {error}")
@@ -167,6 +167,6 @@ def next_target(target: int, rounds: Mapping[int, Sequence[int]]) -> int:
 
 def _specs(manifest: RunManifest) -> list[tuple[TensorSpec, ...]]:
     """The parameters of every stage. Importing the model's code takes seconds."""
-    from noloco_p2p.compute import export
+    from noloco_p2p.compute import model_export
 
-    return [export.stage_specs(manifest, stage) for stage in range(manifest.stages)]
+    return [model_export.stage_specs(manifest, stage) for stage in range(manifest.stages)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stages import SIZES, as_gradient, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
 
-from noloco_p2p.compute import memory
+from noloco_p2p.compute import hardware
 from noloco_p2p.compute.device import IDLE, NORMAL, URGENT, Device, DeviceStage, make_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
@@ -280,13 +280,13 @@ def test_make_stage_that_fails_leaves_no_thread() -> None:
 
 
 def test_the_memory_of_the_device_is_that_of_all_who_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.meter("cpu") is None
-    monkeypatch.setattr(memory, "pick_device", torch.device)
+    assert hardware.memory_meter("cpu") is None
+    monkeypatch.setattr(hardware, "pick_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {1: (30, 100)}[device.index])
-    measure = memory.meter("cuda:1")
+    measure = hardware.memory_meter("cuda:1")
     assert measure is not None
     assert measure() == (70, 100)
     monkeypatch.undo()
     if not torch.cuda.is_available():
         with pytest.raises(LocalError, match="cuda is not here"):
-            memory.meter("cuda")
+            hardware.memory_meter("cuda")

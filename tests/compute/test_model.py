@@ -7,7 +7,8 @@ import torch
 from stages import SIZES, make_manifest, make_stages, weights
 
 from noloco_p2p.compute import model, model_family, model_size, selftest
-from noloco_p2p.compute.factory import check_model, make_torch_stage, pick_device
+from noloco_p2p.compute.factory import check_model, make_torch_stage
+from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.config import ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 

@@ -28,7 +28,7 @@ MODULES = (
     "hivemind.p2p",
     "noloco_p2p.launch.compose",
     "noloco_p2p.compute.device",
-    "noloco_p2p.compute.memory",
+    "noloco_p2p.compute.hardware",
     "noloco_p2p.io.data.threaded_batches",
     "transformers.models.auto.modeling_auto",
     "transformers.models.gpt2.modeling_gpt2",

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, model_family
-from noloco_p2p.compute.factory import make_torch_stage, pick_device
+from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.model import make_stage_module
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.compute.stage_timing import random_batch, synchronise

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle
 
-from noloco_p2p.compute.factory import make_torch_stage, set_threads
+from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.compute.hardware import set_threads
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, PeerId
 from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus

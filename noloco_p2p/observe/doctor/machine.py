@@ -91,9 +91,9 @@ async def check_device(telling: Telling, local: NodeConfig) -> str | None:
 
 
 def _device(telling: Telling, local: NodeConfig) -> str:
-    from noloco_p2p.compute.hardware import hardware
+    from noloco_p2p.compute.hardware import device_info
 
-    found, driver = hardware(local.device), _driver()
+    found, driver = device_info(local.device), _driver()
     if found.device != "cpu":
         room = f"{counted(found.free_bytes)}B of {counted(found.total_bytes)}B free"
         built = f"torch {found.torch_version} for CUDA {found.cuda_version}"

@@ -60,7 +60,7 @@ def _sizes(manifest: RunManifest) -> Sizes:
 
 def check_memory(telling: Telling, manifest: RunManifest, device: str, stage: int | None) -> None:
     """Whether the stage fits into the memory that is free; without one, whether every stage does."""
-    from noloco_p2p.compute.factory import pick_device
+    from noloco_p2p.compute.hardware import pick_device
     from noloco_p2p.compute.model_size import check_fits
 
     fit, faults = [], []
