@@ -19,7 +19,7 @@ import pytest
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import node_probe
 from noloco_p2p.observe.report.page import render
-from noloco_p2p.observe.report.run import read as report_of
+from noloco_p2p.observe.report.recorded_run import read_run as report_of
 
 SMALL = {
     "model.config": "{hidden_size: 32, num_hidden_layers: 2, intermediate_size: 64, num_attention_heads: 2, "
@@ -149,11 +149,15 @@ def the_report_agrees(run_dir: Path, told: dict[str, Any]) -> None:
     assert run.final_loss == pytest.approx(told["final_loss"], rel=1e-5)
     assert run.validation_loss == pytest.approx(told["validation_loss"], rel=1e-5)
     assert [run.replica_std(stage) for stage in (0, 1)] == pytest.approx(told["replica_std"], rel=1e-5)
-    for story, node in zip(run.stories, told["nodes"], strict=True):
-        assert (story.peer_id, story.stage, story.inner_steps) == (node["peer_id"], node["stage"], node["inner_steps"])
-        assert sum(story.tallies["rounds"].values()) == node["outer_rounds"]
-        assert story.tallies["microbatches"]["done"] == node["microbatches"]
-        assert [process.ended for process in story.processes] == [True]
+    for history, node in zip(run.nodes, told["nodes"], strict=True):
+        assert (history.peer_id, history.stage, history.inner_steps) == (
+            node["peer_id"],
+            node["stage"],
+            node["inner_steps"],
+        )
+        assert sum(history.tallies["rounds"].values()) == node["outer_rounds"]
+        assert history.tallies["microbatches"]["done"] == node["microbatches"]
+        assert [process.ended for process in history.processes] == [True]
     assert "</html>" in render(run)
 
 

@@ -19,12 +19,11 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.telemetry.event_files import NAME, EventFiles
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
-from noloco_p2p.observe.report import series
-from noloco_p2p.observe.report.chart import ticks
-from noloco_p2p.observe.report.journals import read_lives
-from noloco_p2p.observe.report.node_history import Gain, Span
+from noloco_p2p.observe.report.journals import read_processes
+from noloco_p2p.observe.report.node_history import Increment, StateSpan
 from noloco_p2p.observe.report.page import make, render
-from noloco_p2p.observe.report.run import Run, read
+from noloco_p2p.observe.report.recorded_run import RecordedRun, read_run
+from noloco_p2p.observe.report.series import TimeBins
 from noloco_p2p.sim.outcome import NodeOutcome
 from noloco_p2p.sim.world import Swarm, SwarmPlan
 
@@ -32,7 +31,7 @@ BEGAN_AT = 1_800_000_000.0
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\x00\x1b[31m\u202e\"'"
 
 
-class Told:
+class RecordedClock:
     """A clock that a recorded trace sets."""
 
     def __init__(self, start: float) -> None:
@@ -47,7 +46,7 @@ def record(life: NodeOutcome, directory: Path, manifest: RunManifest, started_at
     """Write the journal of a simulated process as its telemetry would have; returns the telemetry's own totals."""
     directory.mkdir(exist_ok=True)
     (directory / "manifest.json").write_bytes(manifest.canonical_json())
-    files, clock, wall = EventFiles(directory), Told(0.0), Told(BEGAN_AT)
+    files, clock, wall = EventFiles(directory), RecordedClock(0.0), RecordedClock(BEGAN_AT)
     clock.at_s = wall.at_s = started_at_s
     journal = Journal(files.write, clock, wall)
     journal.start(peer_id=life.peer, run_id=manifest.run_id, name=manifest.name, version="1.0", stage=life.stage)
@@ -100,8 +99,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 @pytest.fixture(scope="module")
-def run(recorded: Recorded) -> Run:
-    return read([recorded.directory])
+def run(recorded: Recorded) -> RecordedRun:
+    return read_run([recorded.directory])
 
 
 class Outline(HTMLParser):
@@ -146,7 +145,7 @@ def mean(found: list[Any]) -> float:
 # === the page =========================================================================================================
 
 
-def test_the_page_is_well_formed_and_needs_nothing_from_outside(run: Run) -> None:
+def test_the_page_is_well_formed_and_needs_nothing_from_outside(run: RecordedRun) -> None:
     page = render(run)
     outline = Outline()
     outline.feed(page)
@@ -161,7 +160,7 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside(run: Run) -> Non
     assert 'name="viewport"' in page
 
 
-def test_every_chart_has_a_name_for_who_cannot_see_it(run: Run) -> None:
+def test_every_chart_has_a_name_for_who_cannot_see_it(run: RecordedRun) -> None:
     for svg in parsed(render(run)).findall(".//svg"):
         assert svg.get("role") == "img"
         assert svg.get("aria-label") == svg.findtext("title") != ""
@@ -170,31 +169,31 @@ def test_every_chart_has_a_name_for_who_cannot_see_it(run: Run) -> None:
 def test_the_figures_are_those_that_the_nodes_counted_themselves(recorded: Recorded) -> None:
     """Of nodes that were not killed: exactly."""
     places = [recorded.directory / name for name in ("0-0", "0-2", "1-0", "1-2")]
-    run = read(places)
+    run = read_run(places)
     page, first = render(run), [recorded.totals[peer][0] for peer in ("s0r0", "s0r2")]
     later = [recorded.totals[peer][0] for peer in ("s1r0", "s1r2")]
-    assert after(page, "tokens") == f"{sum(told['tokens'] for told in first):,}"
-    assert after(page, "final loss") == f"{mean([told['final_loss'] for told in first]):.4f}"
-    assert after(page, "validation loss") == f"{mean([told['validation_loss'] for told in first]):.4f}"
+    assert after(page, "tokens") == f"{sum(totals['tokens'] for totals in first):,}"
+    assert after(page, "final loss") == f"{mean([totals['final_loss'] for totals in first]):.4f}"
+    assert after(page, "validation loss") == f"{mean([totals['validation_loss'] for totals in first]):.4f}"
     assert after(page, "steps") == "60 of 60"
     assert after(page, "nodes") == "4 in 2 stages"
-    for told, tally in (("outer_rounds", "rounds"), ("microbatches", "microbatches"), ("reroutes", "rerouted")):
-        counted = sum((Counter(each[told]) for each in [*first, *later]), Counter())
+    for total, tally in (("outer_rounds", "rounds"), ("microbatches", "microbatches"), ("reroutes", "rerouted")):
+        counted = sum((Counter(each[total]) for each in [*first, *later]), Counter())
         assert run.total(tally) == counted, tally
         assert {(name, f"{n:,}") for name, n in counted.items()} <= cells(page)
     assert sum(run.total("rounds").values()) > 40
-    assert [story.inner_steps for story in run.stories] == [told["inner_steps"] for told in [*first, *later]]
+    assert [history.inner_steps for history in run.nodes] == [totals["inner_steps"] for totals in [*first, *later]]
     assert run.total("idle_s")["partner"] == pytest.approx(
-        sum(told["idle_s"]["partner"] for told in [*first, *later]), rel=1e-4
+        sum(totals["idle_s"]["partner"] for totals in [*first, *later]), rel=1e-4
     )
-    assert run.replica_std(1) == pytest.approx(mean([told["replica_std"] for told in later]), rel=1e-5)
+    assert run.replica_std(1) == pytest.approx(mean([totals["replica_std"] for totals in later]), rel=1e-5)
 
 
-def test_a_kill_loses_the_counts_of_a_second_at_most(recorded: Recorded, run: Run) -> None:
-    told = recorded.totals["s0r1"]
-    (story,) = [story for story in run.stories if story.peer_id == "s0r1"]
-    a_second = told[0]["tokens"] / (story.processes[0].ended_at - (story.training_at or 0.0))
-    lost = sum(life["tokens"] for life in told) - story.tokens
+def test_a_kill_loses_the_counts_of_a_second_at_most(recorded: Recorded, run: RecordedRun) -> None:
+    totals = recorded.totals["s0r1"]
+    (history,) = [history for history in run.nodes if history.peer_id == "s0r1"]
+    a_second = totals[0]["tokens"] / (history.processes[0].ended_at - (history.training_at or 0.0))
+    lost = sum(process["tokens"] for process in totals) - history.tokens
     assert 0 <= lost <= 2 * a_second
 
 
@@ -204,26 +203,26 @@ def test_the_figures_that_only_a_launcher_knows_come_from_its_summary(recorded: 
             (tmp_path / place.name).symlink_to(place)
     summary = {"nodes": [], "tokens_per_s": 4321.25, "wall_s": 83.0, "resumed_from_step": None}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    page = render(read([tmp_path]))
+    page = render(read_run([tmp_path]))
     assert (after(page, "tokens/s"), after(page, "wall time")) == ("4,321", "1 min 23 s")
 
 
-def test_kills_and_restarts_show_in_the_life_of_a_node(run: Run) -> None:
-    stories = {story.peer_id: story for story in run.stories}
-    assert [process.ended for process in stories["s0r1"].processes] == [False, True]
-    assert [process.ended for process in stories["s1r1"].processes] == [False]
-    assert stories["s1r1"].ended_at - BEGAN_AT == pytest.approx(4.0, abs=1.1)
-    down_s = stories["s0r1"].processes[1].began_at - stories["s0r1"].processes[0].ended_at
+def test_kills_and_restarts_show_in_the_life_of_a_node(run: RecordedRun) -> None:
+    histories = {history.peer_id: history for history in run.nodes}
+    assert [process.ended for process in histories["s0r1"].processes] == [False, True]
+    assert [process.ended for process in histories["s1r1"].processes] == [False]
+    assert histories["s1r1"].ended_at - BEGAN_AT == pytest.approx(4.0, abs=1.1)
+    down_s = histories["s0r1"].processes[1].began_at - histories["s0r1"].processes[0].ended_at
     assert 1.9 < down_s < 3.1
-    (svg,) = [svg for svg in parsed(render(run)).findall(".//svg") if svg.get("aria-label") == "The life of every node"]
+    (svg,) = [svg for svg in parsed(render(run)).findall(".//svg") if svg.get("aria-label") == "Lives of the nodes"]
     assert len(svg.findall(".//path[@class='cross']")) == 2
     assert len(svg.findall(".//line[@class='start']")) == 7
     assert svg.findall(".//rect[@class='f0']/title")[0].text == "0-0: finished, " + _span(
-        stories["s0r0"].processes[0].spans
+        histories["s0r0"].processes[0].spans
     )
 
 
-def _span(spans: tuple[Span, ...]) -> str:
+def _span(spans: tuple[StateSpan, ...]) -> str:
     (finished,) = [span for span in spans if span.state == "finished"]
     return f"{finished.began_at - BEGAN_AT:.0f} to {finished.ended_at - BEGAN_AT:.0f} s"
 
@@ -252,7 +251,7 @@ def test_whatever_stands_in_the_files_is_shown_as_text(node: Path) -> None:
         + line("outer_round", 3.0, result=HOSTILE, seconds=1.0)
     )
     (node / "manifest.json").write_text(json.dumps({"name": HOSTILE, "steps": HOSTILE}))
-    page = render(read([node]))
+    page = render(read_run([node]))
     outline = Outline()
     outline.feed(page)
     assert {"script", "img"}.isdisjoint(outline.tags)
@@ -278,8 +277,8 @@ def test_whatever_stands_in_the_files_is_shown_as_text(node: Path) -> None:
 def test_a_torn_or_strange_line_is_passed_over(node: Path, torn: bytes) -> None:
     good = line("start", 0.0, stage=0) + line("progress", 1.0, stage=0, step=1, tokens=10)
     (node / NAME).write_bytes(good + torn + b"\n" + line("progress", 3.0, stage=0, step=3, tokens=30))
-    assert read([node]).tokens == 30
-    parsed(render(read([node])))
+    assert read_run([node]).tokens == 30
+    parsed(render(read_run([node])))
 
 
 def test_a_last_line_that_a_kill_tore_leaves_the_others(node: Path) -> None:
@@ -287,18 +286,18 @@ def test_a_last_line_that_a_kill_tore_leaves_the_others(node: Path) -> None:
     second = line("progress", 2.0, stage=0, step=2, tokens=20)
     for cut in range(0, len(second), 7):
         (node / NAME).write_bytes(whole + second[:cut])
-        assert read([node]).tokens == 10
+        assert read_run([node]).tokens == 10
 
 
 def test_rotated_files_are_read_in_order_and_lost_ones_are_not_missed(node: Path) -> None:
     (node / f"{NAME}.2").write_bytes(line("progress", 100.0, stage=0, step=1, tokens=1_000))
     (node / f"{NAME}.1").write_bytes(line("progress", 200.0, stage=0, step=2, tokens=2_000))
     (node / NAME).write_bytes(line("progress", 300.0, stage=0, step=3, tokens=3_000) + line("end", 301.0))
-    run = read([node])
-    (story,) = run.stories
+    run = read_run([node])
+    (history,) = run.nodes
     assert run.tokens == 3_000
-    assert [gain.amount for gain in story.token_gains] == [1_000, 1_000, 1_000]
-    assert [process.ended for process in story.processes] == [True]
+    assert [gain.amount for gain in history.token_increments] == [1_000, 1_000, 1_000]
+    assert [process.ended for process in history.processes] == [True]
 
 
 def test_a_clock_that_jumps_moves_nothing(node: Path) -> None:
@@ -307,7 +306,7 @@ def test_a_clock_that_jumps_moves_nothing(node: Path) -> None:
         lines[s]["time"] -= 1e9  # before the machine had asked for the time
     lines[9]["time"] += 7_200.0
     (node / NAME).write_text("".join(json.dumps(each) + "\n" for each in lines))
-    run = read([node])
+    run = read_run([node])
     assert (run.began_at, run.ended_at) == (BEGAN_AT + 1, BEGAN_AT + 20)
 
 
@@ -317,18 +316,18 @@ def test_a_restart_is_a_new_life_also_when_its_first_line_is_lost(node: Path) ->
         + line("progress", 50.0, stage=0, step=5, tokens=50)
         + line("progress", 2.0, stage=0, step=6, tokens=7)
     )
-    assert len(read_lives(node)) == 2
-    assert read([node]).tokens == 57
+    assert len(read_processes(node)) == 2
+    assert read_run([node]).tokens == 57
 
 
 def test_one_node_alone_shows_the_swarm_as_it_saw_it(recorded: Recorded) -> None:
-    page = render(read([recorded.directory / "0-0"]))
+    page = render(read_run([recorded.directory / "0-0"]))
     assert "As this node saw the swarm." in texts(page)
 
 
 def test_nodes_of_two_runs_are_told_apart_and_the_page_says_so(recorded: Recorded, node: Path) -> None:
     (node / NAME).write_bytes(line("start", 0.0, run_id="another", stage=0))
-    page = render(read([recorded.directory, node]))
+    page = render(read_run([recorded.directory, node]))
     assert any("2 different runs" in text for text in texts(page))
 
 
@@ -341,10 +340,10 @@ def test_without_a_journal_one_line_says_what_to_do(
     monkeypatch.setattr(sys, "argv", ["noloco", "report", str(node), "--out", str(node / "report.html")])
     with pytest.raises(SystemExit) as end:
         command.main()
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert end.value.code == 2
-    assert told.count("\n") == 1
-    assert str(node) in told
+    assert message.count("\n") == 1
+    assert str(node) in message
     assert not (node / "report.html").exists()
 
 
@@ -375,38 +374,15 @@ def test_a_long_run_of_many_nodes_stays_a_small_page(tmp_path: Path) -> None:
 # === curves ===========================================================================================================
 
 
-def test_thinning_keeps_both_ends_of_every_spike() -> None:
-    curve = [(float(n), 0.0) for n in range(10_000)]
-    curve[1_234], curve[7_777] = (1_234.0, 50.0), (7_777.0, -50.0)
-    thinned = series.thin(curve, 400)
-    assert len(thinned) <= 400
-    assert thinned == sorted(thinned)
-    assert (1_234.0, 50.0) in thinned
-    assert (7_777.0, -50.0) in thinned
-
-
-def test_rates_hold_everything_that_was_gained() -> None:
-    gains = [Gain(0.0, 3.3, 10.0), Gain(3.3, 9.9, 5.0), Gain(9.9, 9.9, 1.0)]
-    rates = series.rates(gains, 0.0, 10.0, 7)
+def test_rates_hold_everything_that_was_added() -> None:
+    increments = [Increment(0.0, 3.3, 10.0), Increment(3.3, 9.9, 5.0), Increment(9.9, 9.9, 1.0)]
+    rates = TimeBins(0.0, 10.0, 7).rates(increments)
     assert sum(rate for _, rate in rates) * 10.0 / 7 == pytest.approx(16.0)
     assert rates[0][1] == pytest.approx(10.0 / 3.3)
 
 
 def test_nodes_are_counted_in_the_middle_of_each_time() -> None:
-    spans = [Span(0.0, 5.0, "training"), Span(5.0, 10.0, "finished"), Span(0.0, 2.4, "training")]
-    found = series.standing(spans, 0.0, 10.0, 10)
+    spans = [(0.0, 5.0, {"training": 1.0}), (5.0, 10.0, {"finished": 1.0}), (0.0, 2.4, {"training": 1.0})]
+    found = TimeBins(0.0, 10.0, 10).present(spans)
     assert [counts["training"] for counts in found] == [2, 2, 1, 1, 1, 0, 0, 0, 0, 0]
     assert [sum(counts.values()) for counts in found] == [2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.0, 10.0, [0, 2, 4, 6, 8, 10]),
-        (0.0, 0.0, [0.0]),
-        (2.1, 3.9, [2.5, 3.0, 3.5]),
-        (-1.0, 1.0, [-1, -0.5, 0, 0.5, 1]),
-    ],
-)
-def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high, 5) == pytest.approx(expected)

@@ -20,7 +20,7 @@ def tick_label(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a chart. On a logarithmic one both ends are above 0."""
+    """One axis of a chart. On a logarithmic one both ends are above 0. One of no length reaches to the next number."""
 
     title: str
     low: float
@@ -33,14 +33,17 @@ class Axis:
         """Where a value lies: 0 at `low`, 1 at `high`."""
         if self.scale != "linear":
             return math.log(value / self.low) / math.log(self.high / self.low)
-        span = self.high - self.low
-        return (value - self.low) / (span if span > 0 else max(1.0, abs(self.low)))
+        return (value - self.low) / (self._end - self.low)
 
     def value(self, position: float) -> float:
         """The value at a position."""
         if self.scale != "linear":
             return self.low * math.exp(position * math.log(self.high / self.low))
-        return self.low + position * (self.high - self.low)
+        return self.low + position * (self._end - self.low)
+
+    @property
+    def _end(self) -> float:
+        return self.high if self.high > self.low else self.low + max(1.0, abs(self.low))
 
     def holds(self, value: float) -> bool:
         """It lies between the ends."""
@@ -49,7 +52,7 @@ class Axis:
     def ticks(self, about: int) -> list[float]:
         """Round numbers between the ends, about as many as asked for."""
         if self.scale == "linear":
-            return ticks(self.low, self.high, about)
+            return ticks(self.low, self._end, about)
         return _log_ticks(self.low, self.high, 2 if self.scale == "log2" else 10)
 
 

@@ -1,9 +1,9 @@
 """`noloco report`: one page about a run, from what its nodes wrote into their directories.
 
-journals  the lines of a node, torn and rotated ones included
-story     what they say of one node
-run       what the nodes say together: figures and series
-chart     SVG: axes, curves, areas, columns
-bars      SVG: bars of shares, and the life of every node
-page      the page, with template.html
+journals      the events of a node, torn and rotated files included
+node_history  what they say of one node
+recorded_run  what the nodes say together: figures
+series        counts laid out over time
+charts        the charts of the page; `lives` has the one of every node's life
+page          the page, with page.html
 """

@@ -1,23 +1,40 @@
 """The charts of the page: what of a run each of them shows, and what its colours mean."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from noloco_p2p.observe.report import bars, humanize, series
-from noloco_p2p.observe.report.chart import MOST_POINTS, Chart, time_ticks_unit
-from noloco_p2p.observe.report.node_history import UNKNOWN, Curve, Span
-from noloco_p2p.observe.report.run import Run
+from markupsafe import Markup
+
+from noloco_p2p.observe.plotting.axes import MOST_POINTS, Axes, Points
+from noloco_p2p.observe.plotting.bars import bars
+from noloco_p2p.observe.plotting.scales import Axis, fitted, time_unit
+from noloco_p2p.observe.plotting.svg import (
+    BLUE,
+    GREEN,
+    GREY,
+    IDLE_COLOURS,
+    ORANGE,
+    PALE,
+    PINK,
+    RED,
+    SERIES_COLOURS,
+    SKY,
+    YELLOW,
+    Element,
+    Key,
+    markup,
+)
+from noloco_p2p.observe.report.lives import lives
+from noloco_p2p.observe.report.node_history import UNKNOWN
+from noloco_p2p.observe.report.recorded_run import RecordedRun
+from noloco_p2p.observe.report.series import TimeBins
 
 BINS, COLUMNS = 150, 50
 MOST_ROWS = 60
 """Nodes that have a row of their own."""
 MOST_PIECES, ALL_POINTS = 400, 16_000
-"""Of curves in one chart; a replica has one for each of its lives."""
-MOST_CURVES = 6
-"""Replicas that have a colour of their own; of more, all have the same."""
-
-BLUE, RED, GREEN, PINK, ORANGE, SKY, YELLOW, GREY, PALE = range(9)
+"""Of curves in one chart; a replica has one for each of its processes."""
 STATE_COLOURS = {
     "training": GREEN,
     "finished": BLUE,
@@ -31,210 +48,182 @@ STATE_COLOURS = {
 }
 """In the order in which they are stacked."""
 RESULT_COLOURS = {"partner": GREEN, "stale": SKY, "other": ORANGE, "alone": RED}
-IDLE_COLOURS = (ORANGE, SKY, PINK, BLUE, YELLOW, RED)
+
+Line = tuple[str, int, Points]
+"""(name, colour, points)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """A chart with its heading and the meaning of its colours."""
+class Panel(NamedTuple):
+    """A chart with its heading, the meaning of its colours and a sentence below."""
 
     title: str
-    svg: str
-    legend: Sequence[tuple[int, str]] = ()
+    svg: Markup
+    legend: Sequence[Key] = ()
     note: str = ""
 
 
-class Drawings:
+class RunCharts:
     """All charts of a run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RecordedRun) -> None:
         self._run = run
         self._whole = run.began_at, run.ended_at
         self._span_s = max(run.ended_at - run.began_at, 1e-9)
-        self._unit_s, self._unit = time_ticks_unit(self._span_s)
+        self._bins = TimeBins(*self._whole, BINS)
+        self._columns = TimeBins(*self._whole, COLUMNS)
 
-    def loss(self) -> Drawing:
+    def loss(self) -> Panel:
         """Loss of every replica of stage 0, and validation, by step."""
-        stories = self._run.of_stage(0)
-        pieces = _longest([(n, piece) for n, story in enumerate(stories) for piece in story.loss])
-        dots = sorted(point for story in stories for piece in story.validation for point in piece)
-        chart = self._by_step("Loss by step", [p for _, p in pieces] + [dots], humanize.short, from_zero=False)
-        own = len(stories) <= MOST_CURVES
-        for n, piece in pieces:
-            chart.curve(piece, _of(n) if own else BLUE, stories[n].name, most=_share(pieces), faint=not own)
-        chart.dots(dots, GREY, "validation")
-        names = (
-            [(_of(n), story.name) for n, story in enumerate(stories)] if own else [(BLUE, f"{len(stories)} replicas")]
-        )
-        legend = [*names, *([(GREY, "validation (dots)")] if dots else [])]
-        return Drawing("Loss", chart.markup(), legend, "Nats per token, by step.")
+        nodes = self._run.of_stage(0)
+        few = len(nodes) <= len(SERIES_COLOURS)
+        keys = [Key(node.name, SERIES_COLOURS[n] if few else BLUE) for n, node in enumerate(nodes)]
+        lines = [(key.label, key.colour, piece) for key, node in zip(keys, nodes, strict=True) for piece in node.loss]
+        dots = sorted(point for node in nodes for piece in node.validation for point in piece)
+        axes = self._by_step("Loss", lines, dots, from_zero=False, kind="" if few else "faint")
+        legend = keys if few else [Key(f"{len(nodes)} replicas", BLUE)]
+        legend += [Key("validation (dots)", GREY)] if dots else []
+        return _panel("Loss", axes.svg, legend, "Nats per token, by step.")
 
-    def throughput(self) -> Drawing:
+    def throughput(self) -> Panel:
         """Tokens per second of the swarm."""
-        gains = [gain for story in self._run.stories for gain in story.token_gains]
-        curve = series.rates(gains, *self._whole, BINS)
-        chart = self._by_time("Tokens per second", [curve])
-        chart.curve(self._timed(curve), GREEN, "tokens per second")
-        return Drawing("Tokens per second", chart.markup(), (), "The whole swarm, evaluations and waits included.")
+        rates = self._bins.rates(each for node in self._run.nodes for each in node.token_increments)
+        svg = self._over_time("Tokens per second", [("tokens per second", GREEN, rates)])
+        return _panel("Tokens per second", svg, (), "The whole swarm, evaluations and waits included.")
 
-    def time(self) -> Drawing:
+    def time(self) -> Panel:
         """Where the time of each stage went."""
-        causes = sorted(self._run.total("idle_s"), key=lambda cause: -self._run.total("idle_s")[cause])
+        causes = [cause for cause, _ in self._run.total("idle_s").most_common()]
         colours = {cause: IDLE_COLOURS[n % len(IDLE_COLOURS)] for n, cause in enumerate(causes)}
         rows = []
         for stage in self._run.stages:
-            stories, idle = self._run.of_stage(stage), self._run.total("idle_s", stage)
-            worked = sum(story.device_s for story in stories)
-            rest = sum(story.trained_s for story in stories) - worked - sum(idle.values())
-            waited = [(f"waits: {cause}", float(idle[cause]), colours[cause]) for cause in causes]
-            pieces = [("device works", worked, GREEN), *waited, ("the rest", max(0.0, rest), PALE)]
+            nodes, idle = self._run.of_stage(stage), self._run.total("idle_s", stage)
+            worked = sum(node.device_s for node in nodes)
+            rest = sum(node.trained_s for node in nodes) - worked - sum(idle.values())
+            waits = [(f"waits: {cause}", float(idle[cause]), colours[cause]) for cause in causes]
+            pieces = [("device works", worked, GREEN), *waits, ("the rest", max(0.0, rest), PALE)]
             rows.append((f"stage {stage}", pieces))
-        names = [(colours[cause], f"waits: {cause}") for cause in causes]
-        return Drawing(
-            "Where the time went",
-            bars.shares("Where the time of each stage went", rows),
-            [(GREEN, "device works"), *names, (PALE, "the rest: evaluation, merging, saving")],
-            "Shares of the seconds in which the nodes of a stage were training.",
-        )
+        legend = [Key("device works", GREEN), *(Key(f"waits: {cause}", colours[cause]) for cause in causes)]
+        legend.append(Key("the rest: evaluation, merging, saving", PALE))
+        note = "Shares of the seconds in which the nodes of a stage were training."
+        return _panel("Where the time went", bars("Where the time went", rows), legend, note)
 
-    def rounds(self) -> Drawing:
+    def rounds(self) -> Panel:
         """Outer rounds by result, over time."""
-        events = [event for story in self._run.stories for event in story.round_gains]
-        found = series.columns(events, *self._whole, COLUMNS)
-        chart = self._stack_chart("Outer rounds by result", found)
+        title = "Outer rounds by result"
+        found = self._columns.counts(event for node in self._run.nodes for event in node.new_rounds)
+        axes = self._stack_axes(title, found)
         names = sorted(self._run.total("rounds"), key=[*RESULT_COLOURS, *self._run.total("rounds")].index)
         for n, counts in enumerate(found):
-            for name, low, high in _stacked(counts, names):
-                chart.column((n, COLUMNS), low, high, RESULT_COLOURS.get(name, GREY), f"{name}: {high - low:.0f}")
-        legend = [(RESULT_COLOURS.get(name, GREY), name) for name in names]
-        return Drawing("Outer rounds by result", chart.markup(), legend, "Rounds of all nodes that ended in each time.")
+            low = 0.0
+            for name in (name for name in names if counts[name]):
+                high = low + counts[name]
+                axes.column((n, COLUMNS), low, high, RESULT_COLOURS.get(name, GREY), f"{name}: {counts[name]}")
+                low = high
+        legend = [Key(name, RESULT_COLOURS.get(name, GREY)) for name in names]
+        return _panel(title, axes.svg, legend, "Rounds of all nodes that ended in each time.")
 
-    def round_seconds(self) -> Drawing:
+    def round_seconds(self) -> Panel:
         """How long outer rounds took."""
-        began_at = self._run.began_at
-        points = [(r.at - began_at, r.seconds) for story in self._run.stories for r in story.rounds]
-        mean, largest = series.extremes(points, self._span_s, COLUMNS)
-        chart = self._by_time("Seconds of an outer round", [mean, largest])
-        chart.curve(self._timed(largest), ORANGE, "longest")
-        chart.curve(self._timed(mean), BLUE, "mean")
-        return Drawing("Seconds of an outer round", chart.markup(), [(BLUE, "mean"), (ORANGE, "longest")])
+        points = [point for node in self._run.nodes for point in node.round_seconds]
+        mean, largest = self._columns.mean_and_largest(points)
+        lines = [("mean", BLUE, mean), ("longest", ORANGE, largest)]
+        return _panel("Seconds of an outer round", self._over_time("Seconds of an outer round", lines), _keys(lines))
 
-    def spread(self) -> list[Drawing]:
-        """Standard deviation between replicas, and below it the learning rate, by step."""
-        stages = self._run.stages
-        found = _longest([(stage, piece) for stage in stages for s in self._run.of_stage(stage) for piece in s.spread])
-        longest = max(self._run.stories, key=lambda story: sum(map(len, story.rate)))
-        chart = self._by_step("Spread of the replicas", [piece for _, piece in found], humanize.short)
-        for stage, piece in found:
-            chart.curve(piece, _of(stage), f"stage {stage}", most=_share(found))
-        below = self._by_step("Learning rate", longest.rate, humanize.short)
-        for _, piece in _longest([(0, piece) for piece in longest.rate]):
-            below.curve(piece, GREY, "learning rate")
+    def spread(self) -> list[Panel]:
+        """Standard deviation between replicas, and the learning rate, by step."""
+        keys = [Key(f"stage {stage}", SERIES_COLOURS[stage % len(SERIES_COLOURS)]) for stage in self._run.stages]
+        lines = [
+            (key.label, key.colour, piece)
+            for key, stage in zip(keys, self._run.stages, strict=True)
+            for node in self._run.of_stage(stage)
+            for piece in node.spread
+        ]
+        longest = max(self._run.nodes, key=lambda node: sum(map(len, node.rate)))
+        rates = [("learning rate", GREY, piece) for piece in longest.rate]
         note = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
+        below = "By step, as the spread beside it."
         return [
-            Drawing("Spread of the replicas", chart.markup(), [(_of(s), f"stage {s}") for s in stages], note),
-            Drawing("Learning rate", below.markup(), (), "By step, as the spread beside it."),
+            _panel("Spread of the replicas", self._by_step("Spread of the replicas", lines).svg, keys, note),
+            _panel("Learning rate", self._by_step("Learning rate", rates).svg, (), below),
         ]
 
-    def membership(self) -> Drawing:
+    def membership(self) -> Panel:
         """How many nodes were in each state."""
-        stories = self._run.stories
-        if len(stories) > 1:
-            spans = [span for story in stories for process in story.processes for span in process.spans]
-            found, note = series.standing(_present(spans), *self._whole, BINS), "Nodes whose journals are here."
+        nodes = self._run.nodes
+        if len(nodes) > 1:
+            spans = [span for node in nodes for process in node.processes for span in process.spans]
+            there = [(span.began_at, span.ended_at, {span.state: 1.0}) for span in spans if span.state != "left"]
+            note = "Nodes whose journals are here."
         else:
-            found = series.standing_as_told(stories[0].membership, *self._whole, BINS)
+            lines = nodes[0].membership
+            ends = [*(at for at, _ in lines[1:]), self._run.ended_at]
+            there = [(at, until, counts) for (at, counts), until in zip(lines, ends, strict=False)]
             note = "As this node saw the swarm."
-        chart = self._stack_chart("Nodes by state", found)
+        found = self._bins.present(there)
+        axes = self._stack_axes("Nodes by state", found)
         names = [state for state in STATE_COLOURS if any(counts[state] for counts in found)]
         heights = [0.0] * len(found)
         for name in names:
             upper = [low + counts[name] for low, counts in zip(heights, found, strict=True)]
-            chart.area(heights, upper, STATE_COLOURS[name], name)
+            axes.area(heights, upper, STATE_COLOURS[name], name)
             heights = upper
-        return Drawing("Nodes by state", chart.markup(), [(STATE_COLOURS[name], name) for name in names], note)
+        return _panel("Nodes by state", axes.svg, [Key(name, STATE_COLOURS[name]) for name in names], note)
 
-    def lives(self) -> Drawing:
+    def lives(self) -> Panel:
         """The life of every node."""
-        stories = self._run.stories[:MOST_ROWS]
-        states = {span.state for story in stories for process in story.processes for span in process.spans}
-        legend = [(colour, state) for state, colour in STATE_COLOURS.items() if state in states]
-        svg = bars.lives("The life of every node", stories, self._whole, STATE_COLOURS)
-        note = "A stroke: a process began. A cross: its last word, without an end; it was killed, or still runs."
-        left_out = len(self._run.stories) - len(stories)
-        return Drawing(
-            "Lives of the nodes", svg, legend, note + (f" {left_out} nodes are left out." if left_out else "")
-        )
+        nodes = self._run.nodes[:MOST_ROWS]
+        states = {span.state for node in nodes for process in node.processes for span in process.spans}
+        legend = [Key(state, colour) for state, colour in STATE_COLOURS.items() if state in states]
+        svg = lives("Lives of the nodes", nodes, self._whole, STATE_COLOURS)
+        note = "A stroke: a process began. A cross: its last line, without an end; it was killed, or still runs."
+        left_out = len(self._run.nodes) - len(nodes)
+        note += f" {left_out} nodes are left out." if left_out else ""
+        return _panel("Lives of the nodes", svg, legend, note)
 
-    def bytes(self) -> Drawing:
+    def bytes(self) -> Panel:
         """Bytes per second that the nodes sent and received."""
-        ways = {
-            way: series.rates([g for story in self._run.stories for g in story.byte_gains[way]], *self._whole, BINS)
-            for way in ("in", "out")
-        }
-        chart = self._by_time("Bytes per second", list(ways.values()))
-        chart.curve(self._timed(ways["out"]), ORANGE, "sent")
-        chart.curve(self._timed(ways["in"]), BLUE, "received")
-        return Drawing(
-            "Bytes per second", chart.markup(), [(BLUE, "received"), (ORANGE, "sent")], "All nodes together."
+        lines = [
+            (name, colour, self._bins.rates(each for node in self._run.nodes for each in node.byte_increments[way]))
+            for name, colour, way in (("received", BLUE, "in"), ("sent", ORANGE, "out"))
+        ]
+        return _panel(
+            "Bytes per second", self._over_time("Bytes per second", lines), _keys(lines), "All nodes together."
         )
 
-    def _timed(self, curve: Curve) -> Curve:
-        return [(seconds / self._unit_s, value) for seconds, value in curve]
+    def _over_time(self, title: str, lines: Sequence[Line]) -> Element:
+        """Lines by seconds since the start, the first on top."""
+        unit_s, _ = time_unit(self._span_s)
+        axes = self._time_axes(title, max((y for _, _, points in lines for _, y in points), default=0.0))
+        for name, colour, points in reversed(lines):
+            axes.line([(seconds / unit_s, value) for seconds, value in points], colour, name)
+        return axes.svg
 
-    def _by_time(self, title: str, curves: Iterable[Curve]) -> Chart:
-        highest = max((y for curve in curves for _, y in curve), default=0.0)
-        return self._over_time(title, highest * 1.05)
+    def _stack_axes(self, title: str, found: Sequence[Counter[str]]) -> Axes:
+        return self._time_axes(title, max((sum(counts.values()) for counts in found), default=0))
 
-    def _stack_chart(self, title: str, found: Sequence[Counter[str]]) -> Chart:
-        return self._over_time(title, max((sum(counts.values()) for counts in found), default=0) * 1.05)
-
-    def _over_time(self, title: str, highest: float) -> Chart:
-        across = 0.0, self._span_s / self._unit_s
-        return Chart(title, across, (0.0, highest), _plain, humanize.short, f"{self._unit} since the start")
+    def _time_axes(self, title: str, highest: float) -> Axes:
+        unit_s, unit = time_unit(self._span_s)
+        x = Axis(f"{unit} since the start", 0.0, self._span_s / unit_s, label=lambda value: f"{value:g}")
+        return Axes(title, x, Axis("", 0.0, highest * 1.05))
 
     def _by_step(
-        self, title: str, curves: Sequence[Curve], told: Callable[[float], str], *, from_zero: bool = True
-    ) -> Chart:
-        values = [y for curve in curves for _, y in curve]
-        low, high = min(values, default=0.0), max(values, default=1.0)
-        margin = (high - low) * 0.05
-        return Chart(
-            title,
-            (0.0, max((x for curve in curves for x, _ in curve), default=1.0)),
-            (0.0 if from_zero else low - margin, high + margin),
-            humanize.short,
-            told,
-            "step",
-        )
+        self, title: str, lines: Sequence[Line], dots: Points = (), *, from_zero: bool = True, kind: str = ""
+    ) -> Axes:
+        """Lines, at most MOST_PIECES of them, and dots of validation."""
+        lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MOST_PIECES], key=lambda line: line[0])
+        points = [*dots, *(point for _, _, some in lines for point in some)]
+        x = Axis("step", 0.0, max((x for x, _ in points), default=1.0))
+        axes = Axes(title, x, fitted("", [y for _, y in points], from_zero=from_zero))
+        most = max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(lines))))
+        for name, colour, some in lines:
+            axes.line(some, colour, name, most=most, kind=kind)
+        axes.dots(dots, GREY, "validation")
+        return axes
 
 
-def _of(n: int) -> int:
-    """The colour of the n-th replica or stage."""
-    return (BLUE, ORANGE, GREEN, PINK, SKY, RED)[n % MOST_CURVES]
+def _panel(title: str, svg: Element, legend: Iterable[Key] = (), note: str = "") -> Panel:
+    return Panel(title, Markup(markup(svg)), list(legend), note)
 
 
-def _longest(pieces: list[tuple[int, Curve]]) -> list[tuple[int, Curve]]:
-    """Pieces of curves, at most MOST_PIECES of them."""
-    return sorted(sorted(pieces, key=lambda one: -len(one[1]))[:MOST_PIECES], key=lambda one: one[0])
-
-
-def _share(pieces: Sequence[object]) -> int:
-    """Points for each of so many pieces."""
-    return max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(pieces))))
-
-
-def _stacked(counts: Counter[str], names: Sequence[str]) -> Iterable[tuple[str, float, float]]:
-    low = 0.0
-    for name in names:
-        if counts[name]:
-            yield name, low, low + counts[name]
-            low += counts[name]
-
-
-def _present(spans: Iterable[Span]) -> Iterable[Span]:
-    return (span for span in spans if span.state != "left")
-
-
-def _plain(value: float) -> str:
-    return f"{value:g}"
+def _keys(lines: Sequence[Line]) -> list[Key]:
+    return [Key(name, colour) for name, colour, _ in lines]

@@ -6,7 +6,7 @@ Every text is made harmless here: what cannot be printed is replaced, and its le
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,12 +19,12 @@ MOST_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One event of a node."""
+class JournalEvent:
+    """One line of a node's journal."""
 
     at: float
     """Unix seconds, by the clock that this process had most of the time."""
-    event: str
+    kind: str
     fields: dict[str, Any]
 
     def number(self, name: str) -> float | None:
@@ -36,26 +36,17 @@ class Line:
         return clean(self.fields.get(name, ""))
 
     def tally(self, name: str) -> dict[str, float]:
-        """A mapping to numbers."""
-        return tally(self.fields.get(name))
+        """The finite numbers of a mapping, by clean names; empty where there is none."""
+        found = self.fields.get(name)
+        if not isinstance(found, dict):
+            return {}
+        return {clean(key): count for key, value in found.items() if (count := number(value)) is not None}
 
 
-@dataclass(slots=True)
-class Life:
-    """What one process wrote, in order."""
-
-    lines: list[Line] = field(default_factory=list)
-
-    @property
-    def ended(self) -> bool:
-        """It came to its end in order; else it was killed, or goes on."""
-        return self.lines[-1].event == "end"
-
-
-def node_dirs(asked: Sequence[Path]) -> list[Path]:
-    """Directories with a journal: those asked for, or one level below. Raises ConfigError for one without any."""
+def node_dirs(paths: Sequence[Path]) -> list[Path]:
+    """Directories with a journal: those given, or one level below. Raises ConfigError for one without any."""
     found: dict[Path, None] = {}
-    for directory in asked:
+    for directory in paths:
         if not directory.is_dir():
             raise ConfigError(f"{directory} is no directory; name that of a node, or of noloco swarm")
         here = [each for each in (directory, *sorted(directory.iterdir())) if each.is_dir() and oldest_first(each)]
@@ -68,43 +59,38 @@ def node_dirs(asked: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def read_lives(directory: Path) -> list[Life]:
-    """The processes that wrote here, in order."""
-    lives: list[list[tuple[float, float, str, dict[str, Any]]]] = []
-    for fields in _lines(oldest_first(directory)):
-        at, up_s, event = number(fields.get("time")), number(fields.get("up_s")), fields.get("event")
-        if at is None or up_s is None or not isinstance(event, str):
+def read_processes(directory: Path) -> list[list[JournalEvent]]:
+    """The events of each process that wrote here, in order."""
+    processes: list[list[tuple[float, float, str, dict[str, Any]]]] = []
+    for fields in _objects(oldest_first(directory)):
+        at, up_s, kind = number(fields.get("time")), number(fields.get("up_s")), fields.get("event")
+        if at is None or up_s is None or not isinstance(kind, str):
             continue
-        if not lives or event == "start" or lives[-1][-1][1] > up_s + 1:
-            lives.append([])
-        lives[-1].append((at, up_s, event, fields))
-    return [_life(lines) for lines in lives]
+        if not processes or kind == "start" or processes[-1][-1][1] > up_s + 1:
+            processes.append([])
+        processes[-1].append((at, up_s, kind, fields))
+    return [_by_one_clock(lines) for lines in processes]
 
 
-def _life(lines: list[tuple[float, float, str, dict[str, Any]]]) -> Life:
+def _by_one_clock(lines: list[tuple[float, float, str, dict[str, Any]]]) -> list[JournalEvent]:
     """The clock that counts is that of most lines: one that was wrong at first, or jumped once, moves nothing."""
     began_at = median(at - up_s for at, up_s, _, _ in lines)
-    return Life([Line(began_at + up_s, event, fields) for _, up_s, event, fields in lines])
+    return [JournalEvent(began_at + up_s, kind, fields) for _, up_s, kind, fields in lines]
 
 
-def _lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+def _objects(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for path in paths:
         try:
             with path.open("rb") as file:
                 while line := file.readline(LONGEST_LINE):
-                    found = _object(line)
-                    if found is not None:
+                    try:
+                        found = json.loads(line)
+                    except (ValueError, RecursionError):
+                        continue
+                    if isinstance(found, dict):
                         yield found
         except OSError:
-            continue  # it was turned over just now
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+            continue  # it was rotated away just now
 
 
 def number(value: object) -> float | None:
@@ -117,16 +103,7 @@ def number(value: object) -> float | None:
         return None
 
 
-def tally(value: object) -> dict[str, float]:
-    """The finite numbers of a mapping, by clean names."""
-    if not isinstance(value, dict):
-        return {}
-    return {clean(name): found for name, each in value.items() if (found := number(each)) is not None}
-
-
 def clean(value: object) -> str:
     """A text of one line, bounded, without what cannot be seen."""
     text = (value if isinstance(value, str) else str(value))[:MOST_CHARACTERS]
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

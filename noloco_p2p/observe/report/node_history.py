@@ -1,22 +1,24 @@
-"""What the journal of one node says: its lives, its counts over all of them, and its curves."""
+"""What the journal of one node says: its processes, its counts over all of them, and its curves."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from noloco_p2p.core.members import STATES
-from noloco_p2p.launch.node_probe import read_json
-from noloco_p2p.observe.report.journals import Life, Line, clean, read_lives
+from noloco_p2p.launch.node_probe import ENDPOINTS, read_json
+from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean, read_processes
 
 TALLIES = ("microbatches", "dropped", "rerouted", "busy", "rounds", "idle_s", "bytes", "phase_s", "held")
-NOTES = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moves"}
-"""Events that stand in the list of what went wrong, and what they are called there."""
+INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moves"}
+"""Events in the list of what went wrong, and what they are called there."""
 UNKNOWN = "unknown"
 
+Curve = list[tuple[float, float]]
 
-class Span(NamedTuple):
+
+class StateSpan(NamedTuple):
     """A state of a node, from when to when (Unix seconds)."""
 
     began_at: float
@@ -24,15 +26,15 @@ class Span(NamedTuple):
     state: str
 
 
-class Round(NamedTuple):
-    """An outer round that has a line."""
+class Increment(NamedTuple):
+    """What was added to a count between two lines of progress."""
 
-    at: float
-    seconds: float
-    result: str
+    began_at: float
+    ended_at: float
+    amount: float
 
 
-class Note(NamedTuple):
+class Incident(NamedTuple):
     """One entry of the list of what went wrong."""
 
     at: float
@@ -41,31 +43,20 @@ class Note(NamedTuple):
     text: str
 
 
-class Gain(NamedTuple):
-    """What was added between two lines of progress."""
-
-    began_at: float
-    ended_at: float
-    amount: float
-
-
 @dataclass(frozen=True, slots=True)
-class Process:
-    """One life of a node."""
+class ProcessHistory:
+    """One process of a node, from its first line to its last."""
 
     began_at: float
     ended_at: float
-    spans: tuple[Span, ...]
+    spans: tuple[StateSpan, ...]
     ended: bool
     """In order; else it was killed, or goes on."""
 
 
-Curve = list[tuple[float, float]]
-
-
 @dataclass(slots=True)
-class Story:
-    """One node. Curves are lists of pieces, one for each life; a loss is in nats per token."""
+class NodeHistory:
+    """One node. Curves are lists of pieces, one for each process; a loss is in nats per token."""
 
     name: str
     peer_id: str = ""
@@ -74,7 +65,7 @@ class Story:
     version: str = ""
     stage: int | None = None
     """The last one that it held."""
-    processes: list[Process] = field(default_factory=list)
+    processes: list[ProcessHistory] = field(default_factory=list)
     inner_steps: int = 0
     tokens: int = 0
     """Trained on while at stage 0."""
@@ -97,14 +88,15 @@ class Story:
     """(step, standard deviation between replicas)."""
     rate: list[Curve] = field(default_factory=list)
     """(step, learning rate)."""
-    token_gains: list[Gain] = field(default_factory=list)
-    byte_gains: dict[str, list[Gain]] = field(default_factory=lambda: {"in": [], "out": []})
-    round_gains: list[tuple[float, str, float]] = field(default_factory=list)
+    token_increments: list[Increment] = field(default_factory=list)
+    byte_increments: dict[str, list[Increment]] = field(default_factory=lambda: {"in": [], "out": []})
+    new_rounds: list[tuple[float, str, float]] = field(default_factory=list)
     """(when, result, how many)."""
-    rounds: list[Round] = field(default_factory=list)
+    round_seconds: list[tuple[float, float]] = field(default_factory=list)
+    """(when, seconds) of the outer rounds that have a line."""
     membership: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     """(when, nodes by state)."""
-    notes: list[Note] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
 
     @property
     def began_at(self) -> float:
@@ -117,177 +109,162 @@ class Story:
         return self.processes[-1].ended_at
 
 
-def tell(directory: Path, name: str) -> Story | None:
-    """The story of the node whose journal lies there; None when there is no line that can be read."""
-    lives = read_lives(directory)
-    if not lives:
+def read_history(directory: Path, name: str) -> NodeHistory | None:
+    """The node whose journal is in a directory; None when there is no line that can be read."""
+    processes = read_processes(directory)
+    if not processes:
         return None
-    story = Story(name)
-    for life in lives:
-        _Teller(story).tell(life)
-    known = read_json(directory / "endpoints.json") or {}
-    story.peer_id = story.peer_id or clean(known.get("peer_id", ""))
-    return story
+    history = NodeHistory(name)
+    for events in processes:
+        _ProcessReader(history, events[0].at).read(events)
+    known = read_json(directory / ENDPOINTS) or {}
+    history.peer_id = history.peer_id or clean(known.get("peer_id", ""))
+    return history
 
 
-class _Teller:
-    """Adds one life to a story."""
+class _ProcessReader:
+    """Adds one process to a node's history."""
 
-    def __init__(self, story: Story) -> None:
-        self._story = story
-        self._before: Line | None = None
-        """The line of progress before."""
-        self._since_at = 0.0
-        """When that was written, or this life began."""
+    def __init__(self, history: NodeHistory, began_at: float) -> None:
+        self._history = history
+        self._progress: JournalEvent | None = None
+        """The last line of progress."""
+        self._since_at = began_at
+        """When that was written, or this process began."""
         self._counts: dict[str, float] = {}
-        """What this life has counted so far, by name; it only grows."""
-        self._validation: Curve = []
-        self._loss: Curve = []
-        self._spread: Curve = []
-        self._rate: Curve = []
+        """What this process has counted so far, by name; it only grows."""
+        for pieces in (history.loss, history.validation, history.spread, history.rate):
+            pieces.append([])
 
-    def tell(self, life: Life) -> None:
-        story, lines = self._story, life.lines
-        self._since_at = lines[0].at
-        heard: dict[str, Callable[[Line], None]] = {
-            "start": self._start,
-            "stage": self._stage,
-            "state": self._state,
-            "progress": self._progress,
-            "outer_round": self._outer_round,
-            "replica_std": self._replica_std,
-            "evaluation": self._evaluation,
-            "membership": self._membership,
-            "checkpoint": self._checkpoint,
+    def read(self, events: Sequence[JournalEvent]) -> None:
+        """Take the events in order, then what the last line of progress counts."""
+        history = self._history
+        readers = {
+            "start": self._read_start,
+            "stage": self._read_stage,
+            "state": self._read_state,
+            "progress": self._read_progress,
+            "outer_round": self._read_outer_round,
+            "replica_std": self._read_replica_std,
+            "evaluation": self._read_evaluation,
+            "membership": self._read_membership,
+            "checkpoint": self._read_checkpoint,
         }
-        for line in lines:
-            if line.event in heard:
-                heard[line.event](line)
-            if line.event in NOTES:
-                kind = "well again" if line.fields.get("well") is True else NOTES[line.event]
-                story.notes.append(Note(line.at, story.name, kind, _said(line)))
-        self._close()
-        spans = tuple(_spans(lines))
-        process = Process(lines[0].at, lines[-1].at, spans, life.ended)
-        story.processes.append(process)
-        story.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")
-        for pieces, piece in (
-            (story.loss, self._loss),
-            (story.validation, self._validation),
-            (story.spread, self._spread),
-            (story.rate, self._rate),
-        ):
-            pieces.append(piece)
+        for event in events:
+            if event.kind in readers:
+                readers[event.kind](event)
+            if event.kind in INCIDENTS:
+                kind = "well again" if event.fields.get("well") is True else INCIDENTS[event.kind]
+                history.incidents.append(Incident(event.at, history.name, kind, _sentence(event)))
+        if self._progress is not None:
+            history.inner_steps += int(self._progress.number("inner_steps") or 0)
+            history.device_s += self._progress.number("device_s") or 0.0
+            for name in TALLIES:
+                history.tallies[name].update(self._progress.tally(name))
+        spans = tuple(_spans(events))
+        history.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
+        history.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")
 
-    def _close(self) -> None:
-        """Counts are those of the last line of progress of a life."""
-        last, story = self._before, self._story
-        if last is None:
-            return
-        story.inner_steps += int(last.number("inner_steps") or 0)
-        story.device_s += last.number("device_s") or 0.0
-        for name in TALLIES:
-            story.tallies[name].update(last.tally(name))
+    def _read_start(self, event: JournalEvent) -> None:
+        history = self._history
+        history.peer_id, history.run_id = event.text("peer_id"), event.text("run_id")
+        history.run_name, history.version = event.text("name"), event.text("version")
+        self._read_stage(event)
 
-    def _start(self, line: Line) -> None:
-        story = self._story
-        story.peer_id, story.run_id = line.text("peer_id"), line.text("run_id")
-        story.run_name, story.version = line.text("name"), line.text("version")
-        self._stage(line)
-
-    def _stage(self, line: Line) -> None:
-        stage = line.number("stage")
+    def _read_stage(self, event: JournalEvent) -> None:
+        stage = event.number("stage")
         if stage is not None:
-            self._story.stage = int(stage)
+            self._history.stage = int(stage)
 
-    def _state(self, line: Line) -> None:
-        if line.text("state") == "training" and self._story.training_at is None:
-            self._story.training_at = line.at
+    def _read_state(self, event: JournalEvent) -> None:
+        if event.text("state") == "training" and self._history.training_at is None:
+            self._history.training_at = event.at
 
-    def _progress(self, line: Line) -> None:
-        story, self._before = self._story, line
-        self._stage(line)
-        since_at, self._since_at = self._since_at, line.at
-        self._stands(line)
-        gained = self._gained("tokens", line.number("tokens") or 0.0)
-        if gained > 0 and story.stage == 0:
-            story.tokens += int(gained)
-            story.token_gains.append(Gain(since_at, line.at, gained))
-            story.stepped_at = line.at
-        sizes = line.tally("bytes")
-        for way, gains in story.byte_gains.items():
+    def _read_progress(self, event: JournalEvent) -> None:
+        history, self._progress = self._history, event
+        self._read_stage(event)
+        since_at, self._since_at = self._since_at, event.at
+        self._read_curves(event)
+        tokens = self._added("tokens", event.number("tokens") or 0.0)
+        if tokens > 0 and history.stage == 0:
+            history.tokens += int(tokens)
+            history.token_increments.append(Increment(since_at, event.at, tokens))
+            history.stepped_at = event.at
+        sizes = event.tally("bytes")
+        for way, increments in history.byte_increments.items():
             size = sum(each for label, each in sizes.items() if label.startswith(way))
-            gains.append(Gain(since_at, line.at, self._gained(way, size)))
-        for result, count in line.tally("rounds").items():
-            if (new := self._gained(f"rounds {result}", count)) > 0:
-                story.round_gains.append((line.at, result, new))
+            increments.append(Increment(since_at, event.at, self._added(way, size)))
+        for result, count in event.tally("rounds").items():
+            if (new := self._added(f"rounds {result}", count)) > 0:
+                history.new_rounds.append((event.at, result, new))
 
-    def _gained(self, name: str, count: float) -> float:
-        """What has come to a count since the line before; nothing where this line does not tell it."""
-        gained = max(0.0, count - self._counts.get(name, 0.0))
-        self._counts[name] = self._counts.get(name, 0.0) + gained
-        return gained
+    def _added(self, name: str, count: float) -> float:
+        """What has come to a count since the line before; nothing where this line does not have it."""
+        added = max(0.0, count - self._counts.get(name, 0.0))
+        self._counts[name] = self._counts.get(name, 0.0) + added
+        return added
 
-    def _stands(self, line: Line) -> None:
-        story, step = self._story, line.number("step")
+    def _read_curves(self, event: JournalEvent) -> None:
+        history, step = self._history, event.number("step")
         if step is None:
             return
-        story.step = max(story.step, step)
-        rate, loss, final = line.number("learning_rate"), line.number("loss"), line.number("final_loss")
+        history.step = max(history.step, step)
+        rate, loss, final = event.number("learning_rate"), event.number("loss"), event.number("final_loss")
         if rate is not None:
-            self._rate.append((step, rate))
-        if loss is not None and story.stage == 0:
-            self._loss.append((step, loss))
-        if final is not None and story.stage == 0:
-            story.final_loss = final
+            history.rate[-1].append((step, rate))
+        if loss is not None and history.stage == 0:
+            history.loss[-1].append((step, loss))
+        if final is not None and history.stage == 0:
+            history.final_loss = final
 
-    def _outer_round(self, line: Line) -> None:
-        self._story.rounds.append(Round(line.at, line.number("seconds") or 0.0, line.text("result")))
+    def _read_outer_round(self, event: JournalEvent) -> None:
+        self._history.round_seconds.append((event.at, event.number("seconds") or 0.0))
 
-    def _replica_std(self, line: Line) -> None:
-        value, step = line.number("value"), line.number("step")
+    def _read_replica_std(self, event: JournalEvent) -> None:
+        value, step = event.number("value"), event.number("step")
         if value is not None:
-            self._story.replica_std = value
-            self._spread.append((step or 0.0, value))
+            self._history.replica_std = value
+            self._history.spread[-1].append((step or 0.0, value))
 
-    def _evaluation(self, line: Line) -> None:
-        loss, step = line.number("loss"), line.number("step")
+    def _read_evaluation(self, event: JournalEvent) -> None:
+        loss, step = event.number("loss"), event.number("step")
         if loss is not None:
-            self._story.validation_loss = loss
-            self._validation.append((step or 0.0, loss))
+            self._history.validation_loss = loss
+            self._history.validation[-1].append((step or 0.0, loss))
 
-    def _checkpoint(self, _: Line) -> None:
-        self._story.checkpoints += 1
+    def _read_checkpoint(self, _: JournalEvent) -> None:
+        self._history.checkpoints += 1
 
-    def _membership(self, line: Line) -> None:
+    def _read_membership(self, event: JournalEvent) -> None:
         counts: Counter[str] = Counter()
-        for place, count in line.tally("counts").items():
+        for place, count in event.tally("counts").items():
             counts[_known(place.rpartition(" ")[2])] += int(count)
-        self._story.membership.append((line.at, dict(counts)))
+        self._history.membership.append((event.at, dict(counts)))
 
 
-def _known(name: str) -> str:
-    return name if name in STATES else UNKNOWN
+def _known(state: str) -> str:
+    return state if state in STATES else UNKNOWN
 
 
-def _spans(lines: Sequence[Line]) -> Iterable[Span]:
-    """The states of a life, one after the other; `starting` at first, or what a line of progress says."""
-    state, since = "starting", lines[0].at
-    for line in lines:
-        found = _known(line.text("state")) if line.event in ("state", "progress") and "state" in line.fields else state
+def _spans(events: Sequence[JournalEvent]) -> Iterator[StateSpan]:
+    """The states of a process, one after the other; `starting` at first, or what a line of progress says."""
+    state, since = "starting", events[0].at
+    for event in events:
+        says = event.kind in ("state", "progress") and "state" in event.fields
+        found = _known(event.text("state")) if says else state
         if found != state:
-            if line.at > since:
-                yield Span(since, line.at, state)
-            state, since = found, line.at
-    yield Span(since, lines[-1].at, state)
+            if event.at > since:
+                yield StateSpan(since, event.at, state)
+            state, since = found, event.at
+    yield StateSpan(since, events[-1].at, state)
 
 
-def _said(line: Line) -> str:
-    """One entry of the list in words."""
-    if line.event == "deserted":
-        stages: Any = line.fields.get("stages")
+def _sentence(event: JournalEvent) -> str:
+    """An incident in words."""
+    if event.kind == "deserted":
+        stages: Any = event.fields.get("stages")
         names = ", ".join(clean(stage) for stage in stages) if isinstance(stages, dict) else ""
-        return f"no replica serves stage {names}"[:300] if names else "every stage has a replica again"
-    if line.event == "moved":
-        return f"to stage {line.text('stage')}: {line.text('reason')}"
-    return line.text("message")
+        return f"no replica serves stage {names}"[:MOST_CHARACTERS] if names else "every stage has a replica again"
+    if event.kind == "moved":
+        return f"to stage {event.text('stage')}: {event.text('reason')}"
+    return event.text("message")

@@ -3,38 +3,34 @@
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from noloco_p2p import __version__
+from noloco_p2p import __version__, humanize
 from noloco_p2p.errors import LocalError
-from noloco_p2p.observe.report import humanize
-from noloco_p2p.observe.report.charts import Drawing, Drawings
+from noloco_p2p.observe.plotting.svg import DARK, LIGHT, stylesheet
+from noloco_p2p.observe.report.charts import Panel, RunCharts
 from noloco_p2p.observe.report.journals import number
-from noloco_p2p.observe.report.node_history import Story
-from noloco_p2p.observe.report.run import Run, read
+from noloco_p2p.observe.report.node_history import NodeHistory
+from noloco_p2p.observe.report.recorded_run import RecordedRun, read_run
 
 TEMPLATE = "page.html"
 MOST_RUNS = 5
 MOST_NODES = 300
 """Rows of the table of nodes."""
+MOST_ROWS = 40
+"""Of any other table."""
+MOST_CONFIGURATION = 100_000
+"""Characters of the manifest."""
 
 
-class Shown(NamedTuple):
-    """A chart as the frame takes it."""
-
-    title: str
-    svg: Markup
-    legend: list[tuple[int, str]]
-    note: str
-
-
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """A table: all cells are texts."""
 
     title: str
@@ -42,18 +38,12 @@ class Table(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
 
-MOST_ROWS = 40
-"""Of any other table."""
-MOST_CONFIGURATION = 100_000
-"""Characters of the manifest."""
-
-
 class Section(NamedTuple):
     """A heading with what belongs below it."""
 
     title: str
-    drawings: list[Shown]
-    tables: list[Table]
+    panels: Sequence[Panel]
+    tables: Sequence[PageTable] = ()
 
 
 def make(directories: Sequence[Path], out: Path) -> int:
@@ -61,7 +51,7 @@ def make(directories: Sequence[Path], out: Path) -> int:
 
     Raises ConfigError when there is no journal, LocalError when it cannot be written.
     """
-    page = render(read(directories)).encode()
+    page = render(read_run(directories)).encode()
     fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
     try:
         fresh.write_bytes(page)
@@ -73,38 +63,38 @@ def make(directories: Sequence[Path], out: Path) -> int:
     return len(page)
 
 
-def render(run: Run) -> str:
+def render(run: RecordedRun) -> str:
     """The whole page as one text of HTML, well-formed as XML too."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(
-        resources.files("noloco_p2p.observe.report").joinpath(TEMPLATE).read_text("utf-8")
-    )
-    stories = run.stories[:MOST_NODES]
-    return template.render(
+    frame = resources.files("noloco_p2p.observe.report").joinpath(TEMPLATE).read_text("utf-8")
+    nodes = run.nodes[:MOST_NODES]
+    return environment.from_string(frame).render(
         name=run.name,
         run_ids=run.run_ids[:MOST_RUNS],
         runs=len(run.run_ids),
         period=f"{humanize.clock(run.began_at)} to {humanize.clock(run.ended_at)} UTC",
         headline=_headline(run),
         sections=_sections(run),
-        notes=[(humanize.clock(note.at), note.node, note.kind, note.text) for note in run.notes()],
-        nodes=[(story.peer_id, _node(story)) for story in stories],
-        node_head=NODE_HEAD,
-        nodes_left_out=len(run.stories) - len(stories),
+        incidents=[(humanize.clock(each.at), each.node, each.kind, each.text) for each in run.incidents()],
+        nodes=[(node.peer_id, [cell(node) for cell in NODE_COLUMNS.values()]) for node in nodes],
+        node_head=list(NODE_COLUMNS),
+        nodes_left_out=len(run.nodes) - len(nodes),
         configuration=json.dumps(run.manifest, indent=2)[:MOST_CONFIGURATION] if run.manifest else "",
         version=__version__,
+        light=LIGHT,
+        dark=DARK,
+        chart_style=Markup(stylesheet()),
     )
 
 
-def _headline(run: Run) -> list[tuple[str, str]]:
+def _headline(run: RecordedRun) -> list[tuple[str, str]]:
     steps = number(run.manifest.get("steps"))
-    done = f"{run.step:,.0f}" + (f" of {steps:,.0f}" if steps is not None else "")
-    rate = run.tokens_per_s
+    done = humanize.count(run.step) + (f" of {humanize.count(steps)}" if steps is not None else "")
     return [
-        ("nodes", f"{len(run.stories)} in {len(run.stages)} stages"),
+        ("nodes", f"{len(run.nodes)} in {len(run.stages)} stages"),
         ("steps", done),
         ("tokens", humanize.count(run.tokens)),
-        ("tokens/s", humanize.DASH if rate is None else humanize.figure(rate)),
+        ("tokens/s", humanize.figure(run.tokens_per_s)),
         ("final loss", humanize.loss(run.final_loss)),
         ("validation loss", humanize.loss(run.validation_loss)),
         ("validation perplexity", humanize.figure(run.validation_perplexity)),
@@ -112,91 +102,90 @@ def _headline(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _sections(run: Run) -> list[Section]:
-    drawings = Drawings(run)
-    counts = [
-        _counts("Re-routes by reason", run.total("rerouted")),
-        _counts("Microbatches by result", run.total("microbatches")),
-        _counts("Microbatches dropped, by reason", run.total("dropped")),
+def _sections(run: RecordedRun) -> list[Section]:
+    charts = RunCharts(run)
+    rounds = run.total("rounds")
+    stds = {stage: run.replica_std(stage) for stage in run.stages}
+    spread = [(f"stage {stage}", humanize.figure(std)) for stage, std in stds.items() if std is not None]
+    sections = [
+        Section("Training", [charts.loss(), charts.throughput()]),
+        Section("Nodes", [charts.lives(), charts.membership()]),
+        Section(
+            "Time",
+            [charts.time()],
+            [
+                PageTable("Seconds while training, of all nodes", ("what", "time", "share"), _times(run)),
+                _counts("Phases (calls overlap)", ("phase", "time"), run.total("phase_s"), humanize.duration),
+            ],
+        ),
+        Section(
+            "Outer rounds",
+            [charts.rounds(), charts.round_seconds(), *charts.spread()],
+            [
+                PageTable(
+                    "Outer rounds by result",
+                    ("result", "rounds", "share"),
+                    [(name, humanize.count(n), _share(n, rounds.total())) for name, n in rounds.most_common()],
+                ),
+                PageTable("Spread after the last round", ("stage", "standard deviation"), spread),
+            ],
+        ),
+        Section(
+            "Network",
+            [charts.bytes()],
+            [
+                _counts("Bytes by kind", ("direction and kind", "bytes"), run.total("bytes"), humanize.size),
+                _counts("Re-routes by reason", ("what", "count"), run.total("rerouted")),
+                _counts("Microbatches by result", ("what", "count"), run.total("microbatches")),
+                _counts("Microbatches dropped, by reason", ("what", "count"), run.total("dropped")),
+            ],
+        ),
     ]
     return [
-        _section("Training", [drawings.loss(), drawings.throughput()]),
-        _section("Nodes", [drawings.lives(), drawings.membership()]),
-        _section("Time", [drawings.time()], _times(run), _phases(run)),
-        _section(
-            "Outer rounds",
-            [drawings.rounds(), drawings.round_seconds(), *drawings.spread()],
-            _results(run),
-            _spread(run),
-        ),
-        _section("Network", [drawings.bytes()], _bytes(run), *counts),
+        section._replace(tables=[each._replace(rows=each.rows[:MOST_ROWS]) for each in section.tables if each.rows])
+        for section in sections
     ]
 
 
-def _section(title: str, drawn: list[Drawing], *tables: Table) -> Section:
-    shown = [Shown(each.title, Markup(each.svg), list(each.legend), each.note) for each in drawn]
-    return Section(title, shown, [table._replace(rows=table.rows[:MOST_ROWS]) for table in tables if table.rows])
+def _counts(
+    title: str, head: tuple[str, str], found: Counter[str], written: Callable[[float], str] = humanize.count
+) -> PageTable:
+    return PageTable(title, head, [(name, written(number)) for name, number in found.most_common()])
 
 
-def _times(run: Run) -> Table:
-    rows = []
+def _times(run: RecordedRun) -> list[tuple[str, ...]]:
+    """Per stage: the time in which the devices worked, then the waits, longest first."""
+    rows: list[tuple[str, ...]] = []
     for stage in run.stages:
-        stories = run.of_stage(stage)
-        trained, worked = sum(s.trained_s for s in stories), sum(s.device_s for s in stories)
-        rows.append((f"stage {stage}: device works", humanize.duration(worked), humanize.share(worked, trained)))
-        for cause, seconds in run.total("idle_s", stage).most_common():
-            label = f"stage {stage}: waits, {cause}"
-            rows.append((label, humanize.duration(seconds), humanize.share(seconds, trained)))
-    return Table("Seconds while training, of all nodes", ("what", "time", "share"), rows)
+        nodes = run.of_stage(stage)
+        trained, worked = sum(node.trained_s for node in nodes), sum(node.device_s for node in nodes)
+        waits = [(f"waits, {cause}", seconds) for cause, seconds in run.total("idle_s", stage).most_common()]
+        for what, seconds in [("device works", worked), *waits]:
+            rows.append((f"stage {stage}: {what}", humanize.duration(seconds), _share(seconds, trained)))
+    return rows
 
 
-def _phases(run: Run) -> Table:
-    found = run.total("phase_s").most_common()
-    return Table("Phases (calls overlap)", ("phase", "time"), [(name, humanize.duration(s)) for name, s in found])
+def _share(part: float, whole: float) -> str:
+    return humanize.percent(part / whole if whole else None)
 
 
-def _results(run: Run) -> Table:
-    found = run.total("rounds")
-    whole = sum(found.values())
-    rows = [(name, humanize.count(n), humanize.share(n, whole)) for name, n in found.most_common()]
-    return Table("Outer rounds by result", ("result", "rounds", "share"), rows)
+def _bytes(node: NodeHistory, way: str) -> str:
+    return humanize.size(sum(increment.amount for increment in node.byte_increments[way]))
 
 
-def _spread(run: Run) -> Table:
-    rows = [(f"stage {s}", humanize.figure(std)) for s in run.stages if (std := run.replica_std(s)) is not None]
-    return Table("Spread after the last round", ("stage", "standard deviation"), rows)
-
-
-def _bytes(run: Run) -> Table:
-    found = run.total("bytes").most_common()
-    return Table("Bytes by kind", ("direction and kind", "bytes"), [(name, humanize.size(n)) for name, n in found])
-
-
-def _counts(title: str, found: Any) -> Table:
-    return Table(title, ("what", "count"), [(name, humanize.count(n)) for name, n in found.most_common()])
-
-
-NODE_HEAD = (
-    "node", "peer", "stage", "starts", "at the end", "inner steps", "rounds", "final loss", "device",
-    "sent", "received", "re-routes", "checkpoints",
-)  # fmt: skip
-
-
-def _node(story: Story) -> tuple[str, ...]:
-    last = story.processes[-1]
-    sent, received = (sum(gain.amount for gain in story.byte_gains[way]) for way in ("out", "in"))
-    return (
-        story.name,
-        humanize.peer(story.peer_id),
-        humanize.DASH if story.stage is None else str(story.stage),
-        str(len(story.processes)),
-        last.spans[-1].state if last.ended else "no last word",
-        humanize.count(story.inner_steps),
-        humanize.count(sum(story.tallies["rounds"].values())),
-        humanize.loss(story.final_loss),
-        humanize.share(story.device_s, story.trained_s),
-        humanize.size(sent),
-        humanize.size(received),
-        humanize.count(sum(story.tallies["rerouted"].values())),
-        humanize.count(story.checkpoints),
-    )
+NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
+    "node": lambda node: node.name,
+    "peer": lambda node: humanize.peer(node.peer_id),
+    "stage": lambda node: humanize.DASH if node.stage is None else str(node.stage),
+    "starts": lambda node: str(len(node.processes)),
+    "at the end": lambda node: node.processes[-1].spans[-1].state if node.processes[-1].ended else "no last line",
+    "inner steps": lambda node: humanize.count(node.inner_steps),
+    "rounds": lambda node: humanize.count(node.tallies["rounds"].total()),
+    "final loss": lambda node: humanize.loss(node.final_loss),
+    "device": lambda node: _share(node.device_s, node.trained_s),
+    "sent": lambda node: _bytes(node, "out"),
+    "received": lambda node: _bytes(node, "in"),
+    "re-routes": lambda node: humanize.count(node.tallies["rerouted"].total()),
+    "checkpoints": lambda node: humanize.count(node.checkpoints),
+}
+"""The table of nodes: what each column is called, and what it has of a node."""
