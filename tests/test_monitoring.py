@@ -14,7 +14,7 @@ from processes import SMALL, NodeProcess, node_processes, settings, wait_until
 from real_prometheus import SHIPPED, Prometheus, promtool, running_prometheus
 
 from noloco_p2p.core.members import STATES
-from noloco_p2p.io.telemetry.metrics import KNOWN
+from noloco_p2p.io.telemetry.counters import KNOWN
 
 GRAFANA = SHIPPED.parent / "grafana"
 GENERATE = (sys.executable, str(GRAFANA / "generate.py"))

@@ -110,7 +110,14 @@ async def run(order: NodeOptions) -> None:
             version=__version__,
         )
         run_files.store_manifest(order.dir, manifest)
-        journal = _journal(order.dir, advert, manifest.name, local.stage)
+        journal = FileJournal(order.dir, telemetry.counters)
+        journal.open(
+            peer_id=advert.peer_id,
+            run_id=advert.run_id,
+            name=manifest.name,
+            version=advert.version,
+            stage=local.stage,
+        )
         closing.callback(journal.close)
         telemetry.record(journal)
         node = _node(advert, manifest, (order, local), (transport, presence, telemetry), data, imports)
@@ -123,13 +130,6 @@ async def run(order: NodeOptions) -> None:
         closing.callback(lambda: run_files.write_json(order.dir / "summary.json", run_files.summary(node, telemetry)))
         early.node = node
         await _until_the_end(node, presence)
-
-
-def _journal(directory: Path, me: Advert, run_name: str, stage: int | None) -> FileJournal:
-    """This node's journal, begun; `stage` is the one that it was told."""
-    journal = FileJournal(directory)
-    journal.open(peer_id=me.peer_id, run_id=me.run_id, name=run_name, version=me.version, stage=stage)
-    return journal
 
 
 def _offer(manifest: RunManifest) -> RegisterHandlers:

@@ -48,9 +48,9 @@ def record(life: NodeOutcome, directory: Path, manifest: RunManifest, started_at
     (directory / "manifest.json").write_bytes(manifest.canonical_json())
     files, clock, wall = EventFiles(directory), RecordedClock(0.0), RecordedClock(BEGAN_AT)
     clock.at_s = wall.at_s = started_at_s
-    journal = Journal(files.write, clock, wall)
-    journal.start(peer_id=life.peer, run_id=manifest.run_id, name=manifest.name, version="1.0", stage=life.stage)
     telemetry = PrometheusTelemetry(manifest.stages)
+    journal = Journal(files.write, telemetry.counters, clock, wall)
+    journal.start(peer_id=life.peer, run_id=manifest.run_id, name=manifest.name, version="1.0", stage=life.stage)
     telemetry.record(journal)
     for happening in life.trace.happenings:
         clock.at_s = wall.at_s = happening.at_s

@@ -1,25 +1,20 @@
-"""What a node says over HTTP (web.py): /metrics, /sd, /health and /status. Made in the threads of the server."""
+"""What a node says over HTTP: /metrics, /sd, /health and /status. Made in the threads of http_server.py."""
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
-from noloco_p2p.core.health import problem_line
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status
 from noloco_p2p.io.telemetry import status_json
-from noloco_p2p.io.telemetry.http_server import JSON, Answer, Asked, Page
-from noloco_p2p.io.telemetry.metrics import MOST_LABELS
+from noloco_p2p.io.telemetry.http_server import JSON, HttpResponse, Page
 
 STARTING = "starting: this node meets the others and reads what it needs"
-"""Its health before there is a node that could tell."""
+"""Its health before there is a node that could be asked."""
 METRICS_PATH = "/metrics"
 METRICS_URL = re.compile(r"http://((?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5})(/[\w./-]{0,100})?")
 GONE = frozenset({"left"})
@@ -31,113 +26,41 @@ HELP = """\
 /status   what this node does and waits for, as JSON
 """
 
-logger = logging.getLogger("noloco_p2p")
 
+def pages(registry: CollectorRegistry, health: Callable[[], tuple[Status | None, str | None]]) -> Mapping[str, Page]:
+    """Path → what makes its response.
 
-class Watched:
-    """The node as it is at the moment of asking, from any thread. Before `watch` it is starting."""
+    `health` gives the node's status, None before there is one, and what is wrong in one line, None when nothing is.
+    """
 
-    def __init__(self) -> None:
-        self._status: Callable[[], Status] | None = None
-
-    def watch(self, status: Callable[[], Status]) -> None:
-        """From now on there is a node, and `status` tells of it."""
-        self._status = status
-
-    def now(self) -> tuple[Status | None, str | None]:
-        """Its status, None before there is one, and what is wrong in one line, None when nothing is."""
-        if self._status is None:
-            return None, STARTING
-        status = self._status()
-        return status, problem_line(status)
-
-
-class Scraped(Collector):
-    """Metrics of the node that are made when somebody scrapes."""
-
-    def __init__(self, watched: Watched) -> None:
-        self._watched = watched
-        self.memory: Callable[[], tuple[int, int]] | None = None
-        """Bytes of the device's memory that are used, and that there are."""
-
-    def describe(self) -> list[Metric]:
-        """None ahead of time."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """See `Collector`. Never raises: a scrape has much else to tell."""
-        try:
-            status, wrong = self._watched.now()
-            found = list(_of_status(status, wrong))
-            if self.memory is not None:
-                found.append(_of_memory(*self.memory()))
-        except Exception:  # an instrument may never stop what it watches
-            logger.debug("the node's status cannot be told", exc_info=True)
-            found = [_gauge("healthy", HEALTHY, 0)]
-        yield from found
-
-
-HEALTHY = "1 while /health answers 200, else 0."
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"noloco_{name}", text, value)
-
-
-def _of_status(status: Status | None, wrong: str | None) -> Iterator[Metric]:
-    yield _gauge("healthy", HEALTHY, wrong is None)
-    if status is None:
-        return
-    yield _gauge("run_steps", "Length of the run, in steps.", status.steps)
-    longest_s = max((wait.since_s for wait in status.waits if not wait.idle), default=0.0)
-    yield _gauge("longest_wait_seconds", "Since when the longest wait that holds something up lasts.", longest_s)
-    troubles = GaugeMetricFamily("noloco_trouble", "1 while something is wrong, by its name.", labels=["name"])
-    for trouble in status.troubles[:MOST_LABELS]:
-        troubles.add_metric([trouble.name], 1)
-    yield troubles
-    if status.figures.disk_free_bytes is not None:
-        yield _gauge("disk_free_bytes", "Free space where the node's directory is.", status.figures.disk_free_bytes)
-
-
-def _of_memory(used: int, total: int) -> Metric:
-    text = "Memory of the device: used, and in total. Where the CPU is the device: by this process."
-    memory = GaugeMetricFamily("noloco_device_memory_bytes", text, labels=["kind"])
-    memory.add_metric(["used"], used)
-    memory.add_metric(["total"], total)
-    return memory
-
-
-def pages(registry: CollectorRegistry, watched: Watched) -> Mapping[str, Page]:
-    """Path → what makes its answer."""
-
-    def metrics(asked: Asked) -> Answer:
-        encoder, content_type = choose_encoder(asked.accept)
-        names = parse_qs(asked.query).get("name[]")
+    def metrics(query: str, accept: str) -> HttpResponse:
+        encoder, content_type = choose_encoder(accept)
+        names = parse_qs(query).get("name[]")
         chosen = registry if names is None else registry.restricted_registry(names)
-        return Answer(encoder(chosen), content_type)
+        return HttpResponse(encoder(chosen), content_type)
 
-    def discovery(asked: Asked) -> Answer:
-        status, _ = watched.now()
+    def discovery(query: str, accept: str) -> HttpResponse:
+        status, _ = health()
         if status is None or (status.advert.state == "starting" and not status.seen):
             return _line(STARTING, 503)  # it would know of itself only: Prometheus keeps the targets that it had
-        return Answer(json.dumps(targets(status), separators=(",", ":")).encode(), JSON)
+        return HttpResponse(json.dumps(targets(status), separators=(",", ":")).encode(), JSON)
 
-    def health(asked: Asked) -> Answer:
-        _, wrong = watched.now()
+    def health_page(query: str, accept: str) -> HttpResponse:
+        _, wrong = health()
         return _line("ok", 200) if wrong is None else _line(wrong, 503)
 
-    def status_page(asked: Asked) -> Answer:
-        status, wrong = watched.now()
+    def status_page(query: str, accept: str) -> HttpResponse:
+        status, wrong = health()
         if status is None:
-            return Answer(json.dumps({"health": wrong}).encode(), JSON, 503)
-        return Answer(status_json.encode(status, wrong), JSON)
+            return HttpResponse(json.dumps({"health": wrong}).encode(), JSON, 503)
+        return HttpResponse(status_json.encode(status, wrong), JSON)
 
     return {
         METRICS_PATH: metrics,
         "/sd": discovery,
-        "/health": health,
+        "/health": health_page,
         "/status": status_page,
-        "/": lambda asked: Answer(HELP.encode()),
+        "/": lambda query, accept: HttpResponse(HELP.encode()),
     }
 
 
@@ -164,5 +87,5 @@ def _targets(advert: Advert) -> Iterator[dict[str, object]]:
         yield {"targets": [found[1]], "labels": labels}
 
 
-def _line(text: str, code: int) -> Answer:
-    return Answer(" ".join(text.split()).encode() + b"\n", code=code)
+def _line(text: str, code: int) -> HttpResponse:
+    return HttpResponse(" ".join(text.split()).encode() + b"\n", code=code)

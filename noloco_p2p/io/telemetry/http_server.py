@@ -1,7 +1,7 @@
-"""A small HTTP server in threads of its own: it answers while the event loop of the node stands.
+"""A small HTTP server in threads of its own: it answers while the event loop of the node is stuck.
 
-What it answers is in pages.py. One request a connection, a bounded number of them at once, each for a bounded time: a
-slow client holds a thread for DEADLINE_S at most, and loses it sooner when others come.
+What it answers is in http_pages.py. One request a connection, a bounded number of them at once, each for a bounded
+time: a slow client holds a thread for DEADLINE_S at most, and loses it sooner when others come.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import gzip
 import http.server
 import logging
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ logger = logging.getLogger("noloco_p2p")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """What a page says."""
 
     body: bytes
@@ -47,32 +48,22 @@ class Answer:
     code: int = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a page may want to know of a request."""
-
-    query: str
-    """What stands behind the question mark."""
-    accept: str
-    """The header of that name."""
+Page = Callable[[str, str], HttpResponse]
+"""(query, header `Accept`) → response, in a thread of the server. It must not wait for the event loop."""
 
 
-Page = Callable[[Asked], Answer]
-"""Makes the answer of a path, in a thread of the server. It must not wait for the event loop."""
-
-
-class WebServer:
+class HttpServer:
     """Answers GET and HEAD of the paths of `pages`."""
 
     def __init__(self, pages: Mapping[str, Page]) -> None:
         self._pages = pages
-        self._server: _Server | None = None
+        self._server: _BoundedServer | None = None
 
     def open(self, host: str, port: int) -> int:
         """Listen, and answer from now on; returns the port (0 picks one). LocalError when it cannot be opened."""
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            self._server = _Server((host, port), family, self._pages)
+            self._server = _BoundedServer((host, port), family, self._pages)
         except OSError as error:
             raise LocalError(
                 f"metrics: {host} port {port} cannot be opened ({error.strerror or error}); set listen.metrics_port"
@@ -81,7 +72,7 @@ class WebServer:
         return int(self._server.server_address[1])
 
     def close(self) -> None:
-        """Cut off the requests in hand and stop to listen (POLL_S at most)."""
+        """Cut off the requests in hand and stop listening (POLL_S at most)."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -89,40 +80,37 @@ class WebServer:
             self._server = None
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    """A thread for each request, REQUESTS_LIMIT of them."""
+class _BoundedServer(socketserver.ThreadingTCPServer):
+    """A thread for each request, REQUESTS_LIMIT of them.
+
+    Not `http.server.HTTPServer`, which looks up the name of this machine: that can take long.
+    """
 
     daemon_threads = True
     block_on_close = False
+    allow_reuse_address = True
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily, pages: Mapping[str, Page]) -> None:
         self.address_family = family
         self.pages = pages
         self._places = threading.BoundedSemaphore(REQUESTS_LIMIT)
-        self._began: dict[Any, float] = {}
+        self._accepted_at: dict[Any, float] = {}
         """Connection → when it was accepted, oldest first."""
         self._lock = threading.Lock()
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Without the look-up of this machine's name, which can take long."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "noloco", self.server_address[1]
+        super().__init__(address, _PageHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give it a thread; the oldest request goes when there is none left."""
+        """Give it a thread; the oldest request is cut off when there is none left."""
         if not self._places.acquire(blocking=False):
             with self._lock:
-                oldest = next(iter(self._began.values()), 0.0)
+                oldest = next(iter(self._accepted_at.values()), 0.0)
             self.cut_off(oldest)
             if not self._places.acquire(timeout=FREED_S):
                 self.shutdown_request(request)
                 return
         with self._lock:
-            self._began[request] = time.monotonic()
+            self._accepted_at[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -131,7 +119,7 @@ class _Server(http.server.ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
-                self._began.pop(request, None)
+                self._accepted_at.pop(request, None)
             self._places.release()
 
     def service_actions(self) -> None:
@@ -141,7 +129,7 @@ class _Server(http.server.ThreadingHTTPServer):
     def cut_off(self, until: float) -> None:
         """Break the connections that were accepted at that time or before; their threads end by it."""
         with self._lock:
-            late = [request for request, began in self._began.items() if began <= until]
+            late = [request for request, accepted_at in self._accepted_at.items() if accepted_at <= until]
         for request in late:
             with contextlib.suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
@@ -151,36 +139,19 @@ class _Server(http.server.ThreadingHTTPServer):
         logger.debug("web: a request failed", exc_info=True)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _PageHandler(http.server.BaseHTTPRequestHandler):
     """One request."""
 
-    server: _Server
+    server: _BoundedServer
     timeout = SILENCE_S
     error_message_format, error_content_type = "%(code)d %(message)s\n", TEXT
 
     def do_GET(self) -> None:
-        """Answer with the page, or 404."""
-        self._send(self._answer())
-
-    def do_HEAD(self) -> None:
-        """The same without the body."""
-        self._send(self._answer())
-
-    def _answer(self) -> Answer:
-        where = urlsplit(self.path)
-        page = self.server.pages.get(where.path)
-        if page is None:
-            return Answer(f"404 no such page; there are: {' '.join(self.server.pages)}\n".encode(), code=404)
-        try:
-            return page(Asked(where.query, self.headers.get("Accept", "")))
-        except Exception as error:  # whoever watches learns of a bug and goes on to watch
-            logger.debug("web: %s failed", where.path, exc_info=True)
-            return Answer(f"500 {type(error).__name__}: {error}".splitlines()[0].encode() + b"\n", code=500)
-
-    def _send(self, answer: Answer) -> None:
-        body = answer.body
-        self.send_response(answer.code)
-        self.send_header("Content-Type", answer.content_type)
+        """Answer with the page, or 404; HEAD: the same without the body."""
+        response = self._response()
+        body = response.body
+        self.send_response(response.code)
+        self.send_header("Content-Type", response.content_type)
         if len(body) >= SMALLEST_GZIP_BYTES and gzip_accepted(self.headers.get("Accept-Encoding", "")):
             body = gzip.compress(body, 1)
             self.send_header("Content-Encoding", "gzip")
@@ -188,6 +159,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _response(self) -> HttpResponse:
+        where = urlsplit(self.path)
+        page = self.server.pages.get(where.path)
+        if page is None:
+            return HttpResponse(f"404 no such page; there are: {' '.join(self.server.pages)}\n".encode(), code=404)
+        try:
+            return page(where.query, self.headers.get("Accept", ""))
+        except Exception as error:  # whoever watches learns of a bug and goes on watching
+            logger.debug("web: %s failed", where.path, exc_info=True)
+            return HttpResponse(f"500 {type(error).__name__}: {error}".splitlines()[0].encode() + b"\n", code=500)
 
     def version_string(self) -> str:
         """Of the header `Server`."""

@@ -12,82 +12,88 @@ from typing import Any, TextIO
 
 QUEUE_LINES = 4_096
 """Lines that wait for the writing thread; further ones are dropped and counted."""
-
 STOP_S = 2.0
 """Longest wait for an output that takes nothing any more, at each step of the end."""
-
-
+MOST_KEYS = 256
+"""Texts that a limiter remembers."""
 LEVELS = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
 """Their plain names: hivemind renames some of logging's when it is imported."""
 
 
-class _Dropping(logging.handlers.QueueHandler):
-    """Puts records into a bounded queue, or drops them."""
+class BackgroundHandler(logging.handlers.QueueHandler):
+    """Hands records to another handler in a thread of its own; what comes while too many wait is dropped.
 
-    dropped = 0
+    Not a `QueueListener`: its `stop` waits without a limit, and fails when the queue is full.
+    """
+
+    def __init__(self, target: logging.Handler, most_waiting: int, name: str) -> None:
+        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(most_waiting)
+        super().__init__(self._waiting)
+        self.dropped = 0
+        self._target = target
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
+        """See `QueueHandler`."""
         record.levelname = LEVELS.get(record.levelno, record.levelname)
         try:
-            self.queue.put_nowait(record)
+            self._waiting.put_nowait(record)
         except queue.Full:
             self.dropped += 1
 
+    def stop(self, *last: logging.LogRecord) -> None:
+        """Write what waits, and `last`; gives up when nothing is taken for STOP_S."""
+        with contextlib.suppress(queue.Full):
+            for record in (*last, None):
+                self._waiting.put(record, timeout=STOP_S)
+            self._thread.join(STOP_S)
 
-class JsonLines(logging.Formatter):
+    def _run(self) -> None:
+        for record in iter(self._waiting.get, None):
+            self._target.handle(record)
+
+
+class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (Unix seconds), level, message, and the event's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """The line, without its end. The message holds the traceback: `QueueHandler` has put it there."""
         line: dict[str, Any] = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
         }
-        if record.exc_text:
-            line["traceback"] = record.exc_text
-        line.update(getattr(record, "fields", {}))
-        return json.dumps(line, default=str)
-
-
-def human_lines() -> logging.Formatter:
-    """`12:00:00 INFO message`, local time."""
-    return logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+        return json.dumps(line | getattr(record, "fields", {}), default=str)
 
 
 def start(stream: TextIO, *, json_lines: bool = False, level: int = logging.INFO) -> Callable[[], None]:
     """Send the root logger's records to `stream` and nowhere else. Returns what writes out the rest and ends it."""
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines() if json_lines else human_lines())
-    lines: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUE_LINES)
-    entrance = _Dropping(lines)
+    output = logging.StreamHandler(stream)
+    plain = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+    output.setFormatter(JsonFormatter() if json_lines else plain)
+    background = BackgroundHandler(output, QUEUE_LINES, "log")
     root = logging.getLogger()
     before, level_before = root.handlers[:], root.level
-    root.handlers[:] = [entrance]
+    root.handlers[:] = [background]
     root.setLevel(level)
-
-    def write() -> None:
-        for record in iter(lines.get, None):
-            handler.handle(record)
-
-    writer = threading.Thread(target=write, name="log", daemon=True)
-    writer.start()
+    background.start()
 
     def stop() -> None:
         root.handlers[:] = before
         root.setLevel(level_before)
-        with contextlib.suppress(queue.Full):
-            if entrance.dropped:
-                text = f"{entrance.dropped} log lines were dropped: the output was too slow"
-                lines.put(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None), timeout=STOP_S)
-            lines.put(None, timeout=STOP_S)
-            writer.join(timeout=STOP_S)
+        text = f"{background.dropped} log lines were dropped: the output was too slow"
+        last = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+        background.stop(*[last] if background.dropped else [])
 
     return stop
 
 
-class Limiter:
-    """Lets one line of a kind through in `interval_s`, and says how many it held back since."""
+class RepeatLimiter:
+    """Lets one line with the same key through in `interval_s`, and says how many it has held back since."""
 
     def __init__(self, interval_s: float, now: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
@@ -101,7 +107,7 @@ class Limiter:
         if now - last < self._interval_s:
             self._seen[key] = (last, held + 1)
             return None
-        if len(self._seen) >= 256:
+        if len(self._seen) >= MOST_KEYS:
             self._seen.clear()
         self._seen[key] = (now, 0)
         return held

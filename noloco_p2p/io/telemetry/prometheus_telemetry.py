@@ -1,109 +1,128 @@
-"""The Telemetry port: what a node tells of itself goes to its metrics, its totals, its log and its journal.
+"""The Telemetry port: a node's events are counted, and go to its log and its journal.
 
-What an event does is in events.py; an event of another kind is only logged, at debug level. What is answered over HTTP
-is in pages.py.
+What is counted of an event is in counters.py, what the log says in event_log.py, what is answered over HTTP in
+http_pages.py.
 """
 
 import logging
-import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 
+from noloco_p2p.core.health import problem_line
 from noloco_p2p.core.status import NodeFigures, Status
-from noloco_p2p.io.telemetry import process_usage
-from noloco_p2p.io.telemetry import recent_rates as figures
-from noloco_p2p.io.telemetry.events import QUIET_S, Events
-from noloco_p2p.io.telemetry.http_pages import Scraped, Watched, pages
-from noloco_p2p.io.telemetry.http_server import WebServer
+from noloco_p2p.io.telemetry import node_figures
+from noloco_p2p.io.telemetry.counters import PHASES, RunCounters
+from noloco_p2p.io.telemetry.event_log import QUIET_S, EventLog
+from noloco_p2p.io.telemetry.http_pages import STARTING, pages
+from noloco_p2p.io.telemetry.http_server import HttpServer
 from noloco_p2p.io.telemetry.journal import Journal
-from noloco_p2p.io.telemetry.log import Limiter
-from noloco_p2p.io.telemetry.metrics import Metrics
+from noloco_p2p.io.telemetry.log import RepeatLimiter
+from noloco_p2p.io.telemetry.metrics import SECONDS_BUCKETS, NodeMetrics
 from noloco_p2p.io.telemetry.watchdog import Watchdog
 
 logger = logging.getLogger("noloco_p2p")
 
 
 class PrometheusTelemetry:
-    """Telemetry of ports.py. `stages` bounds the series of `peers`; `serve` opens the port."""
+    """Telemetry of ports.py for a run of `stages` stages; `serve` opens the port."""
 
     def __init__(self, stages: int) -> None:
+        self.counters = RunCounters(stages)
         self.registry = CollectorRegistry()
-        self._metrics = Metrics(self.registry)
-        self._events = Events(self._metrics, stages)
-        self._lock = threading.Lock()
-        self._limiter = Limiter(QUIET_S)
+        self._log = EventLog(self.counters)
+        self._limiter = RepeatLimiter(QUIET_S)
         self._journal: Journal | None = None
         self._directory: Path | None = None
-        self._watched = Watched()
-        self._scraped = Scraped(self._watched)
-        self.registry.register(self._scraped)
-        ProcessCollector(registry=self.registry)
-        self._server = WebServer(pages(self.registry, self._watched))
+        self._status: Callable[[], Status] | None = None
         self._watchdog: Watchdog | None = None
+        self._metrics = NodeMetrics(self.counters, self._health)
+        self.registry.register(self._metrics)
+        phases = Histogram(
+            "phase_seconds",
+            "Seconds of one phase of the work.",
+            ("phase",),
+            namespace="noloco",
+            registry=self.registry,
+            buckets=SECONDS_BUCKETS,
+        )
+        self._phases = {name: phases.labels(name) for name in PHASES}
+        ProcessCollector(registry=self.registry)
+        self._server = HttpServer(pages(self.registry, self._health))
 
     def serve(self, host: str, port: int) -> int:
         """Answer from threads of its own; returns the port (0 picks one). LocalError when it is in use."""
         return self._server.open(host, port)
 
     def close(self) -> None:
-        """Stop to look and to answer (a quarter of a second at most)."""
+        """Stop the watchdog and the server (a quarter of a second at most)."""
         if self._watchdog is not None:
             self._watchdog.close()
         self._server.close()
 
     def watch(self, status: Callable[[], Status], directory: Path) -> None:
-        """From now on there is a node: `status` tells of it, from any thread. It works in `directory`."""
+        """From now on there is a node, which works in `directory`; `status` is called from any thread."""
 
-        def whole() -> Status:
+        def with_figures() -> Status:
             return replace(status(), figures=self.figures())
 
         self._directory = directory
-        self._watched.watch(whole)
-        self._watchdog = Watchdog(whole, lambda line, well: self.event("stuck", message=line, well=well))
+        self._status = with_figures
+        self._watchdog = Watchdog(with_figures, lambda line, well: self.event("stuck", message=line, well=well))
         self._watchdog.start()
 
     def measure_memory(self, memory: Callable[[], tuple[int, int]] | None) -> None:
-        """Where the used and total bytes of the device's memory are asked, from any thread; None: the CPU's."""
-        self._scraped.memory = memory or (lambda: (process_usage.rss_bytes(), process_usage.memory_bytes()))
+        """What gives the used and total bytes of the device's memory, from any thread; None: the CPU's."""
+        self._metrics.device_memory = memory or (lambda: (node_figures.rss_bytes(), node_figures.memory_bytes()))
 
     def record(self, journal: Journal) -> None:
-        """Let a journal have every event from now on, and the seconds of every phase."""
+        """Let a journal, made with `counters`, have every event from now on."""
         self._journal = journal
-        self._metrics.phases.heard = lambda name, seconds: journal.note("span", {"name": name, "seconds": seconds})
 
     def identify(self, **labels: str) -> None:
         """Fill in node_info: peer id, run id, stage, version."""
-        self._metrics.node.info(labels)
+        self._metrics.identity = labels
 
     def event(self, kind: str, /, **fields: object) -> None:
         """See `ports.Telemetry`."""
         try:
-            handler = self._events.handlers.get(kind)
-            if handler is None:
-                logger.debug("%s %s", kind, fields)
-            else:
-                with self._lock:
-                    handler(fields)
-            if self._journal is not None:
-                self._journal.note(kind, fields)
+            with self.counters.lock:
+                self.counters.count(kind, fields)
+                self._log.write(kind, fields)
+                if self._journal is not None:
+                    self._journal.note(kind, fields)
         except Exception:  # an instrument may never stop what it watches
             if self._limiter.admit(f"fault {kind[:40]}") is not None:
                 logger.debug("telemetry: event %s failed", kind, exc_info=True)
 
-    def span(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
         """See `ports.Telemetry`."""
-        return self._metrics.phases.span(name)
+        name = name if name in PHASES else "other"
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._phases[name].observe(seconds)
+            self.event("span", name=name, seconds=seconds)
 
-    def totals(self) -> dict[str, object]:
-        """See `Totals.told`."""
-        with self._lock:
-            return self._events.totals.told()
+    def totals(self) -> dict[str, Any]:
+        """What has been counted until now, under the names of `summary.json`."""
+        return node_figures.run_totals(self.counters)
 
     def figures(self) -> NodeFigures:
         """What has been counted until now, for the node's status; from any thread."""
-        with self._lock:
-            return figures.figures(self._events.totals, self._events.recent, self._directory)
+        return node_figures.status_figures(self.counters, self._directory)
+
+    def _health(self) -> tuple[Status | None, str | None]:
+        """The node's status, None before there is one, and what is wrong in one line, None when nothing is."""
+        if self._status is None:
+            return None, STARTING
+        status = self._status()
+        return status, problem_line(status)

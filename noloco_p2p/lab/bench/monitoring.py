@@ -127,7 +127,7 @@ def _replay_events(happenings: list[Happening], microbatches: int) -> float:
     moved = {"direction": "out", "kind": "activation", "bytes": 1 << 18}
     replayed = [(h.kind, dict(h.fields)) for h in happenings] + [("bytes", moved)] * (BYTES_EVENTS * microbatches)
     with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
-        journal = FileJournal(Path(scratch))
+        journal = FileJournal(Path(scratch), telemetry.counters)
         journal.open(peer_id="bench", run_id="bench", name="bench", version="", stage=0)
         telemetry.record(journal)
         began = time.perf_counter()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from noloco_p2p.io.telemetry.counters import RunCounters
 from noloco_p2p.io.telemetry.event_files import NAME, EventFiles, oldest_first
 from noloco_p2p.io.telemetry.journal import MOST_CHARACTERS, FileJournal, Journal, period_s
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
@@ -30,13 +31,15 @@ class Lines:
     def __init__(self) -> None:
         self.clock = Clock()
         self.wall = Clock()
-        self.raw: list[bytes] = []
-        self.journal = Journal(self.raw.append, self.clock, self.wall)
+        self.raw: list[str] = []
+        self.counters = RunCounters(2)
+        self.journal = Journal(self.raw.append, self.counters, self.clock, self.wall)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in map(json.loads, self.raw) if line["event"] == kind]
 
     def note(self, kind: str, /, **fields: object) -> None:
+        self.counters.count(kind, fields)
         self.journal.note(kind, fields)
 
     def step(self, loss: float, tokens: int = 10) -> None:
@@ -137,7 +140,7 @@ def test_membership_and_deserted_stages_have_a_line_when_they_change_only(lines:
 def test_a_text_of_a_peer_stays_one_bounded_line(lines: Lines) -> None:
     lines.note("warning", message="first\nsecond \x1b[31m" + "x" * 10_000)
     (told,) = lines.of("warning")
-    assert lines.raw[0].count(b"\n") == 1
+    assert "\n" not in lines.raw[0]
     assert len(told["message"]) == MOST_CHARACTERS
 
 
@@ -177,11 +180,13 @@ def test_a_million_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path)
     files = EventFiles(tmp_path, file_bytes=20_000, files=8)
     clock, largest, events = Clock(), 0, 0
     for life in range(500):
-        journal = Journal(files.write, clock, clock)
+        counters = RunCounters(2)
+        journal = Journal(files.write, counters, clock, clock)
         journal.start(peer_id="Q", life=life)
         for n in range(100):
             journal.note("warning", {"message": f"trouble {n} of life {life}"})
         for _ in range(1_900):
+            counters.count("busy", {"direction": "in"})
             journal.note("busy", {"direction": "in"})
         clock.at += 10.0
         journal.end()
@@ -200,7 +205,7 @@ def test_a_million_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path)
 def test_a_node_that_was_killed_within_a_line_goes_on_with_the_next(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b'{"event":"start"}\n{"event":"prog')
     files = EventFiles(tmp_path)
-    files.write(b'{"event":"start","second":true}\n')
+    files.write('{"event":"start","second":true}')
     files.close()
     assert (tmp_path / NAME).read_bytes().splitlines()[1:] == [b'{"event":"prog', b'{"event":"start","second":true}']
 
@@ -214,11 +219,11 @@ def full_disk(tmp_path: Path) -> Path:
 def test_a_full_disk_costs_lines_until_there_is_room_again(full_disk: Path) -> None:
     clock = Clock()
     files = EventFiles(full_disk, now=clock)
-    files.write(b"lost\n")
+    files.write("lost")
     (full_disk / NAME).unlink()
-    files.write(b"lost as well\n")
+    files.write("lost as well")
     clock.at += 11.0
-    files.write(b"written\n")
+    files.write("written")
     files.close()
     assert (full_disk / NAME).read_bytes().split() == [b"written"]
 
@@ -227,14 +232,14 @@ def test_a_directory_that_is_removed_hurts_nobody_and_one_that_comes_back_is_use
     clock, directory = Clock(), tmp_path / "node"
     directory.mkdir()
     files = EventFiles(directory, now=clock)
-    files.write(b"first\n")
+    files.write("first")
     (directory / NAME).unlink()
     directory.rmdir()
-    files.write(b"lost\n")
+    files.write("lost")
     assert not directory.exists()
     directory.mkdir()
     clock.at += 11.0
-    files.write(b"second\n")
+    files.write("second")
     files.close()
     assert (directory / NAME).read_bytes() == b"second\n"
 
@@ -242,7 +247,7 @@ def test_a_directory_that_is_removed_hurts_nobody_and_one_that_comes_back_is_use
 def test_a_disk_that_hangs_does_not_stop_the_node(tmp_path: Path) -> None:
     """The file is a pipe that nobody reads: opening it for both, the thread hangs once it is full."""
     os.mkfifo(tmp_path / NAME)
-    journal = FileJournal(tmp_path)
+    journal = FileJournal(tmp_path, RunCounters(2))
     journal.open(peer_id="Q")
     for n in range(5_000):
         journal.start(text="x" * 300, n=n)
@@ -254,7 +259,8 @@ def test_a_disk_that_hangs_does_not_stop_the_node(tmp_path: Path) -> None:
 
 
 def test_telemetry_hands_every_event_and_phase_to_the_journal_and_survives_its_faults(tmp_path: Path) -> None:
-    telemetry, journal = PrometheusTelemetry(2), FileJournal(tmp_path)
+    telemetry = PrometheusTelemetry(2)
+    journal = FileJournal(tmp_path, telemetry.counters)
     journal.open(peer_id="Q", name="tiny")
     telemetry.record(journal)
     with telemetry.span("forward"):

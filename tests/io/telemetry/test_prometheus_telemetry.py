@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.telemetry import log
+from noloco_p2p.io.telemetry.counters import EVENTS
+from noloco_p2p.io.telemetry.event_log import LINES
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.ports import Telemetry
 
@@ -154,7 +156,7 @@ def test_a_deserted_stage_is_told_when_it_goes_and_when_it_is_back(
     caplog.set_level(logging.INFO)
     for seconds in (3.0, 4.0, 5.0):
         telemetry.event("deserted", stages={1: seconds, 7: seconds})
-    assert [r.message for r in caplog.records] == ["stage 1 has no replica since 3 s: the run waits for one"]
+    assert [r.message for r in caplog.records] == ["stage 1 has had no replica for 3 s: the run waits for one"]
     telemetry.event("deserted", stages={})
     telemetry.event("deserted", stages={})
     assert [r.message for r in caplog.records][1:] == ["stage 1 has a replica again, after 5 s"]
@@ -262,7 +264,7 @@ class Hostile:
 
 def test_it_never_raises_into_its_caller(telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    for kind in (*telemetry._events.handlers, "unheard of"):
+    for kind in (*EVENTS, *LINES, "unheard of"):
         telemetry.event(kind)
         if kind != "unheard of":
             telemetry.event(kind, **dict.fromkeys(("state", "result", "message", "value", "counts", "name"), Hostile()))
@@ -308,7 +310,7 @@ def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO
         "WARNING the directory is slow",
         "holds stage 0 of 2",
         "WARNING microbatch dropped (drained): it leaves",
-        "WARNING stage 1 has no replica since 42 s: the run waits for one",
+        "WARNING stage 1 has had no replica for 42 s: the run waits for one",
         "checkpoint of outer round 3: 0.50 s, 2,000 bytes",
         "goes on from step 30.5 (outer round 3), weights from: peer of Q",
         "moves to stage 1: it holds the swarm back",
@@ -345,7 +347,7 @@ def test_the_root_logger_is_as_before_afterwards(lines: io.StringIO) -> None:
 
 def test_held_back_lines_are_counted() -> None:
     now = [0.0]
-    limiter = log.Limiter(5.0, lambda: now[0])
+    limiter = log.RepeatLimiter(5.0, lambda: now[0])
     assert [limiter.admit("a") for _ in range(4)] == [0, None, None, None]
     assert limiter.admit("b") == 0
     now[0] = 5.0

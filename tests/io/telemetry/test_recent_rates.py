@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.core.status import NodeFigures
-from noloco_p2p.io.telemetry import process_usage, recent_rates
-from noloco_p2p.io.telemetry.recent_rates import Rate, Recent
-from noloco_p2p.io.telemetry.totals import Totals
+from noloco_p2p.io.telemetry import node_figures
+from noloco_p2p.io.telemetry.counters import RateMeter, RunCounters
 
 
-def stream(rate: Rate, gap_s: float, amount: float, until: float) -> float:
+def stream(rate: RateMeter, gap_s: float, amount: float, until: float) -> float:
     """Amounts every `gap_s` seconds; the time of the last."""
     now = 0.0
     while now + gap_s <= until:
@@ -26,13 +25,13 @@ def stream(rate: Rate, gap_s: float, amount: float, until: float) -> float:
 @given(st.floats(0.01, 100.0), st.floats(0.0, 1.0))
 def test_a_steady_stream_has_its_rate_at_any_moment(gap_s: float, phase: float) -> None:
     """Whether amounts come a hundred times a second or every 100 s, and just after a lump as well as just before."""
-    rate = Rate()
+    rate = RateMeter()
     last = stream(rate, gap_s, 7.0, 30 * max(gap_s, 1.0))
     assert rate.per_s(last + phase * gap_s) == pytest.approx(7.0 / gap_s, rel=0.3 if gap_s > 3 else 0.15)
 
 
 def test_what_goes_up_and_down_has_its_mean_over_ten_seconds() -> None:
-    rate = Rate()
+    rate = RateMeter()
     found = []
     for second in range(60):
         for part in range(10):
@@ -42,7 +41,7 @@ def test_what_goes_up_and_down_has_its_mean_over_ten_seconds() -> None:
 
 
 def test_it_follows_a_change_within_about_ten_seconds() -> None:
-    rate = Rate()
+    rate = RateMeter()
     last = stream(rate, 0.1, 1.0, 100.0)
     for step in range(1, 121):
         rate.add(last + step / 10, 5.0)
@@ -51,7 +50,7 @@ def test_it_follows_a_change_within_about_ten_seconds() -> None:
 
 @pytest.mark.parametrize("gap_s", [0.01, 1.0, 20.0])
 def test_what_has_stopped_goes_to_nothing(gap_s: float) -> None:
-    rate = Rate()
+    rate = RateMeter()
     last = stream(rate, gap_s, 3.0, 50 * gap_s)
     found = [rate.per_s(last + seconds) for seconds in (0.0, 6.0, 12.0, 61.0, 1000.0)]
     assert found == sorted(found, reverse=True)
@@ -60,7 +59,7 @@ def test_what_has_stopped_goes_to_nothing(gap_s: float) -> None:
 
 
 def test_nothing_and_one_lump_have_no_rate() -> None:
-    rate = Rate()
+    rate = RateMeter()
     assert rate.per_s(5.0) == 0.0
     rate.add(6.0, 100.0)
     assert rate.per_s(7.0) == 0.0
@@ -69,38 +68,39 @@ def test_nothing_and_one_lump_have_no_rate() -> None:
 
 
 def test_marks_are_bounded() -> None:
-    rate = Rate()
+    rate = RateMeter()
     stream(rate, 0.01, 1.0, 100.0)
     assert len(rate._marks) <= 11
 
 
 def test_figures_that_are_not_finite_are_none(tmp_path: Path) -> None:
-    totals, recent = Totals(), Recent()
-    assert recent_rates.figures(totals, recent, None).loss is None
-    totals.last_losses.append((6.0, 2.0))
-    totals.outer_rounds["alone"] += 1
-    recent.grad_norm, recent.learning_rate = math.nan, 0.5
-    found = recent_rates.figures(totals, recent, tmp_path)
+    counters = RunCounters(2)
+    assert node_figures.status_figures(counters, None).loss is None
+    step = {"step": 1.0, "tokens": 2, "busy_s": 0.5, "loss_sum": 6.0, "loss_tokens": 2}
+    counters.count("inner_step", {**step, "learning_rate": 0.5, "grad_norm": math.nan})
+    alone = {"result": "alone", "bytes": 0}
+    counters.count("outer_round", alone)
+    found = node_figures.status_figures(counters, tmp_path)
     assert (found.loss, found.grad_norm, found.learning_rate) == (3.0, None, 0.5)
     assert found.rounds == {"alone": 1}
     assert found.loop_silent_s == 0.0
     assert (found.disk_free_bytes or 0) > 0
-    totals.outer_rounds["alone"] += 1
-    assert found.rounds == {"alone": 1}, "a copy: the totals go on"
+    counters.count("outer_round", alone)
+    assert found.rounds == {"alone": 1}, "a copy: the counters go on"
     assert isinstance(found, NodeFigures)
 
 
 def test_what_the_machine_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = b"x" * 30_000_000
-    before = process_usage.rss_bytes()
-    assert 10_000_000 < before < process_usage.memory_bytes()
-    monkeypatch.setattr(process_usage, "STATM", tmp_path / "nowhere")
-    assert len(held) < process_usage.rss_bytes() < 100 * before
+    before = node_figures.rss_bytes()
+    assert 10_000_000 < before < node_figures.memory_bytes()
+    monkeypatch.setattr(node_figures, "STATM", tmp_path / "nowhere")
+    assert len(held) < node_figures.rss_bytes() < 100 * before
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(process_usage, "CGROUP_MEMORY", limit)
-    whole = process_usage.memory_bytes()
+    monkeypatch.setattr(node_figures, "CGROUP_MEMORY", limit)
+    whole = node_figures.memory_bytes()
     limit.write_text("max\n")
-    assert process_usage.memory_bytes() == whole
+    assert node_figures.memory_bytes() == whole
     limit.write_text("1000000\n")
-    assert process_usage.memory_bytes() == 1_000_000
-    assert process_usage.disk_free_bytes(tmp_path / "nowhere") is None
+    assert node_figures.memory_bytes() == 1_000_000
+    assert node_figures.disk_free_bytes(tmp_path / "nowhere") is None

@@ -1,0 +1,296 @@
+"""What is counted of a node's events: once, for /metrics, /status, `summary.json` and the journal alike.
+
+`TALLIES` and `LAST_VALUES` are the table of what is counted of which event; losses, states and points in time are
+attributes of `RunCounters`. Losses are nats per token.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MOST_LABELS = 24
+"""Values of a tally's labels that are told apart; further ones are counted as `other`: peers may have chosen them."""
+LABEL_CHARACTERS = 40
+FINAL_STEPS = 10
+"""Inner steps whose loss is the run's final loss."""
+PHASES = ("forward", "backward", "send", "wait", "step", "outer", "other")
+"""Phases whose seconds are counted; any other name counts as `other`."""
+WINDOW_S = 10.0
+"""Seconds that a rate is measured over, unless its amounts come in lumps further apart."""
+MARK_S = 1.0
+"""Seconds from one mark of a rate to the next."""
+SILENT_GAPS = 3.0
+"""A rate is 0 once nothing has come for this many times the seconds between two lumps, and for WINDOW_S."""
+
+Fields = Mapping[str, Any]
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A sum over the events of a kind, by the values of some of their fields."""
+
+    event: str
+    name: str
+    labels: Labels
+    """Fields of the event. An event that lacks one of them, or the amount, does not count here."""
+    amount: str | None
+    """Field that is added up; None counts the events."""
+    help: str | None = None
+    """What the metric `noloco_<name>_total` is; None: there is none."""
+    journal: str | None = None
+    """Name in the journal's lines of progress; None: not there, or not by label."""
+
+    def addition(self, fields: Fields) -> tuple[Labels, float] | None:
+        """What an event with these fields adds: to the sum of which labels, and how much. None: nothing."""
+        amount = 1 if self.amount is None else fields.get(self.amount)
+        labels = [fields.get(name) for name in self.labels]
+        if amount is None or None in labels:
+            return None
+        return tuple([str(label)[:LABEL_CHARACTERS] for label in labels]), number(amount)
+
+
+TALLIES = (
+    Tally("inner_step", "inner_steps", (), None, "Optimizer steps taken."),
+    Tally("inner_step", "tokens", (), "tokens", "Targets whose loss this node's gradients came from."),
+    Tally("inner_step", "device_seconds", (), "busy_s", "Seconds that the device worked for inner steps."),
+    Tally("outer_round", "outer_rounds", ("result",), None, "Outer rounds by what was merged.", "rounds"),
+    Tally("outer_round", "pulled_bytes", (), "bytes", "Bytes of the snapshots that outer rounds merged."),
+    Tally("microbatch", "microbatches", ("result",), None, "Microbatches by how they ended here.", "microbatches"),
+    Tally("microbatch", "dropped", ("reason",), None, "Microbatches given up, by reason.", "dropped"),
+    Tally("reroute", "rerouted", ("reason",), None, "Microbatches sent to another replica.", "rerouted"),
+    Tally("busy", "busy_replies", ("direction",), None, "Busy said (in) and heard (out).", "busy"),
+    Tally("idle", "idle_seconds", ("cause",), "seconds", "Seconds that the device waited.", "idle_s"),
+    Tally("bytes", "bytes", ("direction", "kind"), "bytes", "Bytes that travelled, in and out.", "bytes"),
+    Tally("span", "phase_seconds", ("name",), "seconds", None, "phase_s"),
+    Tally("membership", "peers_joined", (), "joined", "Nodes that have come into this node's view of the swarm."),
+    Tally("membership", "peers_departed", (), "departed", "Nodes that have gone from this node's view of the swarm."),
+    Tally("evaluation", "evaluations", (), None),
+    Tally("checkpoint", "checkpoints", (), None),
+    Tally("moved", "moves", (), None),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LastValue:
+    """The newest value of a field of a kind of event: the gauge `noloco_<name>`, 0 before the first."""
+
+    event: str
+    name: str
+    field: str
+    help: str
+
+
+LAST_VALUES = (
+    LastValue("inner_step", "step", "step", "The node's clock, in steps."),
+    LastValue("inner_step", "loss", "loss", "Nats per token of the last inner step."),
+    LastValue("inner_step", "learning_rate", "learning_rate", "Learning rate of the last inner step."),
+    LastValue("inner_step", "grad_norm", "grad_norm", "L2 norm of this stage's gradient before clipping."),
+    LastValue("evaluation", "validation_loss", "loss", "Nats per token of the last evaluation."),
+    LastValue("outer_round", "outer_rounds_alone", "alone", "Outer rounds in a row, up to the last, that ended alone."),
+    LastValue(
+        "replica_std", "replica_std", "value", "Standard deviation of the weights between replicas of this stage."
+    ),
+    LastValue("gauge", "parameters", "parameters", "Parameters of the stage that this node holds."),
+    LastValue("gauge", "in_flight", "in_flight", "Autograd graphs held."),
+    LastValue("gauge", "waiting", "waiting", "Microbatches that wait to be admitted."),
+    LastValue("lag", "event_loop_lag_seconds", "seconds", "How late the event loop last came to a timer."),
+    LastValue("checkpoint", "checkpoint_round", "round", "Outer round of the last checkpoint."),
+    LastValue("checkpoint", "checkpoint_duration_seconds", "seconds", "How long the last checkpoint took to write."),
+    LastValue("checkpoint", "checkpoint_size_bytes", "bytes", "Size of the last checkpoint."),
+    LastValue("checkpoint", "checkpoint_timestamp_seconds", "written_at", "When the last checkpoint was written."),
+)
+
+EVENTS = {
+    each.event: ([t for t in TALLIES if t.event == each.event], [v for v in LAST_VALUES if v.event == each.event])
+    for each in (*TALLIES, *LAST_VALUES)
+}
+"""Kind of event → what is counted of it."""
+
+KNOWN: Mapping[str, tuple[str, ...]] = {
+    "outer_rounds": ("partner", "stale", "other", "alone"),
+    "microbatches": ("done", "repeat", "nonfinite", "violation", "dropped"),
+    "rerouted": ("unreachable", "declined", "violation", "hurried", "fallback"),
+    "dropped": ("violation", "busy", "cancelled", "leaving", "declined"),
+    "busy_replies": ("in", "out"),
+    "idle_seconds": ("gradients", "microbatches", "partner"),
+}
+"""Tallies with one label → values of it that always have a place, whatever else is counted."""
+
+
+class RateMeter:
+    """An amount per second, from lump to lump: an inner step of 30 s does not make it jump between 0 and thousands."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._last_at = -math.inf
+        self._marks: deque[tuple[float, float]] = deque(maxlen=1 + round(WINDOW_S / MARK_S))
+        """(when, total by then), MARK_S apart or more."""
+
+    def add(self, now: float, amount: float) -> None:
+        """Add an amount that has come at `now`, seconds."""
+        self._total += amount
+        self._last_at = now
+        if not self._marks or now - self._marks[-1][0] >= MARK_S:
+            self._marks.append((now, self._total))
+
+    def per_s(self, now: float) -> float:
+        """Over the last ten seconds, or since the last lump but one when that was before them."""
+        earlier = [mark for mark in self._marks if mark[0] < self._last_at]
+        if not earlier:
+            return 0.0
+        old = [mark for mark in earlier if mark[0] <= now - WINDOW_S]
+        began, total = old[-1] if old else earlier[0]
+        span, silent = self._last_at - began, now - self._last_at
+        if silent > max(WINDOW_S, SILENT_GAPS * span):
+            return 0.0
+        return (self._total - total) / (span if silent <= span else now - began)
+
+
+class RunCounters:
+    """All that is counted of one node. Whoever reads it holds `lock`.
+
+    Points in time (`…_at`, `…_since`) are Unix seconds where not said to be of the monotonic clock.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.lock = threading.RLock()
+        self.stages = range(stages)
+        self.sums: dict[str, dict[Labels, float]] = {tally.name: {} for tally in TALLIES}
+        """Tally → values of its labels → sum."""
+        self.created_at: dict[tuple[str, Labels], float] = {}
+        """(tally, values of its labels) → when the first amount came."""
+        self.latest: dict[str, float] = {}
+        """By the names of LAST_VALUES."""
+        self.rates = {"tokens": RateMeter(), "bytes": RateMeter()}
+        """Tally → amounts per second."""
+        self.began_at = time.monotonic()
+        """Monotonic."""
+        self.beat_at: float | None = None
+        """Monotonic: when the event loop came to its heartbeat last."""
+        self.largest_lag_s = 0.0
+        self.state = ""
+        self.stage: int | None = None
+        self.training_at: float | None = None
+        """When the state became `training` for the first time."""
+        self.last_step_at: float | None = None
+        """When the last inner step ended."""
+        self.first_loss: float | None = None
+        """Of the first inner step that had tokens."""
+        self.loss_sum = self.loss_tokens = 0.0
+        """Over all inner steps but those whose loss is not finite."""
+        self.last_losses: deque[tuple[float, float]] = deque(maxlen=FINAL_STEPS)
+        """(loss sum, tokens) of the last inner steps."""
+        self.resumed: dict[str, object] | None = None
+        """Where this process last had its weights from: source, round, step and peer."""
+        self.members: Mapping[tuple[int, str], int] | None = None
+        """Nodes of the swarm by stage and state; None before the first look."""
+        self.deserted_since: dict[int, float] = {}
+        """Stage that nobody serves → since when. Monotonic."""
+        self.guarded_rounds: dict[int, float] = {}
+        """Another stage → outer round of its snapshot that is held for it."""
+
+    def count(self, kind: str, fields: Fields) -> None:
+        """Take an event (`ports.Telemetry.event`). Raises for malformed fields, and then has added nothing of it."""
+        with self.lock:
+            fields = self._with_derived(kind, fields)
+            tallies, last_values = EVENTS.get(kind, ((), ()))
+            additions = [(tally, *found) for tally in tallies if (found := tally.addition(fields)) is not None]
+            latest = {value.name: number(fields[value.field]) for value in last_values if value.field in fields}
+            self._remember(kind, fields)
+            self.latest |= latest
+            for tally, labels, amount in additions:
+                self._add(tally, labels, amount)
+
+    def total(self, name: str) -> Any:
+        """Sum of a tally over all its labels; whole where its amounts are."""
+        return sum(self.sums[name].values())
+
+    def by_label(self, name: str, labels: int | None = None) -> dict[str, Any]:
+        """Sums of a tally by the values of its first labels (None: all), with a space between them."""
+        found: dict[str, float] = {}
+        for values, amount in self.sums[name].items():
+            key = " ".join(values[:labels])
+            found[key] = found.get(key, 0) + amount
+        return found
+
+    @property
+    def final_loss(self) -> float | None:
+        """That of the last FINAL_STEPS inner steps; None before the first."""
+        tokens = sum(tokens for _, tokens in self.last_losses)
+        return sum(loss for loss, _ in self.last_losses) / tokens if tokens else None
+
+    def _with_derived(self, kind: str, fields: Fields) -> Fields:
+        """The fields by which the event is counted, where they are not those that it comes with."""
+        match kind:
+            case "gauge":
+                return {str(fields["name"]): fields["value"]}
+            case "span" if fields["name"] not in PHASES:
+                return {**fields, "name": "other"}
+            case "outer_round":
+                before = self.latest.get("outer_rounds_alone", 0)
+                return {**fields, "alone": before + 1 if fields["result"] == "alone" else 0}
+            case "checkpoint":
+                return {**fields, "written_at": time.time()}
+            case "inner_step":
+                loss_sum, tokens = number(fields["loss_sum"]), number(fields["loss_tokens"])
+                if tokens and math.isfinite(loss_sum):
+                    return {**fields, "loss": loss_sum / tokens}
+        return fields
+
+    def _remember(self, kind: str, fields: Fields) -> None:
+        match kind:
+            case "state":
+                self.state = str(fields["state"])
+                if self.state == "training" and self.training_at is None:
+                    self.training_at = time.time()
+            case "stage":
+                self.stage = fields["stage"]
+            case "inner_step":
+                self.last_step_at = time.time()
+                if "loss" in fields:
+                    self.loss_sum += fields["loss_sum"]
+                    self.loss_tokens += fields["loss_tokens"]
+                    self.last_losses.append((fields["loss_sum"], fields["loss_tokens"]))
+                    self.first_loss = fields["loss"] if self.first_loss is None else self.first_loss
+            case "lag":
+                self.largest_lag_s = max(number(fields["seconds"]), self.largest_lag_s)
+                self.beat_at = time.monotonic()
+            case "resumed":
+                self.resumed = {name: fields.get(name) for name in ("source", "round", "step", "peer")}
+            case "membership":
+                self.members = dict(fields["counts"])
+            case "deserted":
+                now, seconds = time.monotonic(), dict(fields["stages"])
+                self.deserted_since = {stage: now - seconds[stage] for stage in self.stages if stage in seconds}
+            case "guarded":
+                if fields["stage"] not in self.stages:
+                    raise ValueError(f"there is no stage {fields['stage']}")
+                self.guarded_rounds[fields["stage"]] = number(fields["round"])
+
+    def _add(self, tally: Tally, labels: Labels, amount: float) -> None:
+        sums = self.sums[tally.name]
+        if labels not in sums:
+            known = known_labels(tally.name)
+            if labels not in known and len({*known, *sums}) >= MOST_LABELS:
+                labels = ("other",) * len(labels)
+            self.created_at.setdefault((tally.name, labels), time.time())
+        sums[labels] = sums.get(labels, 0) + amount
+        if tally.name in self.rates:
+            self.rates[tally.name].add(time.monotonic(), amount)
+
+
+def known_labels(tally: str) -> list[Labels]:
+    """Values of a tally's labels that always have a place."""
+    return [(value,) for value in KNOWN.get(tally, ())]
+
+
+def number(value: object) -> float:
+    """The value. Raises TypeError when it is not a number."""
+    if isinstance(value, int | float):
+        return value
+    raise TypeError(f"{value!r} is not a number")

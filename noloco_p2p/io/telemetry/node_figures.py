@@ -1,0 +1,99 @@
+"""A node's figures: now, for its `Status`, and over its whole run, for its `summary.json`."""
+
+import contextlib
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.core.status import NodeFigures
+from noloco_p2p.io.telemetry.counters import RunCounters
+
+STATM, CGROUP_MEMORY = Path("/proc/self/statm"), Path("/sys/fs/cgroup/memory.max")
+
+
+def run_totals(counters: RunCounters) -> dict[str, Any]:
+    """The whole run until now, JSON-ready, under the names of `summary.json`. Losses are nats per token."""
+    with counters.lock:
+        rounds, rerouted = counters.by_label("outer_rounds"), counters.by_label("rerouted")
+        moved_bytes = counters.by_label("bytes", 1)
+        totals = ("inner_steps", "tokens", "evaluations", "checkpoints", "moves")
+        by_label = ("outer_rounds", "microbatches", "dropped", "busy_replies")
+        others = ("state", "largest_lag_s", "resumed", "first_loss", "final_loss", "training_at", "last_step_at")
+        return {
+            **{name: getattr(counters, name) for name in others},
+            **{name: counters.total(name) for name in totals},
+            **{name: counters.by_label(name) for name in by_label},
+            "step": counters.latest.get("step", 0.0),
+            "validation_loss": counters.latest.get("validation_loss"),
+            "replica_std": counters.latest.get("replica_std"),
+            "reroutes": rerouted,
+            "rerouted": sum(rerouted.values()),
+            "idle_s": counters.by_label("idle_seconds"),
+            "device_s": float(counters.total("device_seconds")),
+            "pulled": sum(rounds.values()) - rounds.get("alone", 0),
+            "alone": rounds.get("alone", 0),
+            "bytes": moved_bytes,
+            "bytes_sent": moved_bytes.get("out", 0),
+            "bytes_received": moved_bytes.get("in", 0),
+        }
+
+
+def status_figures(counters: RunCounters, directory: Path | None) -> NodeFigures:
+    """All of them, now; `directory` is the node's, for the disk."""
+    now = time.monotonic()
+    with counters.lock:
+        names = ("loss", "validation_loss", "learning_rate", "grad_norm", "replica_std")
+        last: dict[str, Any] = {name: _finite(counters.latest.get(name)) for name in names}
+        moved_bytes = counters.by_label("bytes", 1)
+        return NodeFigures(
+            **last,
+            up_s=now - counters.began_at,
+            tokens=counters.total("tokens"),
+            tokens_per_s=counters.rates["tokens"].per_s(now),
+            rounds=counters.by_label("outer_rounds"),
+            microbatches=counters.by_label("microbatches"),
+            rerouted=counters.by_label("rerouted"),
+            idle_s=counters.by_label("idle_seconds"),
+            device_s=float(counters.total("device_seconds")),
+            bytes_in=moved_bytes.get("in", 0),
+            bytes_out=moved_bytes.get("out", 0),
+            bytes_per_s=counters.rates["bytes"].per_s(now),
+            loop_silent_s=0.0 if counters.beat_at is None else now - counters.beat_at,
+            rss_bytes=rss_bytes(),
+            disk_free_bytes=None if directory is None else disk_free_bytes(directory),
+            unix_time_s=time.time(),
+        )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def rss_bytes() -> int:
+    """This process's memory that is in RAM; where the system does not tell, the most that it ever was."""
+    try:
+        return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_bytes() -> int:
+    """RAM of this machine, or of the container that this process is in where that is less."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
+        return min(whole, int(CGROUP_MEMORY.read_bytes()))
+    return whole
+
+
+def disk_free_bytes(path: Path) -> int | None:
+    """Free space of the file system of `path`; None when there is no such path."""
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
