@@ -1,63 +1,76 @@
-"""README.md tells the truth: its commands, options, settings, paths and metrics are those of the code."""
+"""The documents tell the truth: commands, options, settings, paths and metrics in them are those of the code."""
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer.main
-from prometheus_client import CollectorRegistry
 
 from noloco_p2p.cli import main as noloco
 from noloco_p2p.cli import node as noloco_node
 from noloco_p2p.cli.exits import DEBUG
-from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import Status, Trouble
-from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.lab import scenarios
-from noloco_p2p.launch import settings
-from noloco_p2p.launch.config_reference import reference_markdown
+from noloco_p2p.launch import reference, settings
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text("utf-8")
-BEGIN, END = "\n<!-- configuration:begin -->\n", "<!-- configuration:end -->\n"
+PACKAGE = ROOT / "noloco_p2p"
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for place in ("*.md", "configs/**/*.md", "docker/*.md", "noloco_p2p/**/*.md")
+    for path in ROOT.glob(place)
+)
+README_LINES = 250
 
 FIRST_COMMANDS = ["pip install . && noloco swarm", "pip install '.[test]' && pytest"]
 
 PROGRAMS = {"noloco": noloco.app, "noloco-node": noloco_node.app}
 
-PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|proto|jsonl?)")
+PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|proto|json|jsonl)")
 """What is taken for a path: it has a slash inside or at its end, or a known ending."""
 
-OF_A_RUN = re.compile(r"noloco-runs/.*|summary\.json|events\.jsonl|mine\.yaml")
-"""Files that the README mentions and a run makes."""
+OF_A_RUN = re.compile(
+    r"noloco-(runs|experiments)/.*|(noloco|endpoints|manifest|summary|swarm|results)\.json|known[_-]peers\.json"
+    r"|events\.jsonl|mine\.yaml|report\.(html|md)|python/name:.*"
+)
+"""Files that a run makes or a user writes."""
+
+FOREIGN_OPTION = re.compile(
+    r"--(scale|profile|volumes|network|entrypoint|gpus|build|restart|rm|use-aliases|stop-timeout|read-only|cap-drop)\b.*"
+)
+"""Options of Docker and Compose."""
+
+TERMS = re.compile(r"s/p|tokens/s|n/a|MiB/s|min/max")
+"""Words with a slash that are no paths."""
 
 COMMANDS = ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report", "sim", "experiment")
 BENCHES = ("pipeline", "transport", "stage", "outer", "monitoring", "churn")
 
-HOSTS = {"arxiv.org", "HOST", "localhost"}
+HOSTS = {"arxiv.org", "HOST", "localhost", "127.0.0.1"}
 
 
-def blocks() -> list[str]:
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text("utf-8")
+
+
+def blocks(text: str) -> list[str]:
     """Contents of the fenced blocks, in order."""
-    return re.findall(r"^```\w*\n(.*?)^```$", README, re.M | re.S)
+    return re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S)
 
 
-def spans() -> list[str]:
+def spans(text: str) -> list[str]:
     """Contents of the inline code, in order."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```\w*\n.*?^```$", "", README, flags=re.M | re.S))
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.M | re.S))
 
 
-def commands() -> Iterator[list[str]]:
+def commands(text: str) -> Iterator[list[str]]:
     """Every command of ours: whole lines of the fenced blocks (alone, after `&&` or as printed) and inline code."""
-    lines = [line for block in blocks() for line in block.splitlines()]
-    parts = [part.removeprefix("join ").strip() for line in lines for part in line.split("&&")]
-    for text in [*parts, *spans()]:
-        if re.match(r"noloco(-node)?( |$)", text):
-            yield shlex.split(text)
+    lines = [line for block in blocks(text) for line in block.splitlines()]
+    parts = [part.removeprefix("join ").removeprefix("$ ").strip() for line in lines for part in line.split("&&")]
+    for part in [*parts, *spans(text)]:
+        if re.match(r"noloco(-node)?( |$)", part):
+            yield [word for word in shlex.split(part, comments=True) if word != "NAME"]
 
 
 def options_of(words: list[str]) -> set[str]:
@@ -90,107 +103,98 @@ def all_options() -> set[str]:
     return set().union(*(options_of(words) for words in [["noloco-node"], *subcommands]))
 
 
-def test_the_two_commands_come_first() -> None:
-    assert [block.strip() for block in blocks()[:2]] == FIRST_COMMANDS
-    assert all(f"\n{command}\n" in README for command in FIRST_COMMANDS)
+def test_the_readme_is_short_and_the_two_commands_come_first() -> None:
+    text = text_of("README.md")
+    assert len(text.splitlines()) <= README_LINES
+    shell = [block.strip() for block in blocks(text) if re.match(r"pip|noloco", block)]
+    assert shell[:2] == FIRST_COMMANDS
 
 
-def test_every_command_and_option_exists() -> None:
-    found = list(commands())
-    for words in found:
+def test_every_document_can_be_reached_from_the_readme() -> None:
+    links = {(ROOT / target).resolve() for target in re.findall(r"\]\(([^)\s#]+)", text_of("README.md"))}
+    assert {ROOT / document for document in DOCUMENTS if document != "README.md"} <= links
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_and_option_exists(document: str) -> None:
+    text = text_of(document)
+    for words in commands(text):
         known = options_of(words)
         for word in words:
             assert not word.startswith("-") or word.partition("=")[0] in known, f"{shlex.join(words)}: no option {word}"
-    told = {tuple(words[:3]) for words in found}
-    assert {("noloco", "bench", name) for name in BENCHES} <= told
-    for option in (span for span in spans() if span.startswith("--")):
-        assert option.split()[0] in all_options(), f"no command has {option}"
+    for option in (span for span in spans(text) if span.startswith("--")):
+        assert option.split()[0] in all_options() or FOREIGN_OPTION.fullmatch(option), f"no command has {option}"
 
 
-def test_every_setting_exists() -> None:
-    given = [(words, words[i + 1]) for words in commands() for i, word in enumerate(words) if word == "--set"]
-    sets = [one for words, one in given if words[1] != "sim"]
+def test_every_command_is_described() -> None:
+    found = {tuple(words[:3]) for document in DOCUMENTS for words in commands(text_of(document))}
+    assert {("noloco", "bench", name) for name in BENCHES} <= found
+    assert {("noloco", name) for name in COMMANDS} <= {words[:2] for words in found}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_setting_exists(document: str) -> None:
+    text = text_of(document)
+    given = [(words, words[i + 1]) for words in commands(text) for i, word in enumerate(words) if word == "--set"]
     scenarios.load(None, [one for words, one in given if words[1] == "sim"])
-    variables = re.findall(r"\b(NOLOCO__\w+)=(\S+?)`", README)
-    assert sets
-    assert variables
-    settings.read(None, dict(variables), sets)
-    names = [span.partition("=")[0] for span in spans()]
+    variables = re.findall(r"\b(NOLOCO__\w+)=(\S+?)`", text)
+    settings.read(None, dict(variables), [one for words, one in given if words[1] != "sim"])
     sections = {section[0] for section in settings.KNOWN.sections if section}
-    for name in names:
+    for name in (span.partition("=")[0] for span in spans(text)):
         key = tuple(name.split("."))
-        if len(key) > 1 and key[0] in sections:
-            assert key in settings.KNOWN.keys, f"there is no setting {name}"
+        if len(key) > 1 and key[0] in sections and not (PACKAGE / f"{key[0]}.py").exists():
+            assert settings.KNOWN.holds(key), f"there is no setting {name}"
 
 
-def test_every_path_exists() -> None:
-    links = [target for target in re.findall(r"\]\(([^)\s]+)\)", README) if "://" not in target]
-    shown = [word for words in commands() for word in words] + spans()
-    paths = {word for word in [*links, *shown] if PATH.fullmatch(word) and not OF_A_RUN.fullmatch(word)}
-    assert {"LICENSE", "configs/tiny.yaml", "noloco_p2p/node/loop.py", "noloco_p2p/core/"} <= paths
-    for path in sorted(paths):
-        assert (ROOT / path).exists(), f"there is no {path}"
-    assert {path for path in paths if path.startswith("configs/") and path.endswith(".yaml")} == {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml")
-    }
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_path_exists(document: str) -> None:
+    """From the root of the repository, or from the package, there also without the ending; links from the document."""
+    text = text_of(document)
+    for link in (target for target in re.findall(r"\]\(([^)\s#]+)", text) if "://" not in target):
+        assert (ROOT / document).parent.joinpath(link).exists(), f"there is no {link}"
+    shown = [word for words in commands(text) for word in words] + spans(text)
+    for path in {word for word in shown if PATH.fullmatch(word) and not OF_A_RUN.fullmatch(word)}:
+        if TERMS.fullmatch(path):
+            continue
+        places = [
+            ROOT / path,
+            PACKAGE / path,
+            PACKAGE / f"{path.partition('.')[0]}.py",
+            (ROOT / document).parent / path,
+        ]
+        places += PACKAGE.glob(f"*/{path}")  # a part, named beside its folder
+        assert any(place.exists() for place in places), f"there is no {path}"
 
 
-def test_no_place_of_ours_is_named() -> None:
-    assert set(re.findall(r"https?://([^/:\s)]+)", README)) <= HOSTS
-    assert not re.findall(r"(?<![\w.])/(?:tmp|home|root|work|Users|mnt|opt)\b\S*", README)
+def test_every_configuration_is_listed() -> None:
+    listed = {span for name in ("configs/README.md", "configs/sim/README.md") for span in spans(text_of(name))}
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml")} <= listed
 
 
-def test_the_configuration_reference_is_up_to_date() -> None:
-    _, _, after = README.partition(BEGIN)
-    block, end, _ = after.partition(END)
-    assert end
-    assert block == reference_markdown(), "make it again with the command above the tables"
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_place_of_ours_is_named(document: str) -> None:
+    text = text_of(document)
+    assert set(re.findall(r"https?://([^/:\s)`]+)", text)) <= HOSTS
+    assert not re.findall(r"(?<![\w.])/(?:home|root|work|Users|mnt|opt)\b\S*", text)
 
 
-def test_the_command_that_makes_the_reference_again(tmp_path: Path) -> None:
-    command = next(line for line in README.splitlines() if line.startswith("python -c "))
-    before, _, after = README.partition(BEGIN)
-    stale = tmp_path / "README.md"
-    stale.write_text(before + BEGIN + "| old |\n" + after[after.index(END) :], "utf-8")
-    subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=tmp_path, check=True, timeout=60)
-    assert stale.read_text("utf-8") == README
+def test_the_generated_tables_are_up_to_date(tmp_path: Path) -> None:
+    """And the command writes them again where they are not."""
+    for name in reference.FILES:
+        text = text_of(name)
+        assert reference.updated(text) == text, f"{name}: write its tables again with `noloco docs`"
+        stale, tables = reference.BLOCK.subn(r"\1| old |\n\3", text)
+        assert tables
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(stale, "utf-8")
+    assert reference.update_files(tmp_path) == [tmp_path / name for name in reference.FILES]
+    assert all((tmp_path / name).read_text("utf-8") == text_of(name) for name in reference.FILES)
+    assert reference.update_files(tmp_path) == []
 
 
-@pytest.fixture
-def registry() -> Iterator[CollectorRegistry]:
-    """That of a fresh node on which everything with labels has happened once."""
-    telemetry = PrometheusTelemetry(1)
-    telemetry.identify(peer_id="p", run_id="r", stage="0", version="1")
-    events: dict[str, dict[str, object]] = {
-        "outer_round": {"round": 1, "result": "alone", "reason": "none", "seconds": 0.0, "bytes": 0},
-        "microbatch": {"result": "dropped", "reason": "drained"},
-        "guarded": {"stage": 0, "round": 1, "bytes": 1},
-        "reroute": {"reason": "unreachable"},
-        "busy": {"direction": "in"},
-        "idle": {"cause": "partner", "seconds": 0.0},
-        "bytes": {"direction": "in", "kind": "snapshot", "bytes": 1},
-        "membership": {"counts": {}},
-    }
-    for kind, fields in events.items():
-        telemetry.event(kind, **fields)
-    trouble = Trouble("disk", "full", 1.0)
-    telemetry.watch(lambda: Status(Advert("P", "ab", 0, ()), "tiny", 1, 9, 0, troubles=(trouble,)), ROOT)
-    telemetry.measure_memory(None)
-    yield telemetry.registry
-    telemetry.close()
-
-
-def test_the_table_of_metrics_is_that_of_a_node(registry: CollectorRegistry) -> None:
-    rows = re.findall(r"^\| `(noloco_\w+)` \| (\w+) \| ([^|]*)\|", README, re.M)
-    told = {name: (kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
-    assert len(told) == len(rows)
-    ending = {"counter": "_total", "info": "_info"}
-    assert told == {
-        family.name + ending.get(family.type, ""): (
-            family.type,
-            frozenset(label for sample in family.samples for label in sample.labels) - {"le"},
-        )
-        for family in registry.collect()
-        if family.name.startswith("noloco_")
-    }
-    assert set(re.findall(r"\bnoloco_(?!p2p)\w+", README)) <= set(told)
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_metric_exists(document: str) -> None:
+    known = set(re.findall(r"^\| `(noloco_\w+)`", reference.metrics_markdown(), re.M))
+    named = set(re.findall(r"`(noloco_\w+?)`", text_of(document))) - {"noloco_p2p", "noloco_"}
+    volumes = {"noloco_bootstrap", "noloco_nodes"}
+    assert named - volumes <= known

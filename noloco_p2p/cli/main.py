@@ -90,6 +90,14 @@ def report(
     print(f"{out}: {make(dir, out):,} bytes")
 
 
+@app.command(hidden=True)
+def docs() -> None:
+    """Write the generated tables in the repository's READMEs again; run it in the root of the repository."""
+    from noloco_p2p.launch.reference import update_files
+
+    print("\n".join(f"wrote {path}" for path in update_files(Path())) or "the tables are up to date")
+
+
 @app.command("export")
 def export_model(
     out: Annotated[Path, typer.Option("--out", help="Directory to write; it must not exist yet, or be empty.")],

@@ -7,7 +7,7 @@ import pytest
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
-from noloco_p2p.launch import config_reference, settings
+from noloco_p2p.launch import reference, settings
 
 
 def faults(path: Path | None, environ: dict[str, str] | None = None, sets: list[str] | None = None) -> list[str]:
@@ -206,7 +206,7 @@ def test_no_key_stands_in_both_models() -> None:
 
 
 def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
-    text = config_reference.reference_markdown()
+    text = reference.configuration_markdown()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == [".".join(key) for key in settings.KNOWN.keys]
     assert all(len(row) == 4 and len(row[3]) > 10 for row in rows)

@@ -1,0 +1,128 @@
+"""`noloco docs`: the tables in the repository's READMEs that are made from the code: every setting, every metric.
+
+A README has them between `<!-- noloco docs: NAME -->` and `<!-- end -->`.
+"""
+
+import re
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_json
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.launch.yaml_entries import fields
+
+FILES = ("configs/README.md", "docker/README.md")
+BLOCK = re.compile(r"(?s)(<!-- noloco docs: (\w+) -->\n).*?(<!-- end -->)")
+
+NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "none"}
+BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+
+
+def update_files(root: Path) -> list[Path]:
+    """Write the tables of the repository at `root` again; returns the files that changed.
+
+    Raises ConfigError when `root` is not the repository, LocalError when a file cannot be written.
+    """
+    changed = []
+    for path in (root / name for name in FILES):
+        try:
+            text = path.read_text("utf-8")
+            fresh = updated(text)
+            if fresh != text:
+                path.write_text(fresh, "utf-8")
+                changed.append(path)
+        except FileNotFoundError:
+            raise ConfigError(f"there is no {path}: run this in the root of the repository") from None
+        except OSError as error:
+            raise LocalError(f"{path}: {error.strerror or error}") from error
+    return changed
+
+
+def updated(text: str) -> str:
+    """A README with its tables as they follow from the code."""
+    tables = {"configuration": configuration_markdown, "metrics": metrics_markdown}
+    return BLOCK.sub(lambda found: f"{found[1]}{tables[found[2]]()}{found[3]}", text)
+
+
+def configuration_markdown() -> str:
+    """Two tables, one for each model: key, type, default, sentence."""
+    parts = []
+    for title, model in (("Run manifest: equal on all nodes", RunManifest), ("Node: local", NodeConfig)):
+        parts += [f"### {title}", "", "| key | type | default | |", "|---|---|---|---|", *_rows(model), ""]
+    return "\n".join(parts)
+
+
+def _rows(model: type[BaseModel]) -> list[str]:
+    rows = []
+    for key, field in fields(model):
+        sentence = " ".join((field.description or "").split())
+        cells = (f"`{'.'.join(key)}`", _type(field.annotation, field.metadata), _default(field), sentence)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return rows
+
+
+def metrics_markdown() -> str:
+    """A table of a node's own metrics: name, type, labels with the values known beforehand, meaning."""
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    endings = {"counter": "_total", "info": "_info"}
+    fresh, used = _node_metrics(used=False), _node_metrics(used=True)
+    for name, family in used.items():
+        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+        known = {label: _known(fresh[name], label) if name in fresh else [] for label in labels}
+        cells = (f"`{label}`" + (f" ({', '.join(values)})" if values else "") for label, values in known.items())
+        ending = endings.get(family.type, "")
+        rows.append(f"| `{name}{ending}` | {family.type} | {'; '.join(cells)} | {family.documentation} |")
+    return "\n".join(rows) + "\n"
+
+
+def _known(family: Any, label: str) -> list[str]:
+    """The values of a label that a fresh node has already; numbers and what depends on the node are none."""
+    values = dict.fromkeys(sample.labels.get(label, "") for sample in family.samples)
+    return [f"`{value}`" for value in values if value.isidentifier() and family.type != "info"]
+
+
+def _node_metrics(*, used: bool) -> dict[str, Any]:
+    """The metric families of a node; of one that is `used`, every metric with labels has a sample."""
+    from noloco_p2p.core.messages import Advert
+    from noloco_p2p.core.status import Status, Trouble
+    from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+
+    telemetry = PrometheusTelemetry(1)
+    try:
+        if used:
+            trouble = Trouble("disk", "full", 1.0)
+            telemetry.identify(peer_id="p", run_id="r", stage="0", version="1")
+            telemetry.watch(lambda: Status(Advert("P", "ab", 0, ()), "tiny", 1, 9, 0, troubles=(trouble,)), Path())
+            telemetry.measure_memory(None)
+            telemetry.event("guarded", stage=0, round=1, bytes=1)
+            telemetry.event("bytes", direction="in", kind="snapshot", bytes=1)
+            telemetry.event("membership", counts={(0, "training"): 1})
+        return {f.name: f for f in telemetry.registry.collect() if f.name.startswith("noloco_")}
+    finally:
+        telemetry.close()
+
+
+def _default(field: FieldInfo) -> str:
+    return "none" if field.default is None else f"`{to_json(field.default).decode()}`"
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        return _type(inner, [part for each in more for part in getattr(each, "metadata", [each])])
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_type(each, []) for each in get_args(annotation)))
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if origin is tuple:
+        return f"list of {_type(get_args(annotation)[0], [])}"
+    if origin is dict:
+        return "section"
+    bounds = [f"{sign} {getattr(each, name)}" for name, sign in BOUNDS for each in metadata if hasattr(each, name)]
+    return " ".join([NAMES[annotation], ", ".join(bounds)]).strip()
