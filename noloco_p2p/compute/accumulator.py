@@ -1,6 +1,8 @@
 """What an inner step gathers: parameter gradients, tokens and loss of the microbatches that counted, and spent ids.
 
-Whether a microbatch counts is decided here, in the same operation that adds it (design.md §4, exactly once).
+Whether a microbatch counts is decided here, in the same operation that adds it (ARCHITECTURE.md, "Exactly once"). A
+retry may bring a microbatch to a replica that has added it before, and its sender cannot know whether the reply or the
+call was lost. So the id is spent together with the addition, on the device's thread, where no other call comes between.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,8 +63,9 @@ class GradientAccumulator:
         return sum(added.tokens for added in self.added)
 
     def mean(self, tokens: int, clip_norm: float) -> float:
-        """Divide by `tokens`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)) (method.md §2).
+        """Divide by `tokens`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)).
 
+        METHOD.md, "Inner step".
         Returns the L2 norm before clipping. It is finite: each microbatch's is, and the mean's is no larger.
         """
         torch._foreach_div_(self._grads, float(tokens))

@@ -1,4 +1,7 @@
-"""The files from which anybody can recompute a run (design.md §5). They only ever take what the stage really used."""
+"""The files from which anybody can recompute a run (ARCHITECTURE.md, "Files").
+
+They only ever take what the stage really used.
+"""
 
 import json
 import time
@@ -42,15 +45,8 @@ class Audit:
         entries = []
         for one in added:
             previous, following = label.routes.get(one.microbatch, (None, None))
-            entries.append(
-                {
-                    "id": microbatch_key(one.microbatch),
-                    "previous": previous,
-                    "next": following,
-                    "tokens": one.tokens,
-                    "loss_sum": one.loss_sum,
-                }
-            )
+            entry = {"id": microbatch_key(one.microbatch), "previous": previous, "next": following}
+            entries.append(entry | {"tokens": one.tokens, "loss_sum": one.loss_sum})
         line = {
             "inner_step": label.inner_step,
             "step": label.step,
@@ -94,12 +90,8 @@ class Audit:
             batch = label.batches.get(one.microbatch)
             if batch is None:
                 continue
-            parts: dict[str, HostTensor | None] = {
-                "inputs": batch.inputs,
-                "targets": batch.targets,
-                "mask": batch.mask,
-            }
-            for kind, tensor in parts.items():
+            for kind in ("inputs", "targets", "mask"):
+                tensor: HostTensor | None = getattr(batch, kind)
                 if tensor is not None:
                     tensors[f"{kind}/{microbatch_key(one.microbatch)}"] = host_tensor.to_torch(tensor).clone()
         self._save(f"batches-{self._peer_id}-{label.inner_step:06d}.safetensors", tensors, {"peer_id": self._peer_id})

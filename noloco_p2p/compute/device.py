@@ -41,7 +41,6 @@ class DeviceCall:
     number: int
     work: Callable[[], Any] = field(compare=False)
     future: asyncio.Future[Any] | None = field(compare=False, default=None)
-    loop: asyncio.AbstractEventLoop | None = field(compare=False, default=None)
     lost: Callable[[Any], None] | None = field(compare=False, default=None)
 
 
@@ -63,9 +62,8 @@ class Device:
         Cancelled before the work began, it is not run. Cancelled later, it runs to its end and `lost` gets the result,
         on the loop. Raises LocalError when the device is closed.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[R] = loop.create_future()
-        if not self._push(priority, work, future, loop, lost):
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        if not self._push(priority, work, future, lost):
             raise LocalError(CLOSED)
         try:
             return await future
@@ -88,8 +86,7 @@ class Device:
             waiting, self._queue = self._queue, []
             self._wake.notify()
         for job in waiting:
-            if job.loop is not None:
-                _call_on(job.loop, _deliver, job, None, LocalError(CLOSED))
+            _deliver(job, None, LocalError(CLOSED))
 
     def join(self) -> None:
         """Wait until the thread has ended (after `close`)."""
@@ -122,8 +119,7 @@ class Device:
             except BaseException as raised:  # noqa: BLE001 - it is raised again, in whoever waits for the call
                 error = _local(raised)
             self._busy_s += time.perf_counter() - began_at
-            if job.loop is not None:
-                _call_on(job.loop, _deliver, job, result, error)
+            _deliver(job, result, error)
             del job, result, error
 
 
@@ -136,26 +132,28 @@ def _compute_in_batches() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
-    """Call a function on a loop; a loop that has ended meanwhile has nobody left who waits."""
+def _deliver(job: DeviceCall, result: Any, error: BaseException | None) -> None:
+    """Have the outcome handed to the waiter, on its loop; a loop that has ended meanwhile has nobody left who waits."""
+    if job.future is None:
+        return
+    loop = job.future.get_loop()
     try:
-        loop.call_soon_threadsafe(function, *arguments)
+        loop.call_soon_threadsafe(_hand_over, job, result, error)
     except RuntimeError:
         if not loop.is_closed():
             raise
 
 
-def _deliver(job: DeviceCall, result: Any, error: BaseException | None) -> None:
-    """On the loop: hand the outcome to the waiter, or, when it is gone, the result to `lost`."""
-    if job.future is None:
-        return
-    if not job.future.cancelled():
-        if error is None:
-            job.future.set_result(result)
-        else:
-            job.future.set_exception(error)
-    elif error is None and job.lost is not None:
-        job.lost(result)
+def _hand_over(job: DeviceCall, result: Any, error: BaseException | None) -> None:
+    """On the loop: the outcome to the waiter, or, when it is gone, the result to `lost`."""
+    assert job.future is not None
+    if job.future.cancelled():
+        if error is None and job.lost is not None:
+            job.lost(result)
+    elif error is None:
+        job.future.set_result(result)
+    else:
+        job.future.set_exception(error)
 
 
 def _local(error: BaseException) -> BaseException:

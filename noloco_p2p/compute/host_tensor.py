@@ -1,23 +1,14 @@
 """`HostTensor` to torch and back. Element types by torch's names; values flat, C order, little endian."""
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from noloco_p2p.core.messages import HostTensor, TensorSpec
+from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
 from noloco_p2p.errors import Violation
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "uint8": torch.uint8,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 def to_torch(tensor: HostTensor) -> Tensor:
@@ -38,7 +29,12 @@ def from_torch(name: str, tensor: Tensor) -> HostTensor:
     """Wrap a CPU tensor without a copy if it is contiguous. It must not be written to afterwards."""
     flat = tensor.detach().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-    return HostTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+    return HostTensor(*spec_of(name, tensor), data)
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """What a tensor is, without its values."""
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def copy(tensor: Tensor) -> Tensor:
@@ -53,21 +49,6 @@ def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:
             f"{expected.name}: got {tensor.dtype} {list(tensor.shape)}, not {expected.dtype} {list(expected.shape)}"
         )
     return to_torch(tensor)
-
-
-def unpack(tensors: Sequence[HostTensor], expected: tuple[TensorSpec, ...], whose: str) -> list[Tensor]:
-    """The tensors as torch. Raises Violation unless names, dtypes, shapes and lengths are as expected, in order.
-
-    `whose` begins the message.
-    """
-    found = tuple(tensor.spec for tensor in tensors)
-    if found != expected:
-        wrong = next((a for a, b in zip(found, expected, strict=False) if a != b), None)
-        told = f"{len(found)} tensors"
-        if wrong is not None:
-            told = f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place"
-        raise Violation(f"{whose} does not fit this stage: {told}")
-    return [to_torch(tensor) for tensor in tensors]
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import host_tensor, model_family
+from noloco_p2p.compute import host_tensor, model_family, replica_tensors
 from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, Snapshot, TensorSpec
@@ -31,23 +31,18 @@ def quiet() -> None:
 
 
 def stage_specs(manifest: RunManifest, index: int) -> tuple[TensorSpec, ...]:
-    """The parameters of a stage in order, without a prefix, in compute_dtype. Nothing is allocated. ConfigError."""
+    """The parameters of a stage in order, without a prefix, in compute_dtype. Nothing is allocated.
+
+    Raises ConfigError.
+    """
     causal = _outlined(manifest, index, manifest.stages)
     return tuple(TensorSpec(name, manifest.compute_dtype, tuple(p.shape)) for name, p in causal.named_parameters())
 
 
-def snapshot_specs(parameters: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """The tensors of a snapshot of a stage with these parameters: `slow/<name>` for each, then `delta/<name>`."""
-    return tuple(spec._replace(name=f"{kind}/{spec.name}") for kind in ("slow", "delta") for spec in parameters)
-
-
 def fast_weights(snapshot: Snapshot, parameters: Sequence[TensorSpec]) -> Weights:
-    """θ = φ + Δ of a snapshot, in compute_dtype. Raises Violation as `checked`."""
-    found = {tensor.name: tensor for tensor in snapshot.tensors}
-    slow, delta = (
-        checked([found[f"{kind}/{spec.name}"] for spec in parameters], parameters) for kind in ("slow", "delta")
-    )
-    return {name: phi + delta[name] for name, phi in slow.items()}
+    """θ = φ + Δ of a snapshot, in compute_dtype. Raises Violation as `replica_tensors.unpack`."""
+    kinds = replica_tensors.unpack(snapshot, replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, parameters))
+    return {name: phi + kinds["delta"][name] for name, phi in kinds["slow"].items()}
 
 
 def checked(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:
@@ -106,7 +101,7 @@ def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
 def write_tokenizer(source: str | None, directory: Path) -> None:
     """Write a tokenizer's files: ByT5's for None, else those that AutoTokenizer loads from `source`, name or path.
 
-    A `source` is to be tried beforehand (`io.tokens.load_tokenizer`). Raises LocalError when the disk refuses.
+    A `source` has to be tried beforehand (`tokenizers.load_tokenizer`). Raises LocalError when the disk refuses.
     """
     from transformers import AutoTokenizer
     from transformers.models.byt5 import ByT5Tokenizer

@@ -100,7 +100,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _refuse_dropout(config: Any) -> None:
-    """A microbatch that is routed again has to give the same output (method.md §2)."""
+    """A microbatch that is routed again has to give the same output (METHOD.md, "Inner step")."""
     for name, value in sorted(vars(config).items()):
         is_rate = isinstance(value, int | float) and not isinstance(value, bool)
         if "drop" in name and name not in UNUSED_DROPOUT and is_rate and value != 0:
@@ -124,7 +124,7 @@ def check_split(config: Any, stages: int) -> None:
 
 
 def layer_ranges(layers: int, stages: int) -> tuple[range, ...]:
-    """Which layers each stage holds: contiguous, sizes within one, earlier stages take the extra (design.md §7)."""
+    """Which layers each stage holds: contiguous, sizes within one, earlier stages take the extra."""
     size, extra = divmod(layers, stages)
     starts = [stage * size + min(stage, extra) for stage in range(stages + 1)]
     return tuple(range(start, end) for start, end in itertools.pairwise(starts))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from noloco_p2p.compute import model_family as family
+from noloco_p2p.compute import model_family
 from noloco_p2p.compute.host_tensor import DTYPES
 from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.config import RunManifest
@@ -40,30 +40,20 @@ class ModelSize:
 
 def describe(manifest: RunManifest) -> ModelSize:
     """Parameters and bytes of each stage and in total, without allocating weights. Raises ConfigError."""
-    sizes = _sizes(manifest)
-    return ModelSize(manifest.model.family, sum(size.parameters for size in sizes), sizes)
-
-
-def stage_size(manifest: RunManifest, index: int) -> StageSize:
-    """The size of one stage. Raises ConfigError."""
-    return _sizes(manifest)[index]
-
-
-def _sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
-    config = family.checked_config(manifest)
+    config = model_family.checked_config(manifest)
     dtype = DTYPES[manifest.compute_dtype]
-    ranges = family.layer_ranges(config.num_hidden_layers, manifest.stages)
+    ranges = model_family.layer_ranges(config.num_hidden_layers, manifest.stages)
     sizes = []
     for index, parameters in enumerate(meta_stage_module(config, 0, manifest.stages, dtype=dtype).counts):
         weights_bytes = parameters * dtype.itemsize
         copies = (DEVICE_COPIES * weights_bytes, HOST_COPIES * weights_bytes)
         sizes.append(StageSize(index, len(ranges[index]), parameters, *copies))
-    return tuple(sizes)
+    return ModelSize(manifest.model.family, sum(size.parameters for size in sizes), tuple(sizes))
 
 
 def check_fits(manifest: RunManifest, index: int, device: torch.device) -> StageSize:
     """The size of a stage that fits this machine's free memory. Raises LocalError when it does not, ConfigError."""
-    size = stage_size(manifest, index)
+    size = describe(manifest).stages[index]
     on_host = size.host_bytes if device.type == "cuda" else size.host_bytes + size.device_bytes
     _compare(index, on_host, _free_host_bytes(), "free memory")
     if device.type == "cuda":
@@ -81,7 +71,7 @@ def _compare(index: int, needed_bytes: int, free_bytes: int | None, what: str) -
 
 
 def _free_host_bytes() -> int | None:
-    """Memory that can be had without swapping, or None where the system does not tell."""
+    """Memory that can be had without swapping, or None where the system does not say."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

@@ -18,7 +18,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import host_tensor, replica
+from noloco_p2p.compute import host_tensor, replica_tensors
 from noloco_p2p.compute.accumulator import CountedMicrobatch, GradientAccumulator, total_norm
 from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
@@ -26,6 +26,7 @@ from noloco_p2p.compute.model import StageModule
 from noloco_p2p.compute.slow_weights import SlowWeights
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import (
+    REPLICA_KINDS,
     Gradient,
     HostTensor,
     LossSum,
@@ -39,12 +40,17 @@ from noloco_p2p.errors import Violation
 from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
 
 IGNORED = -100
-"""A target that is not counted as a token (method.md §2)."""
+"""A target that is not counted as a token (METHOD.md, "Inner step")."""
 
 
 @dataclass(slots=True)
 class KeptGraph:
-    """What is kept between forward and backward."""
+    """What is kept between forward and backward.
+
+    Kept rather than computed again: activation checkpointing would cost a second forward, a third of a stage's work, and
+    the microbatches in flight are bounded already. The stage holds the graph, so whoever gives a microbatch up has to
+    `discard` it.
+    """
 
     leaf: Tensor
     hidden: Tensor
@@ -86,7 +92,7 @@ class TorchStage:
             part.counts[part.index],
             hidden,
             self._slow.specs,
-            replica.specs(self._slow.slow),
+            replica_tensors.specs(REPLICA_KINDS, self._slow.parameters),
             tuple(2 * count * self._compute.itemsize for count in part.counts),
         )
 
@@ -114,7 +120,9 @@ class TorchStage:
         wire_BTD = host_tensor.check(gradient.grad, self.state.hidden)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
-        kept = self._graphs.pop(graph)
+        kept = self._graphs.pop(
+            graph
+        )  # only now: after a Violation the sender may ask another replica for the gradient
         if not (gradient.finite and isfinite(gradient.loss_sum) and host_tensor.is_finite(wire_BTD)):
             return self._nothing(microbatch)
         grad_BTD = self._to_device(wire_BTD).to(kept.hidden.dtype)
@@ -188,23 +196,15 @@ class TorchStage:
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """Freeze φ, θ, δ, Adam and the spent ids of now, as in the port, in host memory. `number` is left 0."""
         means, squares = self._adam.moments()
-        kinds = self._slow.capture()
-        kinds["adam_mean"] = {name: host_tensor.copy(mean) for name, mean in means.items()}
-        kinds["adam_square"] = {name: host_tensor.copy(square) for name, square in squares.items()}
-        return ReplicaState(
-            self._peer_id,
-            self.state.index,
-            round,
-            step,
-            inner_steps,
-            self._adam.steps,
-            replica.pack(kinds),
-            spent=self._sums.spent(),
-        )
+        moments = {"adam_mean": means, "adam_square": squares}
+        copies = {kind: {name: host_tensor.copy(one) for name, one in named.items()} for kind, named in moments.items()}
+        tensors = replica_tensors.pack(self._slow.capture() | copies)
+        counts = (self.state.index, round, step, inner_steps, self._adam.steps)
+        return ReplicaState(self._peer_id, *counts, tensors, spent=self._sums.spent())
 
     def restore(self, theirs: ReplicaState) -> None:
         """Become that replica, as in the port; graphs that are still kept are freed."""
-        kinds = replica.read(theirs, self.state.index, self.state.replica)
+        kinds = replica_tensors.unpack_state(theirs, self.state.index, self.state.replica)
         self._slow.restore(kinds)
         self._adam.restore(kinds["adam_mean"], kinds["adam_square"], theirs.adam_steps)
         self._graphs.clear()
@@ -244,9 +244,7 @@ class TorchStage:
         """Cross entropy summed over the targets that count, in float32 or more, and their number."""
         targets_BT = host_tensor.check(targets, self._targets)
         counts_BT = targets_BT != IGNORED
-        least, most = torch.aminmax(torch.where(counts_BT, targets_BT, 0))
-        if int(least) < 0 or int(most) >= self._part.vocabulary:
-            raise Violation(f"targets: ids outside the vocabulary of {self._part.vocabulary}")
+        self._check_ids("targets", torch.where(counts_BT, targets_BT, 0))
         with self._autocast():
             logits_BTV = self._part(leaf, self._mask_on_device(mask))
         wide = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
@@ -259,13 +257,16 @@ class TorchStage:
         """The checked input on the device: B×T tokens, or a B×T×D leaf in compute_dtype that wants its gradient."""
         values = host_tensor.check(inputs, self._inputs)
         if self._first:
-            least, most = torch.aminmax(values)
-            if int(least) < 0 or int(most) >= self._part.vocabulary:
-                raise Violation(f"inputs: ids outside the vocabulary of {self._part.vocabulary}")
+            self._check_ids("inputs", values)
             return self._to_device(values).long()
         if not host_tensor.is_finite(values):
             raise Violation("hidden: not finite")
         return self._to_device(values).to(self._compute).requires_grad_(torch.is_grad_enabled())
+
+    def _check_ids(self, name: str, ids_BT: Tensor) -> None:
+        least, most = torch.aminmax(ids_BT)
+        if int(least) < 0 or int(most) >= self._part.vocabulary:
+            raise Violation(f"{name}: ids outside the vocabulary of {self._part.vocabulary}")
 
     def _mask_on_device(self, mask: HostTensor | None) -> Tensor | None:
         return None if mask is None else self._to_device(host_tensor.check(mask, self._mask)).bool()

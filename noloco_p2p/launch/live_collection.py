@@ -103,10 +103,10 @@ class _Fetching:
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> ReplicaWeights | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
-        from noloco_p2p.compute import model_export
+        from noloco_p2p.compute import model_export, replica_tensors
 
         parameters, deadline_s = self._specs[advert.stage], self._manifest.outer.deadline_s
-        expected = model_export.snapshot_specs(parameters)
+        expected = replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, parameters)
         try:
             snapshot = await self._transport.fetch_snapshot(
                 advert, advert.stage, round, min(ROUND_WAIT_S, deadline_s), deadline_s, expected

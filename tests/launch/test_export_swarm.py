@@ -11,7 +11,7 @@ from daemons import daemon, run
 from stages import make_manifest, make_stages
 from transport_fixture import Events, Node, hang
 
-from noloco_p2p.compute import host_tensor, model_export
+from noloco_p2p.compute import host_tensor, model_export, replica_tensors
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ListenSettings, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
@@ -164,7 +164,7 @@ def test_weights_of_a_snapshot_are_phi_and_delta() -> None:
     stage = holders((1, 3))[0].stage
     parameters = model_export.stage_specs(MANIFEST, 1)
     snapshot = stage.snapshot(3, 7)
-    assert tuple(tensor.spec for tensor in snapshot.tensors) == model_export.snapshot_specs(parameters)
+    assert tuple(tensor.spec for tensor in snapshot.tensors) == replica_tensors.specs(("slow", "delta"), parameters)
     found = model_export.fast_weights(snapshot, parameters)
     for name, theta in stage.parameters.items():
         torch.testing.assert_close(found[name], theta.detach(), rtol=1e-6, atol=1e-7)
