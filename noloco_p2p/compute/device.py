@@ -1,7 +1,11 @@
 """The device's thread: calls of the loop run here one at a time, the most urgent first, each to its end.
 
-`DeviceStage` is the Stage port over a synchronous stage. Backward goes before forward, because it ends what others wait
-for and frees a graph; evaluation goes last. Nothing here knows torch.
+`DeviceStage` is the Stage port over a synchronous stage. Nothing here knows torch.
+
+Why in this order: a backward ends what the stage before waits for and frees a graph, so it goes before a forward, which
+only adds to what is in flight (as in the "one forward, one backward" schedule of pipelines). An inner step or a merge
+is as urgent, because the replica admits nothing until it is done. Evaluation has no deadline and goes last. Within a
+priority the order is that of the calls.
 """
 
 import asyncio

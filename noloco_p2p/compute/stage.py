@@ -47,9 +47,8 @@ IGNORED = -100
 class KeptGraph:
     """What is kept between forward and backward.
 
-    Kept rather than computed again: activation checkpointing would cost a second forward, a third of a stage's work, and
-    the microbatches in flight are bounded already. The stage holds the graph, so whoever gives a microbatch up has to
-    `discard` it.
+    Kept rather than computed again from the input: a second forward would be a third more work, and what the graphs
+    hold is bounded by the microbatches in flight. Whoever gives a microbatch up has to `discard` its graph.
     """
 
     leaf: Tensor
@@ -120,9 +119,7 @@ class TorchStage:
         wire_BTD = host_tensor.check(gradient.grad, self.state.hidden)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
-        kept = self._graphs.pop(
-            graph
-        )  # only now: after a Violation the sender may ask another replica for the gradient
+        kept = self._graphs.pop(graph)  # only now: after a Violation another replica is asked for the same gradient
         if not (gradient.finite and isfinite(gradient.loss_sum) and host_tensor.is_finite(wire_BTD)):
             return self._nothing(microbatch)
         grad_BTD = self._to_device(wire_BTD).to(kept.hidden.dtype)
