@@ -11,7 +11,7 @@ import typer.main
 from noloco_p2p.cli import main as noloco
 from noloco_p2p.cli import node as noloco_node
 from noloco_p2p.cli.exits import DEBUG
-from noloco_p2p.lab import scenarios
+from noloco_p2p.lab import scenario_files
 from noloco_p2p.launch import reference, settings
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +136,7 @@ def test_every_command_is_described() -> None:
 def test_every_setting_exists(document: str) -> None:
     text = text_of(document)
     given = [(words, words[i + 1]) for words in commands(text) for i, word in enumerate(words) if word == "--set"]
-    scenarios.load(None, [one for words, one in given if words[1] == "sim"])
+    scenario_files.load(None, [one for words, one in given if words[1] == "sim"])
     variables = re.findall(r"\b(NOLOCO__\w+)=(\S+?)`", text)
     settings.read(None, dict(variables), [one for words, one in given if words[1] != "sim"])
     sections = {section[0] for section in settings.KNOWN.sections if section}

@@ -234,10 +234,10 @@ def simulate(
 
     Exit code 1 when a law that must hold in every run does not, or two runs differ.
     """
-    from noloco_p2p.cli.sim import Order, run_sim
+    from noloco_p2p.lab.sim_command import SimOptions, run_sim
 
-    order = Order(scenario, nodes, tuple(set or ()), seed, seeds, as_json, trace, check, plots, jobs)
-    raise typer.Exit(run_sim(order))
+    options = SimOptions(scenario, nodes, tuple(set or ()), seed, seeds, as_json, trace, check, plots, jobs)
+    raise typer.Exit(run_sim(options))
 
 
 @app.command()

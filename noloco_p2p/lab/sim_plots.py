@@ -4,19 +4,19 @@ from pathlib import Path
 
 from noloco_p2p import humanize
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab.sim_runs import Run
+from noloco_p2p.lab.sim_runs import SimRun
 from noloco_p2p.lab.sim_table import causes
 from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, save
 from noloco_p2p.observe.plotting.svg import GREEN, IDLE_COLOURS, SERIES_COLOURS
 from noloco_p2p.sim import timelines
-from noloco_p2p.sim.figures import Figures
-from noloco_p2p.sim.outcome import Outcome
+from noloco_p2p.sim.figures import RunFigures
+from noloco_p2p.sim.process import Outcome
 
 BINS = 60
 """Points of a curve over time."""
 
 
-def draw(run: Run, directory: Path) -> list[Path]:
+def draw(run: SimRun, directory: Path) -> list[Path]:
     """Write the plots of a run that came to its end into a directory. Raises ConfigError when it cannot be written."""
     assert run.outcome is not None, "this run was made in another process"
     assert run.figures is not None, "this run did not come to its end"
@@ -28,7 +28,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
 
 
-def _charts(found: Figures, outcome: Outcome, tokens_per_microbatch: int) -> list[Chart]:
+def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> list[Chart]:
     over_time = "virtual seconds"
     throughput = [Curve.through("all nodes", timelines.tokens_per_s(outcome, tokens_per_microbatch, BINS))]
     nodes = [Curve.through(f"stage {n}", points, "steps") for n, points in timelines.nodes_training(outcome).items()]
@@ -46,7 +46,7 @@ def _charts(found: Figures, outcome: Outcome, tokens_per_microbatch: int) -> lis
     return charts
 
 
-def _time(found: Figures) -> Bars:
+def _time(found: RunFigures) -> Bars:
     """What each stage's nodes did with their time."""
     names = causes(found.stages)
     rows = []
@@ -66,7 +66,7 @@ def _rounds(outcome: Outcome) -> Plot:
     return Plot("rounds", "Outer rounds", axes, curves, from_zero=True)
 
 
-def _bytes(found: Figures) -> Bars:
+def _bytes(found: RunFigures) -> Bars:
     """What each node sent and received, on average."""
     rows = []
     for way, counts in (("sent", found.traffic.sent_per_node), ("received", found.traffic.received_per_node)):

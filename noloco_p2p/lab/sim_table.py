@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from noloco_p2p.sim.figures import Figures, StageFigures
+from noloco_p2p.sim.figures import RunFigures, StageFigures
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-def of_run(found: Figures) -> "list[RenderableType]":
+def of_run(found: RunFigures) -> "list[RenderableType]":
     """One run: what it came to, its stages, its bytes."""
     return [_summary(found), "", _stages(found.stages), "", _bytes(found)]
 
@@ -79,7 +79,7 @@ def _table(columns: Sequence[str], left: int) -> "Table":
     return table
 
 
-def _summary(found: Figures) -> "Table":
+def _summary(found: RunFigures) -> "Table":
     table = _table(("", ""), left=2)
     table.show_header = False
     table.columns[1].no_wrap = False
@@ -127,7 +127,7 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
     return table
 
 
-def _bytes(found: Figures) -> "Table":
+def _bytes(found: RunFigures) -> "Table":
     table = _table(("bytes per node", "sent", "received", "lost in all"), left=1)
     traffic = found.traffic
     for kind in traffic.sent_per_node:

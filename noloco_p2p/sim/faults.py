@@ -1,25 +1,28 @@
-"""Swarms to which things are done: single faults with their times, and what there was when a node took weights up.
+"""Swarms with faults: what is done to which nodes and when, and what each node could have resumed from.
 
-    swarm = HurtSwarm(plan, (Fault(5.0, "split", ("s0r0", "s1r0"), 20.0),))
+    swarm = FaultySwarm(plan, (Fault(5.0, "split", ("s0r0", "s1r0"), 20.0),))
 
-What must hold whatever is done stands in `laws`.
+What must hold whatever is done: see `laws`.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, Description, PeerId
-from noloco_p2p.sim.ledger import Ledger, TakeUp, There, Watched, now_s
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.process import Outcome, SimProcess
+from noloco_p2p.sim.recording import AvailableWeights, FrozenWeights, RecordingStage, Resumption, now_s
 from noloco_p2p.sim.stage import SyncStage
-from noloco_p2p.sim.toy_stage import ModelStage
 from noloco_p2p.sim.transport import DESCRIBE_S
-from noloco_p2p.sim.world import Life, Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SETTLED_S = 2 * DESCRIBE_S
 """A newcomer decides on answers that are as old as the longest wait for another answer."""
+UNDONE = ("hang", "mute", "cut", "one_way", "split", "pause", "slow")
+"""Kinds whose end is an event of its own in the history of the swarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.kind} {' '.join(self.peers)} for {self.for_s:.2f} s"
 
-    def parts(self, one: PeerId, other: PeerId) -> bool:
+    def separates(self, one: PeerId, other: PeerId) -> bool:
         """While it lasts, nothing gets through between the two."""
         match self.kind:
             case "hang" | "mute":
@@ -56,13 +59,13 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class TimeLimits:
     """How long things may take in a sound swarm, as its nodes' own settings say."""
 
     limit_s: float
     """By then the run has ended."""
     listed_s: float
-    """What has been announced for so long has been read by everybody who can read."""
+    """What has been announced for that long has been read by every node that can read."""
     round_s: float
     """Longest outer round: its partner hangs, and the transfer ends by its deadline."""
     gap_s: float
@@ -70,9 +73,9 @@ class Bounds:
     went to has fallen silent, and under `balanced` an origin is waited for that has been silent for a while."""
 
     @staticmethod
-    def of(plan: SwarmPlan, limit_s: float) -> "Bounds":
+    def of(plan: SimPlan, limit_s: float) -> "TimeLimits":
         """Those of a plan."""
-        return Bounds(
+        return TimeLimits(
             limit_s,
             2.0 * plan.config.directory.refresh_s,
             plan.manifest.outer.deadline_s + 1.0,
@@ -80,112 +83,115 @@ class Bounds:
         )
 
 
-class FaultySwarm(Swarm):
-    """A swarm with a list of faults, whose stages, where they are model stages, write down what they do."""
+class FaultySwarm(SimSwarm):
+    """A swarm with a list of faults, whose stages, where they are linear stages, record what they do."""
 
-    def __init__(self, plan: SwarmPlan, faults: tuple[Fault, ...] = (), *, limit_s: float = 400.0) -> None:
-        self.ledger = Ledger()
+    def __init__(self, plan: SimPlan, faults: tuple[Fault, ...] = (), *, limit_s: float = 400.0) -> None:
+        frozen = FrozenWeights()
 
         def factory(manifest: RunManifest, index: int, me: PeerId) -> SyncStage:
-            return Watched(manifest, index, me, self.ledger)
+            return RecordingStage(manifest, index, me, frozen)
 
-        super().__init__(replace(plan, stage_factory=factory) if plan.stage_factory is ModelStage else plan)
-        self.faults = faults
-        """All that will be done, if the run lasts."""
+        super().__init__(replace(plan, stage_factory=factory) if plan.stage_factory is LinearStage else plan)
         self.begun: list[Fault] = []
-        """What has been done to it so far."""
-        self.bounds = Bounds.of(plan, limit_s)
-        self.taken_up: list[TakeUp] = []
-        self.done: list[tuple[float, str]] = []
+        """The faults that have been done so far."""
+        self.limits = TimeLimits.of(plan, limit_s)
+        self.resumptions: list[Resumption] = []
+        self.history: list[tuple[float, str]] = []
         """What was done to the swarm, and when."""
         for fault in faults:
             self.at(fault.at_s, lambda fault=fault: self._begin(fault))  # type: ignore[misc]
             self.at(fault.ends_s, lambda fault=fault: self._end(fault))  # type: ignore[misc]
 
+    def run(self, limit_s: float | None = None, *, tolerate: bool = False) -> Outcome:
+        """Run it to its end, by default within its own limit. Raises as `SimSwarm.run`."""
+        return super().run(self.limits.limit_s if limit_s is None else limit_s, tolerate=tolerate)
+
     def start(self, stage: int, replica: int) -> None:
-        """As ever; each time that the node takes weights up, it is written down what there was when it chose them."""
+        """As in `SimSwarm`; each time the node resumes from weights, record what was available when it chose them."""
         super().start(stage, replica)
-        life = self._lives[-1]
-        transport, _, telemetry, _ = life.ports
-        tell, ask = telemetry.event, transport.describe
-        before: list[There] = []
+        process = self.processes[-1]
+        transport, _, telemetry, _ = process.ports
+        record, ask = telemetry.event, transport.describe
+        before: list[AvailableWeights] = []
 
         def event(kind: str, /, **fields: object) -> None:
-            tell(kind, **fields)
+            record(kind, **fields)
             if kind == "resumed" and not telemetry.dead:
-                there = before.pop() if before else self._there(life.peer)
+                available = before.pop() if before else self._available(process.peer)
                 source, round = str(fields["source"]), int(str(fields["round"]))
-                self.taken_up.append(TakeUp(now_s(), life.peer, life.node.state.index, source, round, there))
+                self.resumptions.append(Resumption(now_s(), process.peer, source, round, available))
                 before.clear()
 
         async def describe(peer: Advert) -> Description:
-            """Asked of everybody who may have weights, just before a node chooses; then they are on their way."""
+            """Asked of all nodes that may have weights, just before a node chooses; then they are on their way."""
             if not before or before[-1].at_s < now_s():
-                before[:] = [self._there(life.peer)]
+                before[:] = [self._available(process.peer)]
             return await ask(peer)
 
         telemetry.event = event  # type: ignore[method-assign]
         transport.describe = describe  # type: ignore[method-assign]
 
-    def _there(self, peer: PeerId) -> There:
+    def _available(self, peer: PeerId) -> AvailableWeights:
         """What weights a node of its stage could go on from now."""
-        index, now = self.life(peer).node.state.index, now_s()
-        adverts = [life.node.state.advert for life in self._lives if life.running and self.reach(peer, life.peer)]
-        others = [a for a in adverts if a.peer_id != peer]
+        index, now = self.process(peer).node.state.index, now_s()
+        listed_at = now - self.limits.listed_s
+        adverts = [one.node.state.advert for one in self.processes if one.running and self._reach(peer, one.peer)]
+        others = [advert for advert in adverts if advert.peer_id != peer]
+
+        def trains_since(mate: PeerId) -> float:
+            return self.process(mate).trace.of("state")[-1].at_s
+
+        def listed(advert: Advert) -> list[int]:
+            held = [holding.round for holding in advert.holds if holding.stage == index]
+            events = self.process(advert.peer_id).trace.of("guarded") if held else []
+            announced = {
+                event.get("round") for event in events if event.get("stage") == index and event.at_s <= listed_at
+            }
+            return [round for round in held if round in announced]
+
+        def newest(stage: int) -> int:
+            living = [a.outer_round for a in adverts if a.stage == stage and a.state in TRAINED]
+            return max([*living, *(h.round for a in adverts for h in a.holds if h.stage == stage)], default=0)
+
         mates = [a for a in others if a.stage == index and a.state in TRAINED]
-        entered = {a.peer_id: self.life(a.peer_id).trace.of("state")[-1].at_s for a in mates}
-        held = [(a, h) for a in others for h in a.holds if h.stage == index]
-        listed = {
-            (h.peer, h.get("stage"), h.get("round"))
-            for a in {a.peer_id: a for a, _ in held}
-            for h in self.life(a).trace.of("guarded")
-            if h.at_s <= now - self.bounds.listed_s
-        }
-        return There(
+        return AvailableWeights(
             now,
-            tuple(a.outer_round for a in mates if entered[a.peer_id] <= now - self.bounds.listed_s),
-            tuple(h.round for a, h in held if (a.peer_id, h.stage, h.round) in listed),
+            tuple(mate.outer_round for mate in mates if trains_since(mate.peer_id) <= listed_at),
+            tuple(round for advert in others for round in listed(advert)),
             tuple(h.round for h in self.disks[peer].held() if h.stage == index),
-            tuple(self._newest(adverts, s) for s in range(self.plan.manifest.stages) if s != index),
+            tuple(newest(stage) for stage in range(self.plan.manifest.stages) if stage != index),
         )
 
-    @staticmethod
-    def _newest(adverts: Sequence[Advert], stage: int) -> int:
-        living = [a.outer_round for a in adverts if a.stage == stage and a.state in TRAINED]
-        return max([*living, *(h.round for a in adverts for h in a.holds if h.stage == stage)], default=0)
-
-    def reach(self, one: PeerId, other: PeerId) -> bool:
+    def _reach(self, one: PeerId, other: PeerId) -> bool:
         """Whether messages have got through between two nodes for SETTLED_S."""
         since_s = now_s() - SETTLED_S
-        return not any(fault.ends_s > since_s and fault.parts(one, other) for fault in self.begun)
+        return not any(fault.ends_s > since_s and fault.separates(one, other) for fault in self.begun)
 
     # --- what is done ---------------------------------------------------------------------------------------------
 
     def _begin(self, fault: Fault) -> None:
         self.begun.append(fault)
-        self.done.append((now_s(), str(fault)))
-        first, *rest = fault.peers
+        self.history.append((now_s(), str(fault)))
         match fault.kind:
             case "cut":
-                for number, one in enumerate(fault.peers):
-                    for other in fault.peers[number + 1 :]:
-                        self.network.partition(one, other)
+                for one, other in combinations(fault.peers, 2):
+                    self.network.partition(one, other)
             case "one_way":
-                for other in rest:
-                    self.network.partition_one_way(first, other)
+                for other in fault.peers[1:]:
+                    self.network.partition_one_way(fault.peers[0], other)
             case "split":
-                others = [life.peer for life in self._lives if life.peer not in fault.peers]
+                others = [process.peer for process in self.processes if process.peer not in fault.peers]
                 self.split(fault.peers, others)
-            case _:
+            case "arrive" if not self.finished:
                 for peer in fault.peers:
-                    if fault.kind == "arrive" or self._was(peer):
-                        self._hurt(peer, fault)
-
-    def _hurt(self, peer: PeerId, fault: Fault) -> None:
-        match fault.kind:
-            case "arrive":
-                if not self.over:
                     self.start(*_place(peer))
+            case _:
+                for peer in filter(self._was_started, fault.peers):
+                    self._strike(peer, fault)
+
+    def _strike(self, peer: PeerId, fault: Fault) -> None:
+        match fault.kind:
             case "crash":
                 self.crash(peer)
             case "bounce":
@@ -201,59 +207,58 @@ class FaultySwarm(Swarm):
                 self.pause(peer)
             case "slow":
                 self.slow(peer, fault.factor * self.plan.slowness.get(peer, 1.0))
-            case "leave" | "depart" if self.life(peer).running:
+            case "leave" | "depart" if self.process(peer).running:
                 self.drain(peer)
 
     def _end(self, fault: Fault) -> None:
-        if fault.kind in ("hang", "mute", "cut", "one_way", "split", "pause", "slow"):
-            self.done.append((now_s(), f"end of {fault.kind} {' '.join(fault.peers)}"))
-        for number, peer in enumerate(fault.peers):
-            if not self._was(peer):
-                continue
-            match fault.kind:
-                case "cut" | "one_way":
-                    for other in fault.peers[number + 1 :]:
-                        self.network.repair(peer, other)
-                case "hang" | "mute":
-                    self.network.release(peer)
-                    self.registry.failing.pop(peer, None)
-                case "pause":
-                    self.resume(peer)
-                case "slow":
-                    self.slow(peer, self.plan.slowness.get(peer, 1.0))
-                case "leave" if not (self.life(peer).crashed or self.life(peer).running or self.over):
-                    self.start(*self.life(peer).place)
-        if fault.kind == "split":
-            self.heal()
+        if fault.kind in UNDONE:
+            self.history.append((now_s(), f"end of {fault.kind} {' '.join(fault.peers)}"))
+        match fault.kind:
+            case "cut" | "one_way":
+                for one, other in combinations(fault.peers, 2):
+                    self.network.repair(one, other)
+            case "split":
+                self.heal()
+            case _:
+                for peer in filter(self._was_started, fault.peers):
+                    self._release(peer, fault.kind)
 
-    def _was(self, peer: PeerId) -> bool:
-        """It has been started; a newcomer never is who would come when the run is over."""
-        return any(life.peer == peer for life in self._lives)
+    def _release(self, peer: PeerId, kind: str) -> None:
+        process = self.process(peer)
+        match kind:
+            case "hang" | "mute":
+                self.network.release(peer)
+                self.registry.failing.pop(peer, None)
+            case "pause":
+                self.resume(peer)
+            case "slow":
+                self.slow(peer, self.plan.slowness.get(peer, 1.0))
+            case "leave" if not (process.crashed or process.running or self.finished):
+                self.start(*process.place)
+
+    def _was_started(self, peer: PeerId) -> bool:
+        """False for a newcomer that would have come after the end of the run."""
+        return any(process.peer == peer for process in self.processes)
 
     # --- its end --------------------------------------------------------------------------------------------------
 
-    def _ahead(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
-        """Who came back, or was cut off from all who finished, until they had left, is told to leave too."""
-        running = [life for life in self._lives if life.running]
-        if self.over and all(self._late(life) for life in running):
-            for life in running:
-                life.node.drain()
-        return super()._ahead(schedule)
+    def _pending(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
+        """Nodes that came back too late, or were cut off from all that finished until those had left, leave too."""
+        running = [process for process in self.processes if process.running]
+        if self.finished and all(self._late(process) for process in running):
+            for process in running:
+                process.node.drain()
+        return super()._pending(schedule)
 
-    def _late(self, life: Life) -> bool:
-        if life.node.state.advert.state in ("starting", "waiting"):
+    def _late(self, process: SimProcess) -> bool:
+        if process.state in ("starting", "waiting"):
             return True
         if not self.begun:
             return False
-        finished = [one for one in self._lives if one.node.finished]
+        finished = [one for one in self.processes if one.node.finished]
         missed_s = min(one.trace.of("state")[-1].at_s for one in finished) + self.plan.config.directory.ttl_s / 2
         lasting = [fault for fault in self.begun if fault.ends_s > missed_s]
-        return all(any(fault.parts(life.peer, one.peer) for fault in lasting) for one in finished)
-
-    @property
-    def over(self) -> bool:
-        """Somebody has finished the run."""
-        return any(life.node.finished for life in self._lives)
+        return all(any(fault.separates(process.peer, one.peer) for fault in lasting) for one in finished)
 
 
 def _place(peer: PeerId) -> tuple[int, int]:

@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.sim.outcome import NodeOutcome, Outcome
-from noloco_p2p.sim.parts import Part, parts, training
-from noloco_p2p.sim.telemetry import Happening
-from noloco_p2p.sim.toy_stage import ModelStage
-from noloco_p2p.sim.traffic import Account
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.process import Outcome, SimProcess, StagePeriod
+from noloco_p2p.sim.traffic import ByteCounts
 
 Shares = dict[str, float]
 """By name, parts of a whole."""
@@ -61,7 +59,7 @@ class MicrobatchFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficFigures:
     """Bytes of tensors by kind: activation, gradient, snapshot, state."""
 
     sent_per_node: Shares
@@ -75,7 +73,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunFigures:
     """All of it."""
 
     virtual_s: float
@@ -97,67 +95,103 @@ class Figures:
     """Outer rounds by result, all nodes together."""
     round_s: dict[str, float]
     """Seconds of an outer round: `p50` and `p95`; empty without rounds."""
-    traffic: Traffic
+    traffic: TrafficFigures
     trace_hash: str
 
 
-Ledger = Mapping[PeerId, Mapping[str, Account]]
+BytesOf = Mapping[PeerId, Mapping[str, ByteCounts]]
 """By node and kind."""
 
 
 @dataclass(slots=True)
-class _Sums:
+class _StageSums:
     """Of one stage, while they are gathered."""
 
-    lives: int = 0
+    processes: int = 0
     training_s: float = 0.0
     busy_s: float = 0.0
     inner_steps: int = 0
-    done: int = 0
-    nonfinite: int = 0
+    results: Counter[str] = field(default_factory=Counter)
+    """Microbatches by result."""
     dropped: Counter[str] = field(default_factory=Counter)
+    """Those by reason."""
     idle_s: dict[str, float] = field(default_factory=dict)
     stds: list[float] = field(default_factory=list)
     stepped_at: float = 0.0
     trained_from: float = math.inf
 
+    def add(self, period: StagePeriod) -> None:
+        """Add what a process recorded while it held this stage."""
+        if spans := period.training:
+            self.processes += 1
+            self.training_s += sum(end - begin for begin, end in spans)
+            self.trained_from = min(self.trained_from, spans[0][0])
+        std = None
+        for event in period.events:
+            match event.kind:
+                case "inner_step":
+                    self.inner_steps += 1
+                    self.busy_s += event.number("busy_s")
+                    self.stepped_at = max(self.stepped_at, event.at_s)
+                case "idle":
+                    cause = str(event.get("cause"))
+                    self.idle_s[cause] = self.idle_s.get(cause, 0.0) + event.number("seconds")
+                case "microbatch":
+                    self.results[str(event.get("result"))] += 1
+                    if event.get("result") == "dropped":
+                        self.dropped[str(event.get("reason"))] += 1
+                case "replica_std":
+                    std = event.number("value")
+        if std is not None:
+            self.stds.append(std)
 
-def figures(outcome: Outcome, ledger: Ledger, tokens_per_microbatch: int, stages: int) -> Figures:
-    """Everything that is told of a run. `tokens_per_microbatch` are those of the run that is simulated."""
-    sums = [_Sums() for _ in range(stages)]
-    rerouted: Counter[str] = Counter()
-    rounds: Counter[str] = Counter()
-    round_s: list[float] = []
-    busy = 0
-    for life in outcome.lives:
-        for part in parts(life, outcome.ended_at_s):
-            _gather(part, sums[part.stage])
-        for one in life.trace.happenings:
-            if one.kind == "reroute":
-                rerouted[str(one.get("reason"))] += 1
-            elif one.kind == "outer_round":
-                rounds[str(one.get("result"))] += 1
-                round_s.append(_number(one, "seconds"))
-            elif one.kind == "busy" and one.get("direction") == "out":
-                busy += 1
-    first = sums[0]
+    def figures(self, stage: int, *, real: bool) -> StageFigures:
+        """What they come to; `real` weights have a standard deviation that means something."""
+        seconds = self.training_s
+        idle_s = dict(sorted(self.idle_s.items()))
+        idle_s["other"] = max(0.0, seconds - self.busy_s - sum(idle_s.values()))
+        return StageFigures(
+            stage=stage,
+            lives=self.processes,
+            inner_steps=self.inner_steps,
+            microbatches=self.results["done"] + self.results["nonfinite"],
+            training_s=seconds,
+            utilisation=self.busy_s / seconds if seconds else None,
+            idle={cause: waited_s / seconds for cause, waited_s in idle_s.items()} if seconds else {},
+            replica_std=sum(self.stds) / len(self.stds) if real and self.stds else None,
+        )
+
+
+def figures(outcome: Outcome, bytes_of: BytesOf, tokens_per_microbatch: int, stages: int) -> RunFigures:
+    """The figures of a run. `tokens_per_microbatch` are those of the run that is simulated."""
+    sums = [_StageSums() for _ in range(stages)]
+    for period in outcome.periods():
+        sums[period.stage].add(period)
+    first, trace, nodes = sums[0], outcome.trace, len(outcome.nodes)
     train_s = max(0.0, first.stepped_at - first.trained_from)
-    tokens = first.done * tokens_per_microbatch
-    real = not any(isinstance(model, ModelStage) for life in outcome.lives for model in life.models)
-    return Figures(
+    tokens = first.results["done"] * tokens_per_microbatch
+    round_s = [event.number("seconds") for event in trace.of("outer_round")]
+    real = not any(isinstance(model, LinearStage) for process in outcome.processes for model in process.models)
+    return RunFigures(
         virtual_s=outcome.ended_at_s,
         train_s=train_s,
-        nodes=len(outcome.nodes),
-        ends=_sorted(Counter(_end(life) for life in outcome.lives)),
+        nodes=nodes,
+        ends=_sorted(Counter(map(_end, outcome.processes))),
         tokens=tokens,
         tokens_per_s=tokens / train_s if train_s else 0.0,
-        step=max((life.step for life in outcome.lives if life.stage == 0), default=0.0),
-        stages=tuple(_of_stage(stage, one, real) for stage, one in enumerate(sums)),
-        microbatches=MicrobatchFigures(first.done, first.nonfinite, _sorted(first.dropped), _sorted(rerouted), busy),
-        rounds=_sorted(rounds),
+        step=max((process.step for process in outcome.processes if process.stage == 0), default=0.0),
+        stages=tuple(one.figures(stage, real=real) for stage, one in enumerate(sums)),
+        microbatches=MicrobatchFigures(
+            first.results["done"],
+            first.results["nonfinite"],
+            _sorted(first.dropped),
+            _sorted(trace.totals("reroute", "reason")),
+            trace.totals("busy", "direction")["out"],
+        ),
+        rounds=_sorted(trace.totals("outer_round", "result")),
         round_s={f"p{percent}": quantile(round_s, percent / 100) for percent in PERCENTILES} if round_s else {},
-        traffic=_traffic(ledger, len(outcome.nodes)),
-        trace_hash=outcome.trace.trace_hash,
+        traffic=_traffic(bytes_of, nodes),
+        trace_hash=trace.trace_hash,
     )
 
 
@@ -172,96 +206,44 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-def _gather(part: Part, sums: _Sums) -> None:
-    """Add what a process told to the sums of its stage."""
-    spans = training(part)
-    if spans:
-        sums.lives += 1
-        sums.training_s += sum(end - begin for begin, end in spans)
-        sums.trained_from = min(sums.trained_from, spans[0][0])
-    std = None
-    for one in part.told:
-        match one.kind:
-            case "inner_step":
-                sums.inner_steps += 1
-                sums.busy_s += _number(one, "busy_s")
-                sums.stepped_at = max(sums.stepped_at, one.at_s)
-            case "idle":
-                cause = str(one.get("cause"))
-                sums.idle_s[cause] = sums.idle_s.get(cause, 0.0) + _number(one, "seconds")
-            case "microbatch":
-                result = one.get("result")
-                sums.done += result == "done"
-                sums.nonfinite += result == "nonfinite"
-                if result == "dropped":
-                    sums.dropped[str(one.get("reason"))] += 1
-            case "replica_std":
-                std = _number(one, "value")
-    if std is not None:
-        sums.stds.append(std)
-
-
-def _of_stage(stage: int, sums: _Sums, real: bool) -> StageFigures:
-    seconds = sums.training_s
-    idle_s = dict(sorted(sums.idle_s.items()))
-    idle_s["other"] = max(0.0, seconds - sums.busy_s - sum(idle_s.values()))
-    return StageFigures(
-        stage=stage,
-        lives=sums.lives,
-        inner_steps=sums.inner_steps,
-        microbatches=sums.done + sums.nonfinite,
-        training_s=seconds,
-        utilisation=sums.busy_s / seconds if seconds else None,
-        idle={cause: waited_s / seconds for cause, waited_s in idle_s.items()} if seconds else {},
-        replica_std=sum(sums.stds) / len(sums.stds) if real and sums.stds else None,
+def _traffic(bytes_of: BytesOf, nodes: int) -> TrafficFigures:
+    totals: dict[str, ByteCounts] = {}
+    for of_node in bytes_of.values():
+        for kind, counts in of_node.items():
+            totals.setdefault(kind, ByteCounts()).add(counts)
+    by_kind = sorted(totals.items())
+    return TrafficFigures(
+        sent_per_node={kind: total.sent / nodes for kind, total in by_kind},
+        received_per_node={kind: total.received / nodes for kind, total in by_kind},
+        most_sent=max((sum(one.sent for one in of_node.values()) for of_node in bytes_of.values()), default=0),
+        lost={kind: total.lost for kind, total in by_kind},
+        in_flight={kind: total.in_flight for kind, total in by_kind},
     )
 
 
-def _traffic(ledger: Ledger, nodes: int) -> Traffic:
-    sums: dict[str, Account] = {}
-    for of_node in ledger.values():
-        for kind, account in of_node.items():
-            sums.setdefault(kind, Account()).add(account)
-    totals = sorted(sums.items())
-    return Traffic(
-        sent_per_node={kind: total.sent / nodes for kind, total in totals},
-        received_per_node={kind: total.received / nodes for kind, total in totals},
-        most_sent=max((sum(one.sent for one in of_node.values()) for of_node in ledger.values()), default=0),
-        lost={kind: total.lost for kind, total in totals},
-        in_flight={kind: total.in_flight for kind, total in totals},
-    )
-
-
-def flat(found: Figures) -> dict[str, float]:
+def flat(found: RunFigures) -> dict[str, float]:
     """The figures that several runs are compared by, under names of one level; what a run has none of is left out."""
-    told = {"virtual_s": found.virtual_s, "train_s": found.train_s, "tokens_per_s": found.tokens_per_s}
-    told |= {"microbatches": found.microbatches.done, "dropped": sum(found.microbatches.dropped.values())}
-    told |= {"rerouted": sum(found.microbatches.rerouted.values()), "busy": found.microbatches.busy}
+    values = {"virtual_s": found.virtual_s, "train_s": found.train_s, "tokens_per_s": found.tokens_per_s}
+    values |= {"microbatches": found.microbatches.done, "dropped": sum(found.microbatches.dropped.values())}
+    values |= {"rerouted": sum(found.microbatches.rerouted.values()), "busy": found.microbatches.busy}
     for one in found.stages:
         if one.utilisation is not None:
-            told[f"utilisation.{one.stage}"] = one.utilisation
-        told |= {f"idle.{one.stage}.{cause}": share for cause, share in one.idle.items()}
+            values[f"utilisation.{one.stage}"] = one.utilisation
+        values |= {f"idle.{one.stage}.{cause}": share for cause, share in one.idle.items()}
         if one.replica_std is not None:
-            told[f"replica_std.{one.stage}"] = one.replica_std
-    told |= {f"rounds.{result}": found.rounds.get(result, 0) for result in ROUND_RESULTS}
-    told |= {f"round_s.{name}": seconds for name, seconds in found.round_s.items()}
-    return told | {f"sent_per_node.{kind}": count for kind, count in found.traffic.sent_per_node.items()}
+            values[f"replica_std.{one.stage}"] = one.replica_std
+    values |= {f"rounds.{result}": found.rounds.get(result, 0) for result in ROUND_RESULTS}
+    values |= {f"round_s.{name}": seconds for name, seconds in found.round_s.items()}
+    return values | {f"sent_per_node.{kind}": count for kind, count in found.traffic.sent_per_node.items()}
 
 
-def _end(life: NodeOutcome) -> str:
+def _end(process: SimProcess) -> str:
     """How a process ended, in words."""
-    if life.crashed:
+    if process.crashed:
         return "crashed"
-    if life.error is not None:
+    if process.error is not None:
         return "failed"
-    early = any(one.get("reason") == "told to leave" for one in life.trace.of("state"))
-    return "left early" if early else "finished"
-
-
-def _number(one: Happening, name: str) -> float:
-    value = one.get(name)
-    assert isinstance(value, int | float), f"{one.kind} without {name}"
-    return float(value)
+    return "left early" if process.told_to_leave else "finished"
 
 
 def _sorted(counts: Mapping[str, int]) -> Counts:

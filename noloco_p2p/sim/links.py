@@ -1,32 +1,73 @@
-"""Where the nodes of a simulated swarm stand: what lies between two of them, and how much things weigh."""
+"""How the nodes of a simulated swarm are connected: links, access lines, regions, and what lost packets cost.
 
-from dataclasses import dataclass
+Two formulas of TCP's say what losses cost. Inside a transfer they cost speed: at most `ceiling_bytes_per_s`. At its
+end, and for a message of one packet, nothing comes after the lost packet that would reveal the loss, so its sender
+waits for the retransmission timer: `resend_s`. Connections are taken as warm: slow start is left out. Reno's ceiling
+is a low one; CUBIC and BBR get more.
+"""
+
+import math
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.errors import ConfigError
+
+MSS_BYTES = 1460
+"""TCP's maximum segment size: an Ethernet frame's payload less the headers of IPv4 and TCP."""
+RENO = math.sqrt(3 / 2)
+"""1.22, of periodic losses with every segment acknowledged: Mathis, Semke, Mahdavi and Ott, "The macroscopic behavior
+of the TCP congestion avoidance algorithm", ACM CCR 27(3), 1997."""
+LEAST_TIMER_S = 0.2
+"""What the timer adds to a round trip: Linux, TCP_RTO_MIN. (RFC 6298 would have it wait a second.)"""
+LONGEST_TIMER_S = 120.0
+"""Linux, TCP_RTO_MAX."""
+
+
+def ceiling_bytes_per_s(loss: float, round_trip_s: float) -> float:
+    """What one connection reaches at most: 1.22·segment / (round trip·√loss)."""
+    if loss <= 0 or round_trip_s <= 0:
+        return math.inf
+    return RENO * MSS_BYTES / (round_trip_s * math.sqrt(loss))
+
+
+def resend_s(loss: float, round_trip_s: float, rng: random.Random) -> float:
+    """How much later a message's last packet arrives: 0 unless it is lost, else the timers, each twice the one before.
+
+    Each sending is lost with chance `loss`, which must be below 1. RFC 6298, section 5.5.
+    """
+    late_s, timer_s = 0.0, round_trip_s + LEAST_TIMER_S
+    while rng.random() < loss:
+        late_s += timer_s
+        timer_s = min(2 * timer_s, LONGEST_TIMER_S)
+    return late_s
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message meets on its way from one node to another, one way."""
+    """The path of a message from one node to another, one way."""
 
     latency_s: float = 0.001
-    """Median time on the way, seconds."""
+    """Median time one way, seconds."""
     spread: float = 0.0
     """Sigma of the log-normal latency; 0: constant."""
     bytes_per_s: float | None = None
-    """What the tensors of all concurrent transfers on this way share; none: no limit but the access of its ends."""
+    """What the tensors of all concurrent transfers on this link share; none: no limit but the access of its ends."""
     request_loss: float = 0.0
     """Chance that a call never arrives."""
     reply_loss: float = 0.0
     """Chance that an answer never arrives, though the callee has done the work."""
     loss: float = 0.0
-    """Chance that a packet is lost: TCP sends it again, which costs time, see `network`."""
+    """Chance that a packet is lost: TCP sends it again, which costs time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a node is connected to everybody: the tensors of all its concurrent transfers share these."""
+    """How a node is connected to all others: the tensors of all its concurrent transfers share these."""
 
     up_bytes_per_s: float | None = None
     """Away from the node; none: no limit."""
@@ -34,16 +75,37 @@ class Access:
     """Towards the node; none: no limit."""
 
 
+@dataclass(frozen=True, slots=True)
+class MessageSizes:
+    """What the messages of the run that is simulated would weigh, where the stages here have tiny tensors."""
+
+    activation_bytes: int
+    """Hidden states of one microbatch, targets included."""
+    gradient_bytes: int
+    """The gradient that answers it."""
+    snapshot_bytes: tuple[int, ...]
+    """Of every stage: φ and Δ."""
+    state_bytes: tuple[int, ...]
+    """Of every stage: a replica's whole state."""
+
+    def of(self, kind: str, stage: int) -> int:
+        """Bytes of a message of one of the kinds of `traffic.KINDS`; of one stage, where stages differ."""
+        match kind:
+            case "snapshot":
+                return self.snapshot_bytes[stage]
+            case "state":
+                return self.state_bytes[stage]
+        return self.activation_bytes if kind == "activation" else self.gradient_bytes
+
+
 class Geography(Protocol):
-    """Who is connected how; asked once for each pair and each node."""
+    """Which nodes are connected how; asked once for each pair and each node."""
 
     def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """What lies between two nodes, in one direction."""
-        ...
+        """The link between two nodes, in one direction."""
 
     def access(self, peer: PeerId) -> Access:
-        """What lies between a node and everything else."""
-        ...
+        """The line between a node and everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +125,103 @@ class Uniform:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What the messages of the run that is simulated would weigh, where the stages here have tiny tensors."""
+class Regions:
+    """The Geography of nodes in regions. Raises ConfigError for a matrix that does not fit its names."""
 
-    activation_bytes: int
-    """Hidden states of one microbatch, targets included."""
-    gradient_bytes: int
-    """The gradient that answers it."""
-    snapshot_bytes: tuple[int, ...]
-    """Of every stage: φ and Δ."""
-    state_bytes: tuple[int, ...]
-    """Of every stage: a replica's whole state."""
+    names: tuple[str, ...]
+    round_trip_ms: tuple[tuple[float, ...], ...]
+    """Median round trip between a node of the row's region and one of the column's, milliseconds; half of it each way.
+
+    The diagonal is the round trip within a region.
+    """
+    bytes_per_s: tuple[tuple[float | None, ...], ...] | None = None
+    """What one node can send to one other, from the row's region to the column's; none: no limit but their access."""
+    spread: float = 0.0
+    """Sigma of the log-normal latency of every link; 0: constant."""
+    loss: float = 0.0
+    """Chance that a packet is lost, on every link."""
+    home: Mapping[PeerId, str] = field(default_factory=dict)
+    """Region of the nodes that are named here. All others are spread in turn: node `…7` is in region 7 modulo their
+    count, so that the replicas of one number share a region."""
+    each: Access = field(default_factory=Access)
+    """Of every node."""
+
+    def __post_init__(self) -> None:
+        """Check what was given."""
+        if not self.names or len({*self.names}) < len(self.names):
+            raise ConfigError(f"regions need different names, got {list(self.names)}")
+        for what, matrix in (("round_trip_ms", self.round_trip_ms), ("bytes_per_s", self.bytes_per_s)):
+            if matrix is not None and [len(row) for row in matrix] != [len(self.names)] * len(self.names):
+                raise ConfigError(f"{what} needs {len(self.names)} rows of {len(self.names)}, one for each region")
+            if any(value is not None and not 0 < value < math.inf for row in matrix or () for value in row):
+                raise ConfigError("round trips and bandwidths between regions must be above 0")
+        unknown = sorted({*self.home.values()} - {*self.names})
+        if unknown:
+            raise ConfigError(f"there is no region {unknown[0]!r}; there are {', '.join(self.names)}")
+
+    def region(self, peer: PeerId) -> str:
+        """The region of a node. Raises ConfigError for one that is not named and has no number at its end."""
+        return self.names[self._index(peer)]
+
+    def link(self, sender: PeerId, receiver: PeerId) -> Link:
+        """See `Geography`."""
+        row, column = self._index(sender), self._index(receiver)
+        speed = self.bytes_per_s[row][column] if self.bytes_per_s else None
+        return Link(self.round_trip_ms[row][column] / 2000.0, self.spread, speed, loss=self.loss)
+
+    def access(self, peer: PeerId) -> Access:
+        """See `Geography`."""
+        return self.each
+
+    def _index(self, peer: PeerId) -> int:
+        if peer in self.home:
+            return self.names.index(self.home[peer])
+        number = re.search(r"\d+$", peer)
+        if number is None:
+            raise ConfigError(f"node {peer} has no region: name one for it, or give it a number")
+        return int(number[0]) % len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class VariedAccess:
+    """The Geography whose nodes differ in their access: each draws one log-normal factor for both directions.
+
+    With one factor a fast line is fast both ways, and every line is as asymmetric as the median one.
+    """
+
+    within: Geography
+    """Where the links come from, and the access of the directions that have no median."""
+    median: Access
+    spread: float
+    """Sigma of the log-normal factor."""
+    seed: int
+    """A node's factor is a function of this and its id."""
+
+    def link(self, sender: PeerId, receiver: PeerId) -> Link:
+        """See `Geography`."""
+        return self.within.link(sender, receiver)
+
+    def access(self, peer: PeerId) -> Access:
+        """See `Geography`."""
+        factor = math.exp(generator(self.seed, "access", peer).gauss(0.0, self.spread))
+        up, down, plain = self.median.up_bytes_per_s, self.median.down_bytes_per_s, self.within.access(peer)
+        return Access(
+            plain.up_bytes_per_s if up is None else up * factor,
+            plain.down_bytes_per_s if down is None else down * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LossyCalls:
+    """The Geography in which whole calls and answers vanish, each with this chance."""
+
+    within: Geography
+    chance: float
+
+    def link(self, sender: PeerId, receiver: PeerId) -> Link:
+        """See `Geography`."""
+        return replace(self.within.link(sender, receiver), request_loss=self.chance, reply_loss=self.chance)
+
+    def access(self, peer: PeerId) -> Access:
+        """See `Geography`."""
+        return self.within.access(peer)

@@ -1,52 +1,58 @@
-"""The links between the nodes of one process, the calls that travel on them, and the faults.
+"""The network between the nodes of one process: its links, the nodes that serve on it, and its faults.
 
 A message that is lost or swallowed leaves its caller waiting until the deadline; a node that is not there refuses
 after one round trip; one that crashes breaks its connections at once. Tensors flow through the bandwidth that there is,
-and stall while nothing gets through. A packet that a link loses is sent again (`tcp`).
+and stall while nothing gets through. A packet that a link loses is sent again (see `links`).
 """
 
 import asyncio
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from noloco_p2p.core.messages import Gradient, PeerId
+from noloco_p2p.core.messages import HostTensor, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Handler
-from noloco_p2p.sim.calls import Call, Endpoint, Flow, Request
-from noloco_p2p.sim.cuts import Cuts
-from noloco_p2p.sim.links import Geography, Link, Sizes, Uniform
-from noloco_p2p.sim.tcp import resend_s
-from noloco_p2p.sim.traffic import Account, Traffic
+from noloco_p2p.sim.links import Geography, Link, MessageSizes, Uniform, resend_s
+from noloco_p2p.sim.traffic import ByteCounts, Traffic
 
-T = TypeVar("T")
+
+@dataclass(slots=True)
+class Endpoint:
+    """A node that serves, and the work of its handlers."""
+
+    handler: Handler
+    work: dict[asyncio.Task[Any], None] = field(default_factory=dict)
 
 
 class Network:
     """The links, the nodes that serve on them, and the faults."""
 
-    def __init__(self, seed: int, geography: Geography | None = None, sizes: Sizes | None = None) -> None:
+    def __init__(self, seed: int, geography: Geography | None = None, sizes: MessageSizes | None = None) -> None:
         self.sizes = sizes
-        """What travels, where it is not what the tensors have."""
+        """What messages weigh, where it is not what their tensors do."""
         self.bugs: list[Exception] = []
-        """What handlers raised that is no PeerError a handler may raise; empty in a healthy swarm."""
+        """Exceptions of handlers that are no PeerError a handler may raise; empty in a healthy swarm."""
         self._seed = seed
         self._geography = geography or Uniform()
-        self._cuts = Cuts()
-        self.traffic = Traffic(self._geography, self.link, self._cuts)
+        self.traffic = Traffic(self._geography, self.link, self.cut)
         """The tensors under way."""
         self._links: dict[tuple[PeerId, PeerId], Link] = {}
-        self._chance: dict[PeerId, random.Random] = {}
+        self._generators: dict[PeerId, random.Random] = {}
         self._endpoints: dict[PeerId, Endpoint] = {}
         self._lose_next: list[tuple[PeerId | None, PeerId | None]] = []
+        self._held: dict[PeerId, None] = {}
+        self._cut_pairs: dict[tuple[PeerId, PeerId], None] = {}
+        """(sender, receiver)."""
+        self._group: dict[PeerId, int] = {}
 
     @property
-    def ledger(self) -> Mapping[PeerId, Mapping[str, Account]]:
+    def byte_counts(self) -> Mapping[PeerId, Mapping[str, ByteCounts]]:
         """What became of the bytes of every node that had any, by kind (activation, gradient, snapshot, state)."""
-        return self.traffic.ledger()
+        return self.traffic.byte_counts()
 
     # --- the fault vocabulary -------------------------------------------------------------------------------------
 
@@ -56,7 +62,7 @@ class Network:
         self.traffic.relink(sender, receiver)
 
     def slow_link(self, sender: PeerId, receiver: PeerId, slowness: float) -> None:
-        """One direction has so many times its latency, and its bandwidth divided by as much; 1.0: as it was made."""
+        """Multiply the latency of one direction as it was made, and divide its bandwidth; 1.0: as it was made."""
         link = self._geography.link(sender, receiver)
         speed = link.bytes_per_s / slowness if link.bytes_per_s else None
         self.set_link(sender, receiver, replace(link, latency_s=link.latency_s * slowness, bytes_per_s=speed))
@@ -66,43 +72,50 @@ class Network:
 
         Tensors that are on their way stall, and go on when the hold ends.
         """
-        self._cuts.hold(peer)
+        self._held[peer] = None
         self.traffic.review()
 
     def release(self, peer: PeerId) -> None:
         """End a hold. What was swallowed stays lost."""
-        self._cuts.release(peer)
+        self._held.pop(peer, None)
         self.traffic.review()
 
     def partition(self, one: PeerId, other: PeerId) -> None:
         """Swallow all messages between two nodes until `repair`."""
-        self._cuts.cut(one, other)
-        self._cuts.cut(other, one)
+        self._cut_pairs[one, other] = self._cut_pairs[other, one] = None
         self.traffic.review()
 
     def partition_one_way(self, sender: PeerId, receiver: PeerId) -> None:
         """Swallow the messages from one node to another, not those back, until `repair`."""
-        self._cuts.cut(sender, receiver)
+        self._cut_pairs[sender, receiver] = None
         self.traffic.review()
 
     def repair(self, one: PeerId, other: PeerId) -> None:
         """End a partition, of both ways or of one."""
-        self._cuts.repair(one, other)
-        self._cuts.repair(other, one)
+        self._cut_pairs.pop((one, other), None)
+        self._cut_pairs.pop((other, one), None)
         self.traffic.review()
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """Swallow all messages between nodes of different groups until `heal`; who is in none is reached by all."""
-        self._cuts.split(groups)
+        """Swallow all messages between nodes of different groups until `heal`; a node in no group reaches all."""
+        self._group = {peer: number for number, group in enumerate(groups) for peer in group}
         self.traffic.review()
 
     def heal(self) -> None:
         """End a split."""
-        self._cuts.heal()
-        self.traffic.review()
+        self.split([])
+
+    def cut(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Nothing gets through from the one to the other."""
+        if self._held and (sender in self._held or receiver in self._held):
+            return True
+        if self._cut_pairs and (sender, receiver) in self._cut_pairs:
+            return True
+        mine, theirs = self._group.get(sender), self._group.get(receiver)
+        return mine is not None and theirs is not None and mine != theirs
 
     def lose_next_reply(self, caller: PeerId | None = None, callee: PeerId | None = None) -> None:
-        """The next answer to `caller` from `callee` (None: anybody) is lost after the work is done."""
+        """The next answer to `caller` from `callee` (None: any node) is lost after the work is done."""
         self._lose_next.append((caller, callee))
 
     def crash(self, peer: PeerId) -> None:
@@ -112,10 +125,10 @@ class Network:
             task.cancel()
         self.traffic.crash(peer)
 
-    # --- for the transports ---------------------------------------------------------------------------------------
+    # --- for transports and calls ---------------------------------------------------------------------------------
 
     def serve(self, peer: PeerId, handler: Handler) -> None:
-        """Answer calls to `peer` with `handler`. Raises LocalError when somebody does already."""
+        """Answer calls to `peer` with `handler`. Raises LocalError when another one does already."""
         if peer in self._endpoints:
             raise LocalError(f"{peer} is served already")
         self._endpoints[peer] = Endpoint(handler)
@@ -127,37 +140,16 @@ class Network:
         if endpoint:
             await asyncio.gather(*endpoint.work, return_exceptions=True)
 
-    async def call(self, request: Request[T]) -> T:
-        """One call and its answer. Raises Unreachable after its deadline, at once when the callee crashes.
-
-        With a `flow`, also when its stream is silent for too long.
-        """
-        call = Call(self, request)
-        try:
-            return await call.answer
-        finally:
-            call.end()
-            del call  # An error in its answer holds this frame.
-
-    async def stream(self, sender: PeerId, receiver: PeerId, kind: str, nbytes: int, flow: Flow) -> None:
-        """Takes the time of `nbytes` of tensors, at their sender, which is the callee of the call that has the flow."""
-        flow.letter = letter = self.traffic.depart(sender, receiver, kind, nbytes)
-        if flow.listen is not None:
-            flow.listen()
-        try:
-            await self.traffic.whole(letter)
-        except asyncio.CancelledError:
-            self.traffic.drop(letter)
-            raise
-
-    # --- for the calls --------------------------------------------------------------------------------------------
+    def endpoint(self, peer: PeerId) -> Endpoint | None:
+        """The node that serves there; None: there is none."""
+        return self._endpoints.get(peer)
 
     def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """What lies between two nodes, in one direction."""
-        way = (sender, receiver)
-        link = self._links.get(way)
+        """The link between two nodes, in one direction."""
+        pair = (sender, receiver)
+        link = self._links.get(pair)
         if link is None:
-            link = self._links[way] = self._geography.link(sender, receiver)
+            link = self._links[pair] = self._geography.link(sender, receiver)
         return link
 
     def latency_s(self, sender: PeerId, receiver: PeerId) -> float:
@@ -165,19 +157,11 @@ class Network:
         link = self.link(sender, receiver)
         latency_s = link.latency_s
         if link.spread:
-            latency_s *= math.exp(self._rng(sender).gauss(0.0, link.spread))
+            latency_s *= math.exp(self._generator(sender).gauss(0.0, link.spread))
         if link.loss:
             round_trip_s = link.latency_s + self.link(receiver, sender).latency_s
-            latency_s += resend_s(link.loss, round_trip_s, self._rng(sender))
+            latency_s += resend_s(link.loss, round_trip_s, self._generator(sender))
         return latency_s
-
-    def endpoint(self, peer: PeerId) -> Endpoint | None:
-        """Who serves there; None: nobody."""
-        return self._endpoints.get(peer)
-
-    def cut(self, sender: PeerId, receiver: PeerId) -> bool:
-        """Nothing gets through from the one to the other."""
-        return self._cuts.between(sender, receiver)
 
     def request_lost(self, caller: PeerId, callee: PeerId) -> bool:
         """A call that arrives now is swallowed."""
@@ -191,20 +175,14 @@ class Network:
                 return True
         return self._swallowed(callee, caller, self.link(callee, caller).reply_loss)
 
-    def reply_bytes(self, reply: object) -> int:
-        """Bytes of the tensors in an answer that is no stream."""
-        if not isinstance(reply, Gradient):
-            return 0
-        return self.sizes.gradient_bytes if self.sizes else reply.grad.data.nbytes
-
-    # --- inside ---------------------------------------------------------------------------------------------------
+    def payload_bytes(self, kind: str, tensors: Iterable[HostTensor], stage: int = 0) -> int:
+        """What the tensors of a message weigh; `stage` is that of a snapshot or a state."""
+        return self.sizes.of(kind, stage) if self.sizes else sum(tensor.data.nbytes for tensor in tensors)
 
     def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:
-        if self._cuts.between(sender, receiver):
-            return True
-        return chance > 0 and self._rng(sender).random() < chance
+        return self.cut(sender, receiver) or (chance > 0 and self._generator(sender).random() < chance)
 
-    def _rng(self, sender: PeerId) -> random.Random:
-        if sender not in self._chance:
-            self._chance[sender] = generator(self._seed, "link", sender)
-        return self._chance[sender]
+    def _generator(self, sender: PeerId) -> random.Random:
+        if sender not in self._generators:
+            self._generators[sender] = generator(self._seed, "link", sender)
+        return self._generators[sender]

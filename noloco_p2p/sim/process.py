@@ -1,46 +1,174 @@
-"""One process of a simulated swarm: a node from its start to its end, and what it runs on."""
+"""The processes of a simulated swarm: each a node from its start to its end, with the events that it recorded."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.node.loop import Node
 from noloco_p2p.ports import World
 from noloco_p2p.sim.checkpoints import SimCheckpoints
 from noloco_p2p.sim.directory import SimDirectory
-from noloco_p2p.sim.stage import TimedStage
-from noloco_p2p.sim.telemetry import SimTelemetry, Trace
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.stage import SyncStage, TimedStage
+from noloco_p2p.sim.telemetry import SimTelemetry, Trace, TraceEvent
 from noloco_p2p.sim.transport import SimTransport
 
 
-@dataclass(slots=True)
-class Life:
-    """One process: a node from its start to its end."""
+class SimPorts(NamedTuple):
+    """The ports of one process that fall silent together when it crashes."""
+
+    transport: SimTransport
+    directory: SimDirectory
+    telemetry: SimTelemetry
+    checkpoints: SimCheckpoints
+
+
+@dataclass(slots=True, eq=False)
+class SimProcess:
+    """One process of a simulated node, from its start to its end; a restart makes another one."""
 
     peer: PeerId
     place: tuple[int, int]
     """(stage, replica) that it was started with."""
     node: Node
     world: World
-    ports: tuple[SimTransport, SimDirectory, SimTelemetry, SimCheckpoints]
-    """Those of `world`, that fall silent together."""
-    stages: list[TimedStage] = field(default_factory=list)
-    """Every stage that it has made, in order; more than one when it moved."""
+    ports: SimPorts
+    """Those of `world`."""
+    devices: list[TimedStage] = field(default_factory=list)
+    """Every stage that it has made, in order: none until its weights are made, several when it moved."""
     task: asyncio.Task[None] | None = None
     crashed: bool = False
     ended_at_s: float | None = None
 
     @property
-    def stage(self) -> TimedStage | None:
-        """The newest of its stages; None before its weights are made."""
-        return self.stages[-1] if self.stages else None
-
-    @property
-    def trace(self) -> Trace:
-        """What this process has told so far."""
-        return self.ports[2].own
-
-    @property
     def running(self) -> bool:
         """It has neither ended nor crashed."""
         return self.task is not None and not self.task.done() and not self.crashed
+
+    @property
+    def stage(self) -> int:
+        """The stage that it holds, or held at its end."""
+        return self.node.state.advert.stage
+
+    @property
+    def state(self) -> str:
+        """The state that it announces."""
+        return self.node.state.advert.state
+
+    @property
+    def step(self) -> float:
+        """Where its clock stands."""
+        return self.node.state.advert.step
+
+    @property
+    def inner_steps(self) -> int:
+        """How many inner steps its weights have seen."""
+        return self.node.state.inner_steps
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it; None while it runs, and when it ended as it should or was cancelled."""
+        task = self.task
+        return task.exception() if task and task.done() and not task.cancelled() else None
+
+    @property
+    def trace(self) -> Trace:
+        """The events that this process recorded."""
+        return self.ports.telemetry.own
+
+    @property
+    def device(self) -> TimedStage | None:
+        """The newest of its stages; None before its weights are made."""
+        return self.devices[-1] if self.devices else None
+
+    @property
+    def models(self) -> tuple[SyncStage, ...]:
+        """The synchronous stages of its devices."""
+        return tuple(device.stage for device in self.devices)
+
+    @property
+    def model(self) -> SyncStage | None:
+        """The last of them; None when it never made its weights."""
+        return self.devices[-1].stage if self.devices else None
+
+    @property
+    def linear_stage(self) -> LinearStage:
+        """The last of them, of the default factory. Raises TypeError for another one."""
+        if not isinstance(self.model, LinearStage):
+            raise TypeError(f"{self.peer} has a {type(self.model).__name__}")
+        return self.model
+
+    @property
+    def told_to_leave(self) -> bool:
+        """It was drained before the run had ended."""
+        return any(event.get("reason") == "told to leave" for event in self.trace.of("state"))
+
+    @property
+    def rounds(self) -> list[tuple[int, str]]:
+        """(number, result) of its outer rounds, in order."""
+        return [(int(event.number("round")), str(event.get("result"))) for event in self.trace.of("outer_round")]
+
+    @property
+    def microbatches(self) -> Counter[str]:
+        """How many there were, by result: `done`, `dropped`, `repeat`, …"""
+        return self.trace.totals("microbatch", "result")
+
+    def periods(self, ended_at_s: float) -> "Iterator[StagePeriod]":
+        """Its events, cut where it moved to another stage; one that has not ended has until `ended_at_s`."""
+        stages = [model.state.index for model in self.models] or [self.stage]
+        events: list[TraceEvent] = []
+        moves, state_before = 0, ""
+        for event in self.trace.events:
+            if event.kind == "state":
+                state = str(event.get("state"))
+                if (state_before, state) == ("draining", "syncing"):
+                    yield StagePeriod(stages[min(moves, len(stages) - 1)], events, event.at_s)
+                    events, moves = [], moves + 1
+                state_before = state
+            events.append(event)
+        ends_s = ended_at_s if self.ended_at_s is None else self.ended_at_s
+        yield StagePeriod(stages[min(moves, len(stages) - 1)], events, ends_s)
+
+
+class StagePeriod(NamedTuple):
+    """The time in which one process held one stage."""
+
+    stage: int
+    events: list[TraceEvent]
+    """What it recorded in that time, in order."""
+    ends_s: float
+
+    @property
+    def training(self) -> list[tuple[float, float]]:
+        """From when to when it trained, virtual seconds."""
+        states = [event for event in self.events if event.kind == "state"]
+        ends = [*(event.at_s for event in states), self.ends_s][1:]
+        return [(event.at_s, end) for event, end in zip(states, ends, strict=True) if event.get("state") == "training"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a swarm. `processes` are in the order of their starts, restarts included."""
+
+    processes: tuple[SimProcess, ...]
+    trace: Trace
+    bugs: tuple[Exception, ...]
+    """Exceptions that handlers must not raise, and did."""
+    ended_at_s: float
+
+    @property
+    def nodes(self) -> dict[PeerId, SimProcess]:
+        """The last process of each peer."""
+        return {process.peer: process for process in self.processes}
+
+    def of_stage(self, stage: int) -> list[SimProcess]:
+        """The last processes of the peers that held a stage, sorted by peer id."""
+        return sorted((one for one in self.nodes.values() if one.stage == stage), key=lambda one: one.peer)
+
+    def periods(self) -> Iterator[StagePeriod]:
+        """Those of all processes."""
+        for process in self.processes:
+            yield from process.periods(self.ended_at_s)

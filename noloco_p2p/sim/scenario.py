@@ -21,6 +21,7 @@ from noloco_p2p.config import (
     Seconds,
     Settings,
 )
+from noloco_p2p.errors import ConfigError
 
 FaultKind = Literal[
     "crash", "bounce", "wipe", "hang", "mute", "cut", "one_way", "split", "slow", "pause", "leave", "arrive", "depart"
@@ -248,17 +249,17 @@ class Scenario(Settings):
         return self.workload.microbatch_size * self.workload.sequence_length
 
     def of_nodes(self, nodes: int) -> "Scenario":
-        """The same with so many nodes in all, shared out in proportion. Raises ValueError when a stage gets none."""
+        """The same with `nodes` nodes in all, shared out in proportion. Raises ConfigError when a stage gets none."""
         return self.model_copy(update={"replicas": shared_out(nodes, self.replicas)})
 
 
 def shared_out(nodes: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """So many nodes over stages in proportion to `replicas`, at least one each; what is left goes to the first ones.
+    """Shares `nodes` nodes out over stages in proportion to `replicas`, at least one each; the rest to the first ones.
 
-    Raises ValueError when there are fewer nodes than stages.
+    Raises ConfigError when there are fewer nodes than stages.
     """
     if nodes < len(replicas):
-        raise ValueError(f"{nodes} nodes are too few for {len(replicas)} stages")
+        raise ConfigError(f"{nodes} nodes are too few for {len(replicas)} stages")
     total = sum(replicas)
     shares = [max(1, nodes * count // total) for count in replicas]
     for stage in sorted(range(len(shares)), key=lambda s: shares[s] - nodes * replicas[s] / total):

@@ -3,53 +3,65 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import NamedTuple
 
 from noloco_p2p.core.messages import PeerId
 
 
-class Happening(NamedTuple):
+class TraceEvent(NamedTuple):
     """One event of one node."""
 
     at_s: float
     peer: PeerId
     kind: str
-    fields: tuple[tuple[str, object], ...]
-    """Sorted by name."""
+    fields: Mapping[str, object]
+    """In the order of their names."""
 
     def get(self, name: str) -> object:
         """A field's value, None where it has none of that name."""
-        return dict(self.fields).get(name)
+        return self.fields.get(name)
+
+    def number(self, name: str) -> float:
+        """A field's value as a number. Raises TypeError when it is none."""
+        value = self.fields.get(name)
+        if not isinstance(value, int | float):
+            raise TypeError(f"{self.kind} of {self.peer} without a number {name}")
+        return float(value)
 
 
 @dataclass(slots=True)
 class Trace:
-    """What all nodes told, in order."""
+    """The events of all nodes, or of one, in order."""
 
-    happenings: list[Happening] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
 
-    def of(self, kind: str, peer: PeerId | None = None) -> list[Happening]:
+    def of(self, kind: str, peer: PeerId | None = None) -> list[TraceEvent]:
         """All events of a kind, of one node or of all."""
-        return [h for h in self.happenings if h.kind == kind and peer in (None, h.peer)]
+        return [event for event in self.events if event.kind == kind and peer in (None, event.peer)]
 
     def totals(self, kind: str, by: str, peer: PeerId | None = None) -> Counter[str]:
         """How many events of a kind there were, by the value of a field."""
-        return Counter(str(h.get(by)) for h in self.of(kind, peer))
+        return Counter(str(event.get(by)) for event in self.of(kind, peer))
 
     def lines(self) -> list[str]:
         """One line for each event, equal for equal runs: no address, no order of a set."""
         return [
-            f"{h.at_s!r} {h.peer} {h.kind} " + " ".join(f"{name}={_stable(value)}" for name, value in h.fields)
-            for h in self.happenings
+            f"{at_s!r} {peer} {kind} " + " ".join([f"{name}={_stable(value)}" for name, value in fields.items()])
+            for at_s, peer, kind, fields in self.events
         ]
 
     @property
     def trace_hash(self) -> str:
-        """sha256 over the lines, in hexadecimal."""
-        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+        """See `hash_of`."""
+        return hash_of(self.lines())
+
+
+def hash_of(lines: Sequence[str]) -> str:
+    """sha256 over the lines of a trace, in hexadecimal."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _stable(value: object) -> str:
@@ -67,38 +79,26 @@ class SimTelemetry:
 
     def __init__(self, trace: Trace, me: PeerId) -> None:
         self.dead = False
-        """The process of this node has crashed: it tells nothing any more."""
+        """The process of this node has crashed: it records nothing any more."""
         self.own = Trace()
-        """What this node told, apart from the others."""
+        """The events of this node, apart from the others."""
         self._trace = trace
         self._me = me
+        self._time = asyncio.get_running_loop().time
 
     def event(self, kind: str, /, **fields: object) -> None:
         """See `ports.Telemetry`."""
         if self.dead:
             return
-        now = asyncio.get_running_loop().time()
-        happening = Happening(now, self._me, kind, tuple(sorted(fields.items())))
-        self._trace.happenings.append(happening)
-        self.own.happenings.append(happening)
+        event = TraceEvent(self._time(), self._me, kind, dict(sorted(fields.items())))
+        self._trace.events.append(event)
+        self.own.events.append(event)
 
-    def span(self, name: str) -> "_Span":
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
         """See `ports.Telemetry`. The seconds are virtual."""
-        return _Span(self, name)
-
-
-class _Span:
-    __slots__ = ("_began", "_name", "_telemetry")
-
-    def __init__(self, telemetry: SimTelemetry, name: str) -> None:
-        self._telemetry = telemetry
-        self._name = name
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = asyncio.get_running_loop().time()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._telemetry.event("span", name=self._name, seconds=asyncio.get_running_loop().time() - self._began)
+        began_at = self._time()
+        try:
+            yield
+        finally:
+            self.event("span", name=name, seconds=self._time() - began_at)

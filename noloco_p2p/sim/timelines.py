@@ -1,9 +1,6 @@
 """What a simulated run was like over time: pure functions of its outcome, for plots. Seconds are virtual ones."""
 
-from collections.abc import Iterator
-
-from noloco_p2p.sim.outcome import Outcome
-from noloco_p2p.sim.parts import Part, parts, training
+from noloco_p2p.sim.process import Outcome
 
 Points = list[tuple[float, float]]
 """(x, y), x not falling."""
@@ -13,21 +10,21 @@ def tokens_per_s(outcome: Outcome, tokens_per_microbatch: int, bins: int) -> Poi
     """(middle, tokens per second) of as many equal spans of time, from the start to the end."""
     width_s = outcome.ended_at_s / bins
     done = [0] * bins
-    for part in _parts(outcome):
-        if part.stage != 0:
+    for period in outcome.periods():
+        if period.stage != 0:
             continue
-        for one in part.told:
-            if one.kind == "microbatch" and one.get("result") == "done":
-                done[min(bins - 1, int(one.at_s / width_s))] += 1
+        for event in period.events:
+            if event.kind == "microbatch" and event.get("result") == "done":
+                done[min(bins - 1, int(event.at_s / width_s))] += 1
     return [((number + 0.5) * width_s, count * tokens_per_microbatch / width_s) for number, count in enumerate(done)]
 
 
 def nodes_training(outcome: Outcome) -> dict[int, Points]:
     """By stage: (when, how many train from then on)."""
     changes: dict[int, list[tuple[float, int]]] = {}
-    for part in _parts(outcome):
-        for begin, end in training(part):
-            changes.setdefault(part.stage, []).extend(((begin, 1), (end, -1)))
+    for period in outcome.periods():
+        for begin, end in period.training:
+            changes.setdefault(period.stage, []).extend(((begin, 1), (end, -1)))
     found: dict[int, Points] = {}
     for stage, steps in sorted(changes.items()):
         points, count = [(0.0, 0.0)], 0
@@ -42,20 +39,15 @@ def round_seconds(outcome: Outcome) -> dict[str, list[float]]:
     """Seconds of the outer rounds, rising, by result."""
     found: dict[str, list[float]] = {}
     for one in outcome.trace.of("outer_round"):
-        found.setdefault(str(one.get("result")), []).append(float(str(one.get("seconds"))))
+        found.setdefault(str(one.get("result")), []).append(one.number("seconds"))
     return {result: sorted(seconds) for result, seconds in sorted(found.items())}
 
 
 def replica_stds(outcome: Outcome) -> dict[int, Points]:
     """By stage: (when, standard deviation between a replica and its partner)."""
     found: dict[int, Points] = {}
-    for part in _parts(outcome):
-        measured = [(one.at_s, float(str(one.get("value")))) for one in part.told if one.kind == "replica_std"]
+    for period in outcome.periods():
+        measured = [(event.at_s, event.number("value")) for event in period.events if event.kind == "replica_std"]
         if measured:
-            found.setdefault(part.stage, []).extend(measured)
+            found.setdefault(period.stage, []).extend(measured)
     return {stage: sorted(points) for stage, points in sorted(found.items())}
-
-
-def _parts(outcome: Outcome) -> Iterator[Part]:
-    for life in outcome.lives:
-        yield from parts(life, outcome.ended_at_s)

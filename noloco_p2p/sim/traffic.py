@@ -1,64 +1,64 @@
 """The tensors under way in a simulated network: how long their bytes take to leave, and what became of all bytes.
 
-Bytes flow: a letter that is dropped half-way has cost half its bytes. Where nothing limits it, it leaves at once.
+Bytes flow: a payload that is dropped half-way has cost half its bytes. Where nothing limits it, it leaves at once.
 """
 
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.sim.bandwidth import Bandwidth, Transfer, Way
-from noloco_p2p.sim.cuts import Cuts
-from noloco_p2p.sim.links import Geography, Link
-from noloco_p2p.sim.tcp import ceiling_bytes_per_s
+from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
+from noloco_p2p.sim.links import Geography, Link, ceiling_bytes_per_s
 
 SAME_S = 1e-9
-"""Times that differ by less are the same: what is added up of latencies is not exact."""
+"""Times that differ by less are the same: sums of latencies are not exact."""
 
 KINDS = ("activation", "gradient", "snapshot", "state")
-"""What travels: the kinds of the ledger."""
+"""What travels."""
 
 
 @dataclass(slots=True)
-class Account:
+class ByteCounts:
     """What became of one node's bytes of one kind. Over all nodes, sent = received + lost + in flight."""
 
     sent: int = 0
     """Left the node."""
     received: int = 0
-    """Came to the node, in letters that it took."""
+    """Came to the node, in payloads that it took."""
     lost: int = 0
-    """Left the node for nothing: their letter was never whole, or nobody wanted it any more."""
+    """Left the node for nothing: their payload was never whole, or its receiver did not want it any more."""
     in_flight: int = 0
     """Left the node, and it is not known yet what becomes of them."""
 
-    def add(self, other: "Account") -> None:
-        """Add what another one has."""
+    def add(self, other: "ByteCounts") -> None:
+        """Add another one's."""
         self.sent += other.sent
         self.received += other.received
         self.lost += other.lost
         self.in_flight += other.in_flight
 
 
-class Letter:
+@dataclass(slots=True, eq=False)
+class Payload:
     """The tensors of one message, from their sender to their receiver."""
 
-    __slots__ = ("gone", "gone_at", "kind", "lost", "nbytes", "receiver", "sender", "sent_at", "stalled_at", "transfer")
-
-    def __init__(self, sender: PeerId, receiver: PeerId, kind: str, nbytes: int, sent_at: float) -> None:
-        self.sender, self.receiver, self.kind, self.nbytes, self.sent_at = sender, receiver, kind, nbytes, sent_at
-        self.gone_at: float | None = None
-        """When its last byte left."""
-        self.stalled_at: float | None = None
-        """Since when it stands still, because nothing gets through."""
-        self.transfer: Transfer | None = None
-        """None: nothing limits it, or it is over."""
-        self.gone: Callable[[], object] | None = None
-        """Called when its last byte leaves, unless it left at once."""
-        self.lost: Callable[[], None] | None = None
-        """Called when a crash ends it."""
+    sender: PeerId
+    receiver: PeerId
+    kind: str
+    nbytes: int
+    sent_at: float
+    gone_at: float | None = None
+    """When its last byte left."""
+    stalled_at: float | None = None
+    """Since when it is stopped, because nothing gets through."""
+    flow: Flow | None = None
+    """None: nothing limits it, or it is over."""
+    on_gone: Callable[[], object] | None = None
+    """Called when its last byte leaves, unless it left at once."""
+    on_lost: Callable[[], None] | None = None
+    """Called when a crash ends it."""
 
     def heard_at(self, now: float) -> float:
         """When its receiver last got something of it, were there no latency."""
@@ -68,170 +68,161 @@ class Letter:
 
     def moved_bytes(self, now: float) -> int:
         """How much of it has left."""
-        if self.transfer is None:
-            return self.nbytes
-        return math.floor(self.transfer.moved(now))
+        return self.nbytes if self.flow is None else math.floor(self.flow.moved(now))
 
 
 class Traffic:
-    """All letters under way, and the ledger of all that ever were."""
+    """All payloads under way, and the counts of all bytes that ever were."""
 
-    def __init__(self, geography: Geography, link_of: Callable[[PeerId, PeerId], Link], cuts: Cuts) -> None:
-        self._geography, self._link_of, self._cuts = geography, link_of, cuts
+    def __init__(
+        self,
+        geography: Geography,
+        link_of: Callable[[PeerId, PeerId], Link],
+        is_cut: Callable[[PeerId, PeerId], bool],
+    ) -> None:
+        self._geography, self._link_of, self._is_cut = geography, link_of, is_cut
         self._bandwidth = Bandwidth()
-        self._access: dict[PeerId, tuple[Way | None, Way | None]] = {}
-        self._link_ways: dict[tuple[PeerId, PeerId], Way | None] = {}
-        self._open: dict[Letter, None] = {}
-        self._accounts: dict[PeerId, dict[str, Account]] = {}
+        self._access: dict[PeerId, tuple[Segment | None, Segment | None]] = {}
+        self._link_segments: dict[tuple[PeerId, PeerId], Segment | None] = {}
+        self._open: dict[Payload, None] = {}
+        self._counts: dict[PeerId, dict[str, ByteCounts]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # --- the ledger -----------------------------------------------------------------------------------------------
-
-    def ledger(self) -> dict[PeerId, dict[str, Account]]:
+    def byte_counts(self) -> dict[PeerId, dict[str, ByteCounts]]:
         """What became of the bytes of every node that had any, by kind, as of now or of the end of the run."""
-        book = {peer: {kind: Account() for kind in KINDS} for peer in sorted(self._accounts)}
-        for peer, kinds in self._accounts.items():
-            for kind, account in kinds.items():
-                book[peer][kind].add(account)
-        for letter in self._open:
-            moved = letter.moved_bytes(self._now())
-            book[letter.sender][letter.kind].add(Account(sent=moved, in_flight=moved))
-        return book
+        found = {
+            peer: {kind: replace(counts) for kind, counts in kinds.items()}
+            for peer, kinds in sorted(self._counts.items())
+        }
+        for payload in self._open:
+            moved = payload.moved_bytes(self._now())
+            found[payload.sender][payload.kind].add(ByteCounts(sent=moved, in_flight=moved))
+        return found
 
-    # --- letters --------------------------------------------------------------------------------------------------
+    # --- payloads -------------------------------------------------------------------------------------------------
 
-    def depart(self, sender: PeerId, receiver: PeerId, kind: str, nbytes: int) -> Letter:
+    def depart(self, sender: PeerId, receiver: PeerId, kind: str, nbytes: int) -> Payload:
         """Begin to send; `gone_at` is set at once where nothing limits it."""
-        self._account(sender, kind)
-        self._account(receiver, kind)
-        letter = Letter(sender, receiver, kind, nbytes, self._now())
-        self._open[letter] = None
-        ways = self._ways(sender, receiver) if nbytes else ()
-        if not ways:
-            letter.gone_at = letter.sent_at
-            return letter
-        letter.transfer = Transfer(nbytes, lambda: self._has_left(letter))
-        if self._cuts.between(sender, receiver):
-            letter.stalled_at = letter.sent_at
+        for peer in (sender, receiver):
+            if peer not in self._counts:
+                self._counts[peer] = {kind: ByteCounts() for kind in KINDS}
+        payload = Payload(sender, receiver, kind, nbytes, self._now())
+        self._open[payload] = None
+        path = self._path(sender, receiver) if nbytes else ()
+        if not path:
+            payload.gone_at = payload.sent_at
+            return payload
+        payload.flow = Flow(nbytes, lambda: self._has_left(payload))
+        if self._is_cut(sender, receiver):
+            payload.stalled_at = payload.sent_at
         else:
-            self._bandwidth.go(letter.transfer, ways)
-        return letter
+            self._bandwidth.start(payload.flow, path)
+        return payload
 
-    async def whole(self, letter: Letter, latency_s: float = 0.0) -> None:
+    async def whole(self, payload: Payload, latency_s: float = 0.0) -> None:
         """Until its last byte has left, and had `latency_s` to arrive; for ever when it is dropped before that."""
         loop = asyncio.get_running_loop()
-        left_s = 0.0 if letter.gone_at is None else letter.gone_at + latency_s - loop.time()
-        if letter.gone_at is not None and left_s <= SAME_S:
+        left_s = 0.0 if payload.gone_at is None else payload.gone_at + latency_s - loop.time()
+        if payload.gone_at is not None and left_s <= SAME_S:
             return
-        here: asyncio.Future[None] = loop.create_future()
-        if letter.gone_at is not None:
-            loop.call_later(left_s, _wake, here)
+        arrived: asyncio.Future[None] = loop.create_future()
+        if payload.gone_at is not None:
+            loop.call_later(left_s, _wake, arrived)
         elif latency_s:
-            letter.gone = lambda: loop.call_later(latency_s, _wake, here)
+            payload.on_gone = lambda: loop.call_later(latency_s, _wake, arrived)
         else:
-            letter.gone = lambda: _wake(here)
-        await here
+            payload.on_gone = lambda: _wake(arrived)
+        await arrived
 
-    def take(self, letter: Letter) -> None:
+    def take(self, payload: Payload) -> None:
         """Its receiver has it and wants it."""
-        if letter in self._open:
-            del self._open[letter]
-            self._account(letter.sender, letter.kind).sent += letter.nbytes
-            self._account(letter.receiver, letter.kind).received += letter.nbytes
+        if payload in self._open:
+            del self._open[payload]
+            self._counts[payload.sender][payload.kind].sent += payload.nbytes
+            self._counts[payload.receiver][payload.kind].received += payload.nbytes
 
-    def drop(self, letter: Letter) -> None:
+    def drop(self, payload: Payload) -> None:
         """Send no more of it, and count what has left as lost; nothing happens to one that was taken or dropped."""
-        if letter not in self._open:
+        if payload not in self._open:
             return
-        moved = letter.moved_bytes(self._now())
-        del self._open[letter]
-        account = self._account(letter.sender, letter.kind)
-        account.sent += moved
-        account.lost += moved
-        if letter.transfer is not None:
-            self._bandwidth.stop(letter.transfer)
-        letter.transfer = letter.gone = None
+        moved = payload.moved_bytes(self._now())
+        del self._open[payload]
+        self._counts[payload.sender][payload.kind].add(ByteCounts(sent=moved, lost=moved))
+        if payload.flow is not None:
+            self._bandwidth.stop(payload.flow)
+        payload.flow = payload.on_gone = None
 
     # --- when the network changes ---------------------------------------------------------------------------------
 
     def review(self) -> None:
-        """After a change of the cuts: what cannot get through stalls, what can goes on where it was.
+        """After a change of what is cut: payloads that cannot get through stall, the others go on where they were.
 
         TCP would go on a while later, at its next retransmission.
         """
-        for letter in list(self._open):
-            if letter.transfer is None:
+        for payload in list(self._open):
+            if payload.flow is None:
                 continue
-            cut = self._cuts.between(letter.sender, letter.receiver)
-            if cut and letter.stalled_at is None:
-                letter.stalled_at = self._now()
-                self._bandwidth.stop(letter.transfer)
-            elif not cut and letter.stalled_at is not None:
-                letter.stalled_at = None
-                self._bandwidth.go(letter.transfer, self._ways(letter.sender, letter.receiver))
+            cut = self._is_cut(payload.sender, payload.receiver)
+            if cut and payload.stalled_at is None:
+                payload.stalled_at = self._now()
+                self._bandwidth.stop(payload.flow)
+            elif not cut and payload.stalled_at is not None:
+                payload.stalled_at = None
+                self._bandwidth.start(payload.flow, self._path(payload.sender, payload.receiver))
 
     def relink(self, sender: PeerId, receiver: PeerId) -> None:
-        """After a change of a link: what is under way between the two goes on at what is left to it now."""
-        self._link_ways.pop((sender, receiver), None)
-        for letter in list(self._open):
-            if letter.transfer is None or (letter.sender, letter.receiver) != (sender, receiver):
+        """After a change of a link: what is under way between the two goes on at its new rate."""
+        self._link_segments.pop((sender, receiver), None)
+        for payload in list(self._open):
+            if payload.flow is None or (payload.sender, payload.receiver) != (sender, receiver):
                 continue
-            if letter.stalled_at is not None:
+            if payload.stalled_at is not None:
                 continue
-            self._bandwidth.stop(letter.transfer)
-            ways = self._ways(sender, receiver)
-            if ways:
-                self._bandwidth.go(letter.transfer, ways)
+            self._bandwidth.stop(payload.flow)
+            path = self._path(sender, receiver)
+            if path:
+                self._bandwidth.start(payload.flow, path)
             else:
-                self._has_left(letter)
+                self._has_left(payload)
 
     def crash(self, peer: PeerId) -> None:
-        """A node is gone: what it has not sent, and what it has not taken, is lost. Calls `lost` of those letters."""
-        for letter in list(self._open):
-            if letter.receiver == peer or (letter.sender == peer and letter.gone_at is None):
-                self.drop(letter)
-                if letter.lost is not None:
-                    letter.lost()
-                letter.lost = None
+        """A node is gone: what it has not sent, and what it has not taken, is lost; calls `on_lost` of those."""
+        for payload in list(self._open):
+            if payload.receiver == peer or (payload.sender == peer and payload.gone_at is None):
+                self.drop(payload)
+                if payload.on_lost is not None:
+                    payload.on_lost()
+                payload.on_lost = None
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _has_left(self, letter: Letter) -> None:
-        letter.gone_at, letter.transfer = self._now(), None
-        if letter.gone is not None:
-            letter.gone()
-            letter.gone = letter.lost = None
+    def _has_left(self, payload: Payload) -> None:
+        payload.gone_at, payload.flow = self._now(), None
+        if payload.on_gone is not None:
+            payload.on_gone()
+            payload.on_gone = payload.on_lost = None
 
-    def _ways(self, sender: PeerId, receiver: PeerId) -> tuple[Way, ...]:
-        """What limits a letter between the two: the sender's access, the link, the receiver's access."""
-        ways = (self._access_of(sender)[0], self._link_way(sender, receiver), self._access_of(receiver)[1])
-        return tuple([way for way in ways if way is not None])
+    def _path(self, sender: PeerId, receiver: PeerId) -> tuple[Segment, ...]:
+        """What limits a payload between the two: the sender's access, the link, the receiver's access."""
+        segments = (self._access_of(sender)[0], self._link_segment(sender, receiver), self._access_of(receiver)[1])
+        return tuple([segment for segment in segments if segment is not None])
 
-    def _access_of(self, peer: PeerId) -> tuple[Way | None, Way | None]:
+    def _access_of(self, peer: PeerId) -> tuple[Segment | None, Segment | None]:
         if peer not in self._access:
             access = self._geography.access(peer)
             up, down = access.up_bytes_per_s, access.down_bytes_per_s
-            self._access[peer] = (Way(up) if up else None, Way(down) if down else None)
+            self._access[peer] = (Segment(up) if up else None, Segment(down) if down else None)
         return self._access[peer]
 
-    def _link_way(self, sender: PeerId, receiver: PeerId) -> Way | None:
+    def _link_segment(self, sender: PeerId, receiver: PeerId) -> Segment | None:
         """All that goes one way between two nodes shares one connection, and so its ceiling."""
-        way = (sender, receiver)
-        if way not in self._link_ways:
+        pair = (sender, receiver)
+        if pair not in self._link_segments:
             link = self._link_of(sender, receiver)
             round_trip_s = link.latency_s + self._link_of(receiver, sender).latency_s
             speed = min(link.bytes_per_s or math.inf, ceiling_bytes_per_s(link.loss, round_trip_s))
-            self._link_ways[way] = Way(speed) if speed < math.inf else None
-        return self._link_ways[way]
-
-    def _account(self, peer: PeerId, kind: str) -> Account:
-        kinds = self._accounts.get(peer)
-        if kinds is None:
-            kinds = self._accounts[peer] = {}
-        account = kinds.get(kind)
-        if account is None:
-            account = kinds[kind] = Account()
-        return account
+            self._link_segments[pair] = Segment(speed) if speed < math.inf else None
+        return self._link_segments[pair]
 
     def _now(self) -> float:
         """Virtual time; that of the end when the run is over."""

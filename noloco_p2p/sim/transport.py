@@ -16,6 +16,7 @@ from noloco_p2p.core.messages import (
     Advert,
     Description,
     Gradient,
+    Header,
     HostTensor,
     LossSum,
     PeerId,
@@ -25,9 +26,9 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.ports import Body, Handler
-from noloco_p2p.sim.calls import Flow, Request
+from noloco_p2p.sim.calls import SimCall
 from noloco_p2p.sim.network import Network
-from noloco_p2p.sim.traffic import Letter
+from noloco_p2p.sim.traffic import Payload
 
 DESCRIBE_S = 3.0
 """How long `describe` waits for an answer."""
@@ -39,29 +40,8 @@ RESUMES_S = 20.0
 """Longest silence in the transfer of a state: about what the calls over gRPC that try to go on with it take."""
 
 T = TypeVar("T")
-
-
-def _copy(tensor: HostTensor) -> HostTensor:
-    """What travels is the value at the time of sending, as on a real wire."""
-    return HostTensor(tensor.name, tensor.dtype, tensor.shape, memoryview(bytes(tensor.data)))
-
-
-def _nbytes(tensors: tuple[HostTensor, ...]) -> int:
-    return sum(tensor.data.nbytes for tensor in tensors)
-
-
-def _sent(activation: Activation) -> Activation:
-    """The activation as it travels: copied, with specs and digest filled in."""
-    tensors = [_copy(tensor) for tensor in activation.tensors]
-    digest = blake2b(digest_size=8)
-    for tensor in tensors:
-        digest.update(tensor.data)
-    header = replace(
-        activation.header,
-        specs=tuple(tensor.spec for tensor in tensors),
-        digest=int.from_bytes(digest.digest(), "little"),
-    )
-    return Activation(header, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
+Method = Callable[[PeerId, Header, Body], Coroutine[Any, Any, T]]
+"""`propagate` or `evaluate` of a handler."""
 
 
 class SimTransport:
@@ -76,12 +56,7 @@ class SimTransport:
     async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
         """See `ports.Transport`."""
         sent = _sent(activation)
-        letter = self._departs(peer, sent)
-
-        async def invoke(handler: Handler) -> Gradient:
-            return await handler.propagate(self._me, sent.header, self._body(sent, letter))
-
-        gradient = await self._call(peer, invoke, sent.header.time_left_s, "propagate", body=letter)
+        gradient = await self._submit(peer, sent, "propagate", lambda handler: handler.propagate)
         if gradient.microbatch != sent.header.microbatch:
             raise Violation(f"{peer.peer_id} answered for another microbatch")
         if gradient.grad.spec[1:] != sent.hidden.spec[1:]:
@@ -90,13 +65,7 @@ class SimTransport:
 
     async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
         """See `ports.Transport`."""
-        sent = _sent(activation)
-        letter = self._departs(peer, sent)
-
-        async def invoke(handler: Handler) -> LossSum:
-            return await handler.evaluate(self._me, sent.header, self._body(sent, letter))
-
-        return await self._call(peer, invoke, sent.header.time_left_s, "evaluate", body=letter)
+        return await self._submit(peer, _sent(activation), "evaluate", lambda handler: handler.evaluate)
 
     async def fetch_snapshot(
         self,
@@ -108,16 +77,14 @@ class SimTransport:
         expected: tuple[TensorSpec, ...] | int,
     ) -> Snapshot:
         """See `ports.Transport`."""
-        flow = Flow(wait_s + SILENCE_S, SILENCE_S)
 
-        async def invoke(handler: Handler) -> Snapshot:
+        async def invoke(handler: Handler, call: SimCall[Snapshot]) -> Snapshot:
             snapshot = await handler.fetch_snapshot(self._me, stage, round, wait_s)
-            sizes = self._network.sizes
-            nbytes = sizes.snapshot_bytes[stage] if sizes else _nbytes(snapshot.tensors)
-            await self._network.stream(peer.peer_id, self._me, "snapshot", nbytes, flow)
-            return replace(snapshot, tensors=tuple(_copy(tensor) for tensor in snapshot.tensors))
+            await call.stream("snapshot", self._network.payload_bytes("snapshot", snapshot.tensors, stage))
+            return replace(snapshot, tensors=tuple(map(_copy, snapshot.tensors)))
 
-        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot", flow=flow)
+        silence_s = (wait_s + SILENCE_S, SILENCE_S)
+        snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot", silence_s=silence_s)
         specs = tuple(tensor.spec for tensor in snapshot.tensors)
         if isinstance(expected, int):
             wire.check_snapshot(specs, expected)
@@ -127,16 +94,13 @@ class SimTransport:
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
         """See `ports.Transport`. A cut of less than RESUMES_S only delays it; the donor lends its copy meanwhile."""
-        flow = Flow(CAPTURE_S, RESUMES_S)
 
-        async def invoke(handler: Handler) -> ReplicaState:
+        async def invoke(handler: Handler, call: SimCall[ReplicaState]) -> ReplicaState:
             async with handler.lend_state(self._me, None) as state:
-                sizes = self._network.sizes
-                nbytes = sizes.state_bytes[state.stage] if sizes else _nbytes(state.tensors)
-                await self._network.stream(peer.peer_id, self._me, "state", nbytes, flow)
-                return replace(state, tensors=tuple(_copy(tensor) for tensor in state.tensors), spent=())
+                await call.stream("state", self._network.payload_bytes("state", state.tensors, state.stage))
+                return replace(state, tensors=tuple(map(_copy, state.tensors)), spent=())
 
-        state = await self._call(peer, invoke, deadline_s, "fetch_state", flow=flow)
+        state = await self._call(peer, invoke, deadline_s, "fetch_state", silence_s=(CAPTURE_S, RESUMES_S))
         if state.stage != peer.stage:
             raise Declined(f"{peer.peer_id} holds stage {state.stage} now, not {peer.stage}")
         wire.check_same(tuple(tensor.spec for tensor in state.tensors), expected, "state")
@@ -145,7 +109,7 @@ class SimTransport:
     async def describe(self, peer: Advert) -> Description:
         """See `ports.Transport`."""
 
-        async def invoke(handler: Handler) -> Description:
+        async def invoke(handler: Handler, call: SimCall[Description]) -> Description:
             return handler.describe(self._me)
 
         return await self._call(peer, invoke, DESCRIBE_S, "describe")
@@ -159,36 +123,66 @@ class SimTransport:
         if not self.dead:
             await self._network.stop(self._me)
 
+    async def _submit(self, peer: Advert, sent: Activation, what: str, method: Callable[[Handler], Method[T]]) -> T:
+        """A call with an activation, whose tensors follow their header without waiting for a yes."""
+        self._check_alive()
+        nbytes = self._network.payload_bytes("activation", sent.tensors)
+        payload = self._network.traffic.depart(self._me, peer.peer_id, "activation", nbytes)
+
+        def invoke(handler: Handler, _: SimCall[T]) -> Coroutine[Any, Any, T]:
+            return method(handler)(self._me, sent.header, self._body(sent, payload))
+
+        return await self._call(peer, invoke, sent.header.time_left_s, what, body=payload)
+
     async def _call(
         self,
         peer: Advert,
-        invoke: Callable[[Handler], Coroutine[Any, Any, T]],
+        invoke: Callable[[Handler, SimCall[T]], Coroutine[Any, Any, T]],
         deadline_s: float,
         what: str,
         *,
-        body: Letter | None = None,
-        flow: Flow | None = None,
+        body: Payload | None = None,
+        silence_s: tuple[float, float] | None = None,
     ) -> T:
+        self._check_alive()
+        call = SimCall(self._network, self._me, peer.peer_id, invoke, deadline_s, what, body, silence_s)
+        try:
+            return await call.answer
+        finally:
+            call.end()
+            del call  # An error in its answer holds this frame.
+
+    def _check_alive(self) -> None:
         if self.dead:
             raise Unreachable(f"{self._me} has crashed")
-        return await self._network.call(Request(self._me, peer.peer_id, invoke, deadline_s, what, body, flow))
 
-    def _departs(self, peer: Advert, sent: Activation) -> Letter:
-        """The tensors follow their header without waiting for a yes."""
-        if self.dead:
-            raise Unreachable(f"{self._me} has crashed")
-        sizes = self._network.sizes
-        nbytes = sizes.activation_bytes if sizes else _nbytes(sent.tensors)
-        return self._network.traffic.depart(self._me, peer.peer_id, "activation", nbytes)
-
-    def _body(self, sent: Activation, letter: Letter) -> Body:
-        """Made when the header arrives: what that took, the last byte of the tensors takes after it has left."""
+    def _body(self, sent: Activation, payload: Payload) -> Body:
+        """Made when the header arrives: the last byte of the tensors takes as long as the header once it has left."""
         traffic = self._network.traffic
-        latency_s = asyncio.get_running_loop().time() - letter.sent_at
+        latency_s = asyncio.get_running_loop().time() - payload.sent_at
 
         async def body() -> Activation:
-            await traffic.whole(letter, latency_s)
-            traffic.take(letter)
+            await traffic.whole(payload, latency_s)
+            traffic.take(payload)
             return sent
 
         return body
+
+
+def _copy(tensor: HostTensor) -> HostTensor:
+    """What travels is the value at the time of sending, as on a real wire."""
+    return HostTensor(tensor.name, tensor.dtype, tensor.shape, memoryview(bytes(tensor.data)))
+
+
+def _sent(activation: Activation) -> Activation:
+    """The activation as it travels: copied, with specs and digest filled in."""
+    tensors = [_copy(tensor) for tensor in activation.tensors]
+    digest = blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.data)
+    header = replace(
+        activation.header,
+        specs=tuple(tensor.spec for tensor in tensors),
+        digest=int.from_bytes(digest.digest(), "little"),
+    )
+    return Activation(header, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)

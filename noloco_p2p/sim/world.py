@@ -1,4 +1,4 @@
-"""A swarm of real `Node`s in one process under virtual time: builds it, hurts it on schedule, tells what became of it.
+"""A swarm of real `Node`s in one process under virtual time: builds it, disturbs it on schedule, gives its outcome.
 
 swarm = Swarm(SwarmPlan(manifest, replicas=(2, 3), seed=1))
 swarm.at(3.0, lambda: swarm.crash("s1r0"))
@@ -17,17 +17,14 @@ from noloco_p2p.ports import Batches, Stage, World
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
 from noloco_p2p.sim.directory import Registry, SimDirectory
-from noloco_p2p.sim.links import Geography, Link, Sizes, Uniform
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.links import Geography, Link, MessageSizes, Uniform
 from noloco_p2p.sim.network import Network
-from noloco_p2p.sim.outcome import NodeOutcome, Outcome
-from noloco_p2p.sim.process import Life
+from noloco_p2p.sim.process import Outcome, SimPorts, SimProcess
 from noloco_p2p.sim.stage import Costs, SyncStage, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
-from noloco_p2p.sim.toy_stage import ModelStage
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.virtual_time import run
-
-__all__ = ["Life", "NodeOutcome", "Outcome", "StageFactory", "Swarm", "SwarmPlan", "peer_id"]
 
 StageFactory = Callable[[RunManifest, int, PeerId], SyncStage]
 """Makes the synchronous stage of (manifest, stage index, peer)."""
@@ -41,7 +38,7 @@ def peer_id(stage: int, replica: int) -> PeerId:
 
 
 @dataclass(frozen=True, slots=True)
-class SwarmPlan:
+class SimPlan:
     """What is simulated. Everything follows from it."""
 
     manifest: RunManifest
@@ -55,7 +52,7 @@ class SwarmPlan:
     """Every link, where there is no `geography`."""
     geography: Geography | None = None
     """Who is connected how."""
-    sizes: Sizes | None = None
+    sizes: MessageSizes | None = None
     """What travels on the links, where it is not what the tensors have."""
     costs: Costs | tuple[Costs, ...] = field(default_factory=Costs)
     """Device seconds of every node, or of those of each stage."""
@@ -71,7 +68,7 @@ class SwarmPlan:
     """Virtual seconds that writing or reading a checkpoint takes."""
     torn_by_crash: bool = False
     """A crash in the middle of a save leaves a checkpoint that looks whole and is not; else nothing."""
-    stage_factory: StageFactory = ModelStage
+    stage_factory: StageFactory = LinearStage
     batches_factory: BatchesFactory | None = None
     """None: small integers (`sim.batches`)."""
 
@@ -80,17 +77,18 @@ class SwarmPlan:
         return self.costs[stage] if isinstance(self.costs, tuple) else self.costs
 
 
-class Swarm:
+class SimSwarm:
     """Builds the nodes of a plan and runs them to their end. Used once."""
 
-    def __init__(self, plan: SwarmPlan) -> None:
+    def __init__(self, plan: SimPlan) -> None:
         self.plan = plan
         self.network = Network(plan.seed, plan.geography or Uniform(plan.link), plan.sizes)
         self.registry = Registry(plan.view_age_s)
         self.trace = Trace()
         self.disks: dict[PeerId, Disk] = {}
         """What each node has written; they outlive its processes."""
-        self._lives: list[Life] = []
+        self.processes: list[SimProcess] = []
+        """In the order of their starts."""
         self._started = asyncio.Event()
         """A node has been started since the run last looked."""
         self._restarts: dict[asyncio.Task[None], None] = {}
@@ -105,53 +103,55 @@ class Swarm:
     def start(self, stage: int, replica: int) -> None:
         """Start a node, also again with its disk after its crash; its process has an incarnation of its own."""
         peer, plan = peer_id(stage, replica), self.plan
-        incarnation = generator(plan.seed, "incarnation", peer, len(self._lives)).getrandbits(64) | 1
+        incarnation = generator(plan.seed, "incarnation", peer, len(self.processes)).getrandbits(64) | 1
         config = plan.config.model_copy(update={"stage": None if plan.chooses_stage else stage})
-        stages: list[TimedStage] = []
+        disk = self.disks.setdefault(peer, Disk(torn_by_crash=plan.torn_by_crash))
+        ports = SimPorts(
+            SimTransport(self.network, peer),
+            SimDirectory(self.registry, peer),
+            SimTelemetry(self.trace, peer),
+            SimCheckpoints(disk, config.checkpoint.keep, plan.save_s),
+        )
+        devices: list[TimedStage] = []
 
         async def make_stage(index: int) -> Stage:
-            made = plan.stage_factory(plan.manifest, index, peer)
-            timed = TimedStage(
-                made, plan.costs_of(index), generator(plan.seed, "device", peer, incarnation, len(stages))
-            )
-            timed.slowness = stages[-1].slowness if stages else plan.slowness.get(peer, 1.0)
-            stages.append(timed)
-            return timed
+            rng = generator(plan.seed, "device", peer, incarnation, len(devices))
+            device = TimedStage(plan.stage_factory(plan.manifest, index, peer), plan.costs_of(index), rng)
+            device.slowness = devices[-1].slowness if devices else plan.slowness.get(peer, 1.0)
+            devices.append(device)
+            return device
 
         async def make_batches(cursor: Mapping[str, object] | None) -> Batches:
             if plan.batches_factory is not None:
                 return plan.batches_factory(plan.manifest, peer, cursor)
             return SimBatches(plan.manifest, peer, unequal=plan.unequal_batches, cursor=cursor)
 
-        disk = self.disks.setdefault(peer, Disk(torn_by_crash=plan.torn_by_crash))
-        transport, directory = SimTransport(self.network, peer), SimDirectory(self.registry, peer)
-        telemetry = SimTelemetry(self.trace, peer)
-        checkpoints = SimCheckpoints(disk, config.checkpoint.keep, plan.save_s)
-        world = World(transport, directory, telemetry, checkpoints, make_stage, make_batches)
-        advert = Advert(peer, plan.manifest.run_id, stage, addresses=(peer,))
-        node = Node(advert, plan.manifest, config, world, incarnation)
-        life = Life(peer, (stage, replica), node, world, (transport, directory, telemetry, checkpoints), stages)
-        life.task = asyncio.get_running_loop().create_task(self._live(life), name=peer)
-        self._lives.append(life)
+        world = World(*ports, make_stage, make_batches)
+        node = Node(
+            Advert(peer, plan.manifest.run_id, stage, addresses=(peer,)), plan.manifest, config, world, incarnation
+        )
+        process = SimProcess(peer, (stage, replica), node, world, ports, devices)
+        process.task = asyncio.get_running_loop().create_task(self._run_process(process), name=peer)
+        self.processes.append(process)
         self._started.set()
 
     def crash(self, peer: PeerId) -> None:
         """A process is gone at once: nothing it still does has any effect, its advert stays until it expires."""
-        life = self.life(peer)
-        if life.task is None or not life.running:
+        process = self.process(peer)
+        if process.task is None or not process.running:
             return
-        life.crashed = True
-        transport, directory, telemetry, checkpoints = life.ports
+        process.crashed = True
+        transport, directory, telemetry, checkpoints = process.ports
         transport.dead = directory.dead = telemetry.dead = True
         checkpoints.crash()
         self.network.crash(peer)
-        for stage in life.stages:
-            stage.halt()
-        life.task.cancel()
+        for device in process.devices:
+            device.halt()
+        process.task.cancel()
 
     def bounce(self, peer: PeerId, down_s: float) -> None:
         """Crash a node and start it again after `down_s` with its id and its disk, unless the run has ended by then."""
-        if self.life(peer).running:
+        if self.process(peer).running:
             self.crash(peer)
             restart = asyncio.get_running_loop().create_task(self._restart(peer, down_s))
             self._restarts[restart] = None
@@ -167,13 +167,13 @@ class Swarm:
 
     def pause(self, peer: PeerId) -> None:
         """Tell a node to stop taking part for a while."""
-        if self.life(peer).running:
-            self.life(peer).node.pause()
+        if self.process(peer).running:
+            self.process(peer).node.pause()
 
     def resume(self, peer: PeerId) -> None:
         """Tell a paused node to come back."""
-        if self.life(peer).running:
-            self.life(peer).node.resume()
+        if self.process(peer).running:
+            self.process(peer).node.resume()
 
     def split(self, *groups: Collection[PeerId]) -> None:
         """Nothing crosses from one group to another until `heal`, neither calls nor announcements."""
@@ -187,20 +187,25 @@ class Swarm:
 
     def slow(self, peer: PeerId, slowness: float) -> None:
         """From its next device operation on, a node needs this many times the plain seconds."""
-        stage = self.life(peer).stage
-        if stage is not None:
-            stage.slowness = slowness
+        device = self.process(peer).device
+        if device is not None:
+            device.slowness = slowness
 
     def drain(self, peer: PeerId) -> None:
         """Tell a node to leave."""
-        self.life(peer).node.drain()
+        self.process(peer).node.drain()
 
-    def life(self, peer: PeerId) -> Life:
+    def process(self, peer: PeerId) -> SimProcess:
         """The newest process of a peer. Raises KeyError when there is none."""
-        for life in reversed(self._lives):
-            if life.peer == peer:
-                return life
+        for process in reversed(self.processes):
+            if process.peer == peer:
+                return process
         raise KeyError(peer)
+
+    @property
+    def finished(self) -> bool:
+        """A node has come to the end of the run."""
+        return any(process.node.finished for process in self.processes)
 
     # --- the run --------------------------------------------------------------------------------------------------
 
@@ -210,10 +215,9 @@ class Swarm:
         Unless told to `tolerate` them, the first error of a node that did not crash, or of a handler, is raised.
         """
         outcome = run(self._main(), limit_s=limit_s)
-        errors = [one.error for one in outcome.lives if one.error is not None and not one.crashed]
-        if not tolerate:
-            for error in (*outcome.bugs, *errors):
-                raise error
+        errors = [one.error for one in outcome.processes if one.error is not None and not one.crashed]
+        for error in () if tolerate else (*outcome.bugs, *errors):
+            raise error
         return outcome
 
     async def _main(self) -> Outcome:
@@ -221,28 +225,28 @@ class Swarm:
             for replica in range(count):
                 self.start(stage, replica)
         schedule = asyncio.create_task(self._follow_schedule())
-        while ahead := self._ahead(schedule):
+        while pending := self._pending(schedule):
             self._started.clear()
             started = asyncio.create_task(self._started.wait())
-            await asyncio.wait([*ahead, started], return_when="FIRST_COMPLETED")
+            await asyncio.wait([*pending, started], return_when="FIRST_COMPLETED")
             started.cancel()
             if schedule.done():
                 schedule.result()
         schedule.cancel()
-        lives = tuple(self._outcome(life) for life in self._lives)
-        return Outcome(lives, self.trace, tuple(self.network.bugs), asyncio.get_running_loop().time())
+        ended_at_s = asyncio.get_running_loop().time()
+        return Outcome(tuple(self.processes), self.trace, tuple(self.network.bugs), ended_at_s)
 
-    def _ahead(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
+    def _pending(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
         """What the run waits for; empty when it is over. Where all have crashed, the schedule may start them again."""
-        lives = [life.task for life in self._lives if life.task and not life.task.done()]
-        ahead = [*lives, *self._restarts]
-        crashed = all(self.life(peer).crashed for peer in {life.peer: None for life in self._lives})
-        return [*ahead, schedule] if not schedule.done() and (ahead or crashed) else ahead
+        tasks = [process.task for process in self.processes if process.task and not process.task.done()]
+        pending = [*tasks, *self._restarts]
+        crashed = all(self.process(peer).crashed for peer in dict.fromkeys(one.peer for one in self.processes))
+        return [*pending, schedule] if not schedule.done() and (pending or crashed) else pending
 
     async def _restart(self, peer: PeerId, down_s: float) -> None:
         await asyncio.sleep(down_s)
-        if not any(life.node.finished for life in self._lives):
-            self.start(*self.life(peer).place)
+        if not self.finished:
+            self.start(*self.process(peer).place)
 
     async def _follow_schedule(self) -> None:
         """Actions of the same time in the order in which they were given."""
@@ -251,25 +255,10 @@ class Swarm:
             await asyncio.sleep(at_s - now())
             action()
 
-    async def _live(self, life: Life) -> None:
-        await life.world.transport.serve(life.node.answers)
+    async def _run_process(self, process: SimProcess) -> None:
+        await process.ports.transport.serve(process.node.answers)
         try:
-            await life.node.run()
+            await process.node.run()
         finally:
-            await life.world.transport.close()
-            life.ended_at_s = asyncio.get_running_loop().time()
-
-    def _outcome(self, life: Life) -> NodeOutcome:
-        node, task = life.node.state, life.task
-        return NodeOutcome(
-            peer=life.peer,
-            stage=node.advert.stage,
-            state=node.advert.state,
-            step=node.advert.step,
-            inner_steps=node.inner_steps,
-            crashed=life.crashed,
-            error=task.exception() if task and not task.cancelled() else None,
-            ended_at_s=life.ended_at_s,
-            models=tuple(stage.stage for stage in life.stages),
-            trace=life.trace,
-        )
+            await process.ports.transport.close()
+            process.ended_at_s = asyncio.get_running_loop().time()

@@ -15,8 +15,9 @@ from noloco_p2p.core import intake
 from noloco_p2p.core.messages import HostTensor
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.ports import Telemetry
+from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import Life, Swarm, SwarmPlan, peer_id
+from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 VISITORS, EVERY_S, STAY_S = 1000, 0.2, 2.0
 FIRST_LOOK, SECOND_LOOK = 100, 1000
@@ -52,9 +53,10 @@ def held_bytes(roots: Iterable[object], outside: Iterable[object]) -> int:
     return found
 
 
-def outside(swarm: Swarm, life: Life) -> Iterator[object]:
+def outside(swarm: SimSwarm, process: SimProcess) -> Iterator[object]:
     """What is the simulator's."""
-    yield from (swarm, life, life.world, *life.ports, *life.stages, swarm.network, swarm.registry, swarm.trace)
+    yield from (swarm, swarm.network, swarm.registry, swarm.trace)
+    yield from (process, process.world, *process.ports, *process.devices)
 
 
 def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytes
     limits = LimitSettings(patience_floor_s=0.5, linger_s=2.0, drain_s=2.0)
     config = NodeConfig(limits=limits, directory=DirectorySettings(ttl_s=3.0, refresh_s=1.0), rebalance=False)
     costs = Costs(forward_s=0.1, backward_s=0.2, inner_step_s=0.05, outer_s=0.02)
-    swarm = Swarm(SwarmPlan(manifest, (2, 2), config=config, costs=costs))
+    swarm = SimSwarm(SimPlan(manifest, (2, 2), config=config, costs=costs))
     telemetries = {peer: PrometheusTelemetry(manifest.stages) for peer in ("s0r0", "s1r0")}
     series: dict[str, list[set[str]]] = {peer: [] for peer in telemetries}
     held: dict[str, list[tuple[int, int]]] = {peer: [] for peer in telemetries}
@@ -79,20 +81,20 @@ def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytes
 
     def watch() -> None:
         for peer, telemetry in telemetries.items():
-            node = swarm.life(peer).node.state
+            node = swarm.process(peer).node.state
             node.world = replace(node.world, telemetry=Both(node.world.telemetry, telemetry))
 
     def look() -> None:
         gc.collect()
         for peer, telemetry in telemetries.items():
-            life = swarm.life(peer)
+            process = swarm.process(peer)
             lines = generate_latest(telemetry.registry).decode().splitlines()
             series[peer].append({line.rpartition(" ")[0] for line in lines if not line.startswith("#")})
-            node = held_bytes([life.node], [*outside(swarm, life), telemetry])
+            node = held_bytes([process.node], [*outside(swarm, process), telemetry])
             held[peer] += [(node, held_bytes([telemetry], [telemetry.registry]))]
 
     def meet() -> None:
-        met.update(advert.peer_id for advert in swarm.life("s0r0").node.state.members.all())
+        met.update(advert.peer_id for advert in swarm.process("s0r0").node.state.members.all())
 
     def come_and_go(number: int) -> None:
         at_s, place = 3.0 + EVERY_S * number, (number % 2, 100 + number)

@@ -10,15 +10,15 @@ from elastic import plan_of
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.laws import check, training, watched
+from noloco_p2p.sim.laws import check, recording_stages, training
 from noloco_p2p.sim.links import Link
-from noloco_p2p.sim.toy_stage import ModelStage
-from noloco_p2p.sim.world import NodeOutcome, Outcome, SwarmPlan
+from noloco_p2p.sim.process import Outcome, SimProcess
+from noloco_p2p.sim.world import SimPlan
 
 
-def weights(life: NodeOutcome) -> tuple[object, ...]:
+def weights(process: SimProcess) -> tuple[object, ...]:
     """Everything that a replica has learnt."""
-    stage = life.model_stage
+    stage = process.linear_stage
     return stage.inner_steps, *stage.theta, *stage.phi, *stage.momentum
 
 
@@ -36,16 +36,22 @@ def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interv
     swarm.at(7.0, lambda: swarm.start(stage, 2))
     outcome = check(swarm)
     newcomer = outcome.nodes[f"s{stage}r2"]
-    (came,) = [one for one in swarm.taken_up if one.peer == newcomer.peer]
-    (taken,) = watched(newcomer)[0].taken
-    assert (came.source, taken.kind) == ("peer", "restore")
+    (came,) = [one for one in swarm.resumptions if one.peer == newcomer.peer]
+    (loaded,) = recording_stages(newcomer)[0].loaded
+    assert (came.source, loaded.kind) == ("peer", "restore")
     assert came.at_s < 8.0
     served = [h.at_s for h in newcomer.trace.of("microbatch") if h.get("result") == "done"]
     assert served[0] < came.at_s + 2.1, "three inner steps"
     first = training(newcomer)[0][0]
-    merged = [m for life in outcome.lives for s in watched(life) for m in s.merged if m.partner == newcomer.peer]
+    merged = [
+        m
+        for process in outcome.processes
+        for s in recording_stages(process)
+        for m in s.merged
+        if m.partner == newcomer.peer
+    ]
     assert min(m.round for m in merged) >= came.round + 2
-    donor = outcome.nodes[taken.origin]
+    donor = outcome.nodes[loaded.origin]
     before = [h for h in donor.trace.of("inner_step") if h.at_s < first]
     own = newcomer.trace.of("inner_step")
     assert 0 <= len(before) - (int(str(own[0].get("inner_step"))) - 1) <= 1
@@ -54,14 +60,14 @@ def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interv
 # --- restarting -------------------------------------------------------------------------------------------------------
 
 
-def chain(stages: int, every_rounds: int = 1) -> SwarmPlan:
+def chain(stages: int, every_rounds: int = 1) -> SimPlan:
     """One replica of each stage: nothing is left to chance."""
     plan = plan_of((1,) * stages, every_rounds=every_rounds, routing="balanced", steps=20)
     limits = plan.config.limits.model_copy(update={"max_in_flight": 1})
     return replace(plan, config=plan.config.model_copy(update={"limits": limits}))
 
 
-def killed(plan: SwarmPlan, at_s: float, peers: Sequence[PeerId], down_s: float = 1.0) -> FaultySwarm:
+def killed(plan: SimPlan, at_s: float, peers: Sequence[PeerId], down_s: float = 1.0) -> FaultySwarm:
     return FaultySwarm(plan, tuple(Fault(at_s, "bounce", (peer,), down_s) for peer in peers))
 
 
@@ -70,12 +76,12 @@ def killed(plan: SwarmPlan, at_s: float, peers: Sequence[PeerId], down_s: float 
 def test_a_chain_that_was_stopped_ends_with_the_weights_of_one_that_was_not(stages: int, every_rounds: int) -> None:
     plan = chain(stages, every_rounds=every_rounds)
     undisturbed = check(FaultySwarm(plan))
-    peers = [life.peer for life in undisturbed.lives]
+    peers = [process.peer for process in undisturbed.processes]
     for part in (0.5, 0.65, 0.8):
         swarm = killed(plan, part * undisturbed.ended_at_s, peers)
         outcome = check(swarm)
-        assert [one.source for one in swarm.taken_up] == ["shard"] * stages
-        assert len({one.round for one in swarm.taken_up}) == 1
+        assert [one.source for one in swarm.resumptions] == ["shard"] * stages
+        assert len({one.round for one in swarm.resumptions}) == 1
         for peer in peers:
             assert weights(outcome.nodes[peer]) == weights(undisturbed.nodes[peer]), f"{peer}, killed at {part}"
 
@@ -86,11 +92,11 @@ def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
     written = undisturbed.trace.of("checkpoint", "s1r0")[2]
     swarm = killed(plan, written.at_s - 0.02, ["s0r0", "s1r0", "s2r0"])
     outcome = check(swarm)
-    assert {(one.peer, one.source, one.round) for one in swarm.taken_up} == {
+    assert {(one.peer, one.source, one.round) for one in swarm.resumptions} == {
         (f"s{stage}r0", "shard", 2) for stage in range(3)
     }
-    for peer, life in undisturbed.nodes.items():
-        assert weights(outcome.nodes[peer]) == weights(life)
+    for peer, process in undisturbed.nodes.items():
+        assert weights(outcome.nodes[peer]) == weights(process)
 
 
 def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_lost() -> None:
@@ -101,11 +107,11 @@ def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_l
     swarm = FaultySwarm(plan, (Fault(saved + 0.15, "bounce", ("s1r0",), 0.5),))
     swarm.at(third + 0.01, lambda: swarm.network.lose_next_reply("s0r0", "s1r0"))
     outcome = check(swarm)
-    assert [(one.peer, one.source, one.round) for one in swarm.taken_up] == [("s1r0", "shard", 1)]
-    before, after = (life.model_stage for life in outcome.lives if life.peer == "s1r0")
+    assert [(one.peer, one.source, one.round) for one in swarm.resumptions] == [("s1r0", "shard", 1)]
+    before, after = (process.linear_stage for process in outcome.processes if process.peer == "s1r0")
     assert len(after.dropped) == 1
     assert after.dropped[0] in {one.microbatch for one in before.counted}
-    assert after.dropped[0] in {one.microbatch for one in outcome.nodes["s0r0"].model_stage.counted}
+    assert after.dropped[0] in {one.microbatch for one in outcome.nodes["s0r0"].linear_stage.counted}
 
 
 @pytest.mark.parametrize("for_s", [1.0, 8.0])
@@ -116,15 +122,17 @@ def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
     lost = tuple(f"s1r{i}" for i in range(replicas[1]))
     swarm = FaultySwarm(plan_of(replicas, steps=32), tuple(Fault(9.0, "wipe", (peer,), for_s) for peer in lost))
     outcome = check(swarm)
-    first = swarm.taken_up[0]
+    first = swarm.resumptions[0]
     assert first.source == "guardian"
-    before = max(number for life in outcome.lives if life.crashed for number, _ in life.rounds)
+    before = max(number for process in outcome.processes if process.crashed for number, _ in process.rounds)
     assert first.round >= before - 1
     told = [h.get("stages") for h in outcome.trace.of("deserted", "s0r0")]
     if for_s > 5.0:
         assert isinstance(told[0], dict)
         assert (list(told[0]), told[-1]) == ([1], {})
-    assert sum(life.microbatches["dropped"] for life in outcome.of_stage(0)) == 0, "what waits for a stage is kept"
+    assert sum(process.microbatches["dropped"] for process in outcome.of_stage(0)) == 0, (
+        "what waits for a stage is kept"
+    )
 
 
 # --- two halves -------------------------------------------------------------------------------------------------------
@@ -132,8 +140,7 @@ def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
 
 def spread(swarm: FaultySwarm) -> float:
     """Standard deviation of stage 1's first weight over its four replicas."""
-    stages = [swarm.life(f"s1r{i}").stage for i in range(4)]
-    return pstdev(timed.stage.theta[0] for timed in stages if timed and isinstance(timed.stage, ModelStage))
+    return pstdev(swarm.process(f"s1r{i}").linear_stage.theta[0] for i in range(4))
 
 
 def test_two_halves_of_a_split_swarm_merge_again_when_the_link_heals() -> None:
@@ -145,14 +152,14 @@ def test_two_halves_of_a_split_swarm_merge_again_when_the_link_heals() -> None:
     outcome = check(swarm)
     crossing = [
         merge.at_s
-        for life in outcome.lives
-        for merge in watched(life)[0].merged
-        if (life.peer in halves[0]) != (merge.partner in halves[0])
+        for process in outcome.processes
+        for merge in recording_stages(process)[0].merged
+        if (process.peer in halves[0]) != (merge.partner in halves[0])
     ]
     assert not [at_s for at_s in crossing if 9.0 < at_s < 25.0]
     assert len([at_s for at_s in crossing if at_s > 25.0]) > 8
     assert spread(swarm) < 0.3 * seen[0]
-    steps = [life.inner_steps for life in outcome.of_stage(0)]
+    steps = [process.inner_steps for process in outcome.of_stage(0)]
     assert max(steps) - min(steps) < 20, "both halves trained on"
 
 
@@ -176,10 +183,10 @@ def test_a_hung_replica_costs_a_deadline_that_was_learnt_and_nobody_else_is_blam
     plan = replace(plan, config=plan.config.model_copy(update={"limits": limits}))
     swarm = FaultySwarm(plan, (Fault(13.0, "hang", (peer,), 9.0),))
     outcome = check(swarm)
-    for life in outcome.of_stage(0):
-        steps = [at_s for at_s in times(outcome, "inner_step", life.peer) if at_s > 10.0]
+    for process in outcome.of_stage(0):
+        steps = [at_s for at_s in times(outcome, "inner_step", process.peer) if at_s > 10.0]
         assert max(after - before for before, after in pairwise(steps)) < 9.0, "two calls in a row, not the whole hang"
-        assert life.microbatches["dropped"] == 0
+        assert process.microbatches["dropped"] == 0
     told = [h for h in outcome.trace.of("reroute") if h.get("reason") == "unreachable" and h.peer != peer]
     assert {h.get("peer") for h in told} == {peer}
 
@@ -192,9 +199,9 @@ def test_a_long_pause_ends_with_the_weights_of_now_a_short_one_with_its_own(peer
     for for_s, pulls in ((12.0, 1), (0.5, 0)):
         swarm = FaultySwarm(plan_of((2, 2), steps=40), (Fault(6.0, "pause", (peer,), for_s),))
         outcome = check(swarm)
-        assert [one.source for one in swarm.taken_up] == ["peer"] * pulls
-        life = outcome.nodes[peer]
-        (paused,) = [h.at_s for h in life.trace.of("state") if h.get("state") == "paused"]
+        assert [one.source for one in swarm.resumptions] == ["peer"] * pulls
+        process = outcome.nodes[peer]
+        (paused,) = [h.at_s for h in process.trace.of("state") if h.get("state") == "paused"]
         assert paused < 8.0
         assert not [at_s for at_s in times(outcome, "inner_step", peer) if paused < at_s < 6.0 + for_s]
         assert [at_s for at_s in times(outcome, "inner_step", peer) if at_s > 6.0 + for_s]
@@ -212,7 +219,7 @@ def test_under_balanced_nobody_waits_for_a_newcomer_that_fetches_its_weights(sta
     swarm = FaultySwarm(plan_of((2, 2), steps=40, routing="balanced"), (Fault(8.0, "wipe", (newcomer,), 1.0),))
     swarm.at(8.0, lambda: swarm.network.set_link(donor, newcomer, Link(bytes_per_s=6.0)))
     outcome = check(swarm)
-    came_s = swarm.taken_up[0].at_s
+    came_s = swarm.resumptions[0].at_s
     assert came_s > 20.0
     steps = [at_s for at_s in times(outcome, "inner_step", "s0r0") if 7.0 < at_s < came_s]
     assert max(after - before for before, after in pairwise(steps)) < 5.0
@@ -229,16 +236,16 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     swarm.at(16.0, lambda: swarm.wipe("s1r0"))
     swarm.at(16.0, lambda: swarm.start(1, 0))
     outcome = check(swarm)
-    left, again = (life for life in outcome.lives if life.peer == "s1r0")
+    left, again = (process for process in outcome.processes if process.peer == "s1r0")
     assert left.ended_at_s is not None
     guarded = [h for h in outcome.trace.of("guarded") if h.get("stage") == 1 and h.at_s < left.ended_at_s]
     assert guarded[-1].at_s > 7.3
     assert left.ended_at_s < 7.3 + 4.0
     assert guarded[-1].get("round") == left.rounds[-1][0] + 1
-    (taken,) = watched(again)[0].taken
-    assert (taken.kind, taken.origin) == ("adopt", "s1r0")
-    assert taken.phi == pytest.approx(left.model_stage.theta, rel=1e-12)
-    results = [life.microbatches for life in outcome.of_stage(0)]
+    (loaded,) = recording_stages(again)[0].loaded
+    assert (loaded.kind, loaded.origin) == ("adopt", "s1r0")
+    assert loaded.phi == pytest.approx(left.linear_stage.theta, rel=1e-12)
+    results = [process.microbatches for process in outcome.of_stage(0)]
     assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
 
 
@@ -247,11 +254,12 @@ def test_nobody_waits_for_a_guardian_that_leaves_too() -> None:
     for peer in ("s0r0", "s0r1", "s1r0"):
         swarm.at(7.3, lambda peer=peer: swarm.drain(peer))  # type: ignore[misc]
     outcome = check(swarm)
-    assert max(life.ended_at_s or 99.0 for life in outcome.lives) < 7.3 + 3.0
+    assert max(process.ended_at_s or 99.0 for process in outcome.processes) < 7.3 + 3.0
 
 
 def test_who_is_told_to_leave_when_it_has_left_already_takes_no_notice() -> None:
-    ends = sorted((life.ended_at_s or 0.0, life.peer) for life in check(FaultySwarm(plan_of((2, 2), steps=8))).lives)
+    outcome = check(FaultySwarm(plan_of((2, 2), steps=8)))
+    ends = sorted((process.ended_at_s or 0.0, process.peer) for process in outcome.processes)
     swarm = FaultySwarm(plan_of((2, 2), steps=8))
     swarm.at((ends[0][0] + ends[-1][0]) / 2, lambda: swarm.drain(ends[0][1]))
     assert check(swarm).nodes[ends[0][1]].state == "left"

@@ -23,7 +23,7 @@ def test_swarms_survive_what_is_drawn(block: int) -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}; replay: python tests/support/elastic.py {seed}")
             raise
-        sources |= {one.source for one in swarm.taken_up}
+        sources |= {one.source for one in swarm.resumptions}
     if block == 0:
         assert sources == {"peer", "shard", "guardian", "fresh"}, "else the swarms prove less than they seem to"
 

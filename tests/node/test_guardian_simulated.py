@@ -12,9 +12,10 @@ from noloco_p2p.config import (
 )
 from noloco_p2p.core.guardians import GUARDIANS, holders
 from noloco_p2p.core.messages import Advert
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import Trace
-from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SOON_S = 0.5
 """In which a guardian has what its ward has: a few of the inner steps below."""
@@ -22,7 +23,7 @@ LIMITS = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s
 CONFIG = NodeConfig(limits=LIMITS, directory=DirectorySettings(refresh_s=1.0, ttl_s=3.0))
 
 
-def plan_for(replicas: tuple[int, ...], steps: int, pairing: str = "matched") -> SwarmPlan:
+def plan_for(replicas: tuple[int, ...], steps: int, pairing: str = "matched") -> SimPlan:
     manifest = RunManifest(
         stages=len(replicas),
         start_replicas=1,
@@ -33,7 +34,7 @@ def plan_for(replicas: tuple[int, ...], steps: int, pairing: str = "matched") ->
         outer=OuterSettings.model_validate({"inner_steps": 4, "deadline_s": 2.0, "pairing": pairing}),
         evaluation=EvaluationSettings(every_steps=None, microbatches=2),
     )
-    return SwarmPlan(manifest, replicas, seed=1, config=CONFIG, costs=Costs(spread=0.3))
+    return SimPlan(manifest, replicas, seed=1, config=CONFIG, costs=Costs(spread=0.3))
 
 
 def rounds_of(trace: Trace, *peers: str) -> list[tuple[float, int]]:
@@ -48,10 +49,10 @@ def guarded(trace: Trace, stage: int) -> list[tuple[float, str, int]]:
     return [(at_s, peer, round) for at_s, peer, round in found if isinstance(round, int)]
 
 
-def living(swarm: Swarm) -> list[Advert]:
+def living(swarm: SimSwarm) -> list[Advert]:
     """What everybody who runs says of itself right now."""
-    lives = {life.peer: life for life in swarm._lives}
-    return [one.node.state.advert for one in lives.values() if not one.crashed and one.ended_at_s is None]
+    processes = {process.peer: process for process in swarm.processes}
+    return [one.node.state.advert for one in processes.values() if not one.crashed and one.ended_at_s is None]
 
 
 def resumed(outcome: Outcome, peer: str) -> list[tuple[object, object]]:
@@ -60,7 +61,7 @@ def resumed(outcome: Outcome, peer: str) -> list[tuple[object, object]]:
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2, 2), (1, 2, 1), (2, 1)])
 def test_guardians_have_the_newest_round_soon_after_their_wards(replicas: tuple[int, ...]) -> None:
-    swarm = Swarm(plan_for(replicas, steps=60))
+    swarm = SimSwarm(plan_for(replicas, steps=60))
     outcome = swarm.run(limit_s=100)
     for stage, count in enumerate(replicas):
         wards = [f"s{stage}r{i}" for i in range(count)]
@@ -85,7 +86,7 @@ def test_guardians_have_the_newest_round_soon_after_their_wards(replicas: tuple[
 def test_only_few_replicas_are_guarded_and_only_where_there_are_rounds(
     replicas: tuple[int, ...], pairing: str, stages: list[int]
 ) -> None:
-    swarm = Swarm(plan_for(replicas, steps=40, pairing=pairing))
+    swarm = SimSwarm(plan_for(replicas, steps=40, pairing=pairing))
     outcome = swarm.run(limit_s=100)
     everybody_is_seen_at_s = 2.0
     ends_at_s = min(h.at_s for h in outcome.trace.of("state") if h.get("state") == "finished")
@@ -95,7 +96,7 @@ def test_only_few_replicas_are_guarded_and_only_where_there_are_rounds(
 
 
 def test_both_last_replicas_die_at_once_and_their_stage_goes_on_from_a_guardian() -> None:
-    swarm = Swarm(plan_for((2, 2, 2), steps=60))
+    swarm = SimSwarm(plan_for((2, 2, 2), steps=60))
     seen: list[tuple[int, list[int]]] = []
 
     def look() -> None:
@@ -113,12 +114,12 @@ def test_both_last_replicas_die_at_once_and_their_stage_goes_on_from_a_guardian(
     assert done - held[0] <= 1
     assert later == held, "nobody forgets what nobody else has"
     assert resumed(outcome, "s1r5") == [("guardian", held[0])]
-    survivors = [one for one in outcome.lives if not one.crashed]
+    survivors = [one for one in outcome.processes if not one.crashed]
     assert {one.step for one in survivors} == {60.0}
 
 
 def test_a_guardian_that_dies_is_replaced() -> None:
-    swarm = Swarm(plan_for((3, 1), steps=150))
+    swarm = SimSwarm(plan_for((3, 1), steps=150))
     before: list[str] = []
 
     def strike() -> None:
@@ -133,11 +134,11 @@ def test_a_guardian_that_dies_is_replaced() -> None:
 
 
 def test_a_leaving_last_replica_goes_when_its_final_snapshot_is_guarded() -> None:
-    swarm = Swarm(plan_for((2, 1, 2), steps=60))
+    swarm = SimSwarm(plan_for((2, 1, 2), steps=60))
     swarm.at(5.0, lambda: swarm.drain("s1r0"))
     swarm.at(20.0, lambda: swarm.start(1, 5))
     outcome = swarm.run(limit_s=200)
-    left = next(one for one in outcome.lives if one.peer == "s1r0")
+    left = next(one for one in outcome.processes if one.peer == "s1r0")
     done = max(round for _, round in rounds_of(left.trace, "s1r0"))
     pulled = [(at_s, round) for at_s, _, round in guarded(outcome.trace, 1) if at_s > 5.0]
     assert left.ended_at_s is not None
@@ -147,7 +148,7 @@ def test_a_leaving_last_replica_goes_when_its_final_snapshot_is_guarded() -> Non
 
 
 def test_a_stage_with_three_replicas_again_is_forgotten() -> None:
-    swarm = Swarm(plan_for((2, 2), steps=120))
+    swarm = SimSwarm(plan_for((2, 2), steps=120))
     seen: list[list[int]] = []
     swarm.at(4.0, lambda: seen.append([held.round for _, held in holders(1, living(swarm))]))
     swarm.at(4.0, lambda: swarm.start(1, 5))
@@ -158,7 +159,7 @@ def test_a_stage_with_three_replicas_again_is_forgotten() -> None:
 
 
 def test_a_hung_ward_holds_nobody_up() -> None:
-    swarm = Swarm(plan_for((2, 2), steps=60))
+    swarm = SimSwarm(plan_for((2, 2), steps=60))
     swarm.at(4.0, lambda: swarm.network.hold("s1r0"))
     swarm.at(10.0, lambda: swarm.network.release("s1r0"))
     outcome = swarm.run(limit_s=200)
@@ -169,4 +170,4 @@ def test_a_hung_ward_holds_nobody_up() -> None:
     (failed_at_s, guardian), *_ = told
     after = [at_s for at_s, peer, _ in guarded(outcome.trace, 1) if peer == guardian and at_s > failed_at_s]
     assert after[0] - failed_at_s < 0.1, "asked at once after the first one failed"
-    assert {one.step for one in outcome.lives} == {60.0}
+    assert {one.step for one in outcome.processes} == {60.0}

@@ -14,8 +14,9 @@ from noloco_p2p.config import (
     RunManifest,
 )
 from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 HUNG_FROM_S, HUNG_UNTIL_S = 3.0, 7.0
 GONE_FROM_S = 5.0
@@ -24,7 +25,7 @@ BLAMED_ABOVE_ALL = 0.01
 """Of all that are set aside by name, so many may be healthy."""
 
 
-def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float = 30.0) -> SwarmPlan:
+def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float = 30.0) -> SimPlan:
     manifest = RunManifest(
         stages=len(replicas),
         start_replicas=1,
@@ -38,7 +39,7 @@ def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float 
         evaluation=EvaluationSettings(every_steps=20, microbatches=4),
     )
     limits = LimitSettings(patience_floor_s=0.2, linger_s=10.0, drain_s=5.0)
-    return SwarmPlan(
+    return SimPlan(
         manifest,
         replicas,
         seed=seed,
@@ -64,7 +65,7 @@ def longest_stall_s(outcome: Outcome) -> float:
 
 
 def with_hung(hung: str, routing: str, seed: int) -> Outcome:
-    swarm = Swarm(plan_of((3, 3, 3), routing, seed))
+    swarm = SimSwarm(plan_of((3, 3, 3), routing, seed))
     swarm.at(HUNG_FROM_S, lambda: swarm.network.hold(hung))
     swarm.at(HUNG_UNTIL_S, lambda: swarm.network.release(hung))
     outcome = swarm.run(limit_s=300)
@@ -99,14 +100,14 @@ def test_random_routes_go_round_a_hung_replica_at_once() -> None:
 
 
 def test_an_evaluation_goes_round_a_hung_replica() -> None:
-    swarm = Swarm(plan_of((3, 3, 3), "random", 1))
+    swarm = SimSwarm(plan_of((3, 3, 3), "random", 1))
     swarm.at(HUNG_FROM_S, lambda: swarm.network.hold("s2r1"))
     swarm.at(40.0, lambda: swarm.network.release("s2r1"))
     outcome = swarm.run(limit_s=300)
     for origin in ("s0r0", "s0r1", "s0r2"):
         evaluations = outcome.trace.of("evaluation", origin)
         assert len(evaluations) == 2, origin
-        assert swarm.life(origin).node.evaluated_s < 4.0, origin
+        assert swarm.process(origin).node.evaluated_s < 4.0, origin
 
 
 @pytest.mark.parametrize("replicas", [(2, 2, 1), (2, 1)])
@@ -116,7 +117,7 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
     away_s, last = 20.0, len(replicas) - 1
     victim = f"s{last}r0"
     back_s = GONE_FROM_S + away_s
-    swarm = Swarm(plan_of(replicas, routing, 1, ttl_s=6.0))
+    swarm = SimSwarm(plan_of(replicas, routing, 1, ttl_s=6.0))
     graphs: list[int] = []
     if fault == "crash":
         swarm.at(GONE_FROM_S, lambda: swarm.bounce(victim, away_s))
@@ -125,7 +126,7 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
         swarm.at(back_s, lambda: swarm.network.release(victim))
     middles = [f"s1r{i}" for i in range(replicas[1])] if last == 2 else []
     if fault == "crash":
-        swarm.at(back_s - 1, lambda: graphs.extend(swarm.life(m).stages[-1].stage.open_graphs for m in middles))  # type: ignore[attr-defined]
+        swarm.at(back_s - 1, lambda: graphs.extend(swarm.process(m).stages[-1].stage.open_graphs for m in middles))  # type: ignore[attr-defined]
     outcome = swarm.run(limit_s=300)
     check_ended(outcome)
     assert graphs == [0] * len(graphs), "the graphs of what waits at stage 0 are freed in the middle"

@@ -19,14 +19,15 @@ from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.nonfinite import LONGEST_STREAK
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Contribution
-from noloco_p2p.sim.toy_stage import ModelStage
-from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 STEPS = 30
 Turns = Callable[[int], bool]
 
 
-class BadStage(ModelStage):
+class BadStage(LinearStage):
     """Microbatches whose turn is in `bad` have a loss and gradients that are not finite; `loud` outputs overflow.
 
     Both ask with the number of the microbatch here, from 1.
@@ -61,7 +62,7 @@ def always(_: int) -> bool:
 
 def make(
     bad: dict[PeerId, Turns], loud: dict[PeerId, Turns], manifest: RunManifest, index: int, me: PeerId
-) -> ModelStage:
+) -> LinearStage:
     return BadStage(manifest, index, me, bad.get(me, never), loud.get(me, never))
 
 
@@ -87,7 +88,7 @@ def run(
         evaluation=EvaluationSettings(every_steps=None, microbatches=1),
     )
     limits = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=5.0, drain_s=5.0)
-    plan = SwarmPlan(
+    plan = SimPlan(
         manifest,
         replicas,
         seed=4,
@@ -95,7 +96,7 @@ def run(
         slowness=slowness or {},
         stage_factory=partial(make, bad or {}, loud or {}),
     )
-    swarm = Swarm(plan)
+    swarm = SimSwarm(plan)
     for peer in given_up:
         swarm.at(60.0, partial(swarm.drain, peer))
     return swarm.run(limit_s=3600, tolerate=True)
@@ -113,7 +114,7 @@ def check_the_others_finished(outcome: Outcome, *broken: PeerId) -> None:
     for peer, node in outcome.nodes.items():
         if peer not in broken:
             assert (node.state, node.step) == ("left", STEPS), peer
-            assert all(map(isfinite, node.model_stage.theta)), peer
+            assert all(map(isfinite, node.linear_stage.theta)), peer
 
 
 @pytest.mark.parametrize("peer", ["s0r0", "s1r0", "s2r1"])
@@ -122,10 +123,10 @@ def test_one_is_skipped_and_counted_and_the_step_goes_on(peer: PeerId) -> None:
     assert stopped(outcome) == {}
     check_the_others_finished(outcome)
     assert outcome.nodes[peer].microbatches["nonfinite"] == 1
-    (skipped,) = [one for one in outcome.nodes[peer].model_stage.counted if one.tokens == 0]
+    (skipped,) = [one for one in outcome.nodes[peer].linear_stage.counted if one.tokens == 0]
     assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(0)) == 1, "its origin hears of it"
     for stage in range(3):
-        by_stage = [one for node in outcome.of_stage(stage) for one in node.model_stage.counted]
+        by_stage = [one for node in outcome.of_stage(stage) for one in node.linear_stage.counted]
         without = [one for one in by_stage if one.microbatch == skipped.microbatch]
         assert [one.tokens > 0 for one in without] == [stage > int(peer[1])], "stages before it add nothing either"
         assert min(one.tokens for one in by_stage if one.microbatch != skipped.microbatch) > 0
@@ -172,7 +173,7 @@ def test_a_node_alone_stops_with_the_reason() -> None:
     outcome = run((1,), {"s0r0": always})
     assert list(stopped(outcome)) == ["s0r0"]
     assert outcome.nodes["s0r0"].inner_steps == LONGEST_STREAK // 4
-    assert outcome.nodes["s0r0"].model_stage.version == LONGEST_STREAK // 4
+    assert outcome.nodes["s0r0"].linear_stage.version == LONGEST_STREAK // 4
 
 
 def test_nine_in_a_row_stop_nobody() -> None:

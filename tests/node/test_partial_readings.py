@@ -11,8 +11,9 @@ from noloco_p2p.config import NodeConfig
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 from noloco_p2p.sim.directory import Registry
 from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import Outcome, Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 REPLICAS = (3, 3)
 
@@ -29,12 +30,12 @@ class PartialRegistry(Registry):
 
 def steps_of(outcome: Outcome, stage: int) -> Counter[tuple[MicrobatchId, int]]:
     """In which inner step each microbatch was counted at a stage."""
-    return Counter((one.microbatch, one.inner_step) for n in outcome.of_stage(stage) for one in n.model_stage.counted)
+    return Counter((one.microbatch, one.inner_step) for n in outcome.of_stage(stage) for one in n.linear_stage.counted)
 
 
 def run_with(hidden: Sequence[tuple[PeerId, PeerId]]) -> Outcome:
     manifest = manifest_for(REPLICAS, steps=12, routing="balanced")
-    plan = SwarmPlan(
+    plan = SimPlan(
         manifest,
         REPLICAS,
         seed=3,
@@ -42,7 +43,7 @@ def run_with(hidden: Sequence[tuple[PeerId, PeerId]]) -> Outcome:
         link=Link(latency_s=0.005, spread=0.5),
         costs=Costs(forward_s=0.05, backward_s=0.1, inner_step_s=0.02, outer_s=0.02, spread=0.4),
     )
-    swarm = Swarm(plan)
+    swarm = SimSwarm(plan)
     swarm.registry = registry = PartialRegistry()
     for number, pair in enumerate(hidden):
         swarm.at(2.0 + 2.0 * number, partial(setattr, registry, "hidden", pair))
@@ -54,5 +55,5 @@ def run_with(hidden: Sequence[tuple[PeerId, PeerId]]) -> Outcome:
 def test_partial_readings_move_no_microbatch_to_another_step(hidden: Sequence[tuple[PeerId, PeerId]]) -> None:
     """Under `balanced` a microbatch counts in the same inner step at every stage."""
     outcome = run_with(hidden)
-    assert all(one.inner_steps == 12 for one in outcome.lives)
+    assert all(one.inner_steps == 12 for one in outcome.processes)
     assert steps_of(outcome, 0) == steps_of(outcome, 1)

@@ -15,7 +15,7 @@ def lopsided(steps: int = 60) -> FaultySwarm:
     swarm = FaultySwarm(replace(plan, chooses_stage=True))
 
     def crash_two() -> None:
-        places = [(swarm.life(f"s0r{i}").node.state.index, f"s0r{i}") for i in range(7)]
+        places = [(swarm.process(f"s0r{i}").node.state.index, f"s0r{i}") for i in range(7)]
         few = min((0, 1), key=lambda stage: sum(index == stage for index, _ in places))
         for _, peer in [place for place in places if place[0] == few][:2]:
             swarm.crash(peer)
@@ -26,8 +26,8 @@ def lopsided(steps: int = 60) -> FaultySwarm:
 
 def test_a_swarm_of_4_and_1_becomes_one_of_3_and_2_and_stays_so() -> None:
     outcome = check(lopsided())
-    alive = [life for life in outcome.lives if not life.crashed]
-    assert sorted(sum(life.stage == stage for life in alive) for stage in (0, 1)) == [2, 3]
+    alive = [process for process in outcome.processes if not process.crashed]
+    assert sorted(sum(process.stage == stage for process in alive) for stage in (0, 1)) == [2, 3]
     moved = outcome.trace.of("moved")
     assert len(moved) == 1
     mover = outcome.nodes[moved[0].peer]
@@ -41,6 +41,6 @@ def test_a_mover_that_is_killed_on_its_way_is_replaced(after_s: float) -> None:
     swarm = lopsided()
     swarm.at(moved.at_s + after_s, lambda: swarm.crash(moved.peer))
     outcome = check(swarm)
-    alive = [life for life in outcome.lives if not life.crashed]
-    assert sorted(sum(life.stage == stage for life in alive) for stage in (0, 1)) in ([2, 2], [1, 3])
-    assert {life.step for life in alive} == {60.0}
+    alive = [process for process in outcome.processes if not process.crashed]
+    assert sorted(sum(process.stage == stage for process in alive) for stage in (0, 1)) in ([2, 2], [1, 3])
+    assert {process.step for process in alive} == {60.0}

@@ -16,8 +16,9 @@ from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, 
 from noloco_p2p.core import outer_update
 from noloco_p2p.core.messages import Gradient, MicrobatchId, PeerId, Snapshot
 from noloco_p2p.ports import Contribution, MergeResult
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import SyncStage
-from noloco_p2p.sim.world import Outcome, StageFactory, Swarm, SwarmPlan, peer_id
+from noloco_p2p.sim.world import SimPlan, SimSwarm, StageFactory, peer_id
 
 STAGES, REPLICAS = 2, 3
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -53,10 +54,10 @@ def audited(audit: Path) -> StageFactory:
 
 def simulate(manifest: RunManifest, audit: Path, factory: StageFactory | None = None) -> Outcome:
     with float64_rmsnorm():
-        plan = SwarmPlan(
+        plan = SimPlan(
             manifest, (REPLICAS,) * STAGES, seed=2, unequal_batches=True, stage_factory=factory or audited(audit)
         )
-        return Swarm(plan).run()
+        return SimSwarm(plan).run()
 
 
 def replayed(manifest: RunManifest, audit: Path) -> Report:
@@ -67,7 +68,7 @@ def replayed(manifest: RunManifest, audit: Path) -> Report:
 def test_a_simulated_run_computes_the_algorithm(tmp_path: Path, family: str) -> None:
     manifest = lockstep(family)
     outcome = simulate(manifest, tmp_path)
-    assert all(one.inner_steps == manifest.steps for one in outcome.lives)
+    assert all(one.inner_steps == manifest.steps for one in outcome.processes)
     report = replayed(manifest, tmp_path)
     require_variety(report)
     assert report.deviations.keys() >= {"slow", "fast", "momentum", "adam_mean", "adam_square", "loss"}

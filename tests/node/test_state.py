@@ -11,14 +11,14 @@ from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import LocalError
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim.virtual_time import run
-from noloco_p2p.sim.world import Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 
 def _node_state() -> NodeState:
     manifest = RunManifest(stages=1, start_replicas=1)
-    swarm = Swarm(SwarmPlan(manifest, (1,)))
+    swarm = SimSwarm(SimPlan(manifest, (1,)))
     swarm.start(0, 0)
-    return NodeState(Advert("me", manifest.run_id, 0, ()), manifest, NodeConfig(), swarm.life("s0r0").world)
+    return NodeState(Advert("me", manifest.run_id, 0, ()), manifest, NodeConfig(), swarm.process("s0r0").world)
 
 
 def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulses() -> None:

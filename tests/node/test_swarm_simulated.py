@@ -13,8 +13,9 @@ from noloco_p2p.config import (
 )
 from noloco_p2p.core.messages import MicrobatchId
 from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import NodeOutcome, Outcome, Swarm, SwarmPlan, peer_id
+from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (1, 3), (3, 3), (2, 2, 2), (2, 3, 1), (1, 2, 3), (2, 1, 2, 2), (2, 2, 2, 2)]
 SEEDS = 200
@@ -22,10 +23,10 @@ SWARMS_A_TEST = 10
 
 
 def counted(outcome: Outcome, stage: int) -> Counter[MicrobatchId]:
-    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.model_stage.counted)
+    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.linear_stage.counted)
 
 
-def drawn(seed: int) -> SwarmPlan:
+def drawn(seed: int) -> SimPlan:
     """A swarm from a seed: its shape, policy, speeds, links and waits."""
     rng = random.Random(seed)
     replicas = SHAPES[seed % len(SHAPES)]
@@ -37,7 +38,7 @@ def drawn(seed: int) -> SwarmPlan:
         outer={"inner_steps": 4, "deadline_s": 2.0, "partner_wait_s": rng.choice([None, 0.0, 300.0])},
     )
     slow = peer_id(stage := rng.randrange(len(replicas)), rng.randrange(replicas[stage]))
-    return SwarmPlan(
+    return SimPlan(
         manifest,
         replicas,
         seed=seed,
@@ -50,13 +51,13 @@ def drawn(seed: int) -> SwarmPlan:
     )
 
 
-def check_ended(plan: SwarmPlan, outcome: Outcome) -> None:
+def check_ended(plan: SimPlan, outcome: Outcome) -> None:
     """Everybody ended by itself at `steps`, and no id counted twice at one replica."""
-    for one in outcome.lives:
+    for one in outcome.processes:
         assert (one.state, one.step, one.error) == ("left", float(plan.manifest.steps), None), one.peer
         numbers = [number for number, _ in one.rounds]
         assert numbers == sorted(set(numbers)), f"{one.peer} did a round twice: {numbers}"
-        ids = [entry.microbatch for entry in one.model_stage.counted]
+        ids = [entry.microbatch for entry in one.linear_stage.counted]
         assert len(ids) == len(set(ids)), f"{one.peer} counted an id twice"
     for node in outcome.of_stage(0):
         begun = plan.manifest.microbatches_per_step * node.inner_steps
@@ -68,7 +69,7 @@ def test_swarms_end_by_themselves_at_their_last_step(block: int) -> None:
     for seed in range(block, block + SWARMS_A_TEST):
         plan = drawn(seed)
         try:
-            check_ended(plan, Swarm(plan).run(limit_s=600))
+            check_ended(plan, SimSwarm(plan).run(limit_s=600))
         except BaseException as error:
             error.add_note(f"seed {seed}: drawn({seed})")
             raise
@@ -80,7 +81,7 @@ def test_without_losses_every_microbatch_counts_exactly_once_at_every_stage() ->
         # So patient that nobody who is slow is taken for hung, and his work done again by another.
         patient = NodeConfig(limits=LIMITS.model_copy(update={"patience_floor_s": 60.0, "microbatch_deadline_s": 60.0}))
         plan = replace(plan, link=replace(plan.link, reply_loss=0.0), config=patient)
-        outcome = Swarm(plan).run(limit_s=600)
+        outcome = SimSwarm(plan).run(limit_s=600)
         first = counted(outcome, 0)
         for stage in range(len(plan.replicas)):
             assert counted(outcome, stage) == first, f"seed {seed}, stage {stage}"
@@ -92,11 +93,11 @@ def test_without_losses_every_microbatch_counts_exactly_once_at_every_stage() ->
 
 def clock_plan(
     replicas: tuple[int, ...], *, view_age_steps: float = 0.0, slow: dict[str, float] | None = None
-) -> SwarmPlan:
+) -> SimPlan:
     """m = 10 and steps of about a tenth of a second; views are that many steps old, besides the time between two."""
     manifest = manifest_for(replicas, steps=100, outer={"inner_steps": 10, "deadline_s": 5.0})
     step_s = 0.105
-    return SwarmPlan(
+    return SimPlan(
         manifest,
         replicas,
         seed=3,
@@ -124,7 +125,7 @@ CLOCKS = {
 def lonely(outcome: Outcome) -> tuple[int, int]:
     """(rounds that ended alone although the stage had a partner for them, rounds of stages with a partner at all)."""
     alone = total = 0
-    for one in outcome.lives:
+    for one in outcome.processes:
         if len(outcome.of_stage(one.stage)) < 2:
             continue
         for happening in one.trace.of("outer_round"):
@@ -136,7 +137,7 @@ def lonely(outcome: Outcome) -> tuple[int, int]:
 @pytest.mark.parametrize("name", CLOCKS)
 def test_the_clock_keeps_the_swarm_together(name: str) -> None:
     plan = CLOCKS[name]
-    outcome = Swarm(plan).run(limit_s=3000)
+    outcome = SimSwarm(plan).run(limit_s=3000)
     check_ended(plan, outcome)
     alone, total = lonely(outcome)
     assert alone < 0.03 * total, f"{alone} of {total} rounds found no partner"
@@ -149,6 +150,6 @@ def test_the_clock_keeps_the_swarm_together(name: str) -> None:
 
 
 def test_a_faster_origin_takes_more_inner_steps() -> None:
-    outcome = Swarm(CLOCKS["one of stage 0 three times faster"]).run(limit_s=3000)
-    steps: dict[str, NodeOutcome] = outcome.nodes
+    outcome = SimSwarm(CLOCKS["one of stage 0 three times faster"]).run(limit_s=3000)
+    steps: dict[str, SimProcess] = outcome.nodes
     assert steps["s0r0"].inner_steps > 1.5 * steps["s0r1"].inner_steps

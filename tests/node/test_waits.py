@@ -15,7 +15,7 @@ from noloco_p2p.core.health import problem_line
 from noloco_p2p.core.status import ForMicrobatch, Resource, Status, Trouble, Wait
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.virtual_time import run
-from noloco_p2p.sim.world import Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 PACKAGE = Path(noloco_p2p.__file__).parent
 SOURCES = sorted((PACKAGE / "node").rglob("*.py"))
@@ -135,7 +135,7 @@ def test_waits_are_told_while_they_last() -> None:
 PEERS = ("s0r0", "s0r1", "s1r0", "s1r1")
 
 
-def small() -> SwarmPlan:
+def small() -> SimPlan:
     manifest = RunManifest(
         stages=2,
         start_replicas=1,
@@ -146,16 +146,16 @@ def small() -> SwarmPlan:
     )
     bounds = LimitSettings(patience_floor_s=0.2, linger_s=10.0, drain_s=5.0)
     config = NodeConfig(limits=bounds, directory=DirectorySettings(ttl_s=6.0), rebalance=False)
-    return SwarmPlan(manifest, (2, 2), config=config)
+    return SimPlan(manifest, (2, 2), config=config)
 
 
-def statuses(swarm: Swarm, at: float) -> dict[str, Status]:
+def statuses(swarm: SimSwarm, at: float) -> dict[str, Status]:
     """What all nodes tell at a moment of a run to its end."""
     told: dict[str, Status] = {}
 
     def ask() -> None:
         now = asyncio.get_running_loop().time()
-        told.update({peer: swarm.life(peer).node.status(now) for peer in PEERS})
+        told.update({peer: swarm.process(peer).node.status(now) for peer in PEERS})
 
     swarm.at(at, ask)
     swarm.run(limit_s=600)
@@ -163,7 +163,7 @@ def statuses(swarm: Swarm, at: float) -> dict[str, Status]:
 
 
 def test_a_swarm_at_work_is_well_and_tells_where_it_stands() -> None:
-    told = statuses(Swarm(small()), 2.0)
+    told = statuses(SimSwarm(small()), 2.0)
     assert sorted(told) == ["s0r0", "s0r1", "s1r0", "s1r1"]
     for peer, status in told.items():
         assert (status.advert.peer_id, status.advert.state, status.troubles) == (peer, "training", ())
@@ -187,13 +187,13 @@ def test_a_swarm_at_work_is_well_and_tells_where_it_stands() -> None:
 
 
 def test_a_deserted_stage_is_named_by_whoever_waits_for_it() -> None:
-    swarm = Swarm(small())
+    swarm = SimSwarm(small())
     for peer in ("s1r0", "s1r1"):
         swarm.at(2.0, lambda peer=peer: swarm.bounce(peer, 38.0))  # type: ignore[misc]
     told: dict[str, Status] = {}
 
     def ask() -> None:
-        told.update({peer: swarm.life(peer).node.status(30.0) for peer in ("s0r0", "s0r1")})
+        told.update({peer: swarm.process(peer).node.status(30.0) for peer in ("s0r0", "s0r1")})
 
     swarm.at(30.0, ask)
     swarm.run(limit_s=600)
@@ -206,22 +206,22 @@ def test_a_deserted_stage_is_named_by_whoever_waits_for_it() -> None:
 
 
 def test_nothing_is_waited_for_when_a_node_has_ended() -> None:
-    swarm, lives = Swarm(small()), []
-    swarm.at(1.3, lambda: lives.append(swarm.life("s0r1")))
+    swarm, processes = SimSwarm(small()), []
+    swarm.at(1.3, lambda: processes.append(swarm.process("s0r1")))
     swarm.at(1.3, lambda: swarm.bounce("s0r1", 1.0))
     swarm.run(limit_s=600)
-    assert len(lives) == 1
-    for life in (*lives, *map(swarm.life, PEERS)):
-        status = life.node.status(1e6)
-        assert (status.waits, status.serving) == ((), ()), life.peer
+    assert len(processes) == 1
+    for process in (*processes, *map(swarm.process, PEERS)):
+        status = process.node.status(1e6)
+        assert (status.waits, status.serving) == ((), ()), process.peer
 
 
 def test_a_trouble_stands_until_it_is_over() -> None:
-    swarm = Swarm(small())
+    swarm = SimSwarm(small())
     told: list[tuple[Trouble, ...]] = []
 
     def say(message: str | None) -> None:
-        node = swarm.life("s1r0").node
+        node = swarm.process("s1r0").node
         node.trouble("disk", message)
         told.append(node.status(asyncio.get_running_loop().time()).troubles)
 

@@ -34,7 +34,8 @@ from noloco_p2p.observe.doctor import examination, machine, node_directory, peer
 from noloco_p2p.observe.doctor.doctor_report import Telling
 from noloco_p2p.observe.doctor.examination import Order, examine
 from noloco_p2p.sim.links import Link
-from noloco_p2p.sim.world import Life, Swarm, SwarmPlan, peer_id
+from noloco_p2p.sim.process import SimProcess
+from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 WELL_S, PLANTED_S = (4.0, 5.0, 6.0, 7.0), 8.05
 """Virtual seconds: when a swarm is looked at while it is well, and when something is done to it."""
@@ -57,25 +58,25 @@ class Look:
         return [(finding.name, finding.peer) for finding in self.findings if finding.severity != "ok"]
 
 
-def reports(swarm: Swarm) -> list[Report]:
+def reports(swarm: SimSwarm) -> list[Report]:
     """What everybody who is announced says of itself; who has crashed refuses the connection."""
     now = asyncio.get_running_loop().time()
     found = []
     for advert in swarm.registry.view(now=now):
-        life: Life = swarm.life(advert.peer_id)
-        status = life.node.status(now) if life.running else None
+        process: SimProcess = swarm.process(advert.peer_id)
+        status = process.node.status(now) if process.running else None
         found.append(Report(advert.peer_id, advert, status, "" if status else "connection refused", 0.0))
     return found
 
 
-def looked(replicas: tuple[int, ...], plant: Callable[[Swarm], object], *after_s: float) -> list[Look]:
+def looked(replicas: tuple[int, ...], plant: Callable[[SimSwarm], object], *after_s: float) -> list[Look]:
     """A swarm is looked at while it is well, then hurt by `plant`, and looked at again so long after; then it is ended.
 
     Fails the test when something is found while all is well.
     """
     config = NodeConfig(limits=LIMITS, directory=DirectorySettings(refresh_s=0.5, ttl_s=6.0))
-    plan = SwarmPlan(manifest_for(replicas, steps=100_000), replicas, seed=3, config=config, link=Link(latency_s=0.002))
-    swarm, well, hurt = Swarm(plan), list[Look](), list[Look]()
+    plan = SimPlan(manifest_for(replicas, steps=100_000), replicas, seed=3, config=config, link=Link(latency_s=0.002))
+    swarm, well, hurt = SimSwarm(plan), list[Look](), list[Look]()
 
     def look(into: list[Look]) -> None:
         told = reports(swarm)
@@ -102,7 +103,7 @@ def looked(replicas: tuple[int, ...], plant: Callable[[Swarm], object], *after_s
 
 
 def test_1_a_stage_without_replica_is_named() -> None:
-    def plant(swarm: Swarm) -> None:
+    def plant(swarm: SimSwarm) -> None:
         swarm.crash("s1r0")
         swarm.crash("s1r1")
 

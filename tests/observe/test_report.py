@@ -24,8 +24,8 @@ from noloco_p2p.observe.report.node_history import Increment, StateSpan
 from noloco_p2p.observe.report.page import make, render
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_run
 from noloco_p2p.observe.report.series import TimeBins
-from noloco_p2p.sim.outcome import NodeOutcome
-from noloco_p2p.sim.world import Swarm, SwarmPlan
+from noloco_p2p.sim.process import SimProcess
+from noloco_p2p.sim.world import SimSwarm, SimPlan
 
 BEGAN_AT = 1_800_000_000.0
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\x00\x1b[31m\u202e\"'"
@@ -42,7 +42,7 @@ class RecordedClock:
         return self.start + self.at_s
 
 
-def record(life: NodeOutcome, directory: Path, manifest: RunManifest, started_at_s: float) -> dict[str, Any]:
+def record(process: SimProcess, directory: Path, manifest: RunManifest, started_at_s: float) -> dict[str, Any]:
     """Write the journal of a simulated process as its telemetry would have; returns the telemetry's own totals."""
     directory.mkdir(exist_ok=True)
     (directory / "manifest.json").write_bytes(manifest.canonical_json())
@@ -50,12 +50,12 @@ def record(life: NodeOutcome, directory: Path, manifest: RunManifest, started_at
     clock.at_s = wall.at_s = started_at_s
     telemetry = PrometheusTelemetry(manifest.stages)
     journal = Journal(files.write, telemetry.counters, clock, wall)
-    journal.start(peer_id=life.peer, run_id=manifest.run_id, name=manifest.name, version="1.0", stage=life.stage)
+    journal.start(peer_id=process.peer, run_id=manifest.run_id, name=manifest.name, version="1.0", stage=process.stage)
     telemetry.record(journal)
-    for happening in life.trace.happenings:
-        clock.at_s = wall.at_s = happening.at_s
-        telemetry.event(happening.kind, **dict(happening.fields))
-    if not life.crashed:
+    for event in process.trace.events:
+        clock.at_s = wall.at_s = event.at_s
+        telemetry.event(event.kind, **dict(event.fields))
+    if not process.crashed:
         journal.end()
     files.close()
     return telemetry.totals()
@@ -86,15 +86,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         outer=OuterSettings(inner_steps=4, deadline_s=2.0),
         evaluation=EvaluationSettings(every_steps=20, microbatches=2),
     )
-    swarm = Swarm(SwarmPlan(manifest, replicas=(3, 3), seed=1))
+    swarm = SimSwarm(SimPlan(manifest, replicas=(3, 3), seed=1))
     swarm.at(4.0, lambda: swarm.crash("s1r1"))
     swarm.at(5.0, lambda: swarm.bounce("s0r1", 2.0))
     outcome = swarm.run(tolerate=True)
     totals: dict[str, list[dict[str, Any]]] = {}
-    for life in outcome.lives:
-        started_at_s = life.trace.happenings[0].at_s
-        place = directory / f"{life.stage}-{life.peer[-1]}"
-        totals.setdefault(life.peer, []).append(record(life, place, manifest, started_at_s))
+    for process in outcome.processes:
+        started_at_s = process.trace.events[0].at_s
+        place = directory / f"{process.stage}-{process.peer[-1]}"
+        totals.setdefault(process.peer, []).append(record(process, place, manifest, started_at_s))
     return Recorded(directory, manifest, totals)
 
 

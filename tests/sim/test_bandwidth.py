@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from noloco_p2p.sim.bandwidth import Bandwidth, Transfer, Way
+from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
 from noloco_p2p.sim.virtual_time import run
 
 
@@ -20,17 +20,17 @@ class Moved:
     def __init__(self) -> None:
         self.bandwidth = Bandwidth()
         self.ends: dict[str, float] = {}
-        self.transfers: dict[str, Transfer] = {}
+        self.flows: dict[str, Flow] = {}
 
-    def begin(self, name: str, nbytes: float, *ways: Way) -> None:
-        transfer = self.transfers[name] = Transfer(nbytes, lambda: self.ends.update({name: now()}))
-        self.bandwidth.go(transfer, ways)
+    def begin(self, name: str, nbytes: float, *path: Segment) -> None:
+        flow = self.flows[name] = Flow(nbytes, lambda: self.ends.update({name: now()}))
+        self.bandwidth.start(flow, path)
 
     def stop(self, name: str) -> None:
-        self.bandwidth.stop(self.transfers[name])
+        self.bandwidth.stop(self.flows[name])
 
     def rates(self) -> dict[str, float]:
-        return {name: transfer.rate for name, transfer in self.transfers.items() if transfer.ways}
+        return {name: flow.rate for name, flow in self.flows.items() if flow.path}
 
 
 def at(*script: tuple[float, Callable[[Moved], None]]) -> Moved:
@@ -48,33 +48,33 @@ def at(*script: tuple[float, Callable[[Moved], None]]) -> Moved:
 
 
 def test_a_transfer_alone_has_all_of_the_narrowest_way() -> None:
-    moved = at((0.0, lambda m: m.begin("a", 100.0, Way(50.0), Way(10.0), Way(20.0))))
+    moved = at((0.0, lambda m: m.begin("a", 100.0, Segment(50.0), Segment(10.0), Segment(20.0))))
     assert moved.ends == {"a": pytest.approx(10.0)}
 
 
 def test_two_share_and_the_one_that_is_left_gets_all() -> None:
-    way = Way(10.0)
-    moved = at((0.0, lambda m: m.begin("a", 100.0, way)), (5.0, lambda m: m.begin("b", 100.0, way)))
+    segment = Segment(10.0)
+    moved = at((0.0, lambda m: m.begin("a", 100.0, segment)), (5.0, lambda m: m.begin("b", 100.0, segment)))
     assert moved.ends == {"a": pytest.approx(15.0), "b": pytest.approx(20.0)}
 
 
 def test_who_stops_gives_its_share_back_at_that_moment_and_goes_on_where_it_was() -> None:
-    way = Way(10.0)
+    segment = Segment(10.0)
     moved = at(
-        (0.0, lambda m: m.begin("a", 100.0, way)),
-        (5.0, lambda m: m.begin("b", 100.0, way)),
+        (0.0, lambda m: m.begin("a", 100.0, segment)),
+        (5.0, lambda m: m.begin("b", 100.0, segment)),
         (9.0, lambda m: m.stop("b")),
-        (30.0, lambda m: m.bandwidth.go(m.transfers["b"], (way,))),
+        (30.0, lambda m: m.bandwidth.start(m.flows["b"], (segment,))),
     )
     assert moved.ends == {"a": pytest.approx(12.0), "b": pytest.approx(38.0)}
 
 
 def test_a_way_that_changes_changes_the_rates() -> None:
-    way = Way(10.0)
+    segment = Segment(10.0)
     moved = at(
-        (0.0, lambda m: m.begin("a", 100.0, way, Way(8.0))),
-        (5.0, lambda m: m.bandwidth.resize(way, 2.0)),
-        (15.0, lambda m: m.bandwidth.resize(way, 40.0)),
+        (0.0, lambda m: m.begin("a", 100.0, segment, Segment(8.0))),
+        (5.0, lambda m: m.bandwidth.resize(segment, 2.0)),
+        (15.0, lambda m: m.bandwidth.resize(segment, 40.0)),
     )
     assert moved.ends == {"a": pytest.approx(15.0 + (100.0 - 40.0 - 20.0) / 8.0)}
 
@@ -82,11 +82,11 @@ def test_a_way_that_changes_changes_the_rates() -> None:
 def test_the_textbook_case() -> None:
     """What one cannot use, because it is held up elsewhere, is for the others on its way; and so on down the line."""
     moved = Moved()
-    one, two, three = Way(9.0), Way(10.0), Way(30.0)
+    one, two, three = Segment(9.0), Segment(10.0), Segment(30.0)
 
     async def main() -> None:
-        for name, ways in {"a": (one,), "b": (one,), "c": (one, two), "d": (two, three), "e": (three,)}.items():
-            moved.begin(name, 1e6, *ways)
+        for name, path in {"a": (one,), "b": (one,), "c": (one, two), "d": (two, three), "e": (three,)}.items():
+            moved.begin(name, 1e6, *path)
         assert moved.rates() == pytest.approx({"a": 3.0, "b": 3.0, "c": 3.0, "d": 7.0, "e": 23.0})
         moved.stop("a")
         assert moved.rates() == pytest.approx({"b": 4.5, "c": 4.5, "d": 5.5, "e": 24.5})
@@ -98,40 +98,44 @@ def test_the_textbook_case() -> None:
 
 def is_fair(moved: Moved) -> None:
     """No way is overfull; each transfer has a full way on which nobody is faster. Only the max-min rates are so."""
-    moving = [transfer for transfer in moved.transfers.values() if transfer.ways]
-    used = {way: sum(one.rate for one in way.transfers) for transfer in moving for way in transfer.ways}
-    for way, total in used.items():
-        assert total <= way.bytes_per_s * (1 + 1e-6)
-    for transfer in moving:
+    moving = [flow for flow in moved.flows.values() if flow.path]
+    used = {segment: sum(one.rate for one in segment.flows) for flow in moving for segment in flow.path}
+    for segment, total in used.items():
+        assert total <= segment.bytes_per_s * (1 + 1e-6)
+    for flow in moving:
         assert any(
-            used[way] >= way.bytes_per_s * (1 - 1e-6)
-            and transfer.rate >= max(one.rate for one in way.transfers) * (1 - 1e-6)
-            for way in transfer.ways
-        ), f"{transfer.rate:g} bytes/s without a bottleneck"
+            used[segment] >= segment.bytes_per_s * (1 - 1e-6)
+            and flow.rate >= max(one.rate for one in segment.flows) * (1 - 1e-6)
+            for segment in flow.path
+        ), f"{flow.rate:g} bytes/s without a bottleneck"
 
 
 Step = tuple[float, str, str]
 """When, `begin` or `stop`, and which transfer."""
 
 
-def filled(ways_of: dict[str, tuple[Way, ...]]) -> dict[str, float]:
+def filled(ways_of: dict[str, tuple[Segment, ...]]) -> dict[str, float]:
     """Progressive filling by the book, from nothing."""
     rates: dict[str, float] = {}
-    room = {way: way.bytes_per_s for ways in ways_of.values() for way in ways}
+    room = {segment: segment.bytes_per_s for path in ways_of.values() for segment in path}
     while len(rates) < len(ways_of):
-        takers = {way: [n for n, ways in ways_of.items() if way in ways and n not in rates] for way in room}
-        full = min((way for way in room if takers[way]), key=lambda way: room[way] / len(takers[way]))
+        takers = {segment: [n for n, path in ways_of.items() if segment in path and n not in rates] for segment in room}
+        full = min(
+            (segment for segment in room if takers[segment]), key=lambda segment: room[segment] / len(takers[segment])
+        )
         share = room[full] / len(takers[full])
         for name in takers[full]:
             rates[name] = share
-            for way in ways_of[name]:
-                room[way] -= share
+            for segment in ways_of[name]:
+                room[segment] -= share
     return rates
 
 
-def ends_by_the_book(script: list[Step], sizes: dict[str, float], ways: dict[str, tuple[Way, ...]]) -> dict[str, float]:
+def ends_by_the_book(
+    script: list[Step], sizes: dict[str, float], path: dict[str, tuple[Segment, ...]]
+) -> dict[str, float]:
     """When each transfer ends, with all rates made anew whenever one begins, stops or ends."""
-    left, moving, ends, now_s = dict(sizes), dict[str, tuple[Way, ...]](), dict[str, float](), 0.0
+    left, moving, ends, now_s = dict(sizes), dict[str, tuple[Segment, ...]](), dict[str, float](), 0.0
     todo = list(script)
     while todo or moving:
         rates = filled(moving)
@@ -146,7 +150,7 @@ def ends_by_the_book(script: list[Step], sizes: dict[str, float], ways: dict[str
             continue
         _, what, name = todo.pop(0)
         if what == "begin" and name not in ends:
-            moving[name] = ways[name]
+            moving[name] = path[name]
         else:
             moving.pop(name, None)
     return ends
@@ -156,13 +160,13 @@ def ends_by_the_book(script: list[Step], sizes: dict[str, float], ways: dict[str
 def test_whatever_begins_and_stops_rates_stay_fair_and_ends_are_those_by_the_book(seed: int) -> None:
     rng = random.Random(seed)
     nodes = rng.choice([2, 5, 12])
-    up, down = ([Way(rng.choice([5.0, rng.uniform(1, 50)])) for _ in range(nodes)] for _ in range(2))
-    links = [[Way(rng.uniform(1, 30)) if rng.random() < 0.3 else None for _ in range(nodes)] for _ in range(nodes)]
-    ways, sizes, script, most = dict[str, tuple[Way, ...]](), dict[str, float](), list[Step](), 0
+    up, down = ([Segment(rng.choice([5.0, rng.uniform(1, 50)])) for _ in range(nodes)] for _ in range(2))
+    links = [[Segment(rng.uniform(1, 30)) if rng.random() < 0.3 else None for _ in range(nodes)] for _ in range(nodes)]
+    path, sizes, script, most = dict[str, tuple[Segment, ...]](), dict[str, float](), list[Step](), 0
     for number in range(60):
         name, sender, receiver, at_s = f"t{number}", rng.randrange(nodes), rng.randrange(nodes), rng.uniform(0, 40)
         link = links[sender][receiver]
-        ways[name] = (up[sender], down[receiver]) if link is None else (up[sender], link, down[receiver])
+        path[name] = (up[sender], down[receiver]) if link is None else (up[sender], link, down[receiver])
         sizes[name] = rng.uniform(1, 60)
         script.append((at_s, "begin", name))
         if rng.random() < 0.3:
@@ -176,15 +180,15 @@ def test_whatever_begins_and_stops_rates_stay_fair_and_ends_are_those_by_the_boo
             await asyncio.sleep(at_s - now())
             if what == "stop":
                 moved.stop(name)
-            elif name not in moved.transfers:
-                moved.begin(name, sizes[name], *ways[name])
+            elif name not in moved.flows:
+                moved.begin(name, sizes[name], *path[name])
             elif name not in moved.ends:
-                moved.bandwidth.go(moved.transfers[name], ways[name])
+                moved.bandwidth.start(moved.flows[name], path[name])
             is_fair(moved)
             most = max(most, len(moved.rates()))
         await asyncio.sleep(10_000.0)
 
     run(main())
-    assert moved.ends == pytest.approx(ends_by_the_book(script, sizes, ways), rel=1e-6)
+    assert moved.ends == pytest.approx(ends_by_the_book(script, sizes, path), rel=1e-6)
     assert len(moved.ends) == 60
     assert most >= 5, "else nobody shared anything"

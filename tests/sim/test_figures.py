@@ -11,77 +11,74 @@ from hypothesis import strategies as st
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.lab.sim_table import amount, duration, spreads
 from noloco_p2p.sim import timelines
-from noloco_p2p.sim.figures import Figures, figures, flat, quantile
-from noloco_p2p.sim.outcome import NodeOutcome, Outcome
-from noloco_p2p.sim.parts import parts
+from noloco_p2p.sim.figures import RunFigures, figures, flat, quantile
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.telemetry import Happening, Trace
-from noloco_p2p.sim.toy_stage import ModelStage
-from noloco_p2p.sim.traffic import Account
-from noloco_p2p.sim.world import Swarm, SwarmPlan
+from noloco_p2p.sim.telemetry import Trace, TraceEvent
+from noloco_p2p.sim.traffic import ByteCounts
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 TOKENS = 1000
 
 
-def told(at_s: float, kind: str, **fields: object) -> Happening:
-    return Happening(at_s, "", kind, tuple(sorted(fields.items())))
+def event(at_s: float, kind: str, **fields: object) -> TraceEvent:
+    return TraceEvent(at_s, "", kind, dict(sorted(fields.items())))
 
 
-def life(peer: str, stages: list[int], trace: list[Happening], **changes: Any) -> NodeOutcome:
-    models: Any = tuple(SimpleNamespace(state=SimpleNamespace(index=index)) for index in stages)
-    whole: dict[str, Any] = {
-        "state": "left",
-        "step": 9.0,
-        "inner_steps": 0,
-        "crashed": False,
-        "error": None,
-        "ended_at_s": 30.0,
-    }
-    own = Trace([one._replace(peer=peer) for one in trace])
-    return NodeOutcome(peer, stages[-1], models=models, trace=own, **(whole | changes))
+def process(
+    peer: str, stages: list[int], events: list[TraceEvent], ended_at_s: float = 30.0, step: float = 9.0, **changes: Any
+) -> SimProcess:
+    """A process that held these stages, over a node that has ended."""
+    advert = SimpleNamespace(stage=stages[-1], state="left", step=step)
+    node: Any = SimpleNamespace(state=SimpleNamespace(advert=advert, inner_steps=0))
+    ports: Any = SimpleNamespace(telemetry=SimpleNamespace(own=Trace([one._replace(peer=peer) for one in events])))
+    world: Any = None
+    devices: Any = [SimpleNamespace(stage=SimpleNamespace(state=SimpleNamespace(index=index))) for index in stages]
+    return SimProcess(peer, (0, 0), node, world, ports, devices, ended_at_s=ended_at_s, **changes)
 
 
-def outcome_of(*lives: NodeOutcome) -> Outcome:
-    happenings = sorted((h for one in lives for h in one.trace.happenings), key=lambda h: h.at_s)
-    return Outcome(lives, Trace(happenings), (), 40.0)
+def outcome_of(*processes: SimProcess) -> Outcome:
+    events = sorted((h for one in processes for h in one.trace.events), key=lambda h: h.at_s)
+    return Outcome(processes, Trace(events), (), 40.0)
 
 
 MOVED = [
-    told(2.0, "state", state="training", reason="everybody is here"),
-    told(4.0, "microbatch", result="done"),
-    told(5.0, "microbatch", result="dropped", reason="busy"),
-    told(6.0, "idle", cause="gradients", seconds=1.0),
-    told(6.0, "inner_step", busy_s=3.0),
-    told(8.0, "outer_round", result="partner", seconds=2.0),
-    told(8.0, "replica_std", value=0.5),
-    told(9.0, "replica_std", value=0.25),
-    told(12.0, "state", state="draining", reason="moves to stage 1: wanted"),
-    told(13.0, "state", state="syncing", reason="comes to stage 1"),
-    told(15.0, "state", state="training", reason="synced"),
-    told(16.0, "microbatch", result="done"),
-    told(17.0, "idle", cause="microbatches", seconds=1.0),
-    told(17.0, "inner_step", busy_s=0.5),
-    told(20.0, "state", state="draining", reason="told to leave"),
-    told(20.0, "state", state="left", reason="leave"),
+    event(2.0, "state", state="training", reason="everybody is here"),
+    event(4.0, "microbatch", result="done"),
+    event(5.0, "microbatch", result="dropped", reason="busy"),
+    event(6.0, "idle", cause="gradients", seconds=1.0),
+    event(6.0, "inner_step", busy_s=3.0),
+    event(8.0, "outer_round", result="partner", seconds=2.0),
+    event(8.0, "replica_std", value=0.5),
+    event(9.0, "replica_std", value=0.25),
+    event(12.0, "state", state="draining", reason="moves to stage 1: wanted"),
+    event(13.0, "state", state="syncing", reason="comes to stage 1"),
+    event(15.0, "state", state="training", reason="synced"),
+    event(16.0, "microbatch", result="done"),
+    event(17.0, "idle", cause="microbatches", seconds=1.0),
+    event(17.0, "inner_step", busy_s=0.5),
+    event(20.0, "state", state="draining", reason="told to leave"),
+    event(20.0, "state", state="left", reason="leave"),
 ]
 CRASHED = [
-    told(1.0, "state", state="training", reason="everybody is here"),
-    told(3.0, "reroute", reason="unreachable"),
-    told(3.5, "busy", direction="out"),
-    told(3.5, "busy", direction="in"),
-    told(5.0, "microbatch", result="done"),
-    told(7.0, "inner_step", busy_s=4.0),
-    told(9.0, "outer_round", result="alone", seconds=4.0),
+    event(1.0, "state", state="training", reason="everybody is here"),
+    event(3.0, "reroute", reason="unreachable"),
+    event(3.5, "busy", direction="out"),
+    event(3.5, "busy", direction="in"),
+    event(5.0, "microbatch", result="done"),
+    event(7.0, "inner_step", busy_s=4.0),
+    event(9.0, "outer_round", result="alone", seconds=4.0),
 ]
 
 
 def test_a_process_that_moves_counts_for_the_stage_that_it_held() -> None:
     outcome = outcome_of(
-        life("s0r0", [0, 1], MOVED), life("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0, step=7.5)
+        process("s0r0", [0, 1], MOVED), process("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0, step=7.5)
     )
     found = figures(outcome, {}, TOKENS, 2)
     first, second = found.stages
-    assert [(part.stage, part.ends_s, len(part.told)) for part in parts(outcome.lives[0], 40.0)] == [
+    assert [(one.stage, one.ends_s, len(one.events)) for one in outcome.processes[0].periods(40.0)] == [
         (0, 13.0, 9),
         (1, 30.0, 7),
     ]
@@ -100,7 +97,7 @@ def test_a_process_that_moves_counts_for_the_stage_that_it_held() -> None:
 
 
 def test_the_series_tell_the_same() -> None:
-    outcome = outcome_of(life("s0r0", [0, 1], MOVED), life("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0))
+    outcome = outcome_of(process("s0r0", [0, 1], MOVED), process("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0))
     assert timelines.nodes_training(outcome) == {
         0: [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (11.0, 1.0), (12.0, 0.0)],
         1: [(0.0, 0.0), (15.0, 1.0), (20.0, 0.0)],
@@ -111,19 +108,19 @@ def test_the_series_tell_the_same() -> None:
 
 
 def test_bytes_are_means_over_all_nodes_also_those_that_had_none() -> None:
-    outcome = outcome_of(life("s0r0", [0], []), life("s0r1", [0], CRASHED))
-    ledger = {
-        "s0r0": {"activation": Account(sent=10, lost=3, in_flight=1), "state": Account(0, 6)},
-        "s1r0": {"activation": Account(received=6), "state": Account(6, 0)},
+    outcome = outcome_of(process("s0r0", [0], []), process("s0r1", [0], CRASHED))
+    byte_counts = {
+        "s0r0": {"activation": ByteCounts(sent=10, lost=3, in_flight=1), "state": ByteCounts(0, 6)},
+        "s1r0": {"activation": ByteCounts(received=6), "state": ByteCounts(6, 0)},
     }
-    traffic = figures(outcome, ledger, TOKENS, 1).traffic
+    traffic = figures(outcome, byte_counts, TOKENS, 1).traffic
     assert traffic.sent_per_node == {"activation": 5.0, "state": 3.0}
     assert traffic.received_per_node == {"activation": 3.0, "state": 3.0}
     assert (traffic.lost, traffic.in_flight) == ({"activation": 3, "state": 0}, {"activation": 1, "state": 0})
     assert traffic.most_sent == 10
 
 
-def simulated() -> tuple[Figures, Outcome]:
+def simulated() -> tuple[RunFigures, Outcome]:
     """Two stages of two and three nodes, four microbatches of two nominal kilotokens, twelve steps, three rounds."""
     manifest = RunManifest(
         stages=2,
@@ -135,18 +132,18 @@ def simulated() -> tuple[Figures, Outcome]:
         outer=OuterSettings(inner_steps=4),
         evaluation=EvaluationSettings(every_steps=None, microbatches=1),
     )
-    swarm = Swarm(SwarmPlan(manifest, (2, 3), seed=3, costs=(Costs(), Costs(0.02, 0.03))))
+    swarm = SimSwarm(SimPlan(manifest, (2, 3), seed=3, costs=(Costs(), Costs(0.02, 0.03))))
     outcome = swarm.run()
-    return figures(outcome, swarm.network.ledger, 2 * TOKENS, 2), outcome
+    return figures(outcome, swarm.network.byte_counts, 2 * TOKENS, 2), outcome
 
 
 def test_a_run_has_the_figures_that_its_stages_counted() -> None:
     found, outcome = simulated()
-    counted = [sum(len(one.model_stage.counted) for one in outcome.of_stage(stage)) for stage in (0, 1)]
+    counted = [sum(len(one.linear_stage.counted) for one in outcome.of_stage(stage)) for stage in (0, 1)]
     assert [one.microbatches for one in found.stages] == counted
     assert found.tokens == 2 * TOKENS * counted[0]
     assert counted[0] >= 2 * 11 * 4
-    steps = [sum(one.model_stage.inner_steps for one in outcome.of_stage(stage)) for stage in (0, 1)]
+    steps = [sum(one.linear_stage.inner_steps for one in outcome.of_stage(stage)) for stage in (0, 1)]
     assert [one.inner_steps for one in found.stages] == steps
     assert sum(found.rounds.values()) == 5 * 3
     # A microbatch costs 0.03 s at stage 0 and 0.05 s at stage 1, a step 0.005 s; what comes after the last is unseen.
@@ -164,7 +161,7 @@ def test_a_run_has_the_figures_that_its_stages_counted() -> None:
     assert sent["snapshot"] == received["snapshot"] == pulled * 4 * 8 / 5
     assert all(sent[kind] * 5 == received[kind] * 5 + found.traffic.lost[kind] for kind in sent)
     assert [one.replica_std for one in found.stages] == [None, None], "the weights are no real ones"
-    assert all(isinstance(one.model, ModelStage) for one in outcome.lives)
+    assert all(isinstance(one.model, LinearStage) for one in outcome.processes)
     assert timelines.tokens_per_s(outcome, 2 * TOKENS, 7)
     total = sum(rate * outcome.ended_at_s / 7 for _, rate in timelines.tokens_per_s(outcome, 2 * TOKENS, 7))
     assert total == pytest.approx(found.tokens)

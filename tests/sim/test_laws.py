@@ -5,13 +5,14 @@ import pytest
 from noloco_p2p.core import resume, schedule
 from noloco_p2p.core.intake import SpentIds
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState
-from noloco_p2p.lab.scenarios import load
+from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Contribution
+from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import broken
-from noloco_p2p.sim.simulation import Simulation, build
-from noloco_p2p.sim.toy_stage import ModelStage
-from noloco_p2p.sim.traffic import Letter, Traffic
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.simulation import build
+from noloco_p2p.sim.traffic import Payload, Traffic
 
 SMALL = (
     "replicas=[2, 2]",
@@ -41,7 +42,7 @@ PROMPT = ("run.outer.inner_steps=4", "run.outer.deadline_s=1", "node.directory.r
 """Rounds and news take a second."""
 
 
-def swarm(*sets: str) -> Simulation:
+def swarm(*sets: str) -> FaultySwarm:
     return build(load(None, (*SMALL, *sets)), seed=0)
 
 
@@ -72,31 +73,31 @@ def test_fresh_weights_where_there_were_others_are_found(monkeypatch: pytest.Mon
 
 
 def test_weights_that_changed_on_their_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    restore = ModelStage.restore
+    restore = LinearStage.restore
 
-    def bent(stage: ModelStage, theirs: ReplicaState) -> None:
+    def bent(stage: LinearStage, theirs: ReplicaState) -> None:
         restore(stage, theirs)
         stage.phi[0] += 1e-12
 
-    monkeypatch.setattr(ModelStage, "restore", bent)
-    assert "s1r1 took up" in str(planted(CAME))
+    monkeypatch.setattr(LinearStage, "restore", bent)
+    assert "s1r1 loaded" in str(planted(CAME))
 
 
 def test_a_graph_that_nobody_frees_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelStage, "discard", lambda *_: None)
+    monkeypatch.setattr(LinearStage, "discard", lambda *_: None)
     assert "graphs open" in str(planted(HUNG))
 
 
 def test_an_id_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    once = ModelStage.loss_backward
+    once = LinearStage.loss_backward
 
     def twice(
-        stage: ModelStage, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+        stage: LinearStage, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
     ) -> Contribution:
         once(stage, microbatch, inputs, targets, mask)
         return once(stage, microbatch, inputs, targets, mask)
 
-    monkeypatch.setattr(ModelStage, "loss_backward", twice)
+    monkeypatch.setattr(LinearStage, "loss_backward", twice)
     assert planted() is None, "the stage drops what it knows"
     monkeypatch.setattr(SpentIds, "spend", lambda *_: True)
     assert "s1r0 counted [" in str(planted())
@@ -121,12 +122,12 @@ def test_a_swarm_that_stands_still_is_found() -> None:
     assert "Deadlock" in str(planted("limit_s=5"))
 
 
-def test_bytes_in_no_book_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_unaccounted_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     drop = Traffic.drop
 
-    def forgotten(traffic: Traffic, letter: Letter) -> None:
-        drop(traffic, letter)
-        traffic._account(letter.sender, letter.kind).lost = 0
+    def forgotten(traffic: Traffic, payload: Payload) -> None:
+        drop(traffic, payload)
+        traffic._counts[payload.sender][payload.kind].lost = 0
 
     monkeypatch.setattr(Traffic, "drop", forgotten)
-    assert "bytes of activations are in no book" in str(planted(HUNG))
+    assert "bytes of activations are unaccounted for" in str(planted(HUNG))

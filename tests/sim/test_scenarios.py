@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab.scenarios import load
-from noloco_p2p.sim import population
+from noloco_p2p.lab.scenario_files import load
+from noloco_p2p.sim.fault_plan import planned_faults
 from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.links import Access
 from noloco_p2p.sim.scenario import ChurnSettings, Scenario, shared_out
@@ -234,7 +234,7 @@ def test_what_is_drawn_comes_at_the_rates_that_were_asked_for() -> None:
         from_s=100, arrivals_per_hour=3, departures_per_hour=1, crashes_per_hour=4, faults_per_hour=2, kinds=("hang",)
     )
     scenario = Scenario(replicas=(20, 20), churn=rates, limit_s=100 + hours * 3600)
-    found = population.faults(scenario, seed=1)
+    found = planned_faults(scenario, seed=1)
     kinds = [fault.kind for fault in found]
     for kind, rate in (("arrive", 3), ("depart", 1), ("bounce", 4), ("hang", 2)):
         assert kinds.count(kind) == pytest.approx(rate * hours * nodes, rel=0.2)
@@ -249,7 +249,7 @@ def test_what_is_drawn_comes_at_the_rates_that_were_asked_for() -> None:
 
 def test_a_stage_keeps_one_node_however_many_go_for_good() -> None:
     rates = ChurnSettings(departures_per_hour=50, crashes_per_hour=50, down_s=None)
-    found = population.faults(Scenario(replicas=(3, 5), churn=rates), seed=1)
+    found = planned_faults(Scenario(replicas=(3, 5), churn=rates), seed=1)
     assert {fault.kind for fault in found} == {"crash", "depart"}
     assert [sum(fault.peers[0].startswith(stage) for fault in found) for stage in ("s0", "s1")] == [2, 4]
 
@@ -265,7 +265,7 @@ def test_what_a_file_says_is_done_is_done_and_undone() -> None:
     simulation = build(load(None, (*SHORT, *light, f"faults=[{', '.join(faults)}]")), seed=0)
     seen: list[float] = []
     for at_s in (4.0, 7.0, 17.0):
-        simulation.at(at_s, lambda: seen.append(getattr(simulation.life("s1r0").stage, "slowness", 0.0)))
+        simulation.at(at_s, lambda: seen.append(getattr(simulation.process("s1r0").device, "slowness", 0.0)))
     outcome = check(simulation)
     assert seen == [1.0, 4.0, 1.0]
     unheard = [h for h in outcome.trace.of("reroute", "s0r0") if h.get("reason") in ("unreachable", "hurried")]

@@ -13,28 +13,27 @@ import pytest
 from typer.testing import CliRunner
 from unsteady import Deadly, Unsteady
 
-from noloco_p2p.cli import sim
 from noloco_p2p.cli.main import app
-from noloco_p2p.cli.sim import Difference, Order, first_difference, run_sim
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab import sim_runs
-from noloco_p2p.lab.sim_runs import Request, Run
+from noloco_p2p.lab import sim_command, sim_runs
+from noloco_p2p.lab.sim_command import SimOptions, TraceDifference, first_difference, run_sim
+from noloco_p2p.lab.sim_runs import SimRequest, SimRun
 from noloco_p2p.sim import laws
-from noloco_p2p.sim.outcome import Outcome
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.scenario import Scenario
-from noloco_p2p.sim.simulation import Simulation
 
 SMALL = ("replicas=[2, 2]", "run.steps=6", "run.outer.inner_steps=3", "run.microbatches_per_step=2")
 WORDS = ["sim", *(word for one in SMALL for word in ("--set", one))]
 
 
-def printed(capsys: pytest.CaptureFixture[str], order: Order, code: int = 0) -> str:
-    assert run_sim(order) == code
+def printed(capsys: pytest.CaptureFixture[str], options: SimOptions, code: int = 0) -> str:
+    assert run_sim(options) == code
     return capsys.readouterr().out
 
 
-def printed_json(capsys: pytest.CaptureFixture[str], order: Order, code: int = 0) -> dict[str, Any]:
-    (line,) = printed(capsys, replace(order, as_json=True), code).splitlines()
+def printed_json(capsys: pytest.CaptureFixture[str], options: SimOptions, code: int = 0) -> dict[str, Any]:
+    (line,) = printed(capsys, replace(options, as_json=True), code).splitlines()
     found: dict[str, Any] = json.loads(line)
     return found
 
@@ -45,22 +44,22 @@ def printed_json(capsys: pytest.CaptureFixture[str], order: Order, code: int = 0
 def test_one_json_object_and_a_trace_whose_checksum_is_its_hash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    order = Order(sets=SMALL, seed=3, trace=tmp_path / "trace")
-    found = printed_json(capsys, order)
+    options = SimOptions(sets=SMALL, seed=3, trace=tmp_path / "trace")
+    found = printed_json(capsys, options)
     assert hashlib.sha256((tmp_path / "trace").read_bytes()).hexdigest() == found["trace_hash"]
     assert (found["scenario"], found["seed"], found["replicas"], found["broken"]) == ("lan", 3, [2, 2], None)
     assert found["tokens"] == found["microbatches"]["done"] * 8 * 1024
     assert [one["stage"] for one in found["stages"]] == [0, 1]
     assert sum(found["rounds"].values()) == 4 * 2
-    again, other = printed_json(capsys, order), printed_json(capsys, replace(order, seed=4))
+    again, other = printed_json(capsys, options), printed_json(capsys, replace(options, seed=4))
     assert other["trace_hash"] != found["trace_hash"]
     assert found.pop("machine").keys() == again.pop("machine").keys() == {"wall_s", "peak_bytes"}
     assert again == found, "equal runs differ in what they cost only"
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    order = Order(sets=SMALL, nodes=6)
-    text, found = printed(capsys, order), printed_json(capsys, order)
+    options = SimOptions(sets=SMALL, nodes=6)
+    text, found = printed(capsys, options), printed_json(capsys, options)
     assert found["replicas"] == [3, 3]
     assert text.startswith("lan, 3 + 3 nodes, seed 0\n")
     assert f"{found['tokens_per_s']:,.0f}" in text
@@ -71,13 +70,13 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_without_an_end_says_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_sim(Order(sets=(*SMALL, "limit_s=1"), seed=5)) == 1
+    assert run_sim(SimOptions(sets=(*SMALL, "limit_s=1"), seed=5)) == 1
     heard = capsys.readouterr()
     assert heard.out == "lan, 2 + 2 nodes, seed 5: it did not come to its end\n"
     assert heard.err.startswith("seed 5: Deadlock: not ended after 1 virtual seconds")
     replay = shlex.split(heard.err.splitlines()[-1].removeprefix("  again: "))
     assert replay == ["noloco", *WORDS, "--set", "limit_s=1", "--seed", "5"]
-    found = printed_json(capsys, Order(sets=(*SMALL, "limit_s=1"), seed=5), code=1)
+    found = printed_json(capsys, SimOptions(sets=(*SMALL, "limit_s=1"), seed=5), code=1)
     assert found["broken"].startswith("Deadlock: ")
     assert "tokens_per_s" not in found
 
@@ -88,8 +87,8 @@ def test_a_run_without_an_end_says_where_it_stands(capsys: pytest.CaptureFixture
 def plant(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A law that the swarm of one seed breaks."""
 
-    def judge(simulation: Simulation, outcome: Outcome) -> None:
-        if simulation.plan.seed == seed:
+    def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
+        if swarm.plan.seed == seed:
             raise AssertionError(f"planted: it ended at {outcome.ended_at_s:.6f} s")
 
     monkeypatch.setattr(laws, "judge", judge)
@@ -107,14 +106,14 @@ def test_a_seed_that_breaks_a_law_is_told_with_the_command_that_breaks_it_again(
     program, *words = shlex.split(replay.removeprefix("  again: "))
     again = CliRunner().invoke(app, words)
     assert (program, again.exit_code, again.stderr) == ("noloco", 1, ran.stderr)
-    found = printed_json(capsys, Order(sets=SMALL, seeds="7:10"), code=1)
+    found = printed_json(capsys, SimOptions(sets=SMALL, seeds="7:10"), code=1)
     assert found["runs"] == 3
     assert [one["seed"] for one in found["failed"]] == [8]
     assert found["figures"]["tokens_per_s"]["runs"] == 3, "a run that broke a law has figures all the same"
 
 
 def test_several_processes_find_what_one_finds(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (printed_json(capsys, Order(sets=SMALL, seeds="1:3", jobs=jobs)) for jobs in (1, 2))
+    one, two = (printed_json(capsys, SimOptions(sets=SMALL, seeds="1:3", jobs=jobs)) for jobs in (1, 2))
     assert one.pop("machine")["wall_s"] > 0
     assert two.pop("machine")["wall_s"] > 0
     assert one == two
@@ -138,15 +137,15 @@ def test_a_process_that_dies_is_told_and_leaves_no_other_behind() -> None:
 
 def test_the_first_event_that_differs() -> None:
     assert first_difference(["a", "b"], ["a", "b"]) is None
-    assert first_difference(["a", "b", "d"], ["a", "c", "d"]) == Difference(1, "b", "c")
-    assert first_difference(["a"], ["a", "b"]) == Difference(1, None, "b")
-    assert first_difference(["a", "b"], ["a"]) == Difference(1, "b", None)
+    assert first_difference(["a", "b", "d"], ["a", "c", "d"]) == TraceDifference(1, "b", "c")
+    assert first_difference(["a"], ["a", "b"]) == TraceDifference(1, None, "b")
+    assert first_difference(["a", "b"], ["a"]) == TraceDifference(1, "b", None)
 
 
 def test_two_runs_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    order = Order(sets=SMALL, check=True)
-    found = printed_json(capsys, order)
-    single = printed_json(capsys, replace(order, check=False))
+    options = SimOptions(sets=SMALL, check=True)
+    found = printed_json(capsys, options)
+    single = printed_json(capsys, replace(options, check=False))
     assert found == {
         "equal": True,
         "events": found["events"],
@@ -160,15 +159,15 @@ def test_what_hangs_on_the_order_of_a_set_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = sim_runs.simulate_apart
-    runs: list[Run] = []
+    runs: list[SimRun] = []
 
-    def apart(request: Request, hash_seeds: tuple[str, str]) -> list[Run]:
+    def apart(request: SimRequest, hash_seeds: tuple[str, str]) -> list[SimRun]:
         unsteady: Any = Unsteady(request.scenario)
         runs.extend(made(unsteady, hash_seeds))
         return [replace(run, request=request) for run in runs]
 
     monkeypatch.setattr(sim_runs, "simulate_apart", apart)
-    lines = printed(capsys, Order(sets=SMALL, check=True), code=1).splitlines()
+    lines = printed(capsys, SimOptions(sets=SMALL, check=True), code=1).splitlines()
     first, second = runs[0].lines, runs[1].lines
     number = next(n for n, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     assert lines == [
@@ -182,7 +181,7 @@ def test_what_hangs_on_the_order_of_a_set_shows(
 
 
 def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    listed = printed(capsys, Order(sets=SMALL, plots=tmp_path / "plots")).splitlines()
+    listed = printed(capsys, SimOptions(sets=SMALL, plots=tmp_path / "plots")).splitlines()
     paths = [tmp_path / "plots" / f"{name}.svg" for name in ("time", "tokens", "nodes", "rounds", "bytes")]
     assert listed[-5:] == [str(path) for path in paths]
     drawn = [path.read_text() for path in paths]
@@ -194,24 +193,24 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("order", "message"),
+    ("options", "message"),
     [
-        (Order(seeds="5:5"), "--seeds 5:5: write it as A:B"),
-        (Order(seeds="-1:5"), "--seeds -1:5: write it as A:B"),
-        (Order(seeds="1:5", seed=0), "--seed is for one run: leave out --seeds"),
-        (Order(seeds="1:5", trace=Path("t")), "--trace is for one run: leave out --seeds"),
-        (Order(seeds="1:5", check=True), "--check is for one run: leave out --seeds"),
-        (Order(check=True, plots=Path("p")), "--check makes no plots: leave out --plots"),
-        (Order(trace=Path("/nowhere/t")), "/nowhere/t: there is no directory /nowhere"),
-        (Order(nodes=1), "--nodes: 1 nodes are too few for 2 stages"),
-        (Order(path=Path("missing.yaml")), "missing.yaml cannot be read"),
-        (Order(sets=("run.stps=3",)), "--set run.stps: there is no key run.stps; the nearest is run.steps"),
+        (SimOptions(seeds="5:5"), "--seeds 5:5: write it as A:B"),
+        (SimOptions(seeds="-1:5"), "--seeds -1:5: write it as A:B"),
+        (SimOptions(seeds="1:5", seed=0), "--seed is for one run: leave out --seeds"),
+        (SimOptions(seeds="1:5", trace=Path("t")), "--trace is for one run: leave out --seeds"),
+        (SimOptions(seeds="1:5", check=True), "--check is for one run: leave out --seeds"),
+        (SimOptions(check=True, plots=Path("p")), "--check makes no plots: leave out --plots"),
+        (SimOptions(trace=Path("/nowhere/t")), "/nowhere/t: there is no directory /nowhere"),
+        (SimOptions(nodes=1), "--nodes: 1 nodes are too few for 2 stages"),
+        (SimOptions(path=Path("missing.yaml")), "missing.yaml cannot be read"),
+        (SimOptions(sets=("run.stps=3",)), "--set run.stps: there is no key run.stps; the nearest is run.steps"),
     ],
 )
 def test_what_is_refused_before_anything_is_simulated(
-    order: Order, message: str, monkeypatch: pytest.MonkeyPatch
+    options: SimOptions, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sim, "sim_runs", None)
+    monkeypatch.setattr(sim_command, "sim_runs", None)
     with pytest.raises(ConfigError) as error:
-        run_sim(order)
+        run_sim(options)
     assert str(error.value).startswith(message)

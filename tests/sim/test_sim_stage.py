@@ -15,9 +15,9 @@ from noloco_p2p.errors import LocalError, Unreachable, Violation
 from noloco_p2p.ports import StepLabel
 from noloco_p2p.sim.batches import IGNORED, SimBatches
 from noloco_p2p.sim.directory import Registry, SimDirectory
+from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.stage import Costs, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
-from noloco_p2p.sim.toy_stage import ModelStage
 from noloco_p2p.sim.virtual_time import run
 
 MANIFEST = RunManifest(stages=2, sequence_length=3, microbatch_size=2)
@@ -45,8 +45,8 @@ def _label(number: int, rate: float = 0.1) -> StepLabel:
     return StepLabel(number, number - 1, rate, {})
 
 
-def _device(index: int = 0) -> tuple[TimedStage, ModelStage]:
-    stage = ModelStage(MANIFEST, index, "a")
+def _device(index: int = 0) -> tuple[TimedStage, LinearStage]:
+    stage = LinearStage(MANIFEST, index, "a")
     return TimedStage(stage, COSTS, random.Random(0)), stage
 
 
@@ -101,7 +101,7 @@ def test_cancelled_before_it_began_it_is_not_run_and_begun_it_runs_to_its_end() 
     run(main())
 
 
-class _Tattling(ModelStage):
+class _Tattling(LinearStage):
     """Calls back at the end of each forward pass."""
 
     tell: Callable[[], object] | None = None
@@ -162,7 +162,7 @@ def test_the_errors_of_the_stage_come_out() -> None:
 # --- the stage without torch ------------------------------------------------------------------------------------------
 
 
-def _loss(first: ModelStage, last: ModelStage, inputs: HostTensor, targets: HostTensor) -> LossSum:
+def _loss(first: LinearStage, last: LinearStage, inputs: HostTensor, targets: HostTensor) -> LossSum:
     hidden = first.evaluate(inputs, targets, None)
     assert isinstance(hidden, HostTensor)
     loss = last.evaluate(hidden, targets, None)
@@ -174,7 +174,7 @@ def _loss(first: ModelStage, last: ModelStage, inputs: HostTensor, targets: Host
 def test_its_gradients_are_those_of_its_loss(clip_norm: float) -> None:
     inputs, targets = _batch()
     manifest = MANIFEST.model_copy(update={"inner": InnerSettings(clip_norm=clip_norm)})
-    first, last = ModelStage(manifest, 0, "a"), ModelStage(manifest, 1, "b")
+    first, last = LinearStage(manifest, 0, "a"), LinearStage(manifest, 1, "b")
     graph, hidden = first.forward(inputs, None)
     done = last.loss_backward(_id(1), hidden, targets, None)
     assert done.grad is not None
@@ -208,7 +208,7 @@ def test_its_gradients_are_those_of_its_loss(clip_norm: float) -> None:
 
 def test_a_spent_id_is_dropped_and_a_changed_version_is_an_error() -> None:
     inputs, targets = _batch()
-    first, last = ModelStage(MANIFEST, 0, "a"), ModelStage(MANIFEST, 1, "b")
+    first, last = LinearStage(MANIFEST, 0, "a"), LinearStage(MANIFEST, 1, "b")
     graph, hidden = first.forward(inputs, None)
     one, again = (last.loss_backward(_id(1), hidden, targets, None) for _ in range(2))
     assert (one.counted, again.counted) == (True, False)
@@ -223,7 +223,7 @@ def test_a_spent_id_is_dropped_and_a_changed_version_is_an_error() -> None:
 
 def test_what_is_not_finite_is_refused_or_gives_nothing() -> None:
     inputs, targets = _batch()
-    first, last = ModelStage(MANIFEST, 0, "a"), ModelStage(MANIFEST, 1, "b")
+    first, last = LinearStage(MANIFEST, 0, "a"), LinearStage(MANIFEST, 1, "b")
     graph, hidden = first.forward(inputs, None)
     spoilt = HostTensor("grad", "float64", hidden.shape, memoryview(array("d", [float("nan")] * 6).tobytes()))
     done = first.backward(graph, _id(1), Gradient(_id(1), spoilt, 1.0, 5, ()))
@@ -242,7 +242,7 @@ def test_what_is_not_finite_is_refused_or_gives_nothing() -> None:
 
 
 def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
-    one, other = ModelStage(MANIFEST, 0, "a"), ModelStage(MANIFEST, 0, "b")
+    one, other = LinearStage(MANIFEST, 0, "a"), LinearStage(MANIFEST, 0, "b")
     one.theta, other.theta = [1.0, 2.0], [3.0, 6.0]
     slow = list(one.phi)
     mine, theirs = one.snapshot(1, 10), other.snapshot(1, 10)
@@ -254,14 +254,14 @@ def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
         == other.theta
         == pytest.approx([p + 0.7 * (m - p) for p, m in zip(slow, [2.0, 4.0], strict=True)])
     )
-    late = ModelStage(MANIFEST, 0, "c")
+    late = LinearStage(MANIFEST, 0, "c")
     late.adopt(theirs)
     assert late.theta == late.phi == pytest.approx([3.0, 6.0])
     assert late.momentum == [0.0, 0.0]
     assert one.merge(one.snapshot(2, 20), None).replica_std is None
 
 
-def _learn(stages: list[ModelStage], first: int, last: int) -> None:
+def _learn(stages: list[LinearStage], first: int, last: int) -> None:
     """Inner steps `first` to `last` with a microbatch each, and a merge after every second one."""
     for step in range(first, last + 1):
         _count(stages, step)
@@ -271,7 +271,7 @@ def _learn(stages: list[ModelStage], first: int, last: int) -> None:
                 stage.merge(stage.snapshot(step // 2, step), None)
 
 
-def _count(stages: list[ModelStage], counter: int) -> bool:
+def _count(stages: list[LinearStage], counter: int) -> bool:
     inputs, targets = _batch(counter)
     graph, hidden = stages[0].forward(inputs, None)
     end = stages[1].loss_backward(_id(counter), hidden, targets, None)
@@ -280,12 +280,12 @@ def _count(stages: list[ModelStage], counter: int) -> bool:
     return stages[0].backward(graph, _id(counter), gradient).counted
 
 
-def _weights(stage: ModelStage) -> tuple[list[float], ...]:
+def _weights(stage: LinearStage) -> tuple[list[float], ...]:
     return stage.theta, stage.phi, stage.momentum
 
 
 def test_a_restored_model_goes_on_like_the_captured_one() -> None:
-    mine, twin = ([ModelStage(MANIFEST, index, name) for index in (0, 1)] for name in "ab")
+    mine, twin = ([LinearStage(MANIFEST, index, name) for index in (0, 1)] for name in "ab")
     _learn(mine, 1, 3)
     _count(mine, 50)
     states = [stage.capture(1, 3.5, 3) for stage in mine]
@@ -316,7 +316,7 @@ def test_a_restored_model_goes_on_like_the_captured_one() -> None:
 
 
 def test_a_model_refuses_a_state_that_does_not_fit() -> None:
-    stage, other = (ModelStage(MANIFEST, index, "a") for index in (0, 1))
+    stage, other = (LinearStage(MANIFEST, index, "a") for index in (0, 1))
     state, before = stage.capture(0, 0.0, 0), list(stage.theta)
     bad = {math.nan: "not finite", -1.0: "mean square below zero"}
     for value, message in bad.items():
@@ -427,7 +427,7 @@ def test_the_trace_has_virtual_times_and_one_hash_for_one_story() -> None:
         SimTelemetry(trace, "b").event("microbatch", result="done")
         telemetry.dead = True
         telemetry.event("microbatch", result="done")
-        assert len(telemetry.own.happenings) == 2
+        assert len(telemetry.own.events) == 2
         return trace
 
     letters, backwards = "abcdefghijkl", "lkjihgfedcba"

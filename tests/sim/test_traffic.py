@@ -11,14 +11,13 @@ from sim_transport_fixture import CALLEE, LATENCY_S, Serving, activation, gradie
 from noloco_p2p.core.messages import Advert, Gradient, PeerId, TensorSpec
 from noloco_p2p.errors import Busy, PeerError, Unreachable
 from noloco_p2p.ports import Body
-from noloco_p2p.sim.links import Access, Geography, Link, Sizes, Uniform
+from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes, Uniform, ceiling_bytes_per_s, resend_s
 from noloco_p2p.sim.network import Network
-from noloco_p2p.sim.tcp import ceiling_bytes_per_s, resend_s
-from noloco_p2p.sim.traffic import KINDS, Account
+from noloco_p2p.sim.traffic import KINDS, ByteCounts
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.virtual_time import run
 
-SIZES = Sizes(activation_bytes=1000, gradient_bytes=400, snapshot_bytes=(300, 600), state_bytes=(900, 1800))
+SIZES = MessageSizes(activation_bytes=1000, gradient_bytes=400, snapshot_bytes=(300, 600), state_bytes=(900, 1800))
 SNAPSHOT_SPECS = tuple(TensorSpec(f"{kind}/w", "float64", (1, 1, 1)) for kind in ("slow", "delta"))
 STATE_SPECS = (TensorSpec("slow/w", "float64", (1, 1, 1)),)
 
@@ -47,13 +46,13 @@ def to(peer: PeerId) -> Advert:
     return replace(CALLEE, peer_id=peer)
 
 
-def totals(network: Network) -> Account:
+def totals(network: Network) -> ByteCounts:
     """All nodes and kinds together."""
-    return sum_of([account for kinds in network.ledger.values() for account in kinds.values()])
+    return sum_of([account for kinds in network.byte_counts.values() for account in kinds.values()])
 
 
-def sum_of(accounts: list[Account]) -> Account:
-    total = Account()
+def sum_of(accounts: list[ByteCounts]) -> ByteCounts:
+    total = ByteCounts()
     for account in accounts:
         total.add(account)
     return total
@@ -68,7 +67,7 @@ def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> Non
         await transport.fetch_snapshot(CALLEE, 1, 4, 0.0, 60.0, SNAPSHOT_SPECS)
         await transport.fetch_state(CALLEE, 60.0, STATE_SPECS)
         assert now() == pytest.approx(8 * LATENCY_S + (2 * 1000 + 400 + 600 + 1800) / 200)
-        caller, callee = network.ledger["a"], network.ledger["b"]
+        caller, callee = network.byte_counts["a"], network.byte_counts["b"]
         assert {kind: (caller[kind].sent, callee[kind].received) for kind in KINDS} == {
             "activation": (2000, 2000),
             "gradient": (0, 0),
@@ -77,7 +76,7 @@ def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> Non
         }
         assert [callee[kind].sent for kind in KINDS] == [0, 400, 600, 1800]
         assert [caller[kind].received for kind in KINDS] == [0, 400, 600, 1800]
-        assert totals(network) == Account(sent=4800, received=4800)
+        assert totals(network) == ByteCounts(sent=4800, received=4800)
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=200.0))
 
@@ -95,11 +94,11 @@ def test_calls_of_one_node_share_its_way_up_and_a_cancelled_one_gives_its_share_
 
         calls = [asyncio.create_task(call(callee)) for callee in "bcd"]
         await asyncio.sleep(1.5)
-        assert totals(network) == Account(sent=1500, in_flight=1500)
+        assert totals(network) == ByteCounts(sent=1500, in_flight=1500)
         calls[2].cancel()
         await asyncio.wait(calls)
-        assert network.ledger["a"]["activation"] == Account(sent=2500, lost=500)
-        assert totals(network) == Account(sent=3300, received=2800, lost=500)
+        assert network.byte_counts["a"]["activation"] == ByteCounts(sent=2500, lost=500)
+        assert totals(network) == ByteCounts(sent=3300, received=2800, lost=500)
 
     run(main())
     # 500 bytes of each left in 1.5 s; the rest of two takes a second; two answers of 400 bytes come from two nodes.
@@ -113,7 +112,7 @@ def test_a_busy_callee_has_cost_what_left_until_its_word_came() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         with pytest.raises(Busy):
             await transport.propagate(CALLEE, activation())
-        assert network.ledger["a"]["activation"] == Account(sent=20, lost=20)
+        assert network.byte_counts["a"]["activation"] == ByteCounts(sent=20, lost=20)
 
     play(script, busy, Link(LATENCY_S, bytes_per_s=100.0))
 
@@ -161,7 +160,7 @@ def test_a_crash_loses_what_was_on_its_way_and_frees_the_way_at_once() -> None:
         broken, end = await asyncio.gather(call("b"), call("c"), return_exceptions=True)
         assert isinstance(broken, Unreachable)
         assert end == pytest.approx(1.5 + 0.4)
-        assert network.ledger["a"]["activation"] == Account(sent=1500, lost=500)
+        assert network.byte_counts["a"]["activation"] == ByteCounts(sent=1500, lost=500)
 
     run(main())
 
@@ -172,7 +171,7 @@ def test_an_answer_whose_sender_crashes_in_the_middle_is_no_answer() -> None:
         with pytest.raises(Unreachable, match="broke"):
             await transport.propagate(CALLEE, activation())
         assert now() == pytest.approx(LATENCY_S + 0.32)
-        assert network.ledger["b"]["gradient"] == Account(sent=8, lost=8)
+        assert network.byte_counts["b"]["gradient"] == ByteCounts(sent=8, lost=8)
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0))
 
@@ -195,7 +194,7 @@ def test_a_link_that_becomes_slow_slows_what_is_on_it() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(seed: int) -> None:
-    rng, wanted = random.Random(seed), Account()
+    rng, wanted = random.Random(seed), ByteCounts()
     geography: Geography = Uniform(Link(0.05, 0.5, rng.choice([None, 600.0]), 0.05, 0.05), Access(1000.0, 2000.0))
     limits = {"up": 1000.0, "down": 2000.0}
 
@@ -236,7 +235,7 @@ def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(
                 await asyncio.sleep(0.37)
                 total = totals(network)
                 assert total.sent == total.received + total.lost + total.in_flight
-                for kinds in network.ledger.values():
+                for kinds in network.byte_counts.values():
                     mine = sum_of(list(kinds.values()))
                     assert mine.sent <= limits["up"] * now() + 1
                     assert mine.received <= limits["down"] * now() + 1

@@ -14,16 +14,17 @@ from noloco_p2p.core.messages import Advert, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Contribution
 from noloco_p2p.sim.directory import Registry
+from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.toy_stage import ModelStage
 from noloco_p2p.sim.virtual_time import Deadlock
-from noloco_p2p.sim.world import NodeOutcome, Outcome, Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 STEPS = 12
 
 
-def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SwarmPlan:
+def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SimPlan:
     manifest = RunManifest.model_validate(
         {
             "stages": len(replicas),
@@ -43,7 +44,7 @@ def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SwarmPlan:
             "limits": {"microbatch_deadline_s": 6.0, "patience_floor_s": 1.0, "linger_s": 10.0, "drain_s": 5.0},
         }
     )
-    return SwarmPlan(
+    return SimPlan(
         manifest,
         replicas,
         config=config,
@@ -55,32 +56,32 @@ def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SwarmPlan:
 
 def _counted(outcome: Outcome, stage: int) -> Counter[MicrobatchId]:
     """How often each id was counted at a stage."""
-    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.model_stage.counted)
+    return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.linear_stage.counted)
 
 
 @pytest.mark.parametrize("routing", ["random", "balanced", "fixed"])
 def test_a_swarm_trains_to_its_end_and_every_microbatch_counts_once_at_every_stage(routing: str) -> None:
     plan = replace(_plan((2, 3, 1), routing=routing), slowness={"s1r2": 2.0})
-    outcome = Swarm(plan).run(limit_s=120.0)
-    assert [node.peer for node in outcome.lives] == ["s0r0", "s0r1", "s1r0", "s1r1", "s1r2", "s2r0"]
+    outcome = SimSwarm(plan).run(limit_s=120.0)
+    assert [node.peer for node in outcome.processes] == ["s0r0", "s0r1", "s1r0", "s1r1", "s1r2", "s2r0"]
     first = _counted(outcome, 0)
     assert set(first.values()) == {1}
     assert len(first) == 2 * sum(node.inner_steps for node in outcome.of_stage(0))
     assert _counted(outcome, 1) == _counted(outcome, 2) == first
-    for node in outcome.lives:
+    for node in outcome.processes:
         assert (node.state, node.step, node.error, node.crashed) == ("left", STEPS, None, False)
-        assert node.model_stage.open_graphs == 0
-        assert node.microbatches["done"] == len(node.model_stage.counted)
+        assert node.linear_stage.open_graphs == 0
+        assert node.microbatches["done"] == len(node.linear_stage.counted)
         numbers = [number for number, _ in node.rounds]
         assert numbers == sorted(set(numbers))
         assert numbers[-1] == 3
-    assert outcome.ended_at_s == max(node.ended_at_s or 0.0 for node in outcome.lives)
+    assert outcome.ended_at_s == max(node.ended_at_s or 0.0 for node in outcome.processes)
 
 
 def story(seed: int) -> str:
     """The hash of all that happens in a swarm with a slow node, lost replies and a crash."""
     plan = replace(_plan((2, 3)), seed=seed, slowness={"s0r1": 2.0}, link=Link(0.002, 0.3, reply_loss=0.02))
-    swarm = Swarm(plan)
+    swarm = SimSwarm(plan)
     swarm.at(1.5, lambda: swarm.crash("s1r1"))
     return swarm.run(limit_s=600.0).trace.trace_hash
 
@@ -88,7 +89,7 @@ def story(seed: int) -> str:
 def test_one_seed_tells_one_story_whatever_the_hash_seed() -> None:
     told = {
         subprocess.run(
-            [sys.executable, "-c", "from test_sim_world import story; print(story(7))"],
+            [sys.executable, "-c", "from test_world import story; print(story(7))"],
             env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
             cwd=os.path.dirname(__file__),
             capture_output=True,
@@ -103,14 +104,14 @@ def test_one_seed_tells_one_story_whatever_the_hash_seed() -> None:
 
 @pytest.mark.parametrize("at_s", [1.1, 1.2, 1.31, 1.42])
 def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
-    swarm = Swarm(_plan((2, 3), steps=24))
+    swarm = SimSwarm(_plan((2, 3), steps=24))
     at_crash: list[tuple[int, int]] = []
 
     def crash() -> None:
         swarm.crash("s1r1")
-        device = swarm.life("s1r1").stage
+        device = swarm.process("s1r1").device
         assert device is not None
-        assert isinstance(device.stage, ModelStage)
+        assert isinstance(device.stage, LinearStage)
         at_crash.append((device.stage.inner_steps, len(device.stage.counted)))
 
     swarm.at(at_s, crash)
@@ -119,8 +120,8 @@ def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
     assert crashed.crashed
     assert crashed.ended_at_s == pytest.approx(at_s)
     assert crashed.trace.of("state")[-1].get("state") == "training"
-    assert [(crashed.model_stage.inner_steps, len(crashed.model_stage.counted))] == at_crash
-    assert [node.step for node in outcome.lives if not node.crashed] == [24] * 4
+    assert [(crashed.linear_stage.inner_steps, len(crashed.linear_stage.counted))] == at_crash
+    assert [node.step for node in outcome.processes if not node.crashed] == [24] * 4
     assert set(_counted(outcome, 0).values()) == {1}
     assert set(_counted(outcome, 0)) <= set(_counted(outcome, 1))
     told = {str(h.get("message")) for h in outcome.trace.of("reroute")}
@@ -128,20 +129,20 @@ def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
 
 
 def test_a_crashed_node_starts_again_as_another_process_with_the_same_id() -> None:
-    swarm = Swarm(_plan((2, 2), steps=40))
+    swarm = SimSwarm(_plan((2, 2), steps=40))
     swarm.at(1.2, lambda: swarm.crash("s0r1"))
     swarm.at(1.7, lambda: swarm.start(0, 1))
     outcome = swarm.run(limit_s=600.0)
-    before, after = (life for life in outcome.lives if life.peer == "s0r1")
+    before, after = (process for process in outcome.processes if process.peer == "s0r1")
     assert (before.crashed, after.crashed) == (True, False)
     assert after.step == 40
-    ids = [{one.microbatch.incarnation for one in life.model_stage.counted} for life in (before, after)]
+    ids = [{one.microbatch.incarnation for one in process.linear_stage.counted} for process in (before, after)]
     assert len(ids[0]) == len(ids[1]) == 1
     assert not ids[0] & ids[1]
 
 
 def test_a_drained_node_leaves_and_a_held_one_comes_back() -> None:
-    swarm = Swarm(_plan((2, 3)))
+    swarm = SimSwarm(_plan((2, 3)))
     swarm.at(1.0, lambda: swarm.drain("s1r0"))
     swarm.at(1.0, lambda: swarm.network.hold("s1r1"))
     swarm.at(3.0, lambda: swarm.network.release("s1r1"))
@@ -155,7 +156,7 @@ def test_a_drained_node_leaves_and_a_held_one_comes_back() -> None:
 
 def test_a_node_can_become_slow() -> None:
     def steps(slowness: float) -> int:
-        swarm = Swarm(_plan((2, 2), steps=40))
+        swarm = SimSwarm(_plan((2, 2), steps=40))
         swarm.at(0.6, lambda: swarm.slow("s0r1", slowness))
         return swarm.run(limit_s=600.0).nodes["s0r1"].inner_steps
 
@@ -163,12 +164,12 @@ def test_a_node_can_become_slow() -> None:
 
 
 def test_nodes_that_are_not_told_choose_their_stages_evenly() -> None:
-    outcome = Swarm(replace(_plan((4, 0), start_replicas=2), chooses_stage=True)).run(limit_s=600.0)
-    assert Counter(node.stage for node in outcome.lives) == {0: 2, 1: 2}
-    assert {node.step for node in outcome.lives} == {STEPS}
+    outcome = SimSwarm(replace(_plan((4, 0), start_replicas=2), chooses_stage=True)).run(limit_s=600.0)
+    assert Counter(node.stage for node in outcome.processes) == {0: 2, 1: 2}
+    assert {node.step for node in outcome.processes} == {STEPS}
 
 
-class _Failing(ModelStage):
+class _Failing(LinearStage):
     """The last stage breaks at its third microbatch."""
 
     def loss_backward(
@@ -181,21 +182,21 @@ class _Failing(ModelStage):
 
 
 def test_the_error_of_a_node_is_raised_unless_it_is_tolerated() -> None:
-    def factory(manifest: RunManifest, index: int, me: PeerId) -> ModelStage:
-        return _Failing(manifest, index, me) if me == "s1r0" else ModelStage(manifest, index, me)
+    def factory(manifest: RunManifest, index: int, me: PeerId) -> LinearStage:
+        return _Failing(manifest, index, me) if me == "s1r0" else LinearStage(manifest, index, me)
 
     plan = replace(_plan((2, 2)), stage_factory=factory)
     with pytest.raises(LocalError, match="on fire"):
-        Swarm(plan).run(limit_s=600.0)
-    outcome = Swarm(plan).run(limit_s=600.0, tolerate=True)
+        SimSwarm(plan).run(limit_s=600.0)
+    outcome = SimSwarm(plan).run(limit_s=600.0, tolerate=True)
     assert isinstance(outcome.nodes["s1r0"].error, LocalError)
     assert outcome.nodes["s0r0"].step == STEPS
 
 
 def test_an_endless_run_and_a_wrong_schedule_are_errors() -> None:
     with pytest.raises(Deadlock, match="not ended after 20 virtual seconds"):
-        Swarm(replace(_plan(), replicas=(2, 0))).run(limit_s=20.0)
-    swarm = Swarm(_plan())
+        SimSwarm(replace(_plan(), replicas=(2, 0))).run(limit_s=20.0)
+    swarm = SimSwarm(_plan())
     swarm.at(0.5, lambda: swarm.crash("s9r9"))
     with pytest.raises(KeyError, match="s9r9"):
         swarm.run(limit_s=20.0)
@@ -205,16 +206,16 @@ def test_an_endless_run_and_a_wrong_schedule_are_errors() -> None:
 def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId) -> None:
     """Also in the middle of an inner step: a cancellation that is swallowed leaves a node that nobody can stop."""
     for turn in range(24):
-        swarm = Swarm(_plan((2, 2), steps=40))
+        swarm = SimSwarm(_plan((2, 2), steps=40))
         at_s, ended = 1.5 + 0.005 * turn, list[bool]()
 
-        def stop(swarm: Swarm = swarm) -> None:
-            task = swarm.life(peer).task
+        def stop(swarm: SimSwarm = swarm) -> None:
+            task = swarm.process(peer).task
             assert task is not None
             task.cancel()
 
-        def look(swarm: Swarm = swarm, ended: list[bool] = ended) -> None:
-            task = swarm.life(peer).task
+        def look(swarm: SimSwarm = swarm, ended: list[bool] = ended) -> None:
+            task = swarm.process(peer).task
             ended.append(task is not None and task.done())
 
         swarm.at(at_s, stop)
@@ -226,28 +227,28 @@ def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId
 # --- faults that a node comes back from -------------------------------------------------------------------------------
 
 
-def _resumed(node: NodeOutcome) -> list[tuple[object, object]]:
+def _resumed(node: SimProcess) -> list[tuple[object, object]]:
     """(source, round) of each time that it took weights up."""
     return [(h.get("source"), h.get("round")) for h in node.trace.of("resumed")]
 
 
 def test_a_bounced_node_comes_back_with_its_disk_or_without() -> None:
-    swarm = Swarm(_plan((2, 2), steps=60))
+    swarm = SimSwarm(_plan((2, 2), steps=60))
     swarm.at(2.0, lambda: swarm.bounce("s1r0", 0.5))
     swarm.at(2.0, lambda: swarm.bounce("s1r0", 0.5))
     swarm.at(3.5, lambda: swarm.bounce("s0r1", 0.5))
     swarm.at(3.6, lambda: swarm.wipe("s0r1"))
     outcome = swarm.run(limit_s=600.0)
-    assert [life.peer for life in outcome.lives[4:]] == ["s1r0", "s0r1"]
-    assert [life.crashed for life in outcome.lives[4:]] == [False, False]
+    assert [process.peer for process in outcome.processes[4:]] == ["s1r0", "s0r1"]
+    assert [process.crashed for process in outcome.processes[4:]] == [False, False]
     assert {node.step for node in outcome.nodes.values()} == {60}
-    assert [_resumed(life)[0][0] in ("shard", "peer") for life in outcome.lives[4:]] == [True, True]
-    assert _resumed(outcome.lives[5])[0][0] == "peer"
+    assert [_resumed(process)[0][0] in ("shard", "peer") for process in outcome.processes[4:]] == [True, True]
+    assert _resumed(outcome.processes[5])[0][0] == "peer"
 
 
 @pytest.mark.parametrize("torn", [False, True])
 def test_all_nodes_are_killed_and_go_on_from_their_disks(torn: bool) -> None:
-    swarm = Swarm(_plan((2, 2), steps=60))
+    swarm = SimSwarm(_plan((2, 2), steps=60))
     peers = ("s0r0", "s0r1", "s1r0", "s1r1")
     before: dict[PeerId, list[int]] = {}
 
@@ -261,25 +262,25 @@ def test_all_nodes_are_killed_and_go_on_from_their_disks(torn: bool) -> None:
     swarm.at(4.0, kill_all)
     outcome = swarm.run(limit_s=600.0)
     assert all(len(rounds) >= 2 for rounds in before.values())
-    again = outcome.lives[4:]
-    assert sorted(life.peer for life in again) == list(peers)
-    assert {life.step for life in again} == {60}
-    for life in again:
-        assert _resumed(life)[0] == ("shard", before[life.peer][-2 if torn else -1])
+    again = outcome.processes[4:]
+    assert sorted(process.peer for process in again) == list(peers)
+    assert {process.step for process in again} == {60}
+    for process in again:
+        assert _resumed(process)[0] == ("shard", before[process.peer][-2 if torn else -1])
 
 
 def test_where_everybody_crashes_the_schedule_starts_them_again() -> None:
-    swarm = Swarm(_plan((1, 1), steps=40))
+    swarm = SimSwarm(_plan((1, 1), steps=40))
     for stage in range(2):
         swarm.at(2.0, partial(swarm.crash, f"s{stage}r0"))
         swarm.at(9.0, partial(swarm.start, stage, 0))
     swarm.at(1000.0, lambda: swarm.crash("s0r0"))
     outcome = swarm.run(limit_s=900.0)
-    assert [(life.crashed, life.step) for life in outcome.lives[2:]] == [(False, 40)] * 2
+    assert [(process.crashed, process.step) for process in outcome.processes[2:]] == [(False, 40)] * 2
 
 
 def test_a_node_pauses_and_comes_back_on_schedule() -> None:
-    swarm = Swarm(_plan((2, 2), steps=60))
+    swarm = SimSwarm(_plan((2, 2), steps=60))
     swarm.at(2.0, lambda: swarm.pause("s1r0"))
     swarm.at(4.0, lambda: swarm.resume("s1r0"))
     outcome = swarm.run(limit_s=600.0)
@@ -288,12 +289,12 @@ def test_a_node_pauses_and_comes_back_on_schedule() -> None:
     assert states[paused][1] == pytest.approx(2.0, abs=0.5)
     assert states[paused + 1][0] == "training"
     assert states[paused + 1][1] == pytest.approx(4.0, abs=1.0)
-    assert {node.step for node in outcome.lives} == {60}
+    assert {node.step for node in outcome.processes} == {60}
 
 
 def test_a_split_swarm_goes_on_in_both_halves_and_is_one_again_after() -> None:
     halves = ("s0r0", "s1r0"), ("s0r1", "s1r1")
-    swarm = Swarm(_plan((2, 2), steps=300))
+    swarm = SimSwarm(_plan((2, 2), steps=300))
     swarm.at(2.0, lambda: swarm.split(*halves))
     seen: list[dict[PeerId, float]] = []
     swarm.at(
@@ -301,7 +302,7 @@ def test_a_split_swarm_goes_on_in_both_halves_and_is_one_again_after() -> None:
     )
     swarm.at(20.0, swarm.heal)
     outcome = swarm.run(limit_s=600.0)
-    assert {node.step for node in outcome.lives} == {300}
+    assert {node.step for node in outcome.processes} == {300}
     assert [peer for peer, age_s in seen[0].items() if age_s < 5.0] == list(halves[0])
     other_half = {peer: set(halves[peer in halves[0]]) for half in halves for peer in half}
 
@@ -342,7 +343,7 @@ def test_announcements_do_not_leave_their_group_until_it_is_healed() -> None:
 
 def test_one_seed_tells_one_story_of_all_faults() -> None:
     def told(seed: int) -> str:
-        swarm = Swarm(replace(_plan((2, 2, 2), steps=60), seed=seed, torn_by_crash=True))
+        swarm = SimSwarm(replace(_plan((2, 2, 2), steps=60), seed=seed, torn_by_crash=True))
         swarm.at(1.5, lambda: swarm.bounce("s1r0", 0.7))
         swarm.at(2.0, lambda: swarm.split({"s0r0", "s1r0", "s2r0"}, {"s0r1", "s1r1", "s2r1"}))
         swarm.at(4.0, swarm.heal)

@@ -13,10 +13,9 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import broken
-from noloco_p2p.sim.ledger import timeline
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import SwarmPlan, peer_id
+from noloco_p2p.sim.world import SimPlan, peer_id
 
 DRAIN_S, TTL_S = 5.0, 6.0
 
@@ -51,14 +50,14 @@ def config_for(**changes: object) -> NodeConfig:
     return NodeConfig.model_validate(settings | changes)
 
 
-def drawn(seed: int) -> tuple[SwarmPlan, tuple[Fault, ...]]:
+def drawn(seed: int) -> tuple[SimPlan, tuple[Fault, ...]]:
     """A swarm and what will be done to it."""
     rng = random.Random(seed)
     replicas = SHAPES[seed % len(SHAPES)]
     manifest = manifest_for(
         replicas, seed=seed, steps=rng.randint(14, 20), routing=rng.choice(["random", "random", "balanced"])
     )
-    plan = SwarmPlan(
+    plan = SimPlan(
         manifest,
         replicas,
         seed=seed,
@@ -111,21 +110,34 @@ def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
     return faults
 
 
+KINDS = ("state", "resumed", "deserted", "guarded", "checkpoint", "outer_round", "evaluation", "warning", "moved")
+
+
+def timeline(swarm: FaultySwarm) -> list[str]:
+    """What was done to the swarm and what its nodes recorded, in order of time, without the microbatches."""
+    lines = [(at_s, f"{at_s:8.3f} ----- {what}") for at_s, what in swarm.history]
+    for event in swarm.trace.events:
+        if event.kind in KINDS or (event.kind == "microbatch" and event.get("result") == "dropped"):
+            fields = " ".join(f"{name}={value}" for name, value in event.fields.items() if value not in ("", None))
+            lines.append((event.at_s, f"{event.at_s:8.3f} {event.peer} {event.kind} {fields}"))
+    return [line for _, line in sorted(lines, key=lambda entry: entry[0])]
+
+
 def main(seed: int) -> int:
     """Replay one seed; 1 when it breaks a law."""
     plan, faults = drawn(seed)
     swarm = FaultySwarm(plan, faults)
     failure = broken(swarm)
-    lines = [f"{fault.at_s:8.3f} planned: {fault}" for fault in faults] + timeline(swarm.done, swarm.trace)
+    lines = [f"{fault.at_s:8.3f} planned: {fault}" for fault in faults] + timeline(swarm)
     run = f"{plan.replicas}, {plan.manifest.routing}, {plan.manifest.steps} steps"
     lines.append(f"seed {seed}: {run}: {failure or 'all laws hold'}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if failure else 0
 
 
-def plan_of(replicas: tuple[int, ...], *, every_rounds: int = 1, **changes: object) -> SwarmPlan:
+def plan_of(replicas: tuple[int, ...], *, every_rounds: int = 1, **changes: object) -> SimPlan:
     """A swarm whose inner steps take about 0.7 s."""
-    return SwarmPlan(
+    return SimPlan(
         manifest_for(replicas, **changes),
         replicas,
         config=config_for(checkpoint={"every_rounds": every_rounds}),

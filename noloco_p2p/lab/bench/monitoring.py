@@ -21,8 +21,8 @@ from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.lab.bench.churn_stats import mean_and_std
 from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.node.waits import Waits
-from noloco_p2p.sim.telemetry import Happening
-from noloco_p2p.sim.world import Swarm, SwarmPlan
+from noloco_p2p.sim.telemetry import TraceEvent
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 TARGET = 0.01
 MICROBATCHES = 4
@@ -113,19 +113,19 @@ def _read(urls: list[str], every_s: float, ended: threading.Event) -> None:
 
 def instruments_us() -> dict[str, float]:
     """Microseconds of the instruments for one microbatch through two stages: by kind, and in all."""
-    outcome = Swarm(SwarmPlan(_manifest(), (2, 2))).run()
-    happenings = outcome.trace.happenings
+    outcome = SimSwarm(SimPlan(_manifest(), (2, 2))).run()
+    recorded = outcome.trace.events
     done = sum(node.microbatches["done"] for node in outcome.of_stage(0))
-    events = min(_replay_events(happenings, done) for _ in range(REPEATS)) / done
+    events = min(_replay_events(recorded, done) for _ in range(REPEATS)) / done
     waits = min(_name_waits(done * WAITS) for _ in range(REPEATS)) / done
     return {"events": 1e6 * events, "waits": 1e6 * waits, "total": 1e6 * (events + waits)}
 
 
-def _replay_events(happenings: list[Happening], microbatches: int) -> float:
+def _replay_events(events: list[TraceEvent], microbatches: int) -> float:
     """Seconds that the instruments of one node take for all events of a run."""
     telemetry = PrometheusTelemetry(stages=2)
     moved = {"direction": "out", "kind": "activation", "bytes": 1 << 18}
-    replayed = [(h.kind, dict(h.fields)) for h in happenings] + [("bytes", moved)] * (BYTES_EVENTS * microbatches)
+    replayed = [(h.kind, dict(h.fields)) for h in events] + [("bytes", moved)] * (BYTES_EVENTS * microbatches)
     with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
         journal = FileJournal(Path(scratch), telemetry.counters)
         journal.open(peer_id="bench", run_id="bench", name="bench", version="", stage=0)

@@ -8,10 +8,10 @@ from typing import Any
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.lab.experiments.allreduce import Wire
 from noloco_p2p.lab.experiments.spec import Figures
-from noloco_p2p.sim.links import Access, Link, Sizes, Uniform
-from noloco_p2p.sim.outcome import Outcome
+from noloco_p2p.sim.links import Access, Link, MessageSizes, Uniform
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LATENCY_S = 0.010
 """Mean one-way latency of every link."""
@@ -49,7 +49,7 @@ def pull_round(given: Mapping[str, Any], seed: int) -> Outcome:
             "evaluation": {"every_steps": None, "microbatches": 1},
         }
     )
-    plan = SwarmPlan(
+    plan = SimPlan(
         manifest,
         (given["nodes"],),
         seed=seed,
@@ -58,11 +58,11 @@ def pull_round(given: Mapping[str, Any], seed: int) -> Outcome:
         ),
         geography=Uniform(Link(wire.median_s, wire.sigma), access),
         # A snapshot is two vectors, φ and Δ. In the latency-bound regime they weigh nothing.
-        sizes=Sizes(0, 0, (2 * VECTOR_BYTES if bound else 0,), (0,)),
+        sizes=MessageSizes(0, 0, (2 * VECTOR_BYTES if bound else 0,), (0,)),
         costs=Costs(0.0, 0.0, 0.0, 0.0),
         save_s=0.0,
     )
-    return Swarm(plan).run(limit_s=FOREVER_S)
+    return SimSwarm(plan).run(limit_s=FOREVER_S)
 
 
 def figures_of(worlds: Sequence[Outcome]) -> Figures:

@@ -15,8 +15,8 @@ from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.lab.experiments.instrumented_stage import Observed, Watch
 from noloco_p2p.lab.experiments.run_summary import merged_loss, told, torch_stage
 from noloco_p2p.lab.experiments.training import CONFIG, Trained, Training
-from noloco_p2p.sim.outcome import Outcome
-from noloco_p2p.sim.world import Swarm, SwarmPlan, peer_id
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 STEP_LIMIT_S = 100.0
 """Virtual seconds for each step of the clock after which a run is taken to hang."""
@@ -88,7 +88,7 @@ def live(plan: Training) -> Lived:
         mine = streams[first.index(peer) :: len(first)]
         return Streams([SampleStream(text, manifest, peer_id(0, stream)) for stream in mine], held_out)
 
-    swarm = SwarmPlan(
+    swarm = SimPlan(
         manifest,
         plan.replicas,
         plan.seed,
@@ -99,7 +99,7 @@ def live(plan: Training) -> Lived:
         stage_factory=make_stage,
         batches_factory=make_batches,
     )
-    return Lived(plan, watch, Swarm(swarm).run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)
+    return Lived(plan, watch, SimSwarm(swarm).run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)
 
 
 def live_apart(plan: Training, streams: Sequence[int]) -> tuple[list[Trained], float]:

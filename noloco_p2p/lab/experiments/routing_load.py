@@ -13,10 +13,10 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.lab.experiments.markdown_page import Block, Table, mean_std
 from noloco_p2p.lab.experiments.spec import Figures, Result, Results
 from noloco_p2p.lab.experiments.training import CONFIG
-from noloco_p2p.sim.outcome import NodeOutcome, Outcome
+from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.telemetry import Happening
-from noloco_p2p.sim.world import Swarm, SwarmPlan
+from noloco_p2p.sim.telemetry import TraceEvent
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 POLICIES = ("fixed", "random", "balanced")
 REPLICAS = 8
@@ -56,8 +56,8 @@ def serve(settings: Mapping[str, Any]) -> Figures:
         }
     )
     both, costs = (REPLICAS, REPLICAS), Costs(spread=spread)
-    plan = SwarmPlan(manifest, both, settings["seed"], CONFIG, costs=costs, slowness=slowness)
-    return figures(Swarm(plan).run(LIMIT_S))
+    plan = SimPlan(manifest, both, settings["seed"], CONFIG, costs=costs, slowness=slowness)
+    return figures(SimSwarm(plan).run(LIMIT_S))
 
 
 def figures(outcome: Outcome) -> Figures:
@@ -70,7 +70,7 @@ def figures(outcome: Outcome) -> Figures:
     took_s = max(one.at_s for one in outcome.trace.of("inner_step")) - began
     idle: dict[str, float] = defaultdict(float)
     for one in outcome.trace.of("idle"):
-        idle[str(one.get("cause"))] += _number(one, "seconds") / (took_s * len(outcome.lives))
+        idle[str(one.get("cause"))] += _number(one, "seconds") / (took_s * len(outcome.processes))
     return {
         "load": load,
         "largest_over_mean": largest_over_mean(list(load.values())),
@@ -88,11 +88,11 @@ def largest_over_mean(load: Sequence[int]) -> float:
     return max(load) / fmean(load)
 
 
-def _told(nodes: Sequence[NodeOutcome], kind: str) -> list[Happening]:
+def _told(nodes: Sequence[SimProcess], kind: str) -> list[TraceEvent]:
     return [one for node in nodes for one in node.trace.of(kind)]
 
 
-def _number(one: Happening, name: str) -> float:
+def _number(one: TraceEvent, name: str) -> float:
     return float(str(one.get(name)))
 
 

@@ -10,8 +10,8 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.messages import ITEM_BYTES, Batch, HostTensor, LossSum
 from noloco_p2p.lab.experiments.instrumented_stage import Observed, Watch
 from noloco_p2p.lab.experiments.training import Trained, Training
-from noloco_p2p.sim.outcome import NodeOutcome, Outcome
-from noloco_p2p.sim.telemetry import Happening, Trace
+from noloco_p2p.sim.process import Outcome, SimProcess
+from noloco_p2p.sim.telemetry import Trace, TraceEvent
 from noloco_p2p.sim.world import peer_id
 
 FIRST_STAGE = peer_id(0, 0)[:-1]
@@ -27,8 +27,8 @@ def told(plan: Training, watch: Watch, outcome: Outcome, held_out: Sequence[Batc
     rounds = Counter("lost" if gone else str(h.get("result")) for h, gone in zip(outer, lost, strict=True))
     pulled = sum(int(_number(h, "bytes")) for h, gone in zip(outer, lost, strict=True) if not gone)
     idle: dict[str, float] = defaultdict(float)
-    for happening in trace.of("idle"):
-        idle[str(happening.get("cause"))] += _number(happening, "seconds")
+    for event in trace.of("idle"):
+        idle[str(event.get("cause"))] += _number(event, "seconds")
     evaluations = [trace.of("evaluation", node.peer) for node in stages[0]]
     steps = _inner_steps(trace)
     return Trained(
@@ -57,15 +57,15 @@ def told(plan: Training, watch: Watch, outcome: Outcome, held_out: Sequence[Batc
 def _inner_steps(trace: Trace) -> dict[int, tuple[float, float]]:
     """Summed loss and tokens of all stage-0 replicas by the number of the inner step."""
     sums: dict[int, tuple[float, float]] = {}
-    for happening in trace.of("inner_step"):
-        if happening.peer.startswith(FIRST_STAGE):
-            number = int(_number(happening, "inner_step"))
+    for event in trace.of("inner_step"):
+        if event.peer.startswith(FIRST_STAGE):
+            number = int(_number(event, "inner_step"))
             loss_sum, tokens = sums.get(number, (0.0, 0.0))
-            sums[number] = loss_sum + _number(happening, "loss_sum"), tokens + _number(happening, "tokens")
+            sums[number] = loss_sum + _number(event, "loss_sum"), tokens + _number(event, "tokens")
     return sums
 
 
-def _bytes(plan: Training, watch: Watch, stages: Sequence[Sequence[NodeOutcome]], pulled: int) -> dict[str, int]:
+def _bytes(plan: Training, watch: Watch, stages: Sequence[Sequence[SimProcess]], pulled: int) -> dict[str, int]:
     """What crossed from one stage to the next and back, and what was pulled."""
     hidden = torch_stage(stages[0][0]).state.hidden.nbytes
     targets = ITEM_BYTES["int32"] * plan.manifest.microbatch_size * plan.manifest.sequence_length
@@ -79,13 +79,13 @@ def _uneven(served: Sequence[Sequence[int]]) -> float:
     return max(loads) / fmean(loads)
 
 
-def _waiting(node: NodeOutcome, ended_at_s: float) -> float:
+def _waiting(node: SimProcess, ended_at_s: float) -> float:
     """Microbatches at a door, averaged over the time of the run."""
     total, since_s, value = 0.0, 0.0, 0.0
-    for happening in node.trace.of("gauge"):
-        if happening.get("name") == "waiting":
-            total += value * (happening.at_s - since_s)
-            since_s, value = happening.at_s, _number(happening, "value")
+    for event in node.trace.of("gauge"):
+        if event.get("name") == "waiting":
+            total += value * (event.at_s - since_s)
+            since_s, value = event.at_s, _number(event, "value")
     return (total + value * (ended_at_s - since_s)) / ended_at_s
 
 
@@ -106,11 +106,11 @@ def merged_loss(stages: Sequence[Sequence[TorchStage]], held_out: Sequence[Batch
     return loss_sum / tokens
 
 
-def torch_stage(node: NodeOutcome) -> TorchStage:
+def torch_stage(node: SimProcess) -> TorchStage:
     """The real stage of a node, as it was left."""
     assert isinstance(node.model, Observed), "every stage of the run is observed"
     return node.model.stage
 
 
-def _number(happening: Happening, name: str) -> float:
-    return float(str(happening.get(name)))
+def _number(event: TraceEvent, name: str) -> float:
+    return float(str(event.get(name)))

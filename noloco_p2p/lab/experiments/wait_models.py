@@ -14,9 +14,9 @@ from noloco_p2p.lab.experiments.allreduce import Times, Wire
 from noloco_p2p.lab.experiments.pull_latency import FOREVER_S, number
 from noloco_p2p.lab.experiments.spec import Figures
 from noloco_p2p.sim.links import Link
-from noloco_p2p.sim.outcome import Outcome
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import Swarm, SwarmPlan, peer_id
+from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 STEP_S = 1.0
 """Mean time of an inner step of an average node."""
@@ -35,7 +35,7 @@ def slowness(given: Mapping[str, Any]) -> dict[PeerId, float]:
     return {peer: wire.median_s * float(np.exp(wire.sigma * rng.gauss(0.0, 1.0))) for peer in peers(given)}
 
 
-def swarm(given: Mapping[str, Any]) -> Swarm:
+def swarm(given: Mapping[str, Any]) -> SimSwarm:
     """A swarm of one stage in which only inner steps take time."""
     steps, patient = Wire(STEP_S, given["step_std"]), given["policy"] == "patient"
     manifest = RunManifest.model_validate(
@@ -57,7 +57,7 @@ def swarm(given: Mapping[str, Any]) -> Swarm:
             "evaluation": {"every_steps": None, "microbatches": 1},
         }
     )
-    plan = SwarmPlan(
+    plan = SimPlan(
         manifest,
         (given["nodes"],),
         seed=given["seed"],
@@ -74,7 +74,7 @@ def swarm(given: Mapping[str, Any]) -> Swarm:
         slowness=slowness(given),
         save_s=0.0,
     )
-    return Swarm(plan)
+    return SimSwarm(plan)
 
 
 def steps_s(given: Mapping[str, Any], factors: Times, rng: np.random.Generator) -> Times:

@@ -8,7 +8,7 @@ import pytest
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Activation, Header, MicrobatchId, Origin, TensorSpec
 from noloco_p2p.errors import Declined, PeerError, Violation
-from noloco_p2p.sim.world import Swarm, SwarmPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 MANIFEST = RunManifest(
     stages=2,
@@ -45,11 +45,11 @@ async def body() -> Activation:
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, call: str) -> None:
     header, kind, told = WRONG[case]
-    swarm = Swarm(SwarmPlan(MANIFEST, (1, 1), seed=2))
+    swarm = SimSwarm(SimPlan(MANIFEST, (1, 1), seed=2))
     heard: list[BaseException | None] = []
 
     async def ask() -> None:
-        node = swarm.life("s1r0").node
+        node = swarm.process("s1r0").node
         assert node.state.advert.state == "training"
         serve = node.answers.propagate if call == "propagate" else node.answers.evaluate
         try:
@@ -68,16 +68,16 @@ def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, cal
     assert tasks[0].exception() is None
     last = outcome.nodes["s1r0"]
     assert last.step == MANIFEST.steps
-    assert not any(one.microbatch.peer == "stranger" for one in last.model_stage.counted)
+    assert not any(one.microbatch.peer == "stranger" for one in last.linear_stage.counted)
 
 
 def test_nobody_sends_to_stage_0() -> None:
-    swarm = Swarm(SwarmPlan(MANIFEST, (1, 1), seed=2))
+    swarm = SimSwarm(SimPlan(MANIFEST, (1, 1), seed=2))
     heard: list[str] = []
 
     async def ask() -> None:
         try:
-            await swarm.life("s0r0").node.answers.propagate("stranger", replace(RIGHT, stage=0), body)
+            await swarm.process("s0r0").node.answers.propagate("stranger", replace(RIGHT, stage=0), body)
         except Declined as error:
             heard.append(str(error))
 

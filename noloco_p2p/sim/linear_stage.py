@@ -36,7 +36,7 @@ NAMES = ("gain", "bias")
 TOKEN_SCALE = 0.01
 
 
-class Counted(NamedTuple):
+class CountedMicrobatch(NamedTuple):
     """One microbatch whose gradients were added."""
 
     microbatch: MicrobatchId
@@ -53,14 +53,14 @@ class _Graph(NamedTuple):
     inputs: list[float]
 
 
-class ModelStage:
+class LinearStage:
     """The synchronous stage. `theta`, `phi` and `momentum` are θ, φ and δ of (gain, bias)."""
 
     def __init__(self, manifest: RunManifest, index: int, me: PeerId) -> None:
         rng = generator(manifest.seed, "weights", index)
         self.theta = [1.0 + 0.1 * rng.random(), 0.1 * rng.random()]
         self.phi, self.momentum = list(self.theta), [0.0, 0.0]
-        self.counted: list[Counted] = []
+        self.counted: list[CountedMicrobatch] = []
         """In the order in which they were added."""
         self.dropped: list[MicrobatchId] = []
         """Computed for the reply only: the id was spent."""
@@ -74,7 +74,7 @@ class ModelStage:
         self._handles = 0
         self._spent = SpentIds()
         self._sums = [0.0, 0.0]
-        self._used: list[Counted] = []
+        self._used: list[CountedMicrobatch] = []
         rows = (manifest.microbatch_size, manifest.sequence_length)
         self._targets = TensorSpec("targets", "int32", rows)
         snapshot, hidden = _specs(("slow", "delta")), TensorSpec("hidden", "float64", (*rows, 1))
@@ -230,7 +230,7 @@ class ModelStage:
             grads, tokens, loss_sum = [0.0] * len(grads), 0, 0.0
         counted = self._spent.spend(microbatch)
         if counted:
-            self._used.append(Counted(microbatch, self.inner_steps + 1, self.version, tokens, loss_sum))
+            self._used.append(CountedMicrobatch(microbatch, self.inner_steps + 1, self.version, tokens, loss_sum))
             self.counted.append(self._used[-1])
             self._sums[0] += sum(g * h for g, h in zip(grads, inputs, strict=True))
             self._sums[1] += sum(grads)

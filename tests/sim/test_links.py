@@ -5,8 +5,7 @@ from statistics import median
 import pytest
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.sim.geography import Drawn, Regions
-from noloco_p2p.sim.links import Access, Link, Uniform
+from noloco_p2p.sim.links import Access, Link, Regions, Uniform, VariedAccess
 
 EU_US = Regions(
     ("eu", "us"),
@@ -58,10 +57,10 @@ def test_a_home_in_no_region_is_refused() -> None:
 
 
 def test_access_is_drawn_around_its_median_and_stays_asymmetric() -> None:
-    drawn = Drawn(EU_US, Access(2e6, 10e6), spread=0.6, seed=3)
+    drawn = VariedAccess(EU_US, Access(2e6, 10e6), spread=0.6, seed=3)
     nodes = [f"s0r{number}" for number in range(801)]
     lines = [drawn.access(peer) for peer in nodes]
-    assert lines == [Drawn(EU_US, Access(2e6, 10e6), spread=0.6, seed=3).access(peer) for peer in nodes]
+    assert lines == [VariedAccess(EU_US, Access(2e6, 10e6), spread=0.6, seed=3).access(peer) for peer in nodes]
     ups = [line.up_bytes_per_s or 0.0 for line in lines]
     assert median(ups) == pytest.approx(2e6, rel=0.1)
     assert sum(up < 2e6 * 2.718281828**-0.6 for up in ups) / 801 == pytest.approx(0.159, abs=0.04)
@@ -71,4 +70,4 @@ def test_access_is_drawn_around_its_median_and_stays_asymmetric() -> None:
 
 def test_a_direction_without_a_median_keeps_what_lies_beneath() -> None:
     plain = Uniform(each=Access(1.0, 2.0))
-    assert Drawn(plain, Access(None, 7.0), spread=0.0, seed=1).access("s0r0") == Access(1.0, 7.0)
+    assert VariedAccess(plain, Access(None, 7.0), spread=0.0, seed=1).access("s0r0") == Access(1.0, 7.0)

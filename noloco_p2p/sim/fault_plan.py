@@ -1,6 +1,6 @@
-"""What happens to the swarm of a scenario, drawn from a seed: who comes, who goes, who fails, and for how long.
+"""The faults of a scenario: those that it lists, and those that are drawn from a seed at the rates of its churn.
 
-Everything is drawn before the run, with no look at it, so that a seed tells one story.
+All are drawn before the run, without regard to what happens in it, so that one seed gives one run.
 """
 
 import math
@@ -16,57 +16,51 @@ from noloco_p2p.sim.world import peer_id
 
 HOUR_S = 3600.0
 LASTING = ("crash", "depart")
-"""Who is hit by these does not come back."""
+"""A node does not come back from these."""
 
 
-class Population:
-    """The nodes of each stage that will be there, as far as it has been drawn."""
+class Roster:
+    """The nodes of each stage that will be there, as far as arrivals and losses have been drawn."""
 
     def __init__(self, replicas: Sequence[int]) -> None:
-        self.started = list(replicas)
+        self._started = list(replicas)
         """Nodes of each stage that ever were."""
-        self._present = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
-        self._leaving_at: dict[PeerId, float] = {}
+        self._stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
 
-    def everybody(self) -> list[PeerId]:
-        """Those who have not gone for good."""
-        return [peer for stage in self._present for peer in stage]
+    def peers(self) -> list[PeerId]:
+        """The nodes that have not gone for good."""
+        return [peer for stage in self._stages for peer in stage]
 
     def arrive(self, rng: random.Random) -> PeerId:
         """A new node, of a stage drawn evenly."""
-        stage = rng.randrange(len(self.started))
-        peer = peer_id(stage, self.started[stage])
-        self.started[stage] += 1
-        self._present[stage].append(peer)
+        stage = rng.randrange(len(self._started))
+        peer = peer_id(stage, self._started[stage])
+        self._started[stage] += 1
+        self._stages[stage].append(peer)
         return peer
 
-    def can_spare(self, peer: PeerId) -> bool:
-        """Its stage has others."""
-        return len(self._mates(peer)) > 1
-
-    def lose(self, peer: PeerId) -> None:
-        """It goes for good."""
-        self._mates(peer).remove(peer)
-
-    def _mates(self, peer: PeerId) -> list[PeerId]:
-        return next(stage for stage in self._present if peer in stage)
+    def lose(self, peer: PeerId) -> bool:
+        """It goes for good, unless it is the last of its stage: then False."""
+        stage = next(stage for stage in self._stages if peer in stage)
+        if len(stage) > 1:
+            stage.remove(peer)
+            return True
+        return False
 
 
-def faults(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
+def planned_faults(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
     """All that will be done to the swarm, in order of time. Raises ConfigError for a node that there is not."""
-    given = [one for fault in scenario.faults for one in _given(scenario, fault, seed)]
-    return tuple(sorted([*given, *_drawn(scenario, seed)], key=lambda fault: (fault.at_s, fault.kind, fault.peers)))
+    listed = [one for fault in scenario.faults for one in _listed(scenario, fault, seed)]
+    return tuple(sorted([*listed, *_drawn(scenario, seed)], key=lambda fault: (fault.at_s, fault.kind, fault.peers)))
 
 
-def slowness(scenario: Scenario, seed: int, peers: Sequence[PeerId]) -> dict[PeerId, float]:
-    """Each node's own factor on its device seconds, a function of the seed and its id."""
-    sigma = scenario.compute.node_spread
-    if not sigma:
-        return {}
-    return {peer: math.exp(generator(seed, "slowness", peer).gauss(0.0, sigma)) for peer in peers}
+def slowness(scenario: Scenario, seed: int, newcomers: Sequence[PeerId]) -> dict[PeerId, float]:
+    """The factor of each node, newcomers included, on its device seconds: a function of the seed and its id."""
+    sigma, peers = scenario.compute.node_spread, [*Roster(scenario.replicas).peers(), *newcomers]
+    return {peer: math.exp(generator(seed, "slowness", peer).gauss(0.0, sigma)) for peer in peers} if sigma else {}
 
 
-def _given(scenario: Scenario, fault: FaultSettings, seed: int) -> list[Fault]:
+def _listed(scenario: Scenario, fault: FaultSettings, seed: int) -> list[Fault]:
     stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(scenario.replicas)]
     everybody = [peer for stage in stages for peer in stage]
     peers = list(fault.peers)
@@ -77,14 +71,14 @@ def _given(scenario: Scenario, fault: FaultSettings, seed: int) -> list[Fault]:
         rng = generator(seed, "share", fault.kind, str(fault.at_s))
         peers = [peer for stage in stages for peer in rng.sample(stage, round(fault.share * len(stage)))]
         peers = sorted(peers) or [rng.choice(everybody)]
-    strange = [] if fault.kind == "arrive" else [peer for peer in peers if peer not in everybody]
-    if strange:
-        raise ConfigError(f"a fault ({fault.kind} at {fault.at_s:g} s) is for {strange[0]}, which there is not")
+    unknown = [] if fault.kind == "arrive" else [peer for peer in peers if peer not in everybody]
+    if unknown:
+        raise ConfigError(f"a fault ({fault.kind} at {fault.at_s:g} s) is for {unknown[0]}, which there is not")
     return [Fault(fault.at_s, fault.kind, tuple(peers), fault.for_s, fault.factor)] if peers else []
 
 
 def _drawn(scenario: Scenario, seed: int) -> list[Fault]:
-    """Events of four kinds as independent Poisson streams of the whole swarm's rate."""
+    """Events of four kinds as independent Poisson streams, each of the rate of the whole swarm."""
     churn, rng = scenario.churn, generator(seed, "churn")
     rates = {
         "arrive": churn.arrivals_per_hour,
@@ -93,22 +87,19 @@ def _drawn(scenario: Scenario, seed: int) -> list[Fault]:
         "other": churn.faults_per_hour if churn.kinds else 0.0,
     }
     per_s = sum(rates.values()) * sum(scenario.replicas) / HOUR_S
-    population = Population(scenario.replicas)
+    roster = Roster(scenario.replicas)
     found: list[Fault] = []
     at_s = churn.from_s
     while per_s and (at_s := at_s + rng.expovariate(per_s)) < scenario.limit_s:
         kind = rng.choices(list(rates), list(rates.values()))[0]
-        peer = population.arrive(rng) if kind == "arrive" else rng.choice(population.everybody())
-        drawn = _one(scenario, rng, at_s, kind, peer, population)
-        if drawn.kind in LASTING:
-            if not population.can_spare(peer):
-                continue
-            population.lose(peer)
-        found.append(drawn)
+        peer = roster.arrive(rng) if kind == "arrive" else rng.choice(roster.peers())
+        fault = _draw_one(scenario, rng, at_s, kind, peer, roster)
+        if fault.kind not in LASTING or roster.lose(peer):
+            found.append(fault)
     return found
 
 
-def _one(scenario: Scenario, rng: random.Random, at_s: float, kind: str, peer: PeerId, population: Population) -> Fault:
+def _draw_one(scenario: Scenario, rng: random.Random, at_s: float, kind: str, peer: PeerId, roster: Roster) -> Fault:
     churn = scenario.churn
     if kind == "crash" and churn.down_s is not None:
         return Fault(at_s, "bounce", (peer,), rng.expovariate(1.0 / churn.down_s) if churn.down_s else 0.0)
@@ -119,10 +110,10 @@ def _one(scenario: Scenario, rng: random.Random, at_s: float, kind: str, peer: P
     factor = 1.0
     match kind:
         case "cut" | "one_way":
-            others = [one for one in population.everybody() if one != peer]
+            others = [one for one in roster.peers() if one != peer]
             peers = (peer, rng.choice(others)) if others else (peer,)
         case "split":
-            everybody = population.everybody()
+            everybody = roster.peers()
             peers = tuple(sorted(rng.sample(everybody, rng.randint(1, max(1, len(everybody) // 2)))))
         case "leave":
             for_s += scenario.node.limits.drain_s

@@ -1,0 +1,140 @@
+"""Stages that record what they froze, loaded and merged: what `laws` judges a swarm by."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState, Snapshot
+from noloco_p2p.ports import MergeResult
+from noloco_p2p.sim.linear_stage import LinearStage
+
+Values = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Weights that a stage loaded, from a snapshot or from a whole state."""
+
+    kind: str
+    """`adopt` or `restore`."""
+    origin: PeerId
+    round: int
+    phi: Values
+    """φ after it."""
+    frozen_phi: Values | None
+    """What φ (or φ + Δ) was when these weights were frozen; None when nobody ever froze them."""
+    lineage: frozenset[MicrobatchId]
+    """Ids that the replica had counted by the time at which it was frozen."""
+    counted_before: int
+    """Length of the stage's `counted` when it loaded them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedSnapshot:
+    """A partner's snapshot that was merged."""
+
+    at_s: float
+    round: int
+    partner: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class AvailableWeights:
+    """The weights of its stage that a node could go on from at one moment, as round numbers."""
+
+    at_s: float
+    living: tuple[int, ...]
+    """Of replicas of the stage that have trained for a while (`TimeLimits.listed_s`) and can be reached."""
+    guarded: tuple[int, ...]
+    """Listed for as long by nodes that can be reached."""
+    own: tuple[int, ...]
+    """On its disk, not torn."""
+    others: tuple[int, ...]
+    """The newest that any node has of each other stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A node went on from weights of its stage."""
+
+    at_s: float
+    peer: PeerId
+    source: str
+    round: int
+    available: AvailableWeights
+    """When it asked the others what they have; how long the weights then travel is not its choice."""
+
+
+@dataclass(slots=True)
+class FrozenWeights:
+    """All weights that any node froze in one swarm: those that may be loaded later."""
+
+    snapshots: dict[tuple[PeerId, int, int, int], set[Values]] = field(default_factory=dict)
+    """φ + Δ by (peer, stage, round, step)."""
+    states: dict[tuple[PeerId, Values], frozenset[MicrobatchId]] = field(default_factory=dict)
+    """Ids counted, by (peer, values of the whole state)."""
+
+
+class RecordingStage(LinearStage):
+    """A linear stage that records what it froze, loaded and merged."""
+
+    def __init__(self, manifest: RunManifest, index: int, me: PeerId, frozen: FrozenWeights) -> None:
+        super().__init__(manifest, index, me)
+        self.peer = me
+        self.forwards = 0
+        self.loaded: list[LoadedWeights] = []
+        self.merged: list[MergedSnapshot] = []
+        self._frozen = frozen
+
+    def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        """Counted."""
+        self.forwards += 1
+        return super().forward(inputs, mask)
+
+    def snapshot(self, round: int, step: int) -> Snapshot:
+        """Recorded: φ + Δ as whoever adopts it computes it."""
+        adopted = tuple(phi + (theta - phi) for phi, theta in zip(self.phi, self.theta, strict=True))
+        self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set()).add(adopted)
+        return super().snapshot(round, step)
+
+    def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """Recorded, with the ids that are in these weights."""
+        state = super().capture(round, step, inner_steps)
+        ended = len(self.counted) - len(self._used)
+        begun, lineage = (self.loaded[-1].counted_before, self.loaded[-1].lineage) if self.loaded else (0, frozenset())
+        self._frozen.states[self.peer, _values(state)] = lineage | {one.microbatch for one in self.counted[begun:ended]}
+        return state
+
+    def adopt(self, theirs: Snapshot) -> None:
+        """Recorded."""
+        super().adopt(theirs)
+        phi = (*self.phi,)
+        frozen = self._frozen.snapshots.get((theirs.peer, self.state.index, theirs.round, theirs.step), set())
+        found = phi if phi in frozen else None
+        self.loaded.append(
+            LoadedWeights("adopt", theirs.peer, theirs.round, phi, found, frozenset(), len(self.counted))
+        )
+
+    def restore(self, theirs: ReplicaState) -> None:
+        """Recorded."""
+        super().restore(theirs)
+        values = _values(theirs)
+        lineage = self._frozen.states.get((theirs.peer, values))
+        found = None if lineage is None else values[:2]
+        counted, lineage = len(self.counted), lineage or frozenset()
+        self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.phi,), found, lineage, counted))
+
+    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+        """Recorded."""
+        if theirs is not None:
+            self.merged.append(MergedSnapshot(now_s(), mine.round, theirs.peer))
+        return super().merge(mine, theirs)
+
+
+def now_s() -> float:
+    """Virtual time."""
+    return asyncio.get_running_loop().time()
+
+
+def _values(state: ReplicaState) -> Values:
+    return tuple(tensor.data.cast("d")[0] for tensor in state.tensors)
