@@ -25,7 +25,7 @@ from noloco_p2p.observe.report.page import make, render
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_run
 from noloco_p2p.observe.report.series import TimeBins
 from noloco_p2p.sim.process import SimProcess
-from noloco_p2p.sim.world import SimSwarm, SimPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 BEGAN_AT = 1_800_000_000.0
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\x00\x1b[31m\u202e\"'"
