@@ -37,7 +37,7 @@ def compact(value: float | None, digits: int = 3) -> str:
     return f"{number}{prefix}"
 
 
-def size(value: float | None, digits: int = 3) -> str:
+def size_text(value: float | None, digits: int = 3) -> str:
     """Bytes in decimal units: `840 B`, `1.2 MB`."""
     number, prefix = _scaled(value, digits)
     return f"{number} {prefix}B"
@@ -62,25 +62,20 @@ def percent(share: float | None) -> str:
     return DASH if share is None else f"{100 * share:.1f} %"
 
 
-def ratio(part: float, whole: float) -> str:
-    """A part of a whole as `12.3 %`; a dash where the whole is 0."""
-    return percent(part / whole if whole else None)
-
-
 def duration(seconds: float) -> str:
-    """`0.0123 s`, `3 min 20 s`: the two largest units."""
+    """`0.0123 s`, `3 min 20 s`, `2 h`: the two largest units, the second where it is not 0."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     left = round(seconds)
-    words: list[str] = []
-    for unit_s, unit in _TIME_UNITS:
-        if left >= unit_s or words:
-            words.append(f"{left // unit_s} {unit}")
-            left %= unit_s
-    return " ".join(words[:2])
+    larger = next(n for n, (unit_s, _) in enumerate(_TIME_UNITS) if left >= unit_s)
+    words = []
+    for unit_s, unit in _TIME_UNITS[larger : larger + 2]:
+        number, left = divmod(left, unit_s)
+        words.append(f"{number} {unit}" if number else "")
+    return " ".join(filter(None, words))
 
 
-def rough_duration(seconds: float | None) -> str:
+def elapsed(seconds: float | None) -> str:
     """`0.4 s`, `42 s`, `3 min`, `2 h`, `5 d`: how long something has been so, one unit only."""
     seconds = max(0.0, finite(seconds))
     if seconds < 10.0:
@@ -109,6 +104,6 @@ def tally(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number) or DASH
 
 
-def peer(peer_id: str) -> str:
+def short_id(peer_id: str) -> str:
     """A peer id as `12D3…Qx7Qf`: they all begin alike, so the end is what tells them apart."""
     return peer_id if len(peer_id) <= 12 else f"{peer_id[:4]}…{peer_id[-5:]}"

@@ -71,5 +71,5 @@ def _bytes(found: RunFigures) -> Bars:
     rows = []
     for way, counts in (("sent", found.traffic.sent_per_node), ("received", found.traffic.received_per_node)):
         pieces = [(kind, count, SERIES_COLOURS[n]) for n, (kind, count) in enumerate(counts.items())]
-        rows.append((f"{way} {humanize.size(sum(counts.values()))}", pieces))
+        rows.append((f"{way} {humanize.size_text(sum(counts.values()))}", pieces))
     return Bars("bytes", "Bytes of tensors per node, by kind", rows)

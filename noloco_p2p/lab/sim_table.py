@@ -4,41 +4,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from noloco_p2p import humanize
 from noloco_p2p.sim.figures import RunFigures, StageFigures
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-
-NONE = "–"
-UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-
-
-def amount(value: float, digits: int = 3) -> str:
-    """So many digits and a decimal prefix: `1.23 M`."""
-    for prefix, size in UNITS:
-        if abs(value) >= 0.9995 * size:
-            return f"{value / size:.{digits}g} {prefix}"
-    return f"{value:.{digits}g} "
-
-
-def percent(share: float | None) -> str:
-    """A share as it is read."""
-    return NONE if share is None else f"{100 * share:.1f} %"
-
-
-def counted(counts: Mapping[str, int]) -> str:
-    """`3 alone, 117 partner`, or a dash."""
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or NONE
-
-
-def duration(seconds: float) -> str:
-    """Virtual seconds as a person says them."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
 def of_run(found: RunFigures) -> "list[RenderableType]":
@@ -50,7 +21,7 @@ def of_seeds(runs: Sequence[Mapping[str, float]]) -> "list[RenderableType]":
     """Several runs that differ in their seed, as `figures.flat` has them: mean, standard deviation and extremes."""
     table = _table(("figure", "mean", "std", "least", "most"), left=1)
     for name, spread in spreads(runs).items():
-        table.add_row(name, *(amount(spread[key], 4).strip() for key in ("mean", "std", "least", "most")))
+        table.add_row(name, *(humanize.compact(spread[key], 4) for key in ("mean", "std", "least", "most")))
     return [table]
 
 
@@ -85,13 +56,14 @@ def _summary(found: RunFigures) -> "Table":
     table.columns[1].no_wrap = False
     micro, rounds = found.microbatches, found.round_s
     lines = {
-        "virtual time": f"{duration(found.virtual_s)}, of which training {duration(found.train_s)}",
-        "tokens/s": f"{found.tokens_per_s:,.0f} ({amount(found.tokens).strip()} tokens in {found.step:g} steps)",
-        "nodes": f"{found.nodes:,}; processes: {counted(found.ends)}",
-        "microbatches": f"{micro.done:,} done; dropped: {counted(micro.dropped)}",
-        "calls tried again": f"after a failure: {counted(micro.rerouted)}; after Busy: {micro.busy:,}",
-        "outer rounds": counted(found.rounds),
-        "outer round": ", ".join(f"{name} {duration(seconds)}" for name, seconds in rounds.items()) or NONE,
+        "virtual time": f"{humanize.duration(found.virtual_s)}, of which training {humanize.duration(found.train_s)}",
+        "tokens/s": f"{found.tokens_per_s:,.0f} ({humanize.compact(found.tokens)} tokens in {found.step:g} steps)",
+        "nodes": f"{found.nodes:,}; processes: {humanize.tally(found.ends)}",
+        "microbatches": f"{micro.done:,} done; dropped: {humanize.tally(micro.dropped)}",
+        "calls tried again": f"after a failure: {humanize.tally(micro.rerouted)}; after Busy: {micro.busy:,}",
+        "outer rounds": humanize.tally(found.rounds),
+        "outer round": ", ".join(f"{name} {humanize.duration(seconds)}" for name, seconds in rounds.items())
+        or humanize.DASH,
     }
     if micro.nonfinite:
         lines["not finite"] = f"{micro.nonfinite:,} microbatches"
@@ -120,9 +92,9 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
     table = _table([*columns, "replica\nstd"] if real else columns, left=0)
     for one in stages:
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
-        cells += [percent(one.utilisation), *(percent(one.idle.get(cause)) for cause in told)]
+        cells += [humanize.percent(one.utilisation), *(humanize.percent(one.idle.get(cause)) for cause in told)]
         if real:
-            cells.append(NONE if one.replica_std is None else f"{one.replica_std:.2e}")
+            cells.append(humanize.DASH if one.replica_std is None else f"{one.replica_std:.2e}")
         table.add_row(*cells)
     return table
 
@@ -132,5 +104,5 @@ def _bytes(found: RunFigures) -> "Table":
     traffic = found.traffic
     for kind in traffic.sent_per_node:
         values = traffic.sent_per_node[kind], traffic.received_per_node[kind], traffic.lost[kind]
-        table.add_row(kind, *(f"{amount(value)}B" for value in values))
+        table.add_row(kind, *(humanize.size_text(value) for value in values))
     return table

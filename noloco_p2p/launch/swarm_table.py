@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from noloco_p2p import humanize
 from noloco_p2p.launch.node_probe import MetricsReading
 
 RATE_READINGS = 8
@@ -45,7 +46,7 @@ class NodeRow:
     def cells(self) -> list[str]:
         """As text, in the order of COLUMNS."""
         values = zip(astuple(self), COLUMNS.values(), strict=True)
-        return ["–" if value is None else format(value, spec) for value, spec in values]
+        return [humanize.DASH if value is None else format(value, spec) for value, spec in values]
 
 
 class ReadingHistory:

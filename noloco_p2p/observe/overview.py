@@ -9,9 +9,10 @@ from typing import Any
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Wait
+from noloco_p2p.humanize import finite
 from noloco_p2p.io.telemetry.status_json import WaitInWords
 from noloco_p2p.observe.diagnosis.diagnose import Finding, Report, findings, headline, progress
-from noloco_p2p.observe.diagnosis.findings import Severity, line, number
+from noloco_p2p.observe.diagnosis.findings import Severity, line
 
 ROUND_RESULTS = ("partner", "stale", "other", "alone")
 
@@ -105,7 +106,7 @@ def _stages(nodes: Sequence[Node], reports: Sequence[Report]) -> tuple[Stage, ..
     for stage in sorted(stages):
         mine = [node for node in nodes if node.stage == stage]
         states = Counter(node.state if node.answers and node.state else "silent" for node in mine)
-        rate = sum(number(node.tokens_per_s) for node in mine)
+        rate = sum(finite(node.tokens_per_s) for node in mine)
         found.append(Stage(stage, len(mine), dict(sorted(states.items())), rate))
     return tuple(found)
 

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import SeenPeer, Status
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
+from noloco_p2p.humanize import finite, short_id
 from noloco_p2p.io.telemetry import status_json
-from noloco_p2p.observe.diagnosis.findings import Report, line, number, short
+from noloco_p2p.observe.diagnosis.findings import Report, line
 
 TIMEOUT_S = 2.0
 """For one node's answer, from the connection to its last byte."""
@@ -67,7 +68,7 @@ async def ask(address: Address) -> Answer:
     body = await _get(address, "/status", status_json.LIMIT_BYTES)
     middle = (before + time.time()) / 2
     status = status_json.decode(body)
-    told = number(status.figures.unix_time_s)
+    told = finite(status.figures.unix_time_s)
     return Answer(status, told - middle if told else None)
 
 
@@ -144,7 +145,7 @@ async def _asked(advert: Advert, places: asyncio.Semaphore) -> Report:
         return Report(advert.peer_id, advert, None, line(str(error)))
     told = answer.status.advert
     if told.peer_id != advert.peer_id:
-        return Report(advert.peer_id, advert, None, f"another node answers at {address}: {short(told.peer_id)}")
+        return Report(advert.peer_id, advert, None, f"another node answers at {address}: {short_id(told.peer_id)}")
     return Report(advert.peer_id, advert, answer.status, "", answer.clock_ahead_s)
 
 

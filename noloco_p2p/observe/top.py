@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
+from noloco_p2p.humanize import DASH, compact, elapsed, finite, plural, short_id
 from noloco_p2p.observe import survey
-from noloco_p2p.observe.diagnosis.findings import (
-    SEVERITIES,
-    Report,
-    Severity,
-    counted,
-    lasted,
-    line,
-    many,
-    number,
-    short,
-)
+from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, Severity, line
 from noloco_p2p.observe.overview import ROUND_RESULTS, Node, Overview, Stage, overview
 
 if TYPE_CHECKING:
@@ -39,7 +30,6 @@ JOIN_FILE_S = 60.0
 COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"}
 COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
 LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {'/'.join(ROUND_RESULTS)}; pwait: for partners"
-UNKNOWN = "–"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ async def _live(source: Source, found: Overview, interval_s: float) -> None:
             try:
                 found, seen_at, note = overview(await source.reports()), loop.time(), ""
             except PeerError as error:
-                note = f"as it was {lasted(loop.time() - seen_at)} ago: {line(str(error))}"
+                note = f"as it was {elapsed(loop.time() - seen_at)} ago: {line(str(error))}"
 
 
 def _console() -> "Console":
@@ -182,7 +172,9 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     shown = others[:FINDINGS_SHOWN]
     head += [Text(f"{finding.severity}: {finding.sentence}", style=COLOURS[finding.severity]) for finding in shown]
     if len(others) > len(shown):
-        counts = [many(n, s) for s in reversed(SEVERITIES) if (n := sum(f.severity == s for f in others[len(shown) :]))]
+        counts = [
+            plural(n, s) for s in reversed(SEVERITIES) if (n := sum(f.severity == s for f in others[len(shown) :]))
+        ]
         head.append(Text(f"and {', '.join(counts)} more"))
     stages = _stages_table(found.stages)
     # Each sentence may take two lines; the tables have a line of names, and there are three lines between and below.
@@ -190,7 +182,7 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     rows = NODES_SHOWN if height is None else max(1, height - taken)
     parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows])]
     if len(found.nodes) > rows:
-        parts.append(Text(f"and {many(len(found.nodes) - rows, 'node')} more"))
+        parts.append(Text(f"and {plural(len(found.nodes) - rows, 'node')} more"))
     return Group(*parts, Text(LEGEND, style="dim"))
 
 
@@ -208,9 +200,9 @@ def _stages_table(stages: Sequence[Stage]) -> "Table":
     table = _table(("stage", "replicas", "tokens/s", "states"), ("states",))
     for stage in stages[:STAGES_SHOWN]:
         states = ", ".join(f"{count} {state}" for state, count in stage.states.items()) or "nobody"
-        table.add_row(str(stage.stage), str(stage.replicas), counted(stage.tokens_per_s), states)
+        table.add_row(str(stage.stage), str(stage.replicas), compact(stage.tokens_per_s), states)
     if len(stages) > STAGES_SHOWN:
-        table.add_row("…", "", "", f"and {many(len(stages) - STAGES_SHOWN, 'stage')} more")
+        table.add_row("…", "", "", f"and {plural(len(stages) - STAGES_SHOWN, 'stage')} more")
     return table
 
 
@@ -229,37 +221,37 @@ def _nodes_table(nodes: Sequence[Node]) -> "Table":
 
 def cells(node: Node) -> tuple[str, ...]:
     """A node's row, in the order of COLUMNS."""
-    stage = UNKNOWN if node.stage is None else counted(node.stage)
+    stage = DASH if node.stage is None else compact(node.stage)
     if not node.answers:
-        state = node.state or UNKNOWN
-        return short(node.peer), stage, line(state), *[UNKNOWN] * (len(COLUMNS) - 4), f"silent: {line(node.failure)}"
+        state = node.state or DASH
+        return short_id(node.peer), stage, line(state), *[DASH] * (len(COLUMNS) - 4), f"silent: {line(node.failure)}"
     rate = node.tokens_per_s if node.stage == 0 else node.microbatches_per_s
     rounds = node.rounds or {}
     return (
-        short(node.peer),
+        short_id(node.peer),
         stage,
-        line(node.state or UNKNOWN),
+        line(node.state or DASH),
         counted_whole(node.step),
         counted_whole(node.inner_steps),
-        counted(rate) if node.stage == 0 else f"{min(number(rate), 9999.0):.1f}",
-        "/".join(counted(rounds.get(result)) for result in ROUND_RESULTS),
-        lasted(number(node.partner_wait_s)).replace(" ", ""),
-        counted(node.bytes_per_s),
-        UNKNOWN if node.replica_std is None else f"{number(node.replica_std):.1e}",
-        UNKNOWN if node.loss is None else f"{min(number(node.loss), 9999.0):.2f}",
+        compact(rate) if node.stage == 0 else f"{min(finite(rate), 9999.0):.1f}",
+        "/".join(compact(rounds.get(result)) for result in ROUND_RESULTS),
+        elapsed(finite(node.partner_wait_s)).replace(" ", ""),
+        compact(node.bytes_per_s),
+        DASH if node.replica_std is None else f"{finite(node.replica_std):.1e}",
+        DASH if node.loss is None else f"{min(finite(node.loss), 9999.0):.2f}",
         _waits_for(node),
     )
 
 
 def counted_whole(value: float | None) -> str:
     """A count in full up to a million."""
-    found = number(value)
-    return f"{found:.0f}" if abs(found) < 1e6 else counted(found)
+    found = finite(value)
+    return f"{found:.0f}" if abs(found) < 1e6 else compact(found)
 
 
 def _waits_for(node: Node) -> str:
     wait = node.waits_for
     if wait is None:
         return ""
-    whom = short(wait.whom) if isinstance(wait.whom, str) else wait.whom
-    return line(f"{lasted(wait.since_s).replace(' ', '')} {whom}: {wait.what}")
+    whom = short_id(wait.whom) if isinstance(wait.whom, str) else wait.whom
+    return line(f"{elapsed(wait.since_s).replace(' ', '')} {whom}: {wait.what}")

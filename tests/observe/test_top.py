@@ -59,12 +59,12 @@ def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
     assert found.sentence == found.progress
     assert found.severity == "ok"
     drawn = _drawn(found)
-    assert drawn[0] == "training: step 1234 of 5000 (25 %), 9 nodes, 6.2k tokens/s, loss 2.31"
-    assert drawn[2:4] == ["stage replicas tokens/s states", "    0        3     6.2k 3 training"]
+    assert drawn[0] == "training: step 1234 of 5000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
+    assert drawn[2:4] == ["stage replicas tokens/s states", "    0        3    6.15k 3 training"]
     assert drawn[7].split() == ["node", "st", "state", "step", "inner", "rate", *top.COLUMNS[6:11], "waits", "for"]
     rows = [row.split() for row in drawn[8:17]]
     assert [(row[0], row[1]) for row in rows] == [(f"12D3…xS{s}R{r}", str(s)) for s in range(3) for r in range(3)]
-    assert rows[0] == ["12D3…xS0R0", "0", "training", "1234", "1230", "2.0k", "11/0/0/1", "0.0s", "0", "–", "2.31"]
+    assert rows[0] == ["12D3…xS0R0", "0", "training", "1234", "1230", "2.05k", "11/0/0/1", "0.0s", "0", "–", "2.31"]
     assert rows[8][5] == "10.0", "a later stage is told in microbatches/s"
 
 

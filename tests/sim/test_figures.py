@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
-from noloco_p2p.lab.sim_table import amount, duration, spreads
+from noloco_p2p.lab.sim_table import spreads
 from noloco_p2p.sim import timelines
 from noloco_p2p.sim.figures import RunFigures, figures, flat, quantile
 from noloco_p2p.sim.linear_stage import LinearStage
@@ -187,22 +187,3 @@ def test_the_figures_of_several_runs() -> None:
     over = spreads([{"a": 1.0, "b": 2.0}, {"a": 4.0}])
     assert over["a"] == {"mean": 2.5, "std": pytest.approx(4.5**0.5), "least": 1.0, "most": 4.0, "runs": 2}
     assert over["b"] == {"mean": 2.0, "std": 0.0, "least": 2.0, "most": 2.0, "runs": 1}
-
-
-def test_amounts_and_durations() -> None:
-    assert [amount(value) for value in (0, 12.345, 999, 999.9, 1234, 9.996e11, 2e12)] == [
-        "0 ",
-        "12.3 ",
-        "999 ",
-        "1 k",
-        "1.23 k",
-        "1 T",
-        "2 T",
-    ]
-    assert [duration(value) for value in (0.01234, 119.0, 120.0, 3599.6, 7261.0)] == [
-        "0.0123 s",
-        "119 s",
-        "2 min 00 s",
-        "1 h 00 min",
-        "2 h 01 min",
-    ]

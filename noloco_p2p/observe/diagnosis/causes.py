@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from noloco_p2p.core.members import IN_ROUNDS
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import ACTIVATION, AnyReplica, ForMicrobatch, Purpose, Resource, Status, Wait
-from noloco_p2p.observe.diagnosis.findings import number
+from noloco_p2p.humanize import finite
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm
 from noloco_p2p.observe.diagnosis.symptoms import LOOP_SILENT_S, CallLink, Place
 
@@ -55,7 +55,7 @@ class Follower:
         if status is not None:
             oldest: dict[Purpose | None, float] = {}
             for wait in self._waits(status):
-                oldest[wait.why] = max(oldest.get(wait.why, 0.0), number(wait.since_s))
+                oldest[wait.why] = max(oldest.get(wait.why, 0.0), finite(wait.since_s))
             long = [wait for wait in self._waits(status) if oldest[wait.why] > PATIENCE_S]
             todo += self._steps(peer, status, long, paths)
         while todo:
@@ -70,7 +70,7 @@ class Follower:
     def _from(self, peer: PeerId, why: Purpose | None, paths: Paths) -> list[tuple[PeerId, Purpose | None]]:
         """One node further: on behalf of `why`, or with all of its waits when that is not known."""
         status = self._statuses.get(peer)
-        if status is None or number(status.figures.loop_silent_s) > LOOP_SILENT_S:
+        if status is None or finite(status.figures.loop_silent_s) > LOOP_SILENT_S:
             return []
         waits = self._waits(status)
         if why is not None:
@@ -104,7 +104,7 @@ class Follower:
         """One call to another node: is it there, has the call arrived, and what is it waiting for itself?"""
         other = self._statuses.get(whom)
         if other is None:
-            if whom not in self._swarm.by_peer and number(wait.since_s) > PATIENCE_S:
+            if whom not in self._swarm.by_peer and finite(wait.since_s) > PATIENCE_S:
                 paths.gone[whom] = peer
             paths.ends.add(whom)
             return []
@@ -112,9 +112,9 @@ class Follower:
             return [(whom, None)]
         link = CallLink(whom, peer) if wait.what == ACTIVATION else CallLink(peer, whom)
         arrived = link.caller != peer or any(serving.why == wait.why for serving in other.serving)
-        step_s = number(status.step_took_s)
-        late = number(wait.since_s) > (max(PATIENCE_S, PATIENCE_STEPS * step_s) if step_s > 0 else FIRST_PATIENCE_S)
-        silent = number(other.figures.loop_silent_s) > LOOP_SILENT_S
+        step_s = finite(status.step_took_s)
+        late = finite(wait.since_s) > (max(PATIENCE_S, PATIENCE_STEPS * step_s) if step_s > 0 else FIRST_PATIENCE_S)
+        silent = finite(other.figures.loop_silent_s) > LOOP_SILENT_S
         if late and not silent and other.advert.state == "training" and (not arrived or link.caller != peer):
             paths.links[link] = wait
             paths.ends.add(link)

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from noloco_p2p.core.members import IN_ROUNDS, PRESENT
 from noloco_p2p.core.status import AnyReplica, Resource
-from noloco_p2p.observe.diagnosis.findings import Finding, Report, lasted, many, named, number
+from noloco_p2p.humanize import elapsed, finite, plural
+from noloco_p2p.observe.diagnosis.findings import Finding, Report, named
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm, most_common
 from noloco_p2p.observe.diagnosis.symptoms import Cause, cause
 
@@ -36,12 +37,12 @@ def _stages(swarm: Swarm) -> Iterator[Cause]:
 
 def _is_old(report: Report) -> bool:
     """It has not announced itself for so long that it may be gone; else only its status port may be closed to us."""
-    return report.advert is None or number(report.age_s) > ADVERT_OLD_S
+    return report.advert is None or finite(report.age_s) > ADVERT_OLD_S
 
 
 def _empty_stage(swarm: Swarm, stage: int, silent: list[Report]) -> Cause:
     since_s = swarm.deserted_s(stage)
-    since = f" since {lasted(since_s)}" if since_s > 0 else ""
+    since = f" since {elapsed(since_s)}" if since_s > 0 else ""
     told = f"stage {stage} has no replica{since}"
     advice = f"start a node (it takes the stage that lacks one): noloco-node --join ADDR --stage {stage}"
     paused = [r.peer for r in swarm.of_stage(stage, {"paused"})]
@@ -60,7 +61,7 @@ def _empty_stage(swarm: Swarm, stage: int, silent: list[Report]) -> Cause:
 
 
 def _numbers(stages: list[int]) -> str:
-    return ", ".join(map(str, stages)) if len(stages) <= 12 else many(len(stages), "stage")
+    return ", ".join(map(str, stages)) if len(stages) <= 12 else plural(len(stages), "stage")
 
 
 def _start(swarm: Swarm) -> Iterator[Cause]:
@@ -69,13 +70,13 @@ def _start(swarm: Swarm) -> Iterator[Cause]:
     if swarm.begun or not swarm.statuses:
         return
     missing = {s: needed - len(swarm.of_stage(s, PRESENT)) for s in range(swarm.stages)}
-    told = [f"{many(lack, 'more replica')} of stage {stage}" for stage, lack in missing.items() if lack > 0]
+    told = [f"{plural(lack, 'more replica')} of stage {stage}" for stage, lack in missing.items() if lack > 0]
     undecided = sum(r.newest is None or r.newest.stage < 0 for r in swarm.reports)
     if sum(lack for lack in missing.values() if lack > 0) > undecided:
-        some = ", ".join(told[:3]) + (f" and of {many(len(told) - 3, 'other stage')}" if len(told) > 3 else "")
+        some = ", ".join(told[:3]) + (f" and of {plural(len(told) - 3, 'other stage')}" if len(told) > 3 else "")
         waited_s = max(
-            (number(w.since_s) for _, s in swarm.statuses for w in s.waits if w.whom == Resource.SWARM), default=0.0
+            (finite(w.since_s) for _, s in swarm.statuses for w in s.waits if w.whom == Resource.SWARM), default=0.0
         )
-        since = f" since {lasted(waited_s)}" if waited_s > 0 else ""
+        since = f" since {elapsed(waited_s)}" if waited_s > 0 else ""
         advice = "start more nodes: noloco-node --join ADDR; the run begins by itself"
         yield cause("warning", "start", None, f"waiting for {some}{since}: the run has not begun", advice)

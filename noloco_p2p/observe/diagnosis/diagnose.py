@@ -13,25 +13,15 @@ from dataclasses import replace
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import AnyReplica, WaitTarget
+from noloco_p2p.humanize import compact, elapsed, finite, plural, short_id
 from noloco_p2p.observe.diagnosis.causes import Follower, Paths
 from noloco_p2p.observe.diagnosis.coverage import vacancies
-from noloco_p2p.observe.diagnosis.findings import (
-    SEVERITIES,
-    Finding,
-    Report,
-    Severity,
-    counted,
-    lasted,
-    line,
-    many,
-    number,
-    short,
-)
+from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding, Report, Severity, line
 from noloco_p2p.observe.diagnosis.half_open import broken_links
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm
 from noloco_p2p.observe.diagnosis.symptoms import Cause, Place, cause, symptoms, who
 
-__all__ = ["Finding", "Report", "Severity", "findings", "progress", "sentence", "short"]
+__all__ = ["Finding", "Report", "Severity", "findings", "progress", "sentence"]
 
 ORDER = (
     "loop",
@@ -84,19 +74,19 @@ def progress(reports: Sequence[Report]) -> str:
     swarm = Swarm(reports)
     if not swarm.reports:
         return "no node was found"
-    nodes = many(len(swarm.reports), "node")
+    nodes = plural(len(swarm.reports), "node")
     if not swarm.statuses:
         return f"no status of {nodes}"
     if not swarm.begun:
         return f"starting: {nodes}"
-    steps, step = number(swarm.steps), swarm.step
+    steps, step = finite(swarm.steps), swarm.step
     share = f" ({100 * min(1.0, step / steps):.0f} %)" if steps > 0 else ""
     told = [f"step {min(step, 1e15):.0f} of {min(steps, 1e15):.0f}{share}", nodes]
     first = [status for _, status in swarm.statuses if status.advert.stage == 0]
-    rate = sum(number(status.figures.tokens_per_s) for status in first if status.advert.state == "training")
-    losses = [number(status.figures.loss) for status in first if status.figures.loss is not None]
+    rate = sum(finite(status.figures.tokens_per_s) for status in first if status.advert.state == "training")
+    losses = [finite(status.figures.loss) for status in first if status.figures.loss is not None]
     if not swarm.ended:
-        told.append(f"{counted(rate)} tokens/s")
+        told.append(f"{compact(rate)} tokens/s")
     if losses:
         told.append(f"loss {min(sum(losses) / len(losses), 9999.0):.2f}")
     state = "finished" if swarm.ended else "training" if swarm.training else "not training"
@@ -126,7 +116,8 @@ def _gone(paths: dict[PeerId, Paths]) -> Iterator[Cause]:
     """Nodes that somebody waits for and nobody announces any more."""
     gone = {missing: by for each in paths.values() for missing, by in each.gone.items()}
     for missing in sorted(gone):
-        told = f"node {short(missing)} is not in the directory any more, and node {short(gone[missing])} waits for it"
+        waiting = short_id(gone[missing])
+        told = f"node {short_id(missing)} is not in the directory any more, and node {waiting} waits for it"
         yield cause("warning", "unreachable", missing, told, "if it does not end by itself, start that node again")
 
 
@@ -157,13 +148,13 @@ def _unexplained(swarm: Swarm, shown: Sequence[Cause], paths: dict[PeerId, Paths
         late_s, overdue = health.lateness_s(status), next(filter(health.overdue, status.waits), None)
         if (late_s is None and overdue is None) or peer in known or paths[peer].ends & known:
             continue
-        last = max(paths[peer].last, key=lambda end: number(end[1].since_s), default=None)
+        last = max(paths[peer].last, key=lambda end: finite(end[1].since_s), default=None)
         at, wait = (peer, overdue or health.longest_wait(status)) if last is None else last
         if at in known or at in found or wait is None:
             continue
-        waits = f"waits for: {wait.what}, from {_whom(wait.whom)}, since {lasted(wait.since_s)}"
+        waits = f"waits for: {wait.what}, from {_whom(wait.whom)}, since {elapsed(wait.since_s)}"
         if late_s is not None:
-            told = f"no inner step since {lasted(late_s)}: {who(swarm.by_peer[at])} {waits}"
+            told = f"no inner step since {elapsed(late_s)}: {who(swarm.by_peer[at])} {waits}"
             found[at] = cause(
                 "error", "stall", at, told, "look at the log of that node; restarting it costs one outer round"
             )
@@ -174,7 +165,7 @@ def _unexplained(swarm: Swarm, shown: Sequence[Cause], paths: dict[PeerId, Paths
 
 
 def _whom(whom: WaitTarget) -> str:
-    return f"node {short(whom)}" if isinstance(whom, str) else str(whom)
+    return f"node {short_id(whom)}" if isinstance(whom, str) else str(whom)
 
 
 def _with_held(each: Cause, paths: dict[PeerId, Paths]) -> Cause:
@@ -183,7 +174,7 @@ def _with_held(each: Cause, paths: dict[PeerId, Paths]) -> Cause:
     held = sum(each.at in path.ends for peer, path in paths.items() if peer != each.at) if each.at else 0
     severity = found.severity
     if held and found.name in HOLDERS:
-        text = f"{text}; that holds back {many(held, 'node')}"
+        text = f"{text}; that holds back {plural(held, 'node')}"
         severity = "error" if found.name == "unreachable" else severity
     return replace(each, finding=replace(found, severity=severity, sentence=line(text), advice=line(found.advice)))
 

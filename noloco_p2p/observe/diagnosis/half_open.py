@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Status, Wait
-from noloco_p2p.observe.diagnosis.findings import Finding, Severity, lasted, line, named, number, short
+from noloco_p2p.humanize import elapsed, finite, short_id
+from noloco_p2p.observe.diagnosis.findings import Finding, Severity, line, named
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm
 from noloco_p2p.observe.diagnosis.symptoms import CallLink, Cause, Place, cause, who
 
@@ -52,17 +53,17 @@ def _called_by(swarm: Swarm, status: Status) -> Iterator[tuple[PeerId, bool]]:
             continue
         other = report.status.advert
         if other.state == "training" and other.stage == me.stage + 1:
-            deserted = other.stage in status.deserted and number(status.deserted[other.stage]) > ASIDE_S
-            yield report.peer, number(seen.aside_s) > ASIDE_S or deserted
+            deserted = other.stage in status.deserted and finite(status.deserted[other.stage]) > ASIDE_S
+            yield report.peer, finite(seen.aside_s) > ASIDE_S or deserted
 
 
 def _half_open(swarm: Swarm, caller: PeerId, callee: PeerId, wait: Wait | None) -> Cause:
     mine = swarm.by_peer[caller]
     told = f"{who(mine)} cannot reach {_where(swarm, callee)}, although both answer: half-open link"
     if wait is not None:
-        told += f" (a call is under way since {lasted(wait.since_s)} and has not come)"
+        told += f" (a call is under way since {elapsed(wait.since_s)} and has not come)"
     alone = mine.status is not None and bool(mine.status.deserted)
-    advice = f"something between {short(caller)} and {short(callee)} drops what they send; {_WHY}"
+    advice = f"something between {short_id(caller)} and {short_id(callee)} drops what they send; {_WHY}"
     severity: Severity = "error" if alone or wait is not None else "warning"
     return Cause(Finding(severity, "half-open-link", callee, told, advice), CallLink(caller, callee))
 

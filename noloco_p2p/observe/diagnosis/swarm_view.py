@@ -8,7 +8,8 @@ from typing import TypeVar
 from noloco_p2p.core.members import IN_ROUNDS, STAGE_0_AT_WORK, TRAINED
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import Status
-from noloco_p2p.observe.diagnosis.findings import Report, number
+from noloco_p2p.humanize import finite
+from noloco_p2p.observe.diagnosis.findings import Report
 
 V = TypeVar("V", str, int)
 
@@ -57,7 +58,7 @@ class Swarm:
     @property
     def step(self) -> float:
         """How far stage 0 has come, steps: the median of its nodes."""
-        return median([number(r.newest.step) for r in self.of_stage(0, IN_ROUNDS | {"paused"}) if r.newest]) or 0.0
+        return median([finite(r.newest.step) for r in self.of_stage(0, IN_ROUNDS | {"paused"}) if r.newest]) or 0.0
 
     @property
     def begun(self) -> bool:
@@ -78,7 +79,7 @@ class Swarm:
 
     def deserted_s(self, stage: int) -> float:
         """The longest time for which a node knows that nobody serves a stage; 0.0: nobody says so."""
-        return max((number(s.deserted.get(stage)) for _, s in self.statuses), default=0.0)
+        return max((finite(s.deserted.get(stage)) for _, s in self.statuses), default=0.0)
 
 
 def _tamed(status: Status) -> Status:
@@ -87,12 +88,12 @@ def _tamed(status: Status) -> Status:
     return replace(
         status,
         waits=tuple(
-            replace(w, since_s=number(w.since_s), deadline_s=None if w.deadline_s is None else number(w.deadline_s))
+            replace(w, since_s=finite(w.since_s), deadline_s=None if w.deadline_s is None else finite(w.deadline_s))
             for w in status.waits
         ),
-        step_took_s=None if took_s is None else number(took_s),
-        since_step_s=None if since_s is None else number(since_s),
-        figures=replace(status.figures, loop_silent_s=number(status.figures.loop_silent_s)),
+        step_took_s=None if took_s is None else finite(took_s),
+        since_step_s=None if since_s is None else finite(since_s),
+        figures=replace(status.figures, loop_silent_s=finite(status.figures.loop_silent_s)),
     )
 
 

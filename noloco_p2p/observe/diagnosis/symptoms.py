@@ -8,17 +8,8 @@ from dataclasses import dataclass
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import AnyReplica, Resource, Status, Wait
-from noloco_p2p.observe.diagnosis.findings import (
-    Finding,
-    Report,
-    Severity,
-    counted,
-    lasted,
-    line,
-    named,
-    number,
-    short,
-)
+from noloco_p2p.humanize import compact, elapsed, finite, short_id, size_text
+from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, line, named
 from noloco_p2p.observe.diagnosis.swarm_view import Swarm, median
 
 SLOW_FACTOR = 2.0
@@ -68,17 +59,17 @@ def cause(severity: Severity, name: str, peer: PeerId | None, sentence: str, adv
 def who(report: Report) -> str:
     """`node 12D3…Qx7Qf of stage 1`."""
     stage = report.newest.stage if report.newest is not None else -1
-    return f"node {short(report.peer)}" + (f" of stage {counted(stage)}" if stage >= 0 else "")
+    return f"node {short_id(report.peer)}" + (f" of stage {compact(stage)}" if stage >= 0 else "")
 
 
 def stuck(status: Status) -> Wait | None:
     """The longest wait for the own device that is too long for anything that comes back."""
-    step_s = number(status.step_took_s)
+    step_s = finite(status.step_took_s)
     longest_s = max(STUCK_STEPS * step_s, STUCK_FLOOR_S) if step_s > 0 else float("inf")
-    for wait in sorted(status.waits, key=lambda wait: -number(wait.since_s)):
+    for wait in sorted(status.waits, key=lambda wait: -finite(wait.since_s)):
         if wait.whom == Resource.DEVICE and not wait.idle:
-            waited_s = number(wait.since_s)
-            if waited_s > longest_s or (wait.deadline_s is not None and waited_s > number(wait.deadline_s) > 0):
+            waited_s = finite(wait.since_s)
+            if waited_s > longest_s or (wait.deadline_s is not None and waited_s > finite(wait.deadline_s) > 0):
                 return wait
     return None
 
@@ -88,9 +79,9 @@ def stuck(status: Status) -> Wait | None:
 
 def _silent_loops(swarm: Swarm) -> Iterator[Cause]:
     for peer, status in swarm.statuses:
-        silent_s = number(status.figures.loop_silent_s)
+        silent_s = finite(status.figures.loop_silent_s)
         if silent_s > LOOP_SILENT_S:
-            told = f"{who(swarm.by_peer[peer])}: its event loop stands still since {lasted(silent_s)}"
+            told = f"{who(swarm.by_peer[peer])}: its event loop stands still since {elapsed(silent_s)}"
             advice = (
                 "something blocks its process (a debugger, a stopped disk, no memory): look at it there, restart it"
             )
@@ -101,7 +92,7 @@ def _stuck_devices(swarm: Swarm) -> Iterator[Cause]:
     for peer, status in swarm.statuses:
         wait = stuck(status)
         if wait is not None:
-            told = f"{who(swarm.by_peer[peer])}: its device is stuck in: {wait.what}, since {lasted(wait.since_s)}"
+            told = f"{who(swarm.by_peer[peer])}: its device is stuck in: {wait.what}, since {elapsed(wait.since_s)}"
             advice = "look at the device there (nvidia-smi, other programs on it, memory); restart the node"
             yield cause("error", "device", peer, told, advice)
 
@@ -112,7 +103,7 @@ _SERIOUS = ("disk", "libp2p")
 def _troubles(swarm: Swarm) -> Iterator[Cause]:
     for peer, status in swarm.statuses:
         for trouble in status.troubles[:8]:
-            told = f"{who(swarm.by_peer[peer])}: {trouble.message} (since {lasted(trouble.since_s)})"
+            told = f"{who(swarm.by_peer[peer])}: {trouble.message} (since {elapsed(trouble.since_s)})"
             severity: Severity = "error" if trouble.name in _SERIOUS else "warning"
             yield cause(severity, line(trouble.name), peer, told, "the node goes on; its log has more")
 
@@ -120,10 +111,10 @@ def _troubles(swarm: Swarm) -> Iterator[Cause]:
 def _disks(swarm: Swarm) -> Iterator[Cause]:
     for peer, status in swarm.statuses:
         free = status.figures.disk_free_bytes
-        if free is None or number(free) >= DISK_LOW_BYTES or any(t.name == "disk" for t in status.troubles):
+        if free is None or finite(free) >= DISK_LOW_BYTES or any(t.name == "disk" for t in status.troubles):
             continue
-        severity: Severity = "error" if number(free) < DISK_FULL_BYTES else "warning"
-        told = f"{who(swarm.by_peer[peer])}: {counted(free)}B are left on the disk of its directory"
+        severity: Severity = "error" if finite(free) < DISK_FULL_BYTES else "warning"
+        told = f"{who(swarm.by_peer[peer])}: {size_text(free)} are left on the disk of its directory"
         advice = "free some space there, or lower checkpoint.keep: checkpoints fail on a full disk"
         yield cause(severity, "disk", peer, told, advice)
 
@@ -131,32 +122,31 @@ def _disks(swarm: Swarm) -> Iterator[Cause]:
 def _non_finite(swarm: Swarm) -> Iterator[Cause]:
     for peer, status in swarm.statuses:
         ended = status.figures.microbatches
-        bad, all_ended = number(ended.get("nonfinite")), sum(number(count) for count in ended.values())
+        bad, all_ended = finite(ended.get("nonfinite")), sum(finite(count) for count in ended.values())
         if bad >= NONFINITE_LEAST and bad >= NONFINITE_SHARE * all_ended:
-            told = f"{who(swarm.by_peer[peer])}: {counted(bad)} of {counted(all_ended)} microbatches were not finite"
+            told = f"{who(swarm.by_peer[peer])}: {compact(bad)} of {compact(all_ended)} microbatches were not finite"
             advice = "if it is only this node, look at its device; else lower inner.peak_learning_rate"
             yield cause("warning", "nonfinite", peer, told, advice)
 
 
 def _clocks(swarm: Swarm) -> Iterator[Cause]:
-    known = [(r.peer, number(r.clock_ahead_s)) for r in swarm.everybody if r.clock_ahead_s is not None]
+    known = [(r.peer, finite(r.clock_ahead_s)) for r in swarm.everybody if r.clock_ahead_s is not None]
     middle = median(sorted([0.0, *(ahead for _, ahead in known)]))
     if not known or middle is None:
         return
     advice = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
     if len(known) > 1 and abs(middle) > CLOCK_OFF_S:
         told = (
-            f"this machine's clock is {lasted(abs(middle))} {'behind' if middle > 0 else 'ahead of'} the nodes' clocks"
+            f"this machine's clock is {elapsed(abs(middle))} {'behind' if middle > 0 else 'ahead of'} the nodes' clocks"
         )
         yield cause(_clock_severity(middle), "clock", None, told, advice)
     for peer, ahead in known:
         off = ahead - middle
         if abs(off) > CLOCK_OFF_S:
-            told = (
-                f"node {short(peer)}: its clock is {lasted(abs(off))} {'ahead of' if off > 0 else 'behind'} the others"
-            )
+            way = "ahead of" if off > 0 else "behind"
+            told = f"node {short_id(peer)}: its clock is {elapsed(abs(off))} {way} the others"
             if len(known) == 1:
-                told = f"the clocks of node {short(peer)} and of this machine are {lasted(abs(off))} apart"
+                told = f"the clocks of node {short_id(peer)} and of this machine are {elapsed(abs(off))} apart"
             yield Cause(Finding(_clock_severity(off), "clock", peer, told, advice), None)
 
 
@@ -172,7 +162,7 @@ def _unreachable(swarm: Swarm) -> Iterator[Cause]:
         failure = report.failure or "it tells no status address"
         address = "" if advert is None else advert.metrics.removesuffix("/metrics")
         at = f" at {address}" if address not in failure else ""
-        age = "" if advert is None else f"; it announced itself {lasted(report.age_s)} ago"
+        age = "" if advert is None else f"; it announced itself {elapsed(report.age_s)} ago"
         told = f"{who(report)} does not tell its status{at}: {failure}{age}"
         advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
         yield cause("warning" if swarm.statuses else "error", "unreachable", report.peer, told, advice)
@@ -183,7 +173,7 @@ def _strangers(swarm: Swarm) -> Iterator[Cause]:
         advert = report.newest
         if advert is not None and advert.run_id != swarm.run_id:
             other, mine = line(advert.run_id)[:12], (swarm.run_id or "")[:12]
-            told = f"node {short(report.peer)} works on another run: {other}, not {mine}"
+            told = f"node {short_id(report.peer)} works on another run: {other}, not {mine}"
             advice = "start it with the join address of this run (and --run to be sure)"
             yield cause("error", "run", report.peer, told, advice)
 
@@ -205,8 +195,8 @@ def _slow(swarm: Swarm) -> Iterator[Cause]:
     speeds: dict[int, dict[PeerId, float]] = {}
     for peer, status in swarm.statuses:
         advert = status.advert
-        if advert.state == "training" and number(advert.microbatches_per_s) > 0:
-            speeds.setdefault(advert.stage, {})[peer] = number(advert.microbatches_per_s)
+        if advert.state == "training" and finite(advert.microbatches_per_s) > 0:
+            speeds.setdefault(advert.stage, {})[peer] = finite(advert.microbatches_per_s)
     for stage, mine in sorted(speeds.items()):
         for peer, speed in mine.items():
             mates = [other for mate, other in mine.items() if mate != peer]
@@ -215,7 +205,9 @@ def _slow(swarm: Swarm) -> Iterator[Cause]:
             if usual is not None and usual / speed >= (SLOW_FACTOR if mates else SLOW_FACTOR_ACROSS):
                 than = "its stage's median" if mates else "the other stages' median"
                 factor = min(usual / speed, 9999.0)
-                told = f"node {short(peer)} is {factor:.1f}× slower than {than} and holds back stage {counted(stage)}"
+                told = (
+                    f"node {short_id(peer)} is {factor:.1f}× slower than {than} and holds back stage {compact(stage)}"
+                )
                 advice = (
                     "look what else runs on its device, or give it a faster one; noloco-node without it may be faster"
                 )

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from noloco_p2p.errors import Unreachable
+from noloco_p2p.humanize import short_id
 from noloco_p2p.launch import control, node_probe
 from noloco_p2p.launch.node_probe import HOME, NodeEndpoints
 from noloco_p2p.observe import health_check
-from noloco_p2p.observe.diagnosis.findings import short
 from noloco_p2p.observe.doctor.doctor_report import Telling, in_time
 
 HEALTH_S = 6.0
@@ -54,7 +54,7 @@ def _age_order(node_dir: Path) -> bool:
 
 
 async def _check_health(telling: Telling, node_dir: Path, endpoints: NodeEndpoints) -> None:
-    who = f"{node_dir}: node {short(endpoints.peer_id)} (process {endpoints.pid})"
+    who = f"{node_dir}: node {short_id(endpoints.peer_id)} (process {endpoints.pid})"
     try:
         with telling.step(f"asking the node of {node_dir} how it is"):
             well, line = await in_time(

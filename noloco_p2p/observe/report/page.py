@@ -134,7 +134,7 @@ def _sections(run: RecordedRun) -> list[Section]:
             "Network",
             [charts.bytes()],
             [
-                _counts("Bytes by kind", ("direction and kind", "bytes"), run.total("bytes"), humanize.size),
+                _counts("Bytes by kind", ("direction and kind", "bytes"), run.total("bytes"), humanize.size_text),
                 _counts("Re-routes by reason", ("what", "count"), run.total("rerouted")),
                 _counts("Microbatches by result", ("what", "count"), run.total("microbatches")),
                 _counts("Microbatches dropped, by reason", ("what", "count"), run.total("dropped")),
@@ -170,12 +170,12 @@ def _share(part: float, whole: float) -> str:
 
 
 def _bytes(node: NodeHistory, way: str) -> str:
-    return humanize.size(sum(increment.amount for increment in node.byte_increments[way]))
+    return humanize.size_text(sum(increment.amount for increment in node.byte_increments[way]))
 
 
 NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
     "node": lambda node: node.name,
-    "peer": lambda node: humanize.peer(node.peer_id),
+    "peer": lambda node: humanize.short_id(node.peer_id),
     "stage": lambda node: humanize.DASH if node.stage is None else str(node.stage),
     "starts": lambda node: str(len(node.processes)),
     "at the end": lambda node: node.processes[-1].spans[-1].state if node.processes[-1].ended else "no last line",
