@@ -2,19 +2,18 @@
 
 from pathlib import Path
 
-from noloco_p2p.lab.experiments import NAMES, find
-from noloco_p2p.lab.experiments.runner import Order, run
+from noloco_p2p.lab.experiments import EXPERIMENTS, find
+from noloco_p2p.lab.experiments.runner import RunOptions, run
 
 
 def list_experiments() -> list[str]:
     """A line for each."""
-    width = max(map(len, NAMES))
-    return [f"{name:<{width}}  {about}" for name, about in NAMES.items()]
+    width = max(map(len, EXPERIMENTS))
+    return [f"{name:<{width}}  {about}" for name, (_, about) in EXPERIMENTS.items()]
 
 
 def run_experiment(name: str, out: Path | None, *, quick: bool, jobs: int) -> None:
     """Run one to its report. Raises ConfigError when there is none of that name, and as `runner.run`."""
     experiment = find(name)
     place = out or Path("noloco-experiments") / f"{name}{'-quick' if quick else ''}"
-    report = run(experiment, Order(place, quick, jobs), lambda line: print(line, flush=True))
-    print(report)
+    print(run(experiment, RunOptions(place, quick, jobs), lambda line: print(line, flush=True)))

@@ -1,27 +1,37 @@
 """Experiment 2: the node that waits for its partner does what the model of pairs says; the models are formulas."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from noloco_p2p.lab.experiments.blocking import EXPERIMENT, measure
+from noloco_p2p.lab.experiments.bounds import members
 from noloco_p2p.lab.experiments.spec import Case, Result
-from noloco_p2p.lab.experiments.wait_models import ROUNDS, barrier, in_pairs, peers, slowness, swarm
+from noloco_p2p.lab.experiments.wait_models import ROUNDS, barrier, in_pairs, slowness, swarm
 
-GIVEN = {"policy": "patient", "nodes": 7, "step_std": 0.0, "speed_std": 0.5, "inner_steps": 2, "seed": 1}
+SETTINGS: dict[str, Any] = {
+    "policy": "patient",
+    "nodes": 7,
+    "step_std": 0.0,
+    "speed_std": 0.5,
+    "inner_steps": 2,
+    "seed": 1,
+}
 
 
 def test_a_node_that_waits_for_its_partner_takes_the_time_of_the_model() -> None:
-    outcome = swarm(GIVEN).run(limit_s=1e6)
+    outcome = swarm(SETTINGS).run(limit_s=1e6)
     began = [float(str(node.trace.of("inner_step")[0].get("busy_s"))) for node in outcome.of_stage(0)]
     first = [node.trace.of("inner_step")[0].at_s for node in outcome.of_stage(0)]
     ended = [node.trace.of("outer_round")[-1].at_s for node in outcome.of_stage(0)]
     spans = [end - (at - busy) for end, at, busy in zip(ended, first, began, strict=True)]
-    seconds = 2 * np.array([slowness(GIVEN)[peer] for peer in peers(GIVEN)])
-    assert spans == pytest.approx(in_pairs(np.tile(seconds, (ROUNDS, 1)), peers(GIVEN), 1), rel=1e-9)
+    seconds = 2 * np.array([slowness(SETTINGS)[peer] for peer in members(SETTINGS["nodes"])])
+    assert spans == pytest.approx(in_pairs(np.tile(seconds, (ROUNDS, 1)), members(SETTINGS["nodes"]), 1), rel=1e-9)
 
 
 def test_the_default_node_waits_less_than_one_that_insists() -> None:
-    patient, default = (measure(Case("one", GIVEN | {"policy": policy})) for policy in ("patient", "default"))
+    patient, default = (measure(Case("one", SETTINGS | {"policy": policy})) for policy in ("patient", "default"))
     assert patient["node"]["idle"] == pytest.approx(patient["pairs_idle"], rel=0.1), "other pairs, the same speeds"
     assert patient["node"]["steps_per_clock"] == 1
     assert default["node"]["idle"] < 0.7 * patient["node"]["idle"]
@@ -38,20 +48,20 @@ def test_a_barrier_waits_for_the_slowest_of_each_round_a_pair_for_its_own() -> N
 
 
 def test_speeds_have_mean_one_and_come_from_the_seed() -> None:
-    many = GIVEN | {"nodes": 5000}
+    many = SETTINGS | {"nodes": 5000}
     values = list(slowness(many).values())
     assert np.mean(values) == pytest.approx(1.0, abs=0.03)
-    assert slowness(GIVEN) == slowness(GIVEN | {"policy": "default"}) != slowness(GIVEN | {"seed": 2})
+    assert slowness(SETTINGS) == slowness(SETTINGS | {"policy": "default"}) != slowness(SETTINGS | {"seed": 2})
 
 
-def test_the_report_tells_both_policies_and_both_models() -> None:
+def test_the_report_shows_both_policies_and_both_models() -> None:
     results = []
     for policy in ("patient", "default"):
         case = Case(
-            policy, {**GIVEN, "nodes": 2, "policy": policy, "speed_std": 0.0, "step_std": 1.0, "inner_steps": 10}
+            policy, {**SETTINGS, "nodes": 2, "policy": policy, "speed_std": 0.0, "step_std": 1.0, "inner_steps": 10}
         )
         results.append(Result(case, measure(case), 0.0))
-    told = "\n".join(map(str, EXPERIMENT.tell(results)))
-    assert "- N = 2, steps of std/mean 1, speeds of 0, m = 10: idle" in told
-    assert "barrier (model), %" in told
-    assert "waits for its partner" in told
+    page = "\n".join(map(str, EXPERIMENT.report(results)))
+    assert "- N = 2, steps of std/mean 1, speeds of 0, m = 10: idle" in page
+    assert "barrier (model), %" in page
+    assert "waits for its partner" in page

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_p2p.lab.experiments import convergence
-from noloco_p2p.lab.experiments.convergence import RATES, Size, further, measure, runs
-from noloco_p2p.lab.experiments.convergence_findings import METHODS, REPLICAS, tell
+from noloco_p2p.lab.experiments.convergence import METHODS, RATES, REPLICAS, RunSize, cases, further, measure, report
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
-TINY = Size(hidden=16, layers=2, steps=2, seeds=2)
+TINY = RunSize(hidden=16, layers=2, steps=2, seeds=2)
 
 
 def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gradient(
@@ -19,8 +18,8 @@ def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gr
 ) -> None:
     monkeypatch.setattr(convergence, "QUICK", TINY)
     monkeypatch.setattr(convergence, "HELD_OUT", 1)
-    cases = {case.settings["method"]: case for case in runs(quick=True) if case.settings["rate"] == RATES[0]}
-    found = {method: measure(case) for method, case in cases.items()}
+    first = {case.settings["method"]: case for case in cases(quick=True) if case.settings["rate"] == RATES[0]}
+    found = {method: measure(case) for method, case in first.items()}
     assert list(found) == list(METHODS)
     assert {figures["tokens"] for figures in found.values()} == {TINY.steps * REPLICAS * 4 * 64}
     assert {method: f["optimizer_steps"] for method, f in found.items()} == {
@@ -42,20 +41,20 @@ def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gr
 
 def figures_of(loss: float | None) -> Figures:
     """What a run might have given."""
-    told = {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "optimizer_steps": 2, "parameters": 10}
-    return told | {"curve": [[50.0, loss], [100.0, loss]], "between_stages": 5.0, "between_replicas": 1.0}
+    figures = {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "optimizer_steps": 2, "parameters": 10}
+    return figures | {"curve": [[50.0, loss], [100.0, loss]], "between_stages": 5.0, "between_replicas": 1.0}
 
 
 def gone_through(best: float) -> list[Result]:
     """All cases that are asked for, where the loss is smallest at a rate of `best` and diverges far above it."""
     results: list[Result] = []
-    cases: Sequence[Case] = runs(quick=False)
-    while cases:
-        for case in cases:
+    todo: Sequence[Case] = cases(quick=False)
+    while todo:
+        for case in todo:
             ratio = case.settings["rate"] / best
             loss = None if ratio > 4 else 1 + abs(ratio - 1) + 0.01 * case.settings["seed"]
             results.append(Result(case, figures_of(loss), 1.0))
-        cases = further(False, results)
+        todo = further(False, results)
     return results
 
 
@@ -80,9 +79,9 @@ def test_rates_go_on_while_the_best_is_at_the_end_and_the_seeds_follow_at_the_be
 
 def test_the_report_stands_whatever_came_out() -> None:
     results = gone_through(4e-3)
-    page = markdown(tell(results))
+    page = markdown(report(results))
     assert "| NoLoCo | 0.004 | 2 | 1.02 ± 0.01 |" in page
     lost = [dataclasses.replace(one, figures=figures_of(None)) if one["method"] == "apart" else one for one in results]
-    page = markdown(tell(lost))
+    page = markdown(report(lost))
     assert "| no communication | 0.0015 | 2 | – | – |" in page
     assert "replicas that never meet at –, one process" in page

@@ -8,8 +8,7 @@ import pytest
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
 from noloco_p2p.lab.experiments.latency import EXPERIMENT, MODELS, measure, ratio
-from noloco_p2p.lab.experiments.paper import published
-from noloco_p2p.lab.experiments.spec import Case, Result
+from noloco_p2p.lab.experiments.spec import Case, Result, published
 
 
 def _measured(regime: str, nodes: int, std_over_mean: float, pairing: str = "matched") -> Result:
@@ -79,6 +78,6 @@ def test_the_papers_model_gives_the_papers_ratios() -> None:
 
 def test_the_report_names_what_it_compares() -> None:
     results = [_measured(regime, 4, 0.0) for regime in ("latency", "bandwidth")]
-    told = "\n".join(map(str, EXPERIMENT.tell(results)))
-    assert "tree (paper)" in told
-    assert "('bandwidth-bound', 'butterfly', '1 of 1 cases', 0.75" in told.replace("[", "(")
+    page = "\n".join(map(str, EXPERIMENT.report(results)))
+    assert "tree (paper)" in page
+    assert "('bandwidth-bound', 'butterfly', '1 of 1 cases', 0.75" in page.replace("[", "(")

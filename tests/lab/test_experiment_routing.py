@@ -47,11 +47,11 @@ def test_nobody_waits_on_fixed_routes_of_equal_devices() -> None:
 
 def test_a_spread_in_proportion_to_a_power_of_the_rate() -> None:
     rates = [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
-    looks = [(10 * step, rate, 3.0 * rate**1.5) for step, rate in enumerate(rates)]
-    assert spread.falling(looks) == looks[1:]
-    assert spread.exponent(looks) == pytest.approx(1.5)
-    assert spread.pearson([(step, rate, 2.0 + 3.0 * rate) for step, rate, _ in looks]) == pytest.approx(1.0)
-    assert spread.pearson([(step, rate, 2.0 - rate) for step, rate, _ in looks]) == pytest.approx(-1.0)
+    series = [(10 * step, rate, 3.0 * rate**1.5) for step, rate in enumerate(rates)]
+    assert spread.falling(series) == series[1:]
+    assert spread.exponent(series) == pytest.approx(1.5)
+    assert spread.pearson([(step, rate, 2.0 + 3.0 * rate) for step, rate, _ in series]) == pytest.approx(1.0)
+    assert spread.pearson([(step, rate, 2.0 - rate) for step, rate, _ in series]) == pytest.approx(-1.0)
 
 
 def test_a_spread_that_lags_behind_the_rate() -> None:
@@ -67,20 +67,20 @@ def test_a_spread_that_lags_behind_the_rate() -> None:
 
 
 def test_a_rate_that_never_changes_has_no_correlation() -> None:
-    looks = [(step, 1e-3, float(step)) for step in range(1, 9)]
-    assert spread.pearson(looks) is None
-    assert spread.exponent(looks) is None
-    assert spread.delay(looks) is None
-    assert spread.kept(looks, 1) == 1.0
+    series = [(step, 1e-3, float(step)) for step in range(1, 9)]
+    assert spread.pearson(series) is None
+    assert spread.exponent(series) is None
+    assert spread.delay(series) is None
+    assert spread.remaining(series, 1) == 1.0
 
 
-def test_the_report_of_the_spread_tells_fall_and_correlation() -> None:
+def test_the_report_of_the_spread_shows_fall_and_correlation() -> None:
     def result(arm: str, seed: int) -> Result:
-        looks = [(10 * step, 1.0 / step, 0.5 / step) for step in range(1, 11)]
+        series = [(10 * step, 1.0 / step, 0.5 / step) for step in range(1, 11)]
         case = Case(f"{arm}-{seed}", {"arm": arm, "steps": 100, "seed": seed})
-        return Result(case, {"spread": [looks, looks], "validation_loss": None}, 1.0)
+        return Result(case, {"spread": [series, series], "validation_loss": None}, 1.0)
 
-    blocks = spread.tell([result(arm.name, seed) for arm in spread.ARMS for seed in (1, 2)])
+    blocks = spread.report([result(arm.name, seed) for arm in spread.ARMS for seed in (1, 2)])
     page = markdown(blocks)
     assert "m = 5: r from 1.000 to 1.000 over seeds and stages; of 4, 0 are within the paper's 0.91 … 0.97" in page
     assert "the rate is at 0.10 of its largest value, the std at 0.10" in page
@@ -98,7 +98,7 @@ def invented(case: Case) -> Result:
     The run on fixed routes is looked at once more, which is to make no difference.
     """
     if case.settings["kind"] == "serve":
-        return Result(case, doors_figures(), 1.0)
+        return Result(case, serve_figures(), 1.0)
     fixed = case.settings["policy"] == "fixed"
     stds = ((2.0, 50.0), (4.0, 50.0)) if fixed else ((1.0,), (1.0,))
     series = [[(10 * look, std) for look, std in enumerate((99.0, *later), 1)] for later in stds]
@@ -116,22 +116,22 @@ def invented(case: Case) -> Result:
     return Result(case, figures | {"spread": series}, 1.0)
 
 
-def doors_figures() -> dict[str, Any]:
-    told = {"largest_over_mean": 1.0, "waited_s": 0.0, "waited_share": 0.0, "busy": 0.0, "microbatches_per_s": 10.0}
-    return told | {"idle": {"partner": 0.1}, "inner_steps": [9, 10]}
+def serve_figures() -> dict[str, Any]:
+    figures = {"largest_over_mean": 1.0, "waited_s": 0.0, "waited_share": 0.0, "busy": 0.0, "microbatches_per_s": 10.0}
+    return figures | {"idle": {"partner": 0.1}, "inner_steps": [9, 10]}
 
 
 def test_changes_are_against_fixed_routes_of_the_same_seed() -> None:
-    results = [invented(case) for case in routing_policies.runs(quick=False)]
+    results = [invented(case) for case in routing_policies.cases(quick=False)]
     found = routing_policies.changes(results, "balanced", *routing_policies.ARMS[0])
     assert found["std 0"] == pytest.approx([-50.0] * 3)
     assert found["std 1"] == pytest.approx([-75.0] * 3)
     assert found["perplexity"] == pytest.approx([3.0] * 3)
-    page = markdown(routing_policies.tell(results))
+    page = markdown(routing_policies.report(results))
     assert "balanced routes change the spread by -62.5 ± 0 % (smaller with 3 of 3 seeds)" in page
     assert "within the paper's 4 % with 3 of 3" in page
     assert "-15 (small), -10 (medium)" in page
-    plot = next(chart for chart in charts(routing_policies.tell(results)) if chart.name == "perplexity")
+    plot = next(chart for chart in charts(routing_policies.report(results)) if chart.name == "perplexity")
     assert isinstance(plot, Plot)
     gaps = plot.curves
     assert [list(curve.x) for curve in gaps] == [[80, 200]] * 6
@@ -139,17 +139,17 @@ def test_changes_are_against_fixed_routes_of_the_same_seed() -> None:
 
 
 def test_a_run_that_has_diverged_is_reported_without_a_loss() -> None:
-    results = [invented(case) for case in routing_policies.runs(quick=True)]
+    results = [invented(case) for case in routing_policies.cases(quick=True)]
     for one in results:
         if "validation_loss" in one.figures:
             one.figures.update(validation_loss=None, validation=[(200, None)], spread=[[], []])
-    page = markdown(routing_policies.tell(results))
+    page = markdown(routing_policies.report(results))
     assert "change the spread by – % (smaller with 0 of 0 seeds) and the perplexity by – %" in page
     diverged = [
         Result(Case(arm.name, {"arm": arm.name, "seed": 1}), {"spread": [[], []], "validation_loss": None}, 1.0)
         for arm in spread.ARMS
     ]
-    assert "m = 10: the weights were never finite" in markdown(spread.tell(diverged))
+    assert "m = 10: the weights were never finite" in markdown(spread.report(diverged))
 
 
 def test_random_routes_hold_the_later_replicas_together() -> None:

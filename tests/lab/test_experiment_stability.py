@@ -38,7 +38,7 @@ def test_the_moments_are_the_mean_over_all_matchings_of_the_real_outer_round() -
     assert bounds.moments(factors[0], factors[2], 4) @ before == pytest.approx(after, rel=1e-12)
 
 
-def test_who_is_its_own_partner_goes_alone_with_what_is_fresh() -> None:
+def test_a_replica_that_is_its_own_partner_goes_alone_with_what_is_fresh() -> None:
     generator = np.random.default_rng(2)
     phi, delta, momentum, old_phi, old_delta = generator.standard_normal((5, 3, 4))
     factors = {"alpha": 0.5, "beta": 0.7, "gamma": 0.6}
@@ -80,14 +80,14 @@ def measured(cases: list[Case], growth: Mapping[str, float | None] | None = None
     """Results as they would be if the spread did what the mean square says, with changes by name of the case."""
     results = []
     for case in cases:
-        told = case.settings
-        if told["kind"] == "typical":
-            results.append(Result(case, {"bound": 1.1 * bounds.s1(told["alpha"])}, 1.0))
+        settings = case.settings
+        if settings["kind"] == "typical":
+            results.append(Result(case, {"bound": 1.1 * bounds.s1(settings["alpha"])}, 1.0))
             continue
-        factor: float | None = bounds.growth(told["alpha"], told["gamma"], told["replicas"])
+        factor: float | None = bounds.growth(settings["alpha"], settings["gamma"], settings["replicas"])
         figures: Figures = {"noise_growth": factor, "loss": 3.0, "merged_loss": 2.9, "stopped": None}
         factor = (growth or {}).get(case.name, factor)
-        spreads = [] if factor is None else [factor**round for round in range(told["rounds"])]
+        spreads = [] if factor is None else [factor**round for round in range(settings["rounds"])]
         results.append(Result(case, figures | {"growth": factor, "spreads": spreads}, 1.0))
     return results
 
@@ -100,7 +100,7 @@ def table(blocks: list[markdown_page.Block], column: str) -> list[dict[str, Any]
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_report_finds_the_bound_that_the_runs_have(quick: bool) -> None:
-    blocks = stability_report.tell(measured(stability.runs(quick)))
+    blocks = stability_report.report(measured(stability.cases(quick)))
     verdicts = {row["condition"].split(":")[0]: row for row in table(blocks, "right")}
     assert verdicts["S1 for N replicas"]["right"] == "100%"
     assert verdicts["S1"]["allowed, **grew**"] == 0
@@ -112,9 +112,9 @@ def test_the_report_finds_the_bound_that_the_runs_have(quick: bool) -> None:
 
 
 def test_a_run_that_was_stopped_counts_as_grown() -> None:
-    cases = stability.runs(True)
+    cases = stability.cases(True)
     stopped = next(case.name for case in cases if case.settings.get("gamma") == 2.8)
-    blocks = stability_report.tell(measured(cases, {stopped: None}))
+    blocks = stability_report.report(measured(cases, {stopped: None}))
     row = next(row for row in table(blocks, "grew") if row["γ"] == 2.8)
     assert (row["grew"], row["training"]) == ("**yes**", "not finite")
     assert "stability-n8.svg" in markdown_page.markdown(blocks)
@@ -129,7 +129,7 @@ def test_staleness_brakes_the_mean_as_the_report_says(stale_rounds: int) -> None
         phi, momentum = outer_step(past[-1], momentum, [(past[-1], 1.0), (old, 1.0)], **factors)
         past.append(phi)
     speed = (past[-1] - past[-2]) * (1 - staleness.ALPHA) / staleness.BETA
-    group = staleness.Group(staleness.Variant("matched", stale_rounds), [], [])
+    group = staleness.VariantRuns(staleness.Variant("matched", stale_rounds), [], [])
     assert group.outer_step == pytest.approx(speed, rel=1e-9)
 
 
@@ -142,7 +142,7 @@ def test_lost_partners_are_counted_and_widen_the_spread() -> None:
         results.append(Result(case, staleness.measure(case), 1.0))
     assert [sum(one["rounds"].values()) for one in results] == [48, 48]
     assert 12 < results[1]["rounds"]["lost"] < 36
-    rows = table(staleness.tell(results), "spread / baseline's")
+    rows = table(staleness.report(results), "spread / baseline's")
     assert float(rows[0]["spread / baseline's"]) == 1.0
     assert float(rows[1]["spread / baseline's"]) > 1.1
     assert all(math.isfinite(one["loss"]) for one in results)

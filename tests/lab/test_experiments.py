@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from typer.testing import CliRunner
 import noloco_p2p
 from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab.experiments import NAMES, find, runner
+from noloco_p2p.lab.experiments import EXPERIMENTS, find, runner
 from noloco_p2p.lab.experiments.markdown_page import Table, markdown, mean_std
-from noloco_p2p.lab.experiments.paper import published
-from noloco_p2p.lab.experiments.runner import Order
-from noloco_p2p.lab.experiments.spec import Case, Experiment
+from noloco_p2p.lab.experiments.runner import RunOptions
+from noloco_p2p.lab.experiments.spec import Case, Experiment, published
 from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot, save
 
 
@@ -50,7 +50,7 @@ light = pytest.mark.usefixtures("_light")
 
 
 def _run(experiment: Experiment, out: str = "out", *, quick: bool = False, jobs: int = 1) -> Path:
-    return runner.run(experiment, Order(Path(out), quick, jobs), lambda line: None)
+    return runner.run(experiment, RunOptions(Path(out), quick, jobs), lambda line: None)
 
 
 def _document(out: str = "out") -> dict[str, Any]:
@@ -154,7 +154,7 @@ def test_the_code_is_known_by_all_its_sources(tmp_path: Path, monkeypatch: pytes
 
 @light
 def test_two_cases_of_one_name_are_refused() -> None:
-    double = Experiment("toy", "", "", "", lambda quick: [Case("a"), Case("a", {"n": 1})], TOY.measure, TOY.tell)
+    double = replace(TOY, cases=lambda quick: [Case("a"), Case("a", {"n": 1})])
     with pytest.raises(ValueError, match="same name"):
         _run(double)
 
@@ -165,21 +165,21 @@ def test_the_papers_figures_are_those_of_its_tables() -> None:
     assert len(paper["final_perplexity"]) == 8
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_has_cases_of_one_name_each_and_says_what_it_does_not_show(name: str) -> None:
     experiment = find(name)
     assert experiment.name == name
     for quick in (True, False):
-        cases = experiment.runs(quick)
+        cases = experiment.cases(quick)
         assert len({case.name for case in cases}) == len(cases) > 0
         json.dumps([dict(case.settings) for case in cases], allow_nan=False)
-    assert experiment.question.endswith("?")
-    assert min(len(experiment.setting), len(experiment.limits)) > 100
+    assert experiment.text.question.endswith("?")
+    assert min(len(experiment.text.setting), len(experiment.text.limits)) > 100
 
 
 def test_the_command_lists_them_and_refuses_another_name() -> None:
     listed = CliRunner().invoke(app, ["experiment"])
-    assert [line.split()[0] for line in listed.output.splitlines()] == list(NAMES)
+    assert [line.split()[0] for line in listed.output.splitlines()] == list(EXPERIMENTS)
     refused = CliRunner().invoke(app, ["experiment", "alchemy"])
     assert isinstance(refused.exception, ConfigError)
     assert "latency" in str(refused.exception)

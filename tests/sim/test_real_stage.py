@@ -1,4 +1,4 @@
-"""Real stages and data in the simulator: equal to the reference to 1e-9, and what is told of a run is what happened."""
+"""Real stages and data in the simulator: equal to the reference to 1e-9, and the summary of a run is what happened."""
 
 import json
 from dataclasses import replace
@@ -15,8 +15,8 @@ from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.host_tensor import to_torch
 from noloco_p2p.config import RunManifest
 from noloco_p2p.io.data.samples import SampleStream
-from noloco_p2p.lab.experiments.real_swarm import corpus
-from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, Training, small_manifest, train
+from noloco_p2p.lab.experiments.real_swarm import corpus, train
+from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.world import peer_id
 
@@ -40,16 +40,16 @@ def manifest(**changes: object) -> RunManifest:
     return small_manifest(16, 2, **(small | changes))
 
 
-def swarm(audit: Path | None = None, **changes: object) -> Training:
+def swarm(audit: Path | None = None, **changes: object) -> TrainingPlan:
     """Two stages of three replicas; links cost nothing. `changes` are those of the manifest."""
     link, audit_dir = Link(latency_s=0.0), None if audit is None else str(audit)
-    return Training(manifest(**changes), (REPLICAS,) * STAGES, seed=5, link=link, audit_dir=audit_dir)
+    return TrainingPlan(manifest(**changes), (REPLICAS,) * STAGES, seed=5, link=link, audit_dir=audit_dir)
 
 
-def run_manifest(training: Training) -> RunManifest:
+def run_manifest(training: TrainingPlan) -> RunManifest:
     """As the nodes have it."""
-    told = {"seed": training.seed, "stages": len(training.replicas), "start_replicas": min(training.replicas)}
-    return RunManifest.model_validate(training.manifest.model_dump() | told)
+    fields = {"seed": training.seed, "stages": len(training.replicas), "start_replicas": min(training.replicas)}
+    return RunManifest.model_validate(training.manifest.model_dump() | fields)
 
 
 def partners(audit: Path) -> list[tuple[int, str, str]]:
@@ -57,13 +57,13 @@ def partners(audit: Path) -> list[tuple[int, str, str]]:
     found = []
     for path in sorted(audit.glob("round-*.safetensors")):
         with safe_open(path, "pt") as file:
-            told = file.metadata()
-        found.append((int(told["round"]), told["partner_id"], told["partner_round"]))
+            metadata = file.metadata()
+        found.append((int(metadata["round"]), metadata["partner_id"], metadata["partner_round"]))
     return found
 
 
 def std_on_disk(audit: Path, round: int, stage: int) -> float:
-    """Method.md §5 on what the replicas wrote as θ before the merge, element by element."""
+    """METHOD.md, "Measures", on what the replicas wrote as θ before the merge, element by element."""
     peers = [peer for peer, at in PEERS.items() if at == stage]
     found = [load_file(audit / f"round-{round:06}-{peer}.safetensors") for peer in peers]
     fast = [[tensor.flatten() for name, tensor in sorted(one.items()) if name.startswith("fast/")] for one in found]
@@ -101,7 +101,7 @@ def test_a_swarm_with_links_that_cost_nothing_equals_the_reference(tmp_path: Pat
     assert [(spread.round, spread.stage) for spread in trained.spreads] == [(r, s) for r in (1, 2, 3) for s in (0, 1)]
 
 
-def test_what_is_told_adds_up_and_is_the_same_twice() -> None:
+def test_the_summary_adds_up_and_is_the_same_twice() -> None:
     trained = train(swarm())
     assert trained.tokens == STEPS * REPLICAS * 2 * 2 * 8
     hidden = 16 * 8
@@ -119,7 +119,7 @@ def test_what_is_told_adds_up_and_is_the_same_twice() -> None:
     assert [step for step, _ in trained.validation] == [4, STEPS]
     assert trained.validation[-1][1] == pytest.approx(trained.validation_loss)
     assert train(swarm()) == trained
-    json.dumps(trained.json(), allow_nan=False)
+    json.dumps(trained.figures("validation", "bytes", "load", "virtual_s"), allow_nan=False)
 
 
 def test_one_replica_with_the_streams_of_three_reads_what_three_read(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_slow_replica_serves_less_and_is_waited_for() -> None:
     assert trained.busy > 0
 
 
-def test_without_outer_rounds_the_spread_is_told_every_m_steps_and_grows() -> None:
+def test_without_outer_rounds_the_spread_is_measured_every_m_steps_and_grows() -> None:
     trained = train(swarm(outer={"inner_steps": M, "pairing": "none"}))
     for stage in range(STAGES):
         found = [spread for spread in trained.spreads if spread.stage == stage]

@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results
+from noloco_p2p.lab.experiments.spec import Case, Description, Experiment, Figures, Results
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 MARKS = Path("marks")
 """Below the working directory: one line for each measurement."""
 
 
-def runs(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[Case]:
     return [Case(f"case-{n}", {"n": n, "seed": n}) for n in ([1] if quick else [3, 1, 2])]
 
 
@@ -37,7 +37,7 @@ def further(quick: bool, results: Results) -> list[Case]:
     return [Case("again", {"n": best["n"] + 10, "seed": 0})] if best.case.name != "again" else []
 
 
-def tell(results: Results) -> list[Block]:
+def report(results: Results) -> list[Block]:
     n, squares = [one["n"] for one in results], [one["square"] for one in results]
     return [
         Table(("n", "square"), list(zip(n, squares, strict=True))),
@@ -45,7 +45,8 @@ def tell(results: Results) -> list[Block]:
     ]
 
 
-TOY = Experiment("toy", "What is n²?", "Small numbers.", "Large numbers.", runs, measure, tell)
+TEXT = Description("What is n²?", "Small numbers.", "Large numbers.")
+TOY = Experiment("toy", TEXT, cases, measure, report)
 FOLLOWED = replace(TOY, further=further)
 FAILING = replace(TOY, measure=fails_at_two)
 NOT_FINITE = replace(TOY, measure=not_finite)

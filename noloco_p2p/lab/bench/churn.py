@@ -7,7 +7,6 @@ each inner step), logs, metrics and summaries.
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.bench.churn_result import DEFINITIONS, loss_ratio, result
 from noloco_p2p.lab.bench.churn_schedule import NodeKiller, StageKiller
-from noloco_p2p.lab.bench.churn_stats import InnerStepLine, mean_and_std, quantile
+from noloco_p2p.lab.bench.churn_stats import InnerStepLine, mean_and_std, quantile, total
 from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch, Say
 from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet
 from noloco_p2p.launch import cpu_seconds
@@ -195,7 +194,7 @@ def figures(plan: ChurnPlan, steps: int, runs: list[dict[str, Any]], cold: dict[
         **{name: sum(one[name] for one in churned) for name in ("kills", "stops")},
         **{name: _quantiles(churned, name) for name in ("stall_after_kill_s", "stall_after_stop_s", "back_s")},
         "microbatches_done": sum(one["microbatches_done"] for one in churned),
-        **{name: dict(sum((Counter(one[name]) for one in churned), Counter())) for name in ("rerouted", "dropped")},
+        **{name: total(one[name] for one in churned) for name in ("rerouted", "dropped")},
         "duplicates": sum(one["duplicates"] for one in both),
         **{name: sum(len(one[name]) for one in both) for name in ("hangs", "crashes")},
         "rounds_lost": lost if plan.kill_last else None,

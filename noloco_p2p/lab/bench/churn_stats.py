@@ -114,6 +114,14 @@ def at_tokens(curve: Sequence[tuple[float, float]], tokens: float) -> float | No
     return points[0][1] if tokens < points[0][0] else points[-1][1]
 
 
+def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of several counts, by name."""
+    found: Counter[str] = Counter()
+    for one in counts:
+        found.update(one)
+    return dict(found)
+
+
 def quantile(values: Sequence[float], share: float) -> float | None:
     """The smallest value that at least `share` of the values do not exceed; None without any."""
     ordered = sorted(values)

@@ -1,21 +1,32 @@
-"""Experiment 2: the share of their time that replicas stand still, with the node's pair pulls and with barriers."""
+"""How much of their time do replicas stand still at outer rounds: with pair pulls, with a global barrier?
+
+One stage, N replicas, {ROUNDS} outer rounds of m inner steps each, matched pairs. An inner step takes 1 s in
+the mean, log-normal with the given std/mean, times the node's own speed, log-normal too and the same over the whole
+run. Links take no time: only the waiting for others is left. (The paper's figure 5B asks the same; it gives no numbers
+that could stand here.)
+
+Limits: One stage: in a pipeline replicas also wait for microbatches, and a slow node holds its neighbours up (see the
+scenario of stragglers of `noloco sim`). The barrier is the best one there can be: it ends at the very moment at which
+the last replica arrives. What an old snapshot or a different number of inner steps does to the loss is not seen here
+(see `staleness`).
+"""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from noloco_p2p.lab.experiments.allreduce import dice
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std
+from noloco_p2p.lab.experiments.bounds import members
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std, table
 from noloco_p2p.lab.experiments.pull_latency import FOREVER_S
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, group
 from noloco_p2p.lab.experiments.wait_models import (
     ROUNDS,
-    STEP_S,
     barrier,
     figures_of,
     in_pairs,
-    peers,
     slowness,
     steps_s,
     swarm,
@@ -28,9 +39,10 @@ DRAWS = 100
 """Of each model, with pairs anew each time."""
 POLICIES = {"default": "node, default", "patient": "node, waits for its partner"}
 """`default`: as a user gets it. `patient`: the paper's rule, m steps a round, however long the partner takes."""
+MODELS = {"pairs_idle": "pairs (model)", "barrier_idle": "global barrier (model)"}
 
 
-def runs(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[Case]:
     """Numbers of replicas by spread of the steps, then nodes of unequal speed, then longer rounds; large ones first."""
     nodes, seeds = ((4, 16, 64), 1) if quick else ((4, 16, 64, 256), 3)
     grid = [(n, step, 0.0, INNER_STEPS) for n in nodes for step in (0.5, 1.0, 2.0)]
@@ -39,14 +51,7 @@ def runs(quick: bool) -> list[Case]:
     return [
         Case(
             f"{policy}-{n}-{step:g}-{speed:g}-m{m}-{seed}",
-            {
-                "policy": policy,
-                "nodes": n,
-                "step_std": step,
-                "speed_std": speed,
-                "inner_steps": m,
-                "seed": seed,
-            },
+            {"policy": policy, "nodes": n, "step_std": step, "speed_std": speed, "inner_steps": m, "seed": seed},
         )
         for n, step, speed, m in sorted(grid, reverse=True)
         for policy in POLICIES
@@ -54,45 +59,50 @@ def runs(quick: bool) -> list[Case]:
     ]
 
 
-# --- one case ---------------------------------------------------------------------------------------------------------
-
-
 def measure(case: Case) -> Figures:
     """Idle share and throughput of the node's code, and of two models with steps from the same distribution."""
-    given = case.settings
-    outcome = swarm(given).run(limit_s=FOREVER_S)
-    rng = dice(given["seed"], "blocking", given["nodes"])
-    factors = np.array([slowness(given)[peer] for peer in peers(given)])
+    settings, peers = case.settings, members(case.settings["nodes"])
+    outcome = swarm(settings).run(limit_s=FOREVER_S)
+    rng = dice(settings["seed"], "blocking", settings["nodes"])
+    factors = np.array([slowness(settings)[peer] for peer in peers])
     barriers, pairs = list[float](), list[float]()
     for _ in range(DRAWS):
         # One row a round: the seconds of m steps of each node.
-        work_s = np.stack([steps_s(given, factors, rng) for _ in range(ROUNDS)])
+        work_s = np.stack([steps_s(settings, factors, rng) for _ in range(ROUNDS)])
         busy_s = float(work_s.sum(axis=0).mean())
         barriers.append(1 - busy_s / barrier(work_s))
-        pairs.append(1 - busy_s / float(in_pairs(work_s, peers(given), int(rng.integers(2**31))).mean()))
-    return {
-        "node": figures_of(outcome),
-        "barrier_idle": statistics.fmean(barriers),
-        "pairs_idle": statistics.fmean(pairs),
-    }
+        pairs.append(1 - busy_s / float(in_pairs(work_s, peers, int(rng.integers(2**31))).mean()))
+    models = {"barrier_idle": statistics.fmean(barriers), "pairs_idle": statistics.fmean(pairs)}
+    return {"node": figures_of(outcome), **models}
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
+Setting = tuple[Any, ...]
+"""Speed std, step std, m, replicas: the order of the rows."""
+Groups = dict[Setting, list[Result]]
+SETTING_COLUMNS: dict[str, Callable[[Setting], Cell]] = {
+    "N": lambda key: key[3],
+    "step std/mean": lambda key: f"{key[1]:g}",
+    "speed std/mean": lambda key: f"{key[0]:g}",
+    "m": lambda key: key[2],
+}
 
-def tell(results: Results) -> list[Block]:
+
+def report(results: Results) -> list[Block]:
     """A table for each question, and plots over the number of replicas."""
-    even = [one for one in results if one["speed_std"] == 0 and one["inner_steps"] == INNER_STEPS]
-    uneven = [one for one in results if one["speed_std"] > 0]
-    lengths = [one for one in results if (one["nodes"], one["step_std"], one["speed_std"]) == (16, 1.0, 0.0)]
+    groups: Groups = dict(sorted(group(results, "speed_std", "step_std", "inner_steps", "nodes").items()))
+    even = {key: found for key, found in groups.items() if key[0] == 0 and key[2] == INNER_STEPS}
+    uneven = {key: found for key, found in groups.items() if key[0] > 0}
+    lengths = {key: found for key, found in groups.items() if (key[3], key[1], key[0]) == (16, 1.0, 0.0)}
     return [
-        _headline(results),
+        _headline(groups),
         _EXPLAINED,
         _table(even, "### Equal nodes, steps of log-normal length"),
-        *(_plot(even, spread) for spread in sorted({float(one["step_std"]) for one in even})),
+        *(_plot(even, step_std) for step_std in sorted({key[1] for key in even})),
         _table(uneven, "### Nodes of unequal speed, which they keep"),
         _table(lengths, "### Longer and shorter rounds"),
-        _rounds(results),
+        _rounds(groups),
     ]
 
 
@@ -106,104 +116,77 @@ _EXPLAINED = (
 )
 
 
-def _grouped(results: Results) -> dict[tuple[int, float, float, int], list[Result]]:
-    """By (replicas, step std, speed std, m), sorted."""
-    groups: dict[tuple[int, float, float, int], list[Result]] = {}
-    for one in results:
-        key = (int(one["nodes"]), float(one["step_std"]), float(one["speed_std"]), int(one["inner_steps"]))
-        groups.setdefault(key, []).append(one)
-    return dict(sorted(groups.items(), key=lambda entry: (entry[0][2], entry[0][1], entry[0][3], entry[0][0])))
+def _idle(found: Results, name: str) -> list[float]:
+    """Per cent, of a policy or of a model; of a model one figure a seed, as both policies carry the same."""
+    if name in POLICIES:
+        return [100 * one["node"]["idle"] for one in found if one["policy"] == name]
+    return [100 * value for value in {one["seed"]: one[name] for one in found}.values()]
 
 
-def _idle(group: Sequence[Result], policy: str) -> list[float]:
-    return [100 * one["node"]["idle"] for one in group if one["policy"] == policy]
-
-
-def _modelled(group: Sequence[Result], name: str) -> list[float]:
-    """One figure a seed: both policies carry the same."""
-    return [100 * value for value in {one["seed"]: one[name] for one in group}.values()]
-
-
-def _headline(results: Results) -> str:
+def _headline(groups: Groups) -> str:
     """The largest swarm at each spread, in a line."""
-    groups = {key: group for key, group in _grouped(results).items() if key[3] == INNER_STEPS}
-    largest = max((key[0] for key in groups), default=0)
+    chosen = {key: found for key, found in groups.items() if key[2] == INNER_STEPS}
+    largest = max((key[3] for key in chosen), default=0)
     return "\n".join(
         f"- N = {largest}, steps of std/mean {step:g}, speeds of {speed:g}, m = {m}: idle"
-        f" {statistics.fmean(_modelled(group, 'barrier_idle')):.1f} % with a barrier,"
-        f" {statistics.fmean(_idle(group, 'patient')):.1f} % when each waits for its partner,"
-        f" {statistics.fmean(_idle(group, 'default')):.1f} % with the node as it comes."
-        for (nodes, step, speed, m), group in groups.items()
+        f" {statistics.fmean(_idle(found, 'barrier_idle')):.1f} % with a barrier,"
+        f" {statistics.fmean(_idle(found, 'patient')):.1f} % when each waits for its partner,"
+        f" {statistics.fmean(_idle(found, 'default')):.1f} % with the node as it comes."
+        for (speed, step, m, nodes), found in chosen.items()
         if nodes == largest
     )
 
 
-def _table(results: Results, caption: str) -> Table:
-    rows: list[list[Cell]] = []
-    for (nodes, step, speed, m), group in _grouped(results).items():
-        own = [mean_std(_idle(group, policy), 3) for policy in POLICIES]
-        models = [mean_std(_modelled(group, name), 3) for name in ("pairs_idle", "barrier_idle")]
-        rows.append([nodes, f"{step:g}", f"{speed:g}", m, *own, *models])
-    columns = ("N", "step std/mean", "speed std/mean", "m", *(f"{title}, %" for title in POLICIES.values()))
-    return Table((*columns, "pairs (model), %", "barrier (model), %"), rows, caption)
+def _table(groups: Groups, caption: str) -> Table:
+    titles = {**POLICIES, "pairs_idle": "pairs (model)", "barrier_idle": "barrier (model)"}
+    columns = SETTING_COLUMNS | {
+        f"{title}, %": lambda key, name=name: mean_std(_idle(groups[key], name), 3) for name, title in titles.items()
+    }
+    return table(columns, groups, caption)
 
 
-def _plot(results: Results, step_std: float) -> Plot:
-    groups = {key[0]: group for key, group in _grouped(results).items() if key[1] == step_std}
-    nodes = sorted(groups)
+def _plot(groups: Groups, step_std: float) -> Plot:
+    found = {key[3]: results for key, results in groups.items() if key[1] == step_std}
+    nodes = sorted(found)
     curves = [
-        Curve(title, nodes, [statistics.fmean(_idle(groups[n], policy)) for n in nodes])
-        for policy, title in POLICIES.items()
+        Curve(title, nodes, [statistics.fmean(_idle(found[n], name)) for n in nodes])
+        for name, title in POLICIES.items()
     ]
-    for name, title in (("pairs_idle", "pairs (model)"), ("barrier_idle", "global barrier (model)")):
-        idle = [statistics.fmean(_modelled(groups[n], name)) for n in nodes]
-        curves.append(Curve(title, nodes, idle, style="dashed"))
+    curves += [
+        Curve(title, nodes, [statistics.fmean(_idle(found[n], name)) for n in nodes], style="dashed")
+        for name, title in MODELS.items()
+    ]
     title = f"Time lost waiting, steps of std/mean {step_std:g}, m = {INNER_STEPS}"
     return Plot(f"idle-{step_std:g}", title, ("replicas", "idle share, %"), curves, ("log2", "linear"))
 
 
-def _rounds(results: Results) -> Table:
+def _rounds(groups: Groups) -> Table:
     """What the bounded wait and the clock cost: rounds that merged an old snapshot, and inner steps a round."""
-    rows: list[list[Cell]] = []
-    for (nodes, step, speed, m), group in _grouped(results).items():
-        for policy, title in POLICIES.items():
-            mine = [one["node"] for one in group if one["policy"] == policy]
-            count = sum(sum(one["results"].values()) for one in mine)
-            share = [100 * sum(one["results"].get(kind, 0) for one in mine) / count for kind in _KINDS]
-            clock = statistics.fmean(one["steps_per_clock"] for one in mine)
-            most = max(100 * one["idle_most"] for one in mine)
-            rows.append([nodes, f"{step:g}", f"{speed:g}", m, title, *share, clock, most])
-    return Table(
-        (
-            *("N", "step std/mean", "speed std/mean", "m", "policy"),
-            *(f"{kind}, %" for kind in _KINDS),
-            *("inner steps per step of the clock", "most idle node, %"),
-        ),
-        rows,
+    rows = {
+        (*key, title): [one["node"] for one in found if one["policy"] == policy]
+        for key, found in groups.items()
+        for policy, title in POLICIES.items()
+    }
+
+    def share(kind: str) -> Callable[[Setting], Cell]:
+        def cell(row: Setting) -> Cell:
+            count = sum(sum(one["results"].values()) for one in rows[row])
+            return float(100 * sum(one["results"].get(kind, 0) for one in rows[row]) / count)
+
+        return cell
+
+    columns: dict[str, Callable[[Setting], Cell]] = {
+        **SETTING_COLUMNS,
+        "policy": lambda row: row[-1],
+        **{f"{kind}, %": share(kind) for kind in ("partner", "stale", "other", "alone")},
+        "inner steps per step of the clock": lambda row: statistics.fmean(o["steps_per_clock"] for o in rows[row]),
+        "most idle node, %": lambda row: max(100 * one["idle_most"] for one in rows[row]),
+    }
+    caption = (
         "### What the shorter waits cost\n\nRounds by result, and how many inner steps a replica did for each step of"
-        " the clock that ends the run (below 1: the clock ran ahead of them, and the run ended with fewer):",
+        " the clock that ends the run (below 1: the clock ran ahead of them, and the run ended with fewer):"
     )
+    return table(columns, rows, caption)
 
 
-_KINDS = ("partner", "stale", "other", "alone")
-
-
-EXPERIMENT = Experiment(
-    name="blocking",
-    question="How much of their time do replicas stand still at outer rounds: with pair pulls, with a global barrier?",
-    setting=(
-        f"One stage, N replicas, {ROUNDS} outer rounds of m inner steps each, matched pairs. An inner step takes"
-        f" {STEP_S:g} s in the mean, log-normal with the given std/mean, times the node's own speed, log-normal too and"
-        " the same over the whole run. Links take no time: only the waiting for others is left. (The paper's figure 5B"
-        " asks the same; it gives no numbers that could stand here.)"
-    ),
-    limits=(
-        "One stage: in a pipeline replicas also wait for microbatches, and a slow node holds its neighbours up (see the"
-        " scenario of stragglers of `noloco sim`). The barrier is the best one there can be: it ends at the very moment"
-        " at which the last replica arrives. What an old snapshot or a different number of inner steps does to the loss"
-        " is not seen here (see `staleness`)."
-    ),
-    runs=runs,
-    measure=measure,
-    tell=tell,
-)
+EXPERIMENT = Experiment("blocking", describe(globals()), cases, measure, report)

@@ -1,4 +1,4 @@
-"""One outer round of real nodes in a simulated swarm in which nothing else takes time, and what it took."""
+"""One outer round of real nodes in a simulated swarm in which nothing else takes time, and how long it took."""
 
 import statistics
 from collections import Counter
@@ -11,7 +11,7 @@ from noloco_p2p.lab.experiments.spec import Figures
 from noloco_p2p.sim.links import Access, Link, MessageSizes, Uniform
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import SimPlan, SimSwarm
+from noloco_p2p.sim.world import SimSwarm, SimPlan
 
 LATENCY_S = 0.010
 """Mean one-way latency of every link."""
@@ -27,36 +27,27 @@ def wire_of(regime: str, std_over_mean: float) -> Wire:
     return Wire(LATENCY_S, std_over_mean, VECTOR_BYTES / BYTES_PER_S if regime == "bandwidth" else 0.0)
 
 
-def pull_round(given: Mapping[str, Any], seed: int) -> Outcome:
+def one_stage_manifest(nodes: int, seed: int, **changes: object) -> RunManifest:
+    """A run of one stage with as little to compute as there can be; `changes` are fields of RunManifest."""
+    least = {"sequence_length": 1, "microbatch_size": 1, "microbatches_per_step": 1}
+    evaluation = {"every_steps": None, "microbatches": 1}
+    fields = {"stages": 1, "start_replicas": nodes, "seed": seed, **least, "evaluation": evaluation}
+    return RunManifest.model_validate(fields | changes)
+
+
+def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
     """A swarm of one stage whose computing takes no time, over one outer round, which all begin together."""
-    wire, bound = wire_of(given["regime"], given["std_over_mean"]), given["regime"] == "bandwidth"
-    access = Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()
-    manifest = RunManifest.model_validate(
-        {
-            "stages": 1,
-            "start_replicas": given["nodes"],
-            "seed": seed,
-            "steps": 1,
-            "sequence_length": 1,
-            "microbatch_size": 1,
-            "microbatches_per_step": 1,
-            "outer": {
-                "inner_steps": 1,
-                "pairing": given["pairing"],
-                "partner_wait_s": FOREVER_S,
-                "deadline_s": FOREVER_S,
-            },
-            "evaluation": {"every_steps": None, "microbatches": 1},
-        }
-    )
+    wire, bound = wire_of(settings["regime"], settings["std_over_mean"]), settings["regime"] == "bandwidth"
+    waits = {"partner_wait_s": FOREVER_S, "deadline_s": FOREVER_S}
+    outer = {"inner_steps": 1, "pairing": settings["pairing"], **waits}
     plan = SimPlan(
-        manifest,
-        (given["nodes"],),
+        one_stage_manifest(settings["nodes"], seed, steps=1, outer=outer),
+        (settings["nodes"],),
         seed=seed,
         config=NodeConfig.model_validate(
             {"checkpoint": {"every_rounds": None}, "directory": {"ttl_s": FOREVER_S, "refresh_s": FOREVER_S}}
         ),
-        geography=Uniform(Link(wire.median_s, wire.sigma), access),
+        geography=Uniform(Link(wire.median_s, wire.sigma), Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()),
         # A snapshot is two vectors, φ and Δ. In the latency-bound regime they weigh nothing.
         sizes=MessageSizes(0, 0, (2 * VECTOR_BYTES if bound else 0,), (0,)),
         costs=Costs(0.0, 0.0, 0.0, 0.0),
@@ -66,37 +57,25 @@ def pull_round(given: Mapping[str, Any], seed: int) -> Outcome:
 
 
 def figures_of(worlds: Sequence[Outcome]) -> Figures:
-    """What a round took: by replica, by pair (the later of two that pulled from each other), the last of a swarm."""
-    replica: list[float] = []
-    pair: list[float] = []
-    last: list[float] = []
+    """How long a round took: by replica, by pair (the later of two that pulled from each other), the swarm's last."""
+    took: dict[str, list[float]] = {"replica": [], "pair": [], "last": []}
     results: Counter[str] = Counter()
     apart: list[float] = []
     for world in worlds:
         rounds = world.trace.of("outer_round")
         results += world.trace.totals("outer_round", "result")
-        took = {h.peer: number(h.get("seconds")) for h in rounds}
-        partner = {h.peer: str(h.get("partner")) for h in rounds}
-        began = [h.at_s - took[h.peer] for h in rounds]
+        mine = {event.peer: event.number("seconds") for event in rounds}
+        partner = {event.peer: str(event.get("partner")) for event in rounds}
+        began = [event.at_s - mine[event.peer] for event in rounds]
         apart.append(max(began) - min(began))
-        replica += took.values()
-        pair += [max(took[a], took[b]) for a, b in partner.items() if a < b and partner.get(b) == a]
-        last.append(max(took.values()))
-    return {
-        "replica": summary(replica),
-        "pair": summary(pair) if pair else None,
-        "last": summary(last),
-        "results": dict(sorted(results.items())),
-        "begun_apart_s": max(apart),
-    }
-
-
-def number(value: object) -> float:
-    """A field of an event that is a number."""
-    return float(str(value))
+        took["replica"] += mine.values()
+        took["pair"] += [max(mine[a], mine[b]) for a, b in partner.items() if a < b and partner.get(b) == a]
+        took["last"].append(max(mine.values()))
+    summaries = {name: summary(sample) if sample else None for name, sample in took.items()}
+    return summaries | {"results": dict(sorted(results.items())), "begun_apart_s": max(apart)}
 
 
 def summary(sample: Sequence[float]) -> dict[str, float]:
-    """Mean and standard deviation, seconds; a sample of one has none, said as 0."""
-    spread = statistics.stdev(sample) if len(sample) > 1 else 0.0
-    return {"mean_s": statistics.fmean(sample), "std_s": spread, "count": len(sample)}
+    """Mean and standard deviation, seconds; 0 for a sample of one."""
+    std = statistics.stdev(sample) if len(sample) > 1 else 0.0
+    return {"mean_s": statistics.fmean(sample), "std_s": std, "count": len(sample)}

@@ -12,17 +12,17 @@ from noloco_p2p.core.messages import Batch, PeerId
 from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.io.data.tokenizers import load_tokenizer
-from noloco_p2p.lab.experiments.instrumented_stage import Observed, Watch
-from noloco_p2p.lab.experiments.run_summary import merged_loss, told, torch_stage
-from noloco_p2p.lab.experiments.training import CONFIG, Trained, Training
+from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
+from noloco_p2p.lab.experiments.run_summary import merged_loss, summarise, torch_stage
+from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
+from noloco_p2p.sim.world import SimSwarm, SimPlan, peer_id
 
 STEP_LIMIT_S = 100.0
 """Virtual seconds for each step of the clock after which a run is taken to hang."""
 
 
-class Streams:
+class StreamBatches:
     """The Batches port without a thread: microbatches of several streams in turn."""
 
     def __init__(self, streams: Sequence[SampleStream], validation: Sequence[Batch]) -> None:
@@ -41,7 +41,7 @@ class Streams:
 
     @property
     def cursor(self) -> dict[str, object]:
-        """See `ports.Batches`; for information only, nobody goes on from it."""
+        """See `ports.Batches`; for information only, no run continues from it."""
         return {"position": self._position}
 
     def close(self) -> None:
@@ -55,38 +55,58 @@ def corpus(tokenizer: str, vocabulary: int) -> Corpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Lived:
+class FinishedTraining:
     """A run that has ended."""
 
-    plan: Training
+    plan: TrainingPlan
     """With the manifest as the nodes had it."""
-    watch: Watch
+    monitor: TrainingMonitor
     outcome: Outcome
     held_out: Sequence[Batch]
 
-    def told(self) -> Trained:
+    def summary(self) -> TrainingSummary:
         """What is reported of it."""
-        return told(self.plan, self.watch, self.outcome, self.held_out)
+        return summarise(self.plan, self.monitor, self.outcome, self.held_out)
 
 
-def live(plan: Training) -> Lived:
-    """Run a swarm to its end; errors as `training.train`."""
+def train(plan: TrainingPlan) -> TrainingSummary:
+    """Run a swarm to its end. Deterministic on one machine.
+
+    Raises ConfigError for a model or data that do not fit, LocalError when a node stops because ten results in a row
+    were not finite, Deadlock when the run hangs.
+    """
+    return _run(plan).summary()
+
+
+def train_apart(plan: TrainingPlan, streams: Sequence[int]) -> tuple[list[TrainingSummary], float]:
+    """Every data stream in a swarm of its own, of one replica of each stage: their summaries, and the held-out loss of
+    the one model whose weights are their mean."""
+    one_each = (1,) * len(plan.replicas)
+    runs = [_run(replace(plan, replicas=one_each, streams=(stream,))) for stream in streams]
+    summaries = [one.summary() for one in runs]
+    stages = [[torch_stage(node) for one in runs for node in one.outcome.of_stage(s)] for s in range(len(one_each))]
+    return summaries, merged_loss(stages, runs[0].held_out)
+
+
+def _run(plan: TrainingPlan) -> FinishedTraining:
     set_threads(1)
     changes = {"seed": plan.seed, "stages": len(plan.replicas), "start_replicas": min(plan.replicas)}
     manifest = RunManifest.model_validate(plan.manifest.model_dump() | changes)
     plan = replace(plan, manifest=manifest)
-    watch = Watch(plan)
+    monitor = TrainingMonitor(plan)
     text = corpus(manifest.data.tokenizer, int(str(manifest.model.config["vocab_size"])))
     held_out = SampleStream(text, manifest, "").validation()
     first = [peer_id(0, replica) for replica in range(plan.replicas[0])]
     streams = range(len(first)) if plan.streams is None else plan.streams
 
-    def make_stage(manifest: RunManifest, index: int, peer: PeerId) -> Observed:
-        return Observed(make_torch_stage(manifest, index, peer, audit_dir=plan.audit_dir, self_test=False), watch, peer)
+    def make_stage(manifest: RunManifest, index: int, peer: PeerId) -> InstrumentedStage:
+        return InstrumentedStage(
+            make_torch_stage(manifest, index, peer, audit_dir=plan.audit_dir, self_test=False), monitor, peer
+        )
 
-    def make_batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> Streams:
+    def make_batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> StreamBatches:
         mine = streams[first.index(peer) :: len(first)]
-        return Streams([SampleStream(text, manifest, peer_id(0, stream)) for stream in mine], held_out)
+        return StreamBatches([SampleStream(text, manifest, peer_id(0, stream)) for stream in mine], held_out)
 
     swarm = SimPlan(
         manifest,
@@ -99,14 +119,4 @@ def live(plan: Training) -> Lived:
         stage_factory=make_stage,
         batches_factory=make_batches,
     )
-    return Lived(plan, watch, SimSwarm(swarm).run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)
-
-
-def live_apart(plan: Training, streams: Sequence[int]) -> tuple[list[Trained], float]:
-    """Every data stream in a swarm of its own, of one replica of each stage: what is told of each, and the held-out
-    loss of the one model whose weights are their mean."""
-    one_each = (1,) * len(plan.replicas)
-    lived = [live(replace(plan, replicas=one_each, streams=(stream,))) for stream in streams]
-    every = [one.told() for one in lived]
-    stages = [[torch_stage(node) for one in lived for node in one.outcome.of_stage(s)] for s in range(len(one_each))]
-    return every, merged_loss(stages, lived[0].held_out)
+    return FinishedTraining(plan, monitor, SimSwarm(swarm).run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)

@@ -1,20 +1,41 @@
-"""Routes: fixed, random and balanced, with and without outer rounds (method.md §4; arXiv 2506.10911, random routing).
+"""Do microbatches that take other routes at every step hold the replicas together, with and without outer rounds, and
+what do they cost in loss, load and waiting?
 
-Real weights say what the routes do to the spread of the replicas and to the loss (kind `train`); stages that only cost
-time say what they do to load, waiting and throughput when devices are unequal (kind `serve`, see `doors`).
+A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer a stage, {REPLICAS}
+replicas of each stage; the node's own code in the simulator over real torch stages, device times log-normal (σ
+{JITTER}). Microbatches of 8 × 64 tokens, one for each origin and inner step, m = {ROUND_STEPS}, two peak learning
+rates. `fixed`: replica i always sends to replica i; `random`: to anybody that has room; `balanced`: by a permutation
+drawn for each step. Validation goes from replica i to replica i under all of them. Then the same policies over stages
+that only cost time, on equal and unequal devices.
+
+Limits: A model of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 steps:
+signs can be compared, sizes hardly. Without outer rounds fixed routes are eight small models that never meet; a run
+this short does not show what each would lose by seeing an eighth of the data. Under `random` and `fixed` the order of
+arrival decides who takes how many inner steps, and the clock is pulled to the median: tokens differ by a few per cent,
+and a part of the spread is that replicas of stage 1 have come to unequal inner steps. A full replica says Busy, which
+evens the load of `random`: draws without that would be less even. Device and link times are assumed, not measured.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import exp
 from statistics import fmean
 from types import MappingProxyType
 
 from noloco_p2p.lab.experiments import routing_load
-from noloco_p2p.lab.experiments.markdown_page import Block, Table, mean_std
-from noloco_p2p.lab.experiments.paper import published
-from noloco_p2p.lab.experiments.routing_load import DEVICES, POLICIES, REPLICAS, of
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results
-from noloco_p2p.lab.experiments.training import Training, small_manifest, train
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std, table
+from noloco_p2p.lab.experiments.routing_load import DEVICES, POLICIES, REPLICAS
+from noloco_p2p.lab.experiments.spec import (
+    Case,
+    Experiment,
+    Figures,
+    Result,
+    Results,
+    describe,
+    known,
+    published,
+    select,
+)
+from noloco_p2p.lab.experiments.training import TrainingPlan, largest_over_mean, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.sim.stage import Costs
 
@@ -23,32 +44,27 @@ ROUNDS: Mapping[str, str] = MappingProxyType({"without": "none", "with": "matche
 ARMS = (("without", 1e-3), ("without", 3e-3), ("with", 3e-3))
 """Outer rounds or not, and the peak learning rate: without them the replicas drift apart slowly or quickly."""
 ROUND_STEPS = 10
-"""m, and without outer rounds the inner steps from one look at the spread to the next."""
+"""m, and without outer rounds the inner steps from one measurement of the spread to the next."""
 JITTER = 0.2
 """Sigma of the log-normal device times where real weights are trained."""
 EVALUATED = 60
 """Per cent of the run from one evaluation to the next; the last is at its end."""
 STAGES = (0, 1)
+TRAINED = ("validation", "validation_loss", "merged_loss", "tokens", "load", "uneven", "waiting", "busy", "rounds")
+"""What is kept of a `TrainingSummary`."""
 
 
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 
-def runs(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[Case]:
     """Every policy with and without outer rounds, then every policy on every kind of devices; same seeds for all."""
     seeds, steps = (range(1, 2), 60) if quick else (range(1, 4), 200)
     trained = [
         Case(
             f"{policy}-{rounds}-outer-{rate:g}-{seed}",
-            {
-                "kind": "train",
-                "policy": policy,
-                "rounds": rounds,
-                "rate": rate,
-                "replicas": REPLICAS,
-                "steps": steps,
-                "seed": seed,
-            },
+            {"kind": "train", "policy": policy, "rounds": rounds, "rate": rate}
+            | {"replicas": REPLICAS, "steps": steps, "seed": seed},
         )
         for seed in seeds
         for rounds, rate in ARMS
@@ -67,13 +83,12 @@ def runs(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """One run of real weights, or of stages that only cost time."""
-    return trained(case) if case.settings["kind"] == "train" else routing_load.serve(case.settings)
+    """One run of stages that only cost time, or of real weights: TRAINED, and `spread`, (inner step, std) by stage."""
+    from noloco_p2p.lab.experiments.real_swarm import train
 
-
-def trained(case: Case) -> Figures:
-    """What `training.Trained` says, as far as it is reported. `spread` has (inner step, std) by stage, if finite."""
     settings = case.settings
+    if settings["kind"] == "serve":
+        return routing_load.serve(settings)
     manifest = small_manifest(
         64,
         len(STAGES),
@@ -84,45 +99,33 @@ def trained(case: Case) -> Figures:
         evaluation={"every_steps": EVALUATED * settings["steps"] // 100, "microbatches": 16},
     )
     both = (settings["replicas"], settings["replicas"])
-    found = train(Training(manifest, both, settings["seed"], costs=Costs(spread=JITTER))).json()
-    told = (
-        "validation",
-        "validation_loss",
-        "merged_loss",
-        "tokens",
-        "load",
-        "uneven",
-        "waiting",
-        "busy",
-        "rounds",
-        "virtual_s",
-    )
-    finite = [one for one in found["spreads"] if one["std"] is not None]
-    spread = [[(one["step"], one["std"]) for one in finite if one["stage"] == stage] for stage in STAGES]
-    return {name: found[name] for name in told} | {"spread": spread}
+    summary = train(TrainingPlan(manifest, both, settings["seed"], costs=Costs(spread=JITTER)))
+    spread = [[(one.step, one.std) for one in summary.finite_spreads(stage)] for stage in STAGES]
+    return summary.figures(*TRAINED, "virtual_s") | {"spread": spread}
 
 
 # --- what they say --------------------------------------------------------------------------------------------------
 
 
-def late_std(result: Result, stage: int, looks: int) -> float | None:
-    """Weight std over a stage's replicas, mean over the last half of the first `looks`; None where there is none."""
-    series = [std for _, std in result["spread"][stage]][:looks]
+def late_std(result: Result, stage: int, count: int) -> float | None:
+    """Weight std over a stage's replicas, mean over the last half of the first `count`; None where there is none."""
+    series = [std for _, std in result["spread"][stage]][:count]
     return fmean(series[len(series) // 2 :]) if series else None
 
 
-def common_looks(results: Results, rounds: str, rate: float) -> int:
-    """How many looks at the spread all runs of an arm have: a slow replica's few inner steps bound them."""
-    return min(len(series) for one in of(results, rounds=rounds, rate=rate) for series in one["spread"])
+def common_count(results: Results, rounds: str, rate: float) -> int:
+    """How many measurements of the spread all runs of an arm have: a slow replica's few inner steps bound them."""
+    return min(len(series) for one in select(results, rounds=rounds, rate=rate) for series in one["spread"])
 
 
 def changes(results: Results, policy: str, rounds: str, rate: float) -> dict[str, list[float]]:
     """Against fixed routes with the same seed, in per cent: std by stage, both stages' mean, perplexity."""
     found: dict[str, list[float]] = {"std 0": [], "std 1": [], "std": [], "perplexity": []}
-    looks = common_looks(results, rounds, rate)
-    mine = of(results, policy=policy, rounds=rounds, rate=rate)
-    for one, fixed in zip(mine, of(results, policy="fixed", rounds=rounds, rate=rate), strict=True):
-        stds = _known(_change(late_std(one, stage, looks), late_std(fixed, stage, looks)) for stage in STAGES)
+    count = common_count(results, rounds, rate)
+    mine = select(results, policy=policy, rounds=rounds, rate=rate)
+    for one, fixed in zip(mine, select(results, policy="fixed", rounds=rounds, rate=rate), strict=True):
+        pairs = [(late_std(one, stage, count), late_std(fixed, stage, count)) for stage in STAGES]
+        stds = [100 * (std / before - 1) for std, before in pairs if std is not None and before]
         if len(stds) == len(STAGES):
             found["std 0"].append(stds[0])
             found["std 1"].append(stds[1])
@@ -133,91 +136,75 @@ def changes(results: Results, policy: str, rounds: str, rate: float) -> dict[str
     return found
 
 
-def _change(value: float | None, before: float | None) -> float | None:
-    """In per cent."""
-    return 100 * (value / before - 1) if value is not None and before else None
-
-
-def tell(results: Results) -> list[Block]:
+def report(results: Results) -> list[Block]:
     """Real weights beside the paper's figures, then load and waiting."""
-    weights = [one for one in results if one["kind"] == "train"]
+    trained = [one for one in results if one["kind"] == "train"]
     return [
         "### Spread and loss",
-        _weights(weights),
-        _changes(weights),
-        *(_finding(weights, policy, arm) for policy in POLICIES[1:] for arm in ARMS),
-        *(_plot(weights, stage) for stage in STAGES),
-        _gap(weights),
+        _weights(trained),
+        _changes(trained),
+        *(_finding(trained, policy, arm) for policy in POLICIES[1:] for arm in ARMS),
+        *(_plot(trained, stage) for stage in STAGES),
+        _perplexity(trained),
         "### Load, waiting and throughput",
-        *routing_load.tell([one for one in results if one["kind"] == "serve"]),
+        *routing_load.report([one for one in results if one["kind"] == "serve"]),
     ]
 
 
-WEIGHTS = (
-    "peak rate",
-    "outer rounds",
-    "routes",
-    "validation loss",
-    "loss of the merged model",
-    "std stage 0",
-    "std stage 1",
-    "tokens",
-    "load, largest / mean",
-    "waiting",
-)
+Row = tuple[str, float, str]
+"""Outer rounds, peak rate, policy."""
+SETTING_COLUMNS: dict[str, Callable[[Row], Cell]] = {
+    "peak rate": lambda row: f"{row[1]:g}",
+    "outer rounds": lambda row: row[0],
+    "routes": lambda row: row[2],
+}
 
 
 def _weights(results: Results) -> Table:
+    counts = {arm: common_count(results, *arm) for arm in ARMS}
+
+    def over(figure: Callable[[Result, int], float | None], digits: int = 4) -> Callable[[Row], Cell]:
+        def cell(row: Row) -> Cell:
+            found = select(results, rounds=row[0], rate=row[1], policy=row[2])
+            return mean_std(known(figure(one, counts[row[:2]]) for one in found), digits)
+
+        return cell
+
     caption = (
         "Mean ± standard deviation over seeds. Losses in nats per token, the first is the mean over the replicas; std "
         "of the weights over the replicas of a stage, on θ before the merge where there is one, mean over the last "
         "half of the looks that all runs of the arm have; load and microbatches that wait at a door (mean over time) "
         "of stage 1."
     )
-    rows = []
-    for rounds, rate in ARMS:
-        looks = common_looks(results, rounds, rate)
-        for policy in POLICIES:
-            found = of(results, policy=policy, rounds=rounds, rate=rate)
-            rows.append((f"{rate:g}", rounds, policy, *_cells(found, looks)))
-    return Table(WEIGHTS, rows, caption)
-
-
-def _cells(found: Results, looks: int) -> tuple[str, ...]:
-    return (
-        mean_std(_known(one["validation_loss"] for one in found)),
-        mean_std(_known(one["merged_loss"] for one in found)),
-        *(mean_std(_known(late_std(one, stage, looks) for one in found), 3) for stage in STAGES),
-        mean_std([one["tokens"] for one in found], 6),
-        mean_std([routing_load.largest_over_mean(list(one["load"].values())[one["replicas"] :]) for one in found]),
-        mean_std([one["waiting"][1] for one in found], 2),
-    )
+    columns = SETTING_COLUMNS | {
+        "validation loss": over(lambda one, _: one["validation_loss"]),
+        "loss of the merged model": over(lambda one, _: one["merged_loss"]),
+        "std stage 0": over(lambda one, count: late_std(one, 0, count), 3),
+        "std stage 1": over(lambda one, count: late_std(one, 1, count), 3),
+        "tokens": over(lambda one, _: one["tokens"], 6),
+        "load, largest / mean": over(lambda one, _: largest_over_mean(list(one["load"].values())[one["replicas"] :])),
+        "waiting": over(lambda one, _: one["waiting"][1], 2),
+    }
+    return table(columns, [(*arm, policy) for arm in ARMS for policy in POLICIES], caption)
 
 
 def _changes(results: Results) -> Table:
-    compared = ("std 0", "std 1", "std", "perplexity")
-    rows = []
-    for rounds, rate in ARMS:
-        for policy in POLICIES[1:]:
-            found = changes(results, policy, rounds, rate)
-            rows.append((f"{rate:g}", rounds, policy, *(mean_std(found[name], 3) for name in compared)))
+    columns = SETTING_COLUMNS | {
+        title: lambda row, name=name: mean_std(changes(results, row[2], row[0], row[1])[name], 3)
+        for title, name in {
+            "std stage 0, %": "std 0",
+            "std stage 1, %": "std 1",
+            "std, mean of both, %": "std",
+            "perplexity, %": "perplexity",
+        }.items()
+    }
     paper = published()["random_routing_without_outer"]
     stds = ", ".join(f"{100 * value:.0f} ({size})" for size, value in paper["weight_std_change"].items())
     most = f"at most +{100 * paper['perplexity_increase_at_most']:.0f}"
-    rows.append(("paper", "without", "a permutation each time", "–", "–", stds, most))
-    return Table(
-        (
-            "peak rate",
-            "outer rounds",
-            "routes",
-            "std stage 0, %",
-            "std stage 1, %",
-            "std, mean of both, %",
-            "perplexity, %",
-        ),
-        rows,
-        "Change against fixed routes with the same seed, mean ± standard deviation over seeds.",
-    )
+    caption = "Change against fixed routes with the same seed, mean ± standard deviation over seeds."
+    ours = table(columns, [(*arm, policy) for arm in ARMS for policy in POLICIES[1:]])
+    theirs = ("paper", "without", "a permutation each time", "–", "–", stds, most)
+    return Table(ours.columns, [*ours.rows, theirs], caption)
 
 
 def _finding(results: Results, policy: str, arm: tuple[str, float]) -> str:
@@ -235,67 +222,38 @@ def _finding(results: Results, policy: str, arm: tuple[str, float]) -> str:
 
 
 def _plot(results: Results, stage: int) -> Plot:
-    """The mean over the seeds at every look that all of them had, at the higher rate."""
+    """The mean over the seeds at every step at which all of them were measured, at the higher rate."""
     curves = []
     for rounds, rate in ARMS[1:]:
         for policy in POLICIES:
-            found = of(results, policy=policy, rounds=rounds, rate=rate)
+            found = select(results, policy=policy, rounds=rounds, rate=rate)
             series = [dict(one["spread"][stage]) for one in found]
-            looks = sorted(set.intersection(*map(set, series)))
-            means = [fmean(one[step] for one in series) for step in looks]
-            curves.append(Curve(f"{policy}, {rounds}", looks, means, style="dashed" if rounds == "with" else "line"))
-    return Plot(
-        f"spread-stage-{stage}",
-        f"Weight spread of stage {stage}, without and with outer rounds",
-        ("inner steps", "std over the replicas"),
-        curves,
-        ("linear", "log"),
-    )
+            steps = sorted(set.intersection(*map(set, series)))
+            means = [fmean(one[step] for one in series) for step in steps]
+            curves.append(Curve(f"{policy}, {rounds}", steps, means, style="dashed" if rounds == "with" else "line"))
+    title = f"Weight spread of stage {stage}, without and with outer rounds"
+    return Plot(f"spread-stage-{stage}", title, ("inner steps", "std over the replicas"), curves, ("linear", "log"))
 
 
-def _gap(results: Results) -> Plot:
+def _perplexity(results: Results) -> Plot:
     """Whether the price of other routes grows or shrinks: the mean over the seeds at every evaluation."""
     curves = []
     for rounds, rate in ARMS:
-        fixed = of(results, policy="fixed", rounds=rounds, rate=rate)
+        fixed = select(results, policy="fixed", rounds=rounds, rate=rate)
         for policy in POLICIES[1:]:
-            mine = of(results, policy=policy, rounds=rounds, rate=rate)
-            together = list(zip(*map(_gaps, mine, fixed), strict=False))
+            mine = select(results, policy=policy, rounds=rounds, rate=rate)
+            together = list(zip(*map(_perplexity_gaps, mine, fixed), strict=False))
             x, y = ([fmean(pair[column] for pair in same) for same in together] for column in (0, 1))
             label = f"{policy}, {rounds}, {rate:g}"
             curves.append(Curve(label, x, y, style="dashed" if rounds == "with" else "line"))
     return Plot("perplexity", "Perplexity against fixed routes", ("steps", "change, %"), curves)
 
 
-def _gaps(one: Result, fixed: Result) -> list[tuple[int, float]]:
+def _perplexity_gaps(one: Result, fixed: Result) -> list[tuple[int, float]]:
     """(step, perplexity against that of fixed routes in per cent) of every evaluation."""
     pairs = zip(one["validation"], fixed["validation"], strict=False)
     finite = [(step, loss, other) for (step, loss), (_, other) in pairs if loss is not None and other is not None]
     return [(step, 100 * (exp(loss - other) - 1)) for step, loss, other in finite]
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-EXPERIMENT = Experiment(
-    "routing",
-    question="Do microbatches that take other routes at every step hold the replicas together, with and without outer "
-    "rounds, and what do they cost in loss, load and waiting?",
-    setting="A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer a stage, "
-    f"{REPLICAS} replicas of each stage; the node's own code in the simulator over real torch stages, device times "
-    f"log-normal (σ {JITTER}). Microbatches of 8 × 64 tokens, one for each origin and inner step, m = {ROUND_STEPS}, "
-    "two peak learning rates. `fixed`: replica i always sends to replica i; `random`: to anybody that has room; "
-    "`balanced`: by a permutation drawn for each step. Validation goes from replica i to replica i under all of "
-    "them. Then the same policies over stages that only cost time, on equal and unequal devices.",
-    limits="A model of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 "
-    "steps: signs can be compared, sizes hardly. Without outer rounds fixed routes are eight small models that never "
-    "meet; a run this short does not show what each would lose by seeing an eighth of the data. Under `random` and "
-    "`fixed` the order of arrival decides who takes how many inner steps, and the clock is pulled to the median: "
-    "tokens differ by a few per cent, and a part of the spread is that replicas of stage 1 have come to unequal "
-    "inner steps. A full replica says Busy, which evens the load of `random`: draws without that would be less even. "
-    "Device and link times are assumed, not measured.",
-    runs=runs,
-    measure=measure,
-    tell=tell,
-)
+EXPERIMENT = Experiment("routing", describe(globals()), cases, measure, report)

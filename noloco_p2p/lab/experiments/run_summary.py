@@ -1,55 +1,55 @@
-"""From what the nodes of a simulated swarm told and its stages saw to one report of numbers."""
+"""From the trace of a simulated swarm that trained, and what its stages measured, to one summary."""
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import torch
 
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.core.messages import ITEM_BYTES, Batch, HostTensor, LossSum
-from noloco_p2p.lab.experiments.instrumented_stage import Observed, Watch
-from noloco_p2p.lab.experiments.training import Trained, Training
-from noloco_p2p.sim.process import Outcome, SimProcess
-from noloco_p2p.sim.telemetry import Trace, TraceEvent
+from noloco_p2p.core.messages import ITEM_BYTES, Batch, HostTensor, LossSum, PeerId
+from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
+from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, idle_seconds, largest_over_mean
+from noloco_p2p.sim.process import NodeOutcome, Outcome
+from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import peer_id
 
 FIRST_STAGE = peer_id(0, 0)[:-1]
 """How the peer ids of stage 0 begin."""
 
 
-def told(plan: Training, watch: Watch, outcome: Outcome, held_out: Sequence[Batch]) -> Trained:
-    """From what happened to what is reported."""
+def summarise(
+    plan: TrainingPlan, monitor: TrainingMonitor, outcome: Outcome, held_out: Sequence[Batch]
+) -> TrainingSummary:
+    """What is reported of a run that has ended."""
     stages = [outcome.of_stage(stage) for stage in range(len(plan.replicas))]
-    trace = outcome.trace
-    outer = trace.of("outer_round")
-    lost = [(h.peer, int(_number(h, "round"))) in watch.lost for h in outer]
-    rounds = Counter("lost" if gone else str(h.get("result")) for h, gone in zip(outer, lost, strict=True))
-    pulled = sum(int(_number(h, "bytes")) for h, gone in zip(outer, lost, strict=True) if not gone)
-    idle: dict[str, float] = defaultdict(float)
-    for event in trace.of("idle"):
-        idle[str(event.get("cause"))] += _number(event, "seconds")
+    loads = {node.peer: sum(monitor.served[node.peer]) for nodes in stages for node in nodes}
+    trace, steps = outcome.trace, _inner_steps(outcome.trace)
+    rounds = [(event, (event.peer, int(event.number("round"))) in monitor.lost) for event in trace.of("outer_round")]
+    results = Counter("lost" if lost else str(event.get("result")) for event, lost in rounds)
     evaluations = [trace.of("evaluation", node.peer) for node in stages[0]]
-    steps = _inner_steps(trace)
-    return Trained(
+    return TrainingSummary(
         validation=tuple(
-            (int(fmean(_number(h, "step") for h in same) + 0.5), fmean(_number(h, "loss") for h in same))
+            (int(fmean(e.number("step") for e in same) + 0.5), fmean(e.number("loss") for e in same))
             for same in zip(*evaluations, strict=True)
         ),
-        final_losses=tuple(_number(found[-1], "loss") for found in evaluations),
+        final_losses=tuple(found[-1].number("loss") for found in evaluations),
         merged_loss=merged_loss([[torch_stage(node) for node in nodes] for nodes in stages], held_out),
         training=tuple((step, loss_sum / tokens) for step, (loss_sum, tokens) in sorted(steps.items()) if tokens),
-        spreads=tuple(spread for _, spread in sorted(watch.spreads.items())),
+        spreads=tuple(spread for _, spread in sorted(monitor.spreads.items())),
         parameters=tuple(torch_stage(nodes[0]).state.parameters for nodes in stages),
         tokens=int(sum(tokens for _, tokens in steps.values())),
-        bytes=_bytes(plan, watch, stages, pulled),
-        rounds=dict(sorted(rounds.items())),
-        load={node.peer: sum(watch.served[node.peer]) for nodes in stages for node in nodes},
-        uneven=tuple(_uneven([watch.served[node.peer] for node in nodes]) for nodes in stages),
+        bytes={
+            **_bytes_between_stages(plan, stages, loads),
+            "snapshot": sum(int(event.number("bytes")) for event, lost in rounds if not lost),
+        },
+        rounds=dict(sorted(results.items())),
+        load=loads,
+        uneven=tuple(largest_over_mean([loads[node.peer] for node in nodes]) for nodes in stages),
         waiting=tuple(fmean(_waiting(node, outcome.ended_at_s) for node in nodes) for nodes in stages),
         busy=trace.totals("busy", "direction")["in"],
         rerouted=len(trace.of("reroute")),
-        idle_s=dict(sorted(idle.items())),
+        idle_s=idle_seconds(trace),
         virtual_s=outcome.ended_at_s,
     )
 
@@ -59,33 +59,28 @@ def _inner_steps(trace: Trace) -> dict[int, tuple[float, float]]:
     sums: dict[int, tuple[float, float]] = {}
     for event in trace.of("inner_step"):
         if event.peer.startswith(FIRST_STAGE):
-            number = int(_number(event, "inner_step"))
-            loss_sum, tokens = sums.get(number, (0.0, 0.0))
-            sums[number] = loss_sum + _number(event, "loss_sum"), tokens + _number(event, "tokens")
+            step = int(event.number("inner_step"))
+            loss_sum, tokens = sums.get(step, (0.0, 0.0))
+            sums[step] = loss_sum + event.number("loss_sum"), tokens + event.number("tokens")
     return sums
 
 
-def _bytes(plan: Training, watch: Watch, stages: Sequence[Sequence[SimProcess]], pulled: int) -> dict[str, int]:
-    """What crossed from one stage to the next and back, and what was pulled."""
+def _bytes_between_stages(
+    plan: TrainingPlan, stages: Sequence[Sequence[NodeOutcome]], loads: Mapping[PeerId, int]
+) -> dict[str, int]:
     hidden = torch_stage(stages[0][0]).state.hidden.nbytes
     targets = ITEM_BYTES["int32"] * plan.manifest.microbatch_size * plan.manifest.sequence_length
-    hops = sum(sum(watch.served[node.peer]) for nodes in stages[1:] for node in nodes)
-    return {"activation": hops * (hidden + targets), "gradient": hops * hidden, "snapshot": pulled}
+    hops = sum(loads[node.peer] for nodes in stages[1:] for node in nodes)
+    return {"activation": hops * (hidden + targets), "gradient": hops * hidden}
 
 
-def _uneven(served: Sequence[Sequence[int]]) -> float:
-    """Largest over mean of what the replicas served."""
-    loads = [sum(steps) for steps in served]
-    return max(loads) / fmean(loads)
-
-
-def _waiting(node: SimProcess, ended_at_s: float) -> float:
-    """Microbatches at a door, averaged over the time of the run."""
+def _waiting(node: NodeOutcome, ended_at_s: float) -> float:
+    """Microbatches that wait to be admitted, averaged over the time of the run."""
     total, since_s, value = 0.0, 0.0, 0.0
     for event in node.trace.of("gauge"):
         if event.get("name") == "waiting":
             total += value * (event.at_s - since_s)
-            since_s, value = event.at_s, _number(event, "value")
+            since_s, value = event.at_s, event.number("value")
     return (total + value * (ended_at_s - since_s)) / ended_at_s
 
 
@@ -106,11 +101,7 @@ def merged_loss(stages: Sequence[Sequence[TorchStage]], held_out: Sequence[Batch
     return loss_sum / tokens
 
 
-def torch_stage(node: SimProcess) -> TorchStage:
+def torch_stage(node: NodeOutcome) -> TorchStage:
     """The real stage of a node, as it was left."""
-    assert isinstance(node.model, Observed), "every stage of the run is observed"
+    assert isinstance(node.model, InstrumentedStage), "every stage of the run is instrumented"
     return node.model.stage
-
-
-def _number(event: TraceEvent, name: str) -> float:
-    return float(str(event.get(name)))

@@ -26,7 +26,7 @@ RESULTS, REPORT = "results.json", "report.md"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RunOptions:
     """How an experiment is run."""
 
     out: Path
@@ -37,36 +37,36 @@ class Order:
     """Processes that measure at once, one thread each."""
 
 
-def run(experiment: Experiment, order: Order, say: Callable[[str], None]) -> Path:
+def run(experiment: Experiment, options: RunOptions, say: Callable[[str], None]) -> Path:
     """Run an experiment to its report, whose path is returned; `say` hears of every case.
 
     Raises ConfigError when the directory holds another experiment's results, LocalError when it cannot be written, and
     what `measure` raises, with what was measured before kept on disk.
     """
     try:
-        order.out.mkdir(parents=True, exist_ok=True)
+        options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LocalError(f"{order.out}: {error.strerror}") from error
-    record = Record(experiment, order)
-    kept = record.read()
+        raise LocalError(f"{options.out}: {error.strerror}") from error
+    file = ResultsFile(experiment, options)
+    kept = file.read()
     if kept:
-        say(f"{kept} cases are in {record.path} already")
-    with workers(order.jobs, OMP_NUM_THREADS="1") as pool:
-        while cases := record.missing():
-            _measure_all(pool, experiment, cases, record, say)
-    record.write(complete=True)
-    return _report(record)
+        say(f"{kept} cases are in {file.path} already")
+    with workers(options.jobs, OMP_NUM_THREADS="1") as pool:
+        while cases := file.missing():
+            _measure_all(pool, experiment, cases, file, say)
+    file.write(complete=True)
+    return _report(file)
 
 
-class Record:
+class ResultsFile:
     """What has been measured, in memory and in `results.json`."""
 
-    def __init__(self, experiment: Experiment, order: Order) -> None:
+    def __init__(self, experiment: Experiment, options: RunOptions) -> None:
         self.experiment = experiment
-        self.order = order
-        self.path = order.out / RESULTS
+        self.options = options
+        self.path = options.out / RESULTS
         self.code = code_digest()
-        self._cases = {case.name: case for case in _unique(experiment.runs(order.quick))}
+        self._cases = {case.name: case for case in _unique(experiment.cases(options.quick))}
         self._found: dict[str, Result] = {}
 
     @property
@@ -82,7 +82,7 @@ class Record:
     def missing(self) -> list[Case]:
         """What is still to be measured; when nothing is, what follows from the results."""
         if len(self._found) == len(self._cases):
-            for case in self.experiment.further(self.order.quick, self.results):
+            for case in self.experiment.further(self.options.quick, self.results):
                 if self._cases.setdefault(case.name, case) != case:
                     raise ValueError(f"two cases have the name {case.name}")
         return [case for name, case in self._cases.items() if name not in self._found]
@@ -100,7 +100,7 @@ class Record:
             old = json.loads(self.path.read_text())
         except ValueError as error:
             raise ConfigError(f"{self.path} is no results file ({error}); give another --out") from error
-        mine = (self.experiment.name, self.order.quick)
+        mine = (self.experiment.name, self.options.quick)
         if (old.get("experiment"), old.get("quick")) != mine:
             kind = "quick" if old.get("quick") else "full"
             raise ConfigError(f"{self.path} is of a {kind} run of {old.get('experiment')}; give another --out")
@@ -115,7 +115,7 @@ class Record:
         """All of it, whole or not at all. The wall times stand apart: the rest is equal for equal runs."""
         document = {
             "experiment": self.experiment.name,
-            "quick": self.order.quick,
+            "quick": self.options.quick,
             "complete": complete,
             "code": self.code,
             "runs": [
@@ -123,7 +123,7 @@ class Record:
                 for one in self.results
             ],
             "wall": {
-                "jobs": self.order.jobs,
+                "jobs": self.options.jobs,
                 "cores": os.cpu_count(),
                 "python": platform.python_version(),
                 "cases_s": {one.case.name: one.wall_s for one in self.results},
@@ -156,7 +156,7 @@ def _measure_all(
     pool: Executor,
     experiment: Experiment,
     cases: Sequence[Case],
-    record: Record,
+    file: ResultsFile,
     say: Callable[[str], None],
 ) -> None:
     waiting: dict[Future[tuple[Figures, float]], Case] = {
@@ -171,8 +171,8 @@ def _measure_all(
                 error.add_note(f"in case {case.name} of {experiment.name}: {dict(case.settings)}")
                 raise error
             figures, wall_s = future.result()
-            record.add(Result(case, figures, wall_s))
-            say(f"[{len(record.results)}/{record.cases}] {case.name}: {wall_s:.1f} s")
+            file.add(Result(case, figures, wall_s))
+            say(f"[{len(file.results)}/{file.cases}] {case.name}: {wall_s:.1f} s")
 
 
 def _timed(measure: Callable[[Case], Figures], case: Case) -> tuple[Figures, float]:
@@ -186,34 +186,34 @@ def _timed(measure: Callable[[Case], Figures], case: Case) -> tuple[Figures, flo
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def _report(record: Record) -> Path:
-    experiment, order = record.experiment, record.order
-    blocks = experiment.tell(record.results)
+def _report(file: ResultsFile) -> Path:
+    experiment, options = file.experiment, file.options
+    blocks = experiment.report(file.results)
     for chart in markdown_page.charts(blocks):
-        plots.save(chart, order.out)
+        plots.save(chart, options.out)
     head = [
         f"# {experiment.name}",
-        f"**Question.** {experiment.question}",
-        f"**Setting.** {experiment.setting}",
-        *(["**This is the quick version: fewer and shorter cases than the full one.**"] if order.quick else []),
+        f"**Question.** {experiment.text.question}",
+        f"**Setting.** {experiment.text.setting}",
+        *(["**This is the quick version: fewer and shorter cases than the full one.**"] if options.quick else []),
         "## Results",
     ]
-    whole = [*head, *blocks, "## What this does not show", experiment.limits, "## Runs", _runs(record)]
-    path = order.out / REPORT
+    whole = [*head, *blocks, "## What this does not show", experiment.text.limits, "## Runs", _runs(file)]
+    path = options.out / REPORT
     path.write_text(markdown_page.markdown(whole))
     return path
 
 
-def _runs(record: Record) -> str:
+def _runs(file: ResultsFile) -> str:
     """How it was measured, and how to do it again."""
-    results, order = record.results, record.order
+    results, options = file.results, file.options
     seeds = _seeds([one.case.settings for one in results])
-    command = f"noloco experiment {record.experiment.name}{' --quick' if order.quick else ''}"
+    command = f"noloco experiment {file.experiment.name}{' --quick' if options.quick else ''}"
     total_s = sum(one.wall_s for one in results)
     return (
         f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}; every one with its settings and figures in"
-        f" [{RESULTS}]({RESULTS}). {total_s:.0f} s of computing in all, {order.jobs} at a time on"
-        f" {os.cpu_count()} cores. Again: `{command}`. Code: `{record.code[:12]}`."
+        f" [{RESULTS}]({RESULTS}). {total_s:.0f} s of computing in all, {options.jobs} at a time on"
+        f" {os.cpu_count()} cores. Again: `{command}`. Code: `{file.code[:12]}`."
     )
 
 

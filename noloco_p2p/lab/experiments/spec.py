@@ -1,20 +1,25 @@
-"""What an experiment is. Each module of this package that is one offers it as `EXPERIMENT`.
+"""What an experiment is, and what all of them share. Each module that is one offers it as `EXPERIMENT`.
 
-def runs(quick: bool) -> list[Case]: ...        which cases there are
-def measure(case: Case) -> Figures: ...         one case, in a process of its own
-def tell(results: Results) -> list[Block]: ...  what the report says of them
+Its docstring is what the report says of it: the question (the first paragraph), the setting, and after "Limits:" what
+the results do not show, in Markdown; `{NAME}` stands for a constant of the module.
 
-EXPERIMENT = Experiment("latency", question="…", setting="…", limits="…", runs=runs, measure=measure, tell=tell)
+def cases(quick: bool) -> list[Case]: ...         which cases there are
+def measure(case: Case) -> Figures: ...           one case, in a process of its own
+def report(results: Results) -> list[Block]: ...  what the report says of them
+
+EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
 from noloco_p2p.lab.experiments.markdown_page import Block
 
 Figures = dict[str, Any]
-"""What was measured in one case: JSON values only, no NaN and no infinity (say None)."""
+"""What was measured in one case: JSON values only, no NaN and no infinity (None instead)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class Case:
     name: str
     """Short, unique in its experiment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """All that the figures follow from, JSON values only; `seed` is the one of its chance."""
+    """All that the figures follow from, JSON values only; `seed` is the one of its random draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,15 @@ Results = Sequence[Result]
 """In the order of the cases."""
 
 
-def nothing_further(quick: bool, results: Results) -> list[Case]:
-    """No case depends on what others gave."""
-    return []
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a report says of an experiment before and after its findings, in Markdown."""
+
+    question: str
+    setting: str
+    """What is held fixed and what is varied."""
+    limits: str
+    """What the results do not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +66,50 @@ class Experiment:
     """A question, and all it takes to answer it."""
 
     name: str
-    """That of its module."""
-    question: str
-    """One or two sentences."""
-    setting: str
-    """What is held fixed and what is varied, in Markdown."""
-    limits: str
-    """What the results do not show, in Markdown."""
-    runs: Callable[[bool], list[Case]]
+    text: Description
+    cases: Callable[[bool], list[Case]]
     """The cases; True: those of `--quick`. Long ones first use the processes best."""
     measure: Callable[[Case], Figures]
     """A function of the case only; at module level, as it is called in processes that are started fresh (one thread
     each). Torch and other heavy modules are imported inside it."""
-    tell: Callable[[Results], list[Block]]
-    """The report's findings, from the results and `paper.json` only; it fails for no legal figures."""
-    further: Callable[[bool, Results], list[Case]] = nothing_further
-    """Cases that depend on the results so far, asked again until it gives no new ones."""
+    report: Callable[[Results], list[Block]]
+    """The report's findings, from the results and `paper.json` only; no legal figures make it fail."""
+    further: Callable[[bool, Results], list[Case]] = lambda quick, results: []
+    """Cases that depend on the results so far, asked for again until it gives no new ones."""
+
+
+def describe(module: Mapping[str, Any]) -> Description:
+    """From the docstring of an experiment's module, `globals()`."""
+    question, setting = str(module["__doc__"]).format_map(module).split("\n\n", 1)
+    setting, limits = setting.split("\n\nLimits: ")
+    return Description(" ".join(question.split()), setting, limits.strip())
+
+
+def published() -> dict[str, Any]:
+    """What the paper reports (arXiv 2506.10911), by name; its `source` says from which tables."""
+    figures: dict[str, Any] = json.loads(resources.files(__package__).joinpath("paper.json").read_text())
+    return figures
+
+
+def select(results: Results, **settings: object) -> list[Result]:
+    """The results with these settings, by seed."""
+    found = [one for one in results if all(one.case.settings.get(name) == value for name, value in settings.items())]
+    return sorted(found, key=lambda one: int(one["seed"]))
+
+
+def group(results: Results, *names: str) -> dict[tuple[Any, ...], list[Result]]:
+    """The results by their values of these settings."""
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for one in results:
+        groups.setdefault(tuple(one[name] for name in names), []).append(one)
+    return groups
+
+
+def known(values: Iterable[float | None]) -> list[float]:
+    """Those that are not None: what was finite."""
+    return [value for value in values if value is not None]
+
+
+def differences(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
+    """The first less the second of each pair, where both were finite."""
+    return [mine - other for mine, other in pairs if mine is not None and other is not None]

@@ -1,7 +1,26 @@
-"""Experiment 3: up to which γ do the replicas of a stage stay together? S1 and the paper's bound against real training.
+"""For which α and γ do the replicas of a stage stay together: is it S1, or the condition of the paper's eq. 74?
 
-Training is stopped slowly: the learning rate falls to zero over the run. Where the replicas hold together their spread
-falls with it; where they do not, it grows by about the same factor in every round, however small the steps become.
+One stage (a byte-level Llama of one layer, hidden {SIZES[hidden_size]}, on the standard library's text, real torch
+weights, the node's own code in the simulator), 8 and 16 replicas, matched pairs, β = {BETA:g}, m =
+{SIZES[inner_steps]}, {ROUNDS} outer rounds, {SLOW_ROUNDS} from α = {SLOW_ALPHA:g} on. The learning rate begins at
+{PEAK_LEARNING_RATE:g} without warm-up and falls to 0 as a cosine, so that a spread that does not fall with it is kept
+up by the outer rounds alone. Growth is the factor per round of the replicas' weight std before the merge, over the
+last third of the run (least squares on its logarithm); the spread *grew* where that is 1 or more, or where nodes
+stopped because nothing was finite.
+
+- *S1*: γ_max = 2(1−α²), mean square, many replicas. *S1 for N*: the same algebra for N matched replicas, whose
+  partners are one another's N−1 others: γ_max = 2(1−α²) / (1−α/(N−1)).
+- *Nearly every run*: the γ at which the outer rounds without training neither shrink nor grow deviations in one long
+  run (their Lyapunov exponent is 0), found by bisection. It lies above S1, because the mean square is carried by few
+  unlucky sequences of pairs.
+- *Eq. 74* of arXiv 2506.10911, as far as it is known here: √(n/(2(n−1)))·α < γ < √(n/(2(n−1)))·(2+α), with n the size
+  of the group; beside it, the same with n read as the number of replicas.
+
+Limits: One stage of a tiny model and few inner steps per round: with longer rounds the loss's own curvature pulls
+replicas together more strongly between two merges. Near the bound the runs are too short: a factor of 1.01 and one of
+0.99 cannot be told apart. Pairs are matched; with one-sided random pulls the mean of the replicas is not kept, and the
+bound is another one. A γ inside the bound is no promise of a good loss. Eq. 74 could not be compared with the paper's
+text when this was written.
 """
 
 from collections.abc import Sequence
@@ -10,9 +29,9 @@ from functools import partial
 from noloco_p2p.core import schedule
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.experiments import bounds
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures
-from noloco_p2p.lab.experiments.stability_report import NAMED, tell
-from noloco_p2p.lab.experiments.training import Training, small_manifest, train
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, describe
+from noloco_p2p.lab.experiments.stability_report import NAMED, report
+from noloco_p2p.lab.experiments.training import TrainingPlan, finite, small_manifest
 
 ALPHAS = (0.0, 0.3, 0.5, 0.7, 0.9)
 MULTIPLES = (0.3, 0.6, 0.9, 1.1, 1.4)
@@ -24,7 +43,7 @@ SIZES = {"inner_steps": 2, "hidden_size": 32, "sequence_length": 32, "microbatch
 PEAK_LEARNING_RATE = 1e-3
 
 
-def runs(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[Case]:
     """The grid for each number of replicas and each seed, and the bound for nearly every run at each α."""
     alphas, multiples = ((0.0, 0.5, 0.9), (0.6, 0.9, 1.4)) if quick else (ALPHAS, MULTIPLES)
     seeds = {8: range(1)} if quick else {16: range(1), 8: range(2)}
@@ -49,36 +68,39 @@ def runs(quick: bool) -> list[Case]:
 
 def measure(case: Case) -> Figures:
     """Train with one (α, γ), and play the same pairs with noise instead of training; or look for the typical bound."""
-    told = case.settings
-    if told["kind"] == "typical":
-        return {"bound": bounds.typical_bound(told["alpha"], told["replicas"], seed=told["seed"])}
-    rounds, m = told["rounds"], told["inner_steps"]
-    factors = {"alpha": told["alpha"], "beta": BETA, "gamma": told["gamma"]}
+    from noloco_p2p.lab.experiments.real_swarm import train
+
+    settings = case.settings
+    alpha, replicas, seed = settings["alpha"], settings["replicas"], settings["seed"]
+    if settings["kind"] == "typical":
+        return {"bound": bounds.typical_bound(alpha, replicas, seed=seed)}
+    m, steps = settings["inner_steps"], settings["rounds"] * settings["inner_steps"]
     manifest = small_manifest(
-        told["hidden_size"],
+        settings["hidden_size"],
         1,
-        sequence_length=told["sequence_length"],
-        microbatch_size=told["microbatch_size"],
-        steps=rounds * m,
+        sequence_length=settings["sequence_length"],
+        microbatch_size=settings["microbatch_size"],
+        steps=steps,
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": 0, "final_fraction": 0.0},
-        outer={**factors, "inner_steps": m, "pairing": "matched", "allow_unstable": True},
+        outer={"alpha": alpha, "beta": BETA, "gamma": settings["gamma"], "inner_steps": m}
+        | {"pairing": "matched", "allow_unstable": True},
         routing="balanced",
         evaluation={"every_steps": None, "microbatches": 8},
     )
     noise = bounds.noise_spreads(
-        (told["alpha"], BETA, told["gamma"]),
-        partial(bounds.partners, told["seed"], members=bounds.members(told["replicas"])),
-        bounds.round_means([schedule.learning_rate(t, rounds * m, 1.0, 0, 0.0) for t in range(1, rounds * m + 1)], m),
-        replicas=told["replicas"],
-        seed=told["seed"],
+        (alpha, BETA, settings["gamma"]),
+        partial(bounds.partners, seed, members=bounds.members(replicas)),
+        bounds.round_means([schedule.learning_rate(t, steps, 1.0, 0, 0.0) for t in range(1, steps + 1)], m),
+        replicas=replicas,
+        seed=seed,
     )
     figures: Figures = {"noise_growth": _growth(noise), "noise_spreads": noise}
     try:
-        trained = train(Training(manifest, (told["replicas"],), told["seed"]))
+        trained = train(TrainingPlan(manifest, (replicas,), seed))
     except LocalError as error:  # a node stops itself when nothing is finite any more
         return figures | {"growth": None, "spreads": [], "loss": None, "merged_loss": None, "stopped": str(error)}
-    spreads, found = [spread.std for spread in trained.spreads], trained.json()
-    losses = {"loss": found["validation_loss"], "merged_loss": found["merged_loss"]}
+    spreads = [spread.std for spread in trained.spreads]
+    losses = {"loss": finite(trained.validation_loss), "merged_loss": finite(trained.merged_loss)}
     return figures | losses | {"growth": _growth(spreads), "spreads": spreads, "stopped": None}
 
 
@@ -87,34 +109,4 @@ def _growth(spreads: Sequence[float]) -> float:
     return bounds.slope(spreads[-(len(spreads) // 3) :])
 
 
-SETTING = f"""One stage (a byte-level Llama of one layer, hidden {SIZES["hidden_size"]}, on the standard library's text,
-real torch weights, the node's own code in the simulator), 8 and 16 replicas, matched pairs, β = {BETA:g},
-m = {SIZES["inner_steps"]}, {ROUNDS} outer rounds, {SLOW_ROUNDS} from α = {SLOW_ALPHA:g} on. The learning rate begins at
-{PEAK_LEARNING_RATE:g} without warm-up and falls to 0 as a cosine, so that a spread that does not fall with it is kept
-up by the outer rounds alone. Growth is the factor per round of the replicas' weight std before the merge, over the last
-third of the run (least squares on its logarithm); the spread *grew* where that is 1 or more, or where nodes stopped
-because nothing was finite.
-
-- *S1*: γ_max = 2(1−α²), mean square, many replicas. *S1 for N*: the same algebra for N matched replicas, whose partners
-  are one another's N−1 others: γ_max = 2(1−α²) / (1−α/(N−1)).
-- *Nearly every run*: the γ at which the outer rounds without training neither shrink nor grow deviations in one long
-  run (their Lyapunov exponent is 0), found by bisection. It lies above S1, because the mean square is carried by few
-  unlucky sequences of pairs.
-- *Eq. 74* of arXiv 2506.10911, as far as it is known here: √(n/(2(n−1)))·α < γ < √(n/(2(n−1)))·(2+α), with n the size
-  of the group; beside it, the same with n read as the number of replicas."""
-
-LIMITS = """One stage of a tiny model and few inner steps per round: with longer rounds the loss's own curvature pulls
-replicas together more strongly between two merges. Near the bound the runs are too short: a factor of 1.01 and one of
-0.99 cannot be told apart. Pairs are matched; with one-sided random pulls the mean of the replicas is not kept, and the
-bound is another one. A γ inside the bound is no promise of a good loss. Eq. 74 could not be compared with the paper's
-text when this was written."""
-
-EXPERIMENT = Experiment(
-    "stability",
-    "For which α and γ do the replicas of a stage stay together: is it S1, or the condition of the paper's eq. 74?",
-    SETTING,
-    LIMITS,
-    runs,
-    measure,
-    tell,
-)
+EXPERIMENT = Experiment("stability", describe(globals()), cases, measure, report)

@@ -1,18 +1,21 @@
-"""A swarm that trains real weights, all replicas in one process: the simulator's nodes over torch stages and real data.
+"""What a swarm that trains real weights in the simulator is given, and what is reported of it. Free of torch.
 
-`train(Training(manifest, replicas=(8, 8), seed=1))` runs it and says what came of it. Time is the simulator's, so that
-nothing here depends on the machine; torch is imported by `train` only.
+`real_swarm.train(TrainingPlan(manifest, replicas=(8, 8), seed=1))` runs it: the simulator's nodes over torch stages and
+real data, all replicas in one process. Time is the simulator's, so that nothing depends on the machine.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
+from statistics import fmean
 from typing import Any
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.telemetry import Trace
 
 CONFIG = NodeConfig.model_validate({"checkpoint": {"every_rounds": None}, "rebalance": False})
 """Of every node: no checkpoints, no moves between stages."""
@@ -21,8 +24,8 @@ BYTE_VOCABULARY = 384
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """What is trained. Everything in `Trained` follows from it and from the data."""
+class TrainingPlan:
+    """What is trained. The whole `TrainingSummary` follows from it and from the data."""
 
     manifest: RunManifest
     """Its `seed`, `stages` and `start_replicas` are set from `seed` and `replicas`."""
@@ -34,22 +37,22 @@ class Training:
     """Data streams, dealt to the stage-0 replicas in turn; none: one for each replica. Stream i is what replica i of
     another run with the same seed reads, so that one replica with streams 0 to 7 reads what 8 replicas read."""
     stale_rounds: int = 0
-    """A partner's snapshot is that of so many rounds before (of the start, when there were fewer)."""
+    """A partner's snapshot is that of this many rounds before (of the start, when there were fewer)."""
     lost_partner: float = 0.0
     """Chance that what was pulled is lost, drawn for each replica and round: it goes alone."""
     costs: Costs = field(default_factory=Costs)
     """Virtual device seconds of every node."""
     slowness: Mapping[PeerId, float] = field(default_factory=dict)
-    """Factor on a node's device seconds by peer (`s1r0`), 1.0 where it is not named."""
+    """Factor on a node's device seconds by peer (`s1r0`), 1.0 for others."""
     link: Link = field(default_factory=Link)
     """Every link."""
     audit_dir: str | None = None
-    """Where every node writes its audit files (design.md §5)."""
+    """Where every node writes its audit files (ARCHITECTURE.md, "Files")."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Weight std over the replicas of a stage, exact (method.md §5), on θ before the merge where there is one."""
+class ReplicaSpread:
+    """Exact weight std over the replicas of a stage (METHOD.md, "Measures"), on θ before the merge if there is one."""
 
     stage: int
     round: int
@@ -62,8 +65,8 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """What came of it. Losses are nats per token."""
+class TrainingSummary:
+    """What is reported of a run. Losses are nats per token."""
 
     validation: tuple[tuple[int, float], ...]
     """(step, mean over the stage-0 replicas) of every evaluation; fixed routes, weights not averaged."""
@@ -73,7 +76,7 @@ class Trained:
     """Held-out loss of the one model whose weights are the mean over the replicas of each stage, at the end."""
     training: tuple[tuple[int, float], ...]
     """(inner step, mean training loss of the stage-0 replicas)."""
-    spreads: tuple[Spread, ...]
+    spreads: tuple[ReplicaSpread, ...]
     """By round, then stage; rounds that a replica skipped are left out. Empty where every stage has one replica."""
     parameters: tuple[int, ...]
     """Of each stage's model."""
@@ -82,15 +85,15 @@ class Trained:
     bytes: Mapping[str, int]
     """`activation`, `gradient`, `snapshot`: of the tensors that were used, evaluation not counted."""
     rounds: Mapping[str, int]
-    """Outer rounds of all replicas by result, as the nodes tell it; those `lost` by `lost_partner` apart."""
+    """Outer rounds of all replicas by result, as the nodes report it; those `lost` by `lost_partner` apart."""
     load: Mapping[PeerId, int]
     """Microbatches that were counted, by replica."""
     uneven: tuple[float, ...]
     """Of each stage: the most loaded replica's microbatches over the mean."""
     waiting: tuple[float, ...]
-    """Of each stage: microbatches that wait at one replica's door, averaged over time and replicas."""
+    """Of each stage: microbatches that wait to be admitted at one replica, averaged over time and replicas."""
     busy: int
-    """How often a replica refused a microbatch because it had no place."""
+    """How often a replica refused a microbatch because it had no room."""
     rerouted: int
     """Microbatches that were sent to another replica than first chosen."""
     idle_s: Mapping[str, float]
@@ -108,14 +111,13 @@ class Trained:
         """By kind, per token trained on."""
         return {kind: count / self.tokens for kind, count in self.bytes.items()}
 
-    def final_std(self, stage: int) -> float:
-        """Of the last round before its merge. Raises IndexError where a stage has one replica."""
-        return [spread.std for spread in self.spreads if spread.stage == stage][-1]
+    def finite_spreads(self, stage: int) -> list[ReplicaSpread]:
+        """Those of a stage that are finite, by round."""
+        return [spread for spread in self.spreads if spread.stage == stage and isfinite(spread.std)]
 
-    def json(self) -> dict[str, Any]:
-        """Everything, and `validation_loss` and `bytes_per_token`, ready for JSON: what is not finite is None."""
-        told = {"validation_loss": self.validation_loss, "bytes_per_token": self.bytes_per_token}
-        return {name: finite(value) for name, value in (asdict(self) | told).items()}
+    def figures(self, *names: str) -> dict[str, Any]:
+        """These, ready for JSON: what is not finite is None."""
+        return {name: finite(getattr(self, name)) for name in names}
 
 
 def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManifest:
@@ -132,22 +134,11 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
     }
-    told = RunManifest(stages=1).model_dump() | {"model": {"family": "llama", "config": model}}
-    told |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1}
+    fields = RunManifest(stages=1).model_dump() | {"model": {"family": "llama", "config": model}}
+    fields |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1}
     for name, value in changes.items():
-        told[name] = {**told[name], **value} if isinstance(value, Mapping) else value
-    return RunManifest.model_validate(told)
-
-
-def train(plan: Training) -> Trained:
-    """Run it to its end. Deterministic on one machine.
-
-    Raises ConfigError for a model or data that do not fit, LocalError when a node stops because ten results in a row
-    were not finite, Deadlock when the run hangs.
-    """
-    from noloco_p2p.lab.experiments.real_swarm import live
-
-    return live(plan).told()
+        fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
+    return RunManifest.model_validate(fields)
 
 
 def finite(value: Any) -> Any:
@@ -157,3 +148,16 @@ def finite(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def idle_seconds(trace: Trace) -> dict[str, float]:
+    """What all nodes of a run idled, by cause."""
+    idle: dict[str, float] = defaultdict(float)
+    for event in trace.of("idle"):
+        idle[str(event.get("cause"))] += event.number("seconds")
+    return dict(sorted(idle.items()))
+
+
+def largest_over_mean(load: Sequence[int]) -> float:
+    """1.0 where all have as much to do."""
+    return max(load) / fmean(load)
