@@ -11,7 +11,7 @@ from noloco_p2p.lab.experiments.spec import Figures
 from noloco_p2p.sim.links import Access, Link, MessageSizes, Uniform
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import SimSwarm, SimPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LATENCY_S = 0.010
 """Mean one-way latency of every link."""

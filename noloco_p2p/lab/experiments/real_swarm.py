@@ -16,7 +16,7 @@ from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, Tra
 from noloco_p2p.lab.experiments.run_summary import merged_loss, summarise, torch_stage
 from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.world import SimSwarm, SimPlan, peer_id
+from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 STEP_LIMIT_S = 100.0
 """Virtual seconds for each step of the clock after which a run is taken to hang."""

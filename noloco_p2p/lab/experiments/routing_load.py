@@ -14,7 +14,7 @@ from noloco_p2p.lab.experiments.spec import Figures, Result, Results, select
 from noloco_p2p.lab.experiments.training import CONFIG, idle_seconds, largest_over_mean
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import SimSwarm, SimPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 POLICIES = ("fixed", "random", "balanced")
 REPLICAS = 8
@@ -67,7 +67,7 @@ def figures(outcome: Outcome) -> Figures:
     waits = [event.number("seconds") for event in spans]
     began = min(event.at_s for event in outcome.trace.of("state") if event.get("state") == "training")
     took_s = max(event.at_s for event in outcome.trace.of("inner_step")) - began
-    node_s = took_s * len(outcome.lives)
+    node_s = took_s * len(outcome.processes)
     return {
         "load": load,
         "largest_over_mean": largest_over_mean(list(load.values())),

@@ -10,7 +10,7 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.messages import ITEM_BYTES, Batch, HostTensor, LossSum, PeerId
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, idle_seconds, largest_over_mean
-from noloco_p2p.sim.process import NodeOutcome, Outcome
+from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import peer_id
 
@@ -66,7 +66,7 @@ def _inner_steps(trace: Trace) -> dict[int, tuple[float, float]]:
 
 
 def _bytes_between_stages(
-    plan: TrainingPlan, stages: Sequence[Sequence[NodeOutcome]], loads: Mapping[PeerId, int]
+    plan: TrainingPlan, stages: Sequence[Sequence[SimProcess]], loads: Mapping[PeerId, int]
 ) -> dict[str, int]:
     hidden = torch_stage(stages[0][0]).state.hidden.nbytes
     targets = ITEM_BYTES["int32"] * plan.manifest.microbatch_size * plan.manifest.sequence_length
@@ -74,7 +74,7 @@ def _bytes_between_stages(
     return {"activation": hops * (hidden + targets), "gradient": hops * hidden}
 
 
-def _waiting(node: NodeOutcome, ended_at_s: float) -> float:
+def _waiting(node: SimProcess, ended_at_s: float) -> float:
     """Microbatches that wait to be admitted, averaged over the time of the run."""
     total, since_s, value = 0.0, 0.0, 0.0
     for event in node.trace.of("gauge"):
@@ -101,7 +101,7 @@ def merged_loss(stages: Sequence[Sequence[TorchStage]], held_out: Sequence[Batch
     return loss_sum / tokens
 
 
-def torch_stage(node: NodeOutcome) -> TorchStage:
+def torch_stage(node: SimProcess) -> TorchStage:
     """The real stage of a node, as it was left."""
     assert isinstance(node.model, InstrumentedStage), "every stage of the run is instrumented"
     return node.model.stage

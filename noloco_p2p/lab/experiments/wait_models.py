@@ -17,7 +17,7 @@ from noloco_p2p.lab.experiments.spec import Figures
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.world import SimSwarm, SimPlan
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 STEP_S = 1.0
 """Mean time of an inner step of an average node."""
