@@ -428,7 +428,7 @@ def test_the_default_data_needs_no_heavy_import() -> None:
     code = """
 import asyncio, sys
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.io.batches import make_batches
+from noloco_p2p.io.data.threaded_batches import make_batches
 asyncio.run(make_batches(RunManifest(), NodeConfig(), "peer").next())
 print(sorted({"datasets", "transformers", "torch", "pandas", "pyarrow"} & set(sys.modules)))
 """

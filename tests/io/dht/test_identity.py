@@ -77,7 +77,7 @@ def test_a_second_process_with_the_same_identity_is_refused(tmp_path: Path) -> N
     path = tmp_path / "identity.key"
     identity = Identity.open(path)
     program = (
-        "import sys, pathlib; from noloco_p2p.io.identity import Identity; Identity.open(pathlib.Path(sys.argv[1]))"
+        "import sys, pathlib; from noloco_p2p.io.dht.identity import Identity; Identity.open(pathlib.Path(sys.argv[1]))"
     )
     second = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
     assert "LocalError: identity" in second.stderr
