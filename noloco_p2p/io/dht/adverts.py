@@ -7,12 +7,13 @@ kept alive beyond the time that its signer gave it. All times are DHT time: seco
 """
 
 import json
-import math
 import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert, Holding, PeerId
@@ -26,40 +27,57 @@ LONGEST_TTL_S = 3600.0
 ADDRESSES_LIMIT = 4
 """Addresses of one kind in one advert."""
 HOLDS_LIMIT = 8
-"""Weights of which one advert tells; of a node that has more, the last ones."""
-LATER_TEXTS = ("libp2p_metrics",)
-"""Texts of `Advert` that travel unless they are empty: versions that do not know them understand the rest."""
-_TEXT_LIMIT = 256
+"""Weights that one advert lists; of a node that has more, the last ones."""
 _CONTEXT = b"noloco advert 1\x00"
 """Goes before what is signed, so that a signature made for one purpose is worth nothing for another."""
 _CHECKED_LIMIT = 16_384
 """Records whose check is remembered; the replicas of a record come back at every reading."""
-PLAIN_FIELDS: Mapping[str, type] = {
-    "metrics": str,
-    "state": str,
-    "step": float,
-    "outer_round": int,
-    "microbatches_per_s": float,
-    "steps_per_s": float,
-    "evaluated": bool,
-    "settled": bool,
-    "partner_from_round": int,
-    "version": str,
-}
-"""Fields of `Advert` that travel as they are. Unknown fields of later versions are passed over."""
+
+Text = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]
+Texts = Annotated[tuple[Text, ...], Field(max_length=ADDRESSES_LIMIT)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class AdvertPayload(BaseModel):
+    """What travels: fields of `Advert`, when it was made, and where the signer's libp2p daemon is.
+
+    Every field must be there. A later version may add fields with a default; those unknown here are passed over.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    addresses: Texts
+    metrics: Text
+    libp2p_metrics: Text = ""
+    """Left out when empty: versions that do not know it understand the rest."""
+    state: Text
+    step: Number
+    outer_round: Count
+    microbatches_per_s: Number
+    steps_per_s: Number
+    evaluated: bool
+    settled: bool
+    partner_from_round: Count
+    moving_to: Count | None
+    holds: Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=HOLDS_LIMIT)]
+    """Stage, round and step of each."""
+    version: Text
+    announced_at: Number
+    libp2p: Texts
+
+
+_NOT_OF_THE_ADVERT = ("announced_at", "libp2p")
+"""Fields of the payload that are not those of `Advert` with the same name."""
 
 
 class HivemindRecord(Protocol):
     """What hivemind hands to a validator: `DHTRecord` of hivemind/dht/validation.py."""
 
-    @property
-    def key(self) -> bytes: ...
-    @property
-    def subkey(self) -> bytes: ...
-    @property
-    def value(self) -> bytes: ...
-    @property
-    def expiration_time(self) -> float: ...
+    key: bytes
+    subkey: bytes
+    value: bytes
+    expiration_time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +98,12 @@ def stage_key(run_id: str, stage: int) -> str:
 
 def encode(record: AdvertRecord) -> bytes:
     """The payload of a record. Raises ConfigError when the advert is larger than others would accept."""
-    fields: dict[str, object] = {name: getattr(record.advert, name) for name in PLAIN_FIELDS}
-    fields |= {"moving_to": record.advert.moving_to, "holds": record.advert.holds[-HOLDS_LIMIT:]}
-    fields |= {name: text for name in LATER_TEXTS if (text := getattr(record.advert, name))}
-    fields |= {"addresses": record.advert.addresses, "announced_at": record.announced_at, "libp2p": record.libp2p}
+    own = [name for name in AdvertPayload.model_fields if name not in _NOT_OF_THE_ADVERT]
+    fields: dict[str, object] = {name: getattr(record.advert, name) for name in own}
+    fields |= {"holds": record.advert.holds[-HOLDS_LIMIT:]}
+    fields |= {"announced_at": record.announced_at, "libp2p": record.libp2p}
+    if not fields["libp2p_metrics"]:
+        del fields["libp2p_metrics"]
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     if len(payload) > PAYLOAD_LIMIT_BYTES:
         raise ConfigError(
@@ -101,62 +121,20 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
     if len(payload) > PAYLOAD_LIMIT_BYTES:
         raise Violation(f"advert of {len(payload)} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted")
     try:
-        fields = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise Violation("advert is not JSON") from error
-    if not isinstance(fields, dict):
-        raise Violation("advert is not a JSON object")
-    plain: dict[str, Any] = {name: _plain(fields, name, kind) for name, kind in PLAIN_FIELDS.items()}
-    plain |= {name: _plain({name: ""} | fields, name, str) for name in LATER_TEXTS}
-    if plain["state"] not in STATES:
+        sent = AdvertPayload.model_validate_json(payload)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = first["loc"][0] if first["loc"] else "payload"
+        raise Violation(f"advert whose {field} is malformed: {first['msg']}") from error
+    if sent.state not in STATES:
         raise Violation("advert with an unknown state")
-    plain |= {"moving_to": _moving_to(fields), "holds": _holds(fields)}
-    named = [holding.stage for holding in plain["holds"]] + [plain["moving_to"] or 0]
-    if stages is not None and max(named) >= stages:
-        raise Violation(f"advert that speaks of stage {max(named)} of {stages}")
-    advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, addresses=_texts(fields, "addresses"), **plain)
-    return AdvertRecord(advert, _plain(fields, "announced_at", float), _texts(fields, "libp2p"))
-
-
-def _plain(fields: Mapping[str, object], name: str, kind: type) -> Any:
-    """A field of the right type: text is short and printable, numbers are finite and not negative."""
-    value = fields.get(name)
-    if kind is float and type(value) is int:
-        value = float(value) if abs(value) < 2**53 else None
-    if type(value) is not kind:
-        raise Violation(f"advert whose {name} is not of type {kind.__name__}")
-    if isinstance(value, str) and (len(value) > _TEXT_LIMIT or not value.isascii() or not value.isprintable()):
-        raise Violation(f"advert whose {name} is not short printable text")
-    if isinstance(value, float) and not 0.0 <= value < math.inf:
-        raise Violation(f"advert whose {name} is not a finite number of at least 0")
-    if kind is int and isinstance(value, int) and not 0 <= value < 2**63:
-        raise Violation(f"advert whose {name} is out of range")
-    return value
-
-
-def _texts(fields: Mapping[str, object], name: str) -> tuple[str, ...]:
-    value = fields.get(name)
-    if not isinstance(value, list) or len(value) > ADDRESSES_LIMIT:
-        raise Violation(f"advert whose {name} is not a list of at most {ADDRESSES_LIMIT}")
-    return tuple(_plain({name: item}, name, str) for item in value)
-
-
-def _moving_to(fields: Mapping[str, object]) -> int | None:
-    """A stage, or null; it must be there."""
-    if "moving_to" in fields and fields["moving_to"] is None:
-        return None
-    moving_to: int = _plain(fields, "moving_to", int)
-    return moving_to
-
-
-def _holds(fields: Mapping[str, object]) -> tuple[Holding, ...]:
-    """Triples of stage, round and step."""
-    value = fields.get("holds")
-    if not isinstance(value, list) or len(value) > HOLDS_LIMIT:
-        raise Violation(f"advert whose holds is not a list of at most {HOLDS_LIMIT}")
-    if not all(isinstance(item, list) and len(item) == len(Holding._fields) for item in value):
-        raise Violation("advert whose holds are not of stage, round and step each")
-    return tuple(Holding(*(_plain({"holds": number}, "holds", int) for number in item)) for item in value)
+    holds = tuple(Holding(*held) for held in sent.holds)
+    most = max(sent.moving_to or 0, *(holding.stage for holding in holds), 0)
+    if stages is not None and most >= stages:
+        raise Violation(f"advert that speaks of stage {most} of {stages}")
+    fields = sent.model_dump(exclude={"holds", *_NOT_OF_THE_ADVERT})
+    advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, holds=holds, **fields)
+    return AdvertRecord(advert, sent.announced_at, sent.libp2p)
 
 
 def packed_bytes(data: bytes) -> bytes:
