@@ -1,4 +1,4 @@
-"""Who this node is: its Ed25519 key, its peer id (which *is* the public key), signatures and their check.
+"""A node's identity: its Ed25519 key, its peer id (which *is* the public key), signatures and their check.
 
 The key file has libp2p's own form: the libp2p daemon reads the very same file. Nothing here touches the network.
 Formats: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
@@ -8,6 +8,7 @@ import fcntl
 import os
 from pathlib import Path
 
+import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -21,33 +22,24 @@ _KEY_PREFIX = bytes.fromhex("08011240")
 """libp2p's PrivateKey message: type 1 (Ed25519), then 64 bytes of data: seed and public key, 32 bytes each."""
 _ID_PREFIX = bytes.fromhex("002408011220")
 """Identity multihash of 36 bytes, which are libp2p's PublicKey message: type 1 (Ed25519), then 32 bytes of data."""
-_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _ID_LETTERS = 52
 """Length of every Ed25519 peer id."""
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
     """The peer id of a raw Ed25519 public key (32 bytes): `12D3KooW…` in base58."""
-    number = int.from_bytes(_ID_PREFIX + public_key)
-    letters = []
-    while number:
-        number, digit = divmod(number, 58)
-        letters.append(_ALPHABET[digit])
-    return "1" + "".join(reversed(letters))
+    return base58.b58encode(_ID_PREFIX + public_key).decode("ascii")
 
 
 def public_key_of(peer_id: str) -> bytes | None:
     """The raw public key (32 bytes) inside a peer id; None when it is not the one spelling of an Ed25519 peer id."""
-    if len(peer_id) != _ID_LETTERS or any(letter not in _ALPHABET for letter in peer_id):
+    if len(peer_id) != _ID_LETTERS:
         return None
-    number = 0
-    for letter in peer_id:
-        number = number * 58 + _ALPHABET.index(letter)
-    if number.bit_length() > 8 * (len(_ID_PREFIX) + 32):
+    try:
+        public_key = base58.b58decode(peer_id)[len(_ID_PREFIX) :]
+    except ValueError:
         return None
-    raw = number.to_bytes(len(_ID_PREFIX) + 32)
-    public_key = raw[len(_ID_PREFIX) :]
-    return public_key if peer_id_of(public_key) == peer_id else None
+    return public_key if len(public_key) == 32 and peer_id_of(public_key) == peer_id else None
 
 
 def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
