@@ -1,8 +1,13 @@
-"""Which replica of the next stage gets a microbatch (method.md §4; design.md §4, Routing policies).
+"""Which replica of the next stage gets a microbatch.
 
-Ranks are positions in the sorted ids of the membership that a step started with. With R0 and R replicas at stages 0
-and s, the slot of a microbatch at stage s is g = index·R0 + origin rank, and its owner perm(seed, s, step, g div R)
-[g mod R]. So every block of R slots in a row meets each replica once, and loads are within one of each other.
+METHOD.md, "Random routing"; ARCHITECTURE.md, "Routing policies". Ranks are positions in the sorted ids of the
+membership that a step started with. With R0 and R replicas at stages 0 and s, the slot of a microbatch at stage s is
+g = index·R0 + origin rank, and its owner perm(seed, s, step, g div R)[g mod R].
+
+Why slots: every node has to name the same owner from the label alone, without a word to the others, and no replica may
+get more than another. Counting slots across the origins, index first, gives each run of R slots to all R replicas once,
+so loads are within one of each other whatever the counts are; a permutation of its own for each run makes the pairs of
+sender and receiver as random as with `random`.
 """
 
 import random
@@ -72,33 +77,21 @@ def next_hop(
     """
     if not usable:
         raise ValueError("next_hop needs at least one usable replica")
-    wanted, reason = _named(policy, seed, stage, origin, origins, me, peers_of_my_stage, replicas)
-    if wanted is not None and wanted in usable:
-        return wanted, reason
-    return rng.choice(sorted(usable)), reason if policy == "random" else "fallback"
-
-
-def _named(
-    policy: str,
-    seed: int,
-    stage: int,
-    origin: Origin,
-    origins: Sequence[PeerId],
-    me: PeerId,
-    peers_of_my_stage: Sequence[PeerId],
-    replicas: Sequence[PeerId],
-) -> tuple[PeerId | None, str]:
-    """The one replica that the policy names, if it names one."""
+    wanted: PeerId | None = None
     match policy:
         case "random":
-            return None, "random"
+            return rng.choice(sorted(usable)), "random"
         case "balanced":
-            ranked = sorted(set(origins))
-            if origin.peer not in ranked or not replicas:
-                return None, "fallback"
-            slot = origin.index * len(ranked) + ranked.index(origin.peer)
-            return balanced_owner(seed, stage, origin.step, slot, replicas), "owner"
+            reason, ranked = "owner", sorted(set(origins))
+            if origin.peer in ranked and replicas:
+                slot = origin.index * len(ranked) + ranked.index(origin.peer)
+                wanted = balanced_owner(seed, stage, origin.step, slot, replicas)
         case "fixed":
-            ordered, mates = sorted(set(replicas)), sorted({*peers_of_my_stage, me})
-            return (ordered[mates.index(me) % len(ordered)] if ordered else None), "fixed"
-    raise ValueError(f"no routing policy {policy!r}")
+            reason, ordered, mates = "fixed", sorted(set(replicas)), sorted({*peers_of_my_stage, me})
+            if ordered:
+                wanted = ordered[mates.index(me) % len(ordered)]
+        case _:
+            raise ValueError(f"no routing policy {policy!r}")
+    if wanted is not None and wanted in usable:
+        return wanted, reason
+    return rng.choice(sorted(usable)), "fallback"

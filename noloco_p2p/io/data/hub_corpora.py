@@ -22,7 +22,7 @@ from noloco_p2p.io.data.corpora import (
     TokenizedDocument,
     matching,
 )
-from noloco_p2p.io.data.tokenizers import Tokenizer
+from noloco_p2p.io.data.tokenizers import Tokenizer, first_line
 
 
 class StreamCorpus:
@@ -53,11 +53,7 @@ class StreamCorpus:
             for row in rows:
                 yield self._encode(row) if take() else EMPTY
         except READ_ERRORS as error:
-            raise LocalError(f"the data cannot be read: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise LocalError(f"the data cannot be read: {first_line(error)}") from error
 
 
 def _is_held_out(document: TokenizedDocument) -> bool:
@@ -118,7 +114,7 @@ def _local(layout: str, files: list[str], columns: list[str]) -> Any:
             stream = datasets.load_dataset(layout, data_files=files, split="train", streaming=True, features=features)
         return stream.select_columns(columns)
     except READ_ERRORS as error:
-        raise LocalError(f"data_files ({files[0]}, …) cannot be read: {_line(error)}") from error
+        raise LocalError(f"data_files ({files[0]}, …) cannot be read: {first_line(error)}") from error
 
 
 def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | None]:
@@ -131,4 +127,4 @@ def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | 
             return train, None
         return train, datasets.load_dataset(name, subset, split="validation", streaming=True).select_columns(columns)
     except READ_ERRORS as error:
-        raise LocalError(f"data set {name} cannot be opened: {_line(error)}") from error
+        raise LocalError(f"data set {name} cannot be opened: {first_line(error)}") from error

@@ -90,7 +90,7 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"tokenizer {source} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"tokenizer {source} cannot be loaded: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"tokenizer {source} has no end-of-text token to put between documents")
     # Special tokens other than EOS never come out of text, so they need no place (Llama 3 has 254 of them to spare).
@@ -104,5 +104,6 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
     return made
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of a foreign exception's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,10 +1,10 @@
-"""Checkpoints as they lie on disk, read without a node: by the node after a restart, and by who takes the model home.
+"""Checkpoints as files, read without a node: by the node after a restart, and by `noloco export`.
 
     <node's directory>/checkpoints/<run>-<peer>/stage-1-round-000010-7.safetensors    the tensors
     <node's directory>/checkpoints/<run>-<peer>/stage-1-round-000010-7.json           the manifest, written last
 
-The last number counts what the node saved, so nothing is ever written over. A checkpoint is there once its manifest is:
-that carries a digest of itself and of every tensor. Writing is the matter of `checkpoints`.
+The last number counts what the node saved, so nothing is ever written over. A checkpoint exists once its manifest does,
+which carries a digest of itself and of every tensor. They are written by `file_checkpoints`.
 """
 
 import json
@@ -24,6 +24,8 @@ from noloco_p2p.errors import LocalError
 
 FORMAT = 1
 """Changes when an older program could not read the manifest any more."""
+STATE_NUMBERS = ("stage", "round", "step", "inner_steps", "adam_steps", "number")
+"""Fields of `ReplicaState` that the manifest has under the same names."""
 MANIFEST_LIMIT_BYTES = 64 << 20
 """A larger file is no manifest of ours (its spent ids are at most some hundred thousand)."""
 
@@ -131,17 +133,8 @@ def read_checkpoint(shard: StoredCheckpoint) -> Checkpoint:
         raise DamagedCheckpoint(
             f"checkpoint {shard.path} is damaged: spent ids of an origin that it does not name"
         ) from None
-    state = ReplicaState(
-        peer=m.peer_id,
-        stage=m.stage,
-        round=m.round,
-        step=m.step,
-        inner_steps=m.inner_steps,
-        adam_steps=m.adam_steps,
-        tensors=read_tensors(shard),
-        number=m.number,
-        spent=spent,
-    )
+    numbers = {name: getattr(m, name) for name in STATE_NUMBERS}
+    state = ReplicaState(peer=m.peer_id, tensors=read_tensors(shard), spent=spent, **numbers)
     return Checkpoint(state, m.cursor, tuple(_tupled(value) for value in m.random_state))
 
 
@@ -155,7 +148,7 @@ def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTen
 
 
 def whole(paths: Iterable[Path]) -> Iterator[StoredCheckpoint]:
-    """Those whose manifest is undamaged and whose file of tensors has the size that it should have."""
+    """Those whose manifest is undamaged and whose file of tensors has the right size."""
     for path in paths:
         try:
             shard = StoredCheckpoint(path, read_manifest(path))

@@ -1,6 +1,6 @@
-"""The Checkpoints port on disk: what a node writes for itself and finds again after a restart (layout: see `shards`).
+"""The Checkpoints port on disk: what a node writes for itself and finds again after a restart.
 
-What a killed node leaves without a manifest is swept by the next save. Two processes never write here at once: the lock
+The layout is in `checkpoint_format`. What a killed node leaves without a manifest is swept by the next save. Two processes never write here at once: the lock
 of the node's identity keeps the second one away.
 """
 
@@ -21,6 +21,7 @@ from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, PeerId
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.storage.checkpoint_format import (
     FORMAT,
+    STATE_NUMBERS,
     CheckpointManifest,
     DamagedCheckpoint,
     ForeignCheckpointFormat,
@@ -128,12 +129,6 @@ class FileCheckpoints:
             run_id=self._run_id,
             peer_id=self._peer_id,
             saved=saved,
-            stage=state.stage,
-            round=state.round,
-            step=state.step,
-            inner_steps=state.inner_steps,
-            adam_steps=state.adam_steps,
-            number=state.number,
             file_bytes=file_bytes,
             tensors=tuple(
                 TensorEntry(*tensor.spec, xxhash.xxh3_128_hexdigest(tensor.data)) for tensor in state.tensors
@@ -142,6 +137,7 @@ class FileCheckpoints:
             random_state=list(checkpoint.random_state),
             origins=tuple(origins),
             spent=tuple((origins[one.peer, one.incarnation], one.counter) for one in state.spent),
+            **{name: getattr(state, name) for name in STATE_NUMBERS},
         )
 
     def _sweep(self, kept: list[StoredCheckpoint]) -> None:
