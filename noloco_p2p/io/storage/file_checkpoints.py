@@ -1,7 +1,7 @@
 """The Checkpoints port on disk: what a node writes for itself and finds again after a restart.
 
-The layout is in `checkpoint_format`. What a killed node leaves without a manifest is swept by the next save. Two processes never write here at once: the lock
-of the node's identity keeps the second one away.
+`checkpoint_format` describes the files. What a killed node leaves without a manifest is removed by the next save. Two
+processes never write here at once: the lock of the node's identity keeps the second one away.
 """
 
 import asyncio
