@@ -1,14 +1,16 @@
-"""The plots of one simulated run, as SVG files."""
+"""The plots of one simulated run, as SVG files, and what they show over virtual time."""
 
+import itertools
 from pathlib import Path
 
 from noloco_p2p import humanize
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.sim_runs import SimRun
 from noloco_p2p.lab.sim_table import causes
+from noloco_p2p.observe.plotting.axes import Points
+from noloco_p2p.observe.plotting.palette import IDLE_COLOURS, SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, save
-from noloco_p2p.observe.plotting.svg import GREEN, IDLE_COLOURS, SERIES_COLOURS
-from noloco_p2p.sim import timelines
+from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.sim.figures import RunFigures
 from noloco_p2p.sim.process import Outcome
 
@@ -30,9 +32,9 @@ def draw(run: SimRun, directory: Path) -> list[Path]:
 
 def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> list[Chart]:
     over_time = "virtual seconds"
-    throughput = [Curve.through("all nodes", timelines.tokens_per_s(outcome, tokens_per_microbatch, BINS))]
-    nodes = [Curve.through(f"stage {n}", points, "steps") for n, points in timelines.nodes_training(outcome).items()]
-    stds = [Curve.through(f"stage {n}", points, "points") for n, points in timelines.replica_stds(outcome).items()]
+    throughput = [Curve.through("all nodes", tokens_per_s(outcome, tokens_per_microbatch, BINS))]
+    nodes = [Curve.through(f"stage {n}", points, "steps") for n, points in nodes_training(outcome).items()]
+    stds = [Curve.through(f"stage {n}", points, "points") for n, points in replica_stds(outcome).items()]
     charts: list[Chart] = [
         _time(found),
         Plot("tokens", "Throughput", (over_time, "tokens/s"), throughput, from_zero=True),
@@ -52,14 +54,14 @@ def _time(found: RunFigures) -> Bars:
     rows = []
     for one in found.stages:
         waits = [(f"idle: {name}", one.idle.get(name, 0.0), IDLE_COLOURS[n]) for n, name in enumerate(names)]
-        rows.append((f"stage {one.stage}", [("in use", one.utilisation or 0.0, GREEN), *waits]))
+        rows.append((f"stage {one.stage}", [("in use", one.utilisation or 0.0, Colour.GREEN), *waits]))
     return Bars("time", "Time of the nodes in training", rows)
 
 
 def _rounds(outcome: Outcome) -> Plot:
     """The share of the outer rounds that took no longer, by result."""
     curves = []
-    for result, seconds in timelines.round_seconds(outcome).items():
+    for result, seconds in round_seconds(outcome).items():
         shares = [(at_s, (n + 1) / len(seconds)) for n, at_s in enumerate(seconds)]
         curves.append(Curve.through(f"{result} ({len(seconds):,})", [(0.0, 0.0), *shares], "steps"))
     axes = ("seconds of a round", "share that took no longer")
@@ -73,3 +75,45 @@ def _bytes(found: RunFigures) -> Bars:
         pieces = [(kind, count, SERIES_COLOURS[n]) for n, (kind, count) in enumerate(counts.items())]
         rows.append((f"{way} {humanize.size_text(sum(counts.values()))}", pieces))
     return Bars("bytes", "Bytes of tensors per node, by kind", rows)
+
+
+def tokens_per_s(outcome: Outcome, tokens_per_microbatch: int, bins: int) -> Points:
+    """(middle, tokens per second) of as many equal spans of time, from the start to the end."""
+    done = (
+        Increment(event.at_s, event.at_s, tokens_per_microbatch)
+        for period in outcome.periods()
+        for event in period.events
+        if period.stage == 0 and event.kind == "microbatch" and event.get("result") == "done"
+    )
+    return TimeBins(0.0, outcome.ended_at_s, bins).rates(done)
+
+
+def nodes_training(outcome: Outcome) -> dict[int, Points]:
+    """By stage: (when, how many train from then on)."""
+    changes: dict[int, list[tuple[float, int]]] = {}
+    for period in outcome.periods():
+        for begin, end in period.training:
+            changes.setdefault(period.stage, []).extend(((begin, 1), (end, -1)))
+    found: dict[int, Points] = {}
+    for stage, steps in sorted(changes.items()):
+        counts = itertools.accumulate(change for _, change in sorted(steps))
+        found[stage] = [(0.0, 0), *((at_s, count) for (at_s, _), count in zip(sorted(steps), counts, strict=True))]
+    return found
+
+
+def round_seconds(outcome: Outcome) -> dict[str, list[float]]:
+    """Seconds of the outer rounds, rising, by result."""
+    found: dict[str, list[float]] = {}
+    for event in outcome.trace.of("outer_round"):
+        found.setdefault(str(event.get("result")), []).append(event.number("seconds"))
+    return {result: sorted(seconds) for result, seconds in sorted(found.items())}
+
+
+def replica_stds(outcome: Outcome) -> dict[int, Points]:
+    """By stage: (when, standard deviation between a replica and its partner)."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for period in outcome.periods():
+        for event in period.events:
+            if event.kind == "replica_std":
+                found.setdefault(period.stage, []).append((event.at_s, event.number("value")))
+    return {stage: sorted(points) for stage, points in sorted(found.items())}

@@ -79,7 +79,7 @@ def causes(stages: Sequence[StageFigures]) -> list[str]:
 
 def _stages(stages: Sequence[StageFigures]) -> "Table":
     """Shares are of the time that a stage's nodes trained."""
-    told = causes(stages)
+    waits = causes(stages)
     real = any(one.replica_std is not None for one in stages)
     columns = [
         "stage",
@@ -87,12 +87,12 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
         "inner\nsteps",
         "micro-\nbatches",
         "in use",
-        *(f"idle:\n{cause}" for cause in told),
+        *(f"idle:\n{cause}" for cause in waits),
     ]
     table = _table([*columns, "replica\nstd"] if real else columns, left=0)
     for one in stages:
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
-        cells += [humanize.percent(one.utilisation), *(humanize.percent(one.idle.get(cause)) for cause in told)]
+        cells += [humanize.percent(one.utilisation), *(humanize.percent(one.idle.get(cause)) for cause in waits)]
         if real:
             cells.append(humanize.DASH if one.replica_std is None else f"{one.replica_std:.2e}")
         table.add_row(*cells)

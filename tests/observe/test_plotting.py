@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from noloco_p2p.observe.plotting.axes import thin
+from noloco_p2p.observe.plotting.palette import Colour
 from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Heatmap, Plot, steps, svg
 from noloco_p2p.observe.plotting.scales import Axis, Scale, fitted, ticks
-from noloco_p2p.observe.plotting.svg import BLUE, RED
 
 NAME = "{http://www.w3.org/2000/svg}"
 CURVE = Curve("a < b", [1, 2, 4], [1, 2, 3], error=[0.1, 0.1, 5.0])
@@ -55,7 +55,11 @@ def test_a_heatmap_has_a_cell_for_each_value_and_a_bar_of_colours() -> None:
 
 
 def test_bars_are_divided_into_shares_and_have_one_legend() -> None:
-    chart = Bars("bars", "Bars", [("one", [("a", 1.0, BLUE), ("b", 3.0, RED)]), ("none", [("a", 0.0, BLUE)])])
+    chart = Bars(
+        "bars",
+        "Bars",
+        [("one", [("a", 1.0, Colour.BLUE), ("b", 3.0, Colour.RED)]), ("none", [("a", 0.0, Colour.BLUE)])],
+    )
     assert [each.text for each in drawn(chart, "text", "on")] == ["25%", "75%"]
     assert [each.text for each in drawn(chart, "text", "key")] == ["a", "b"]
 

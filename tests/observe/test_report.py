@@ -19,11 +19,11 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.telemetry.event_files import NAME, EventFiles
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.report.journals import read_processes
-from noloco_p2p.observe.report.node_history import Increment, StateSpan
+from noloco_p2p.observe.report.node_history import StateSpan
 from noloco_p2p.observe.report.page import make, render
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_run
-from noloco_p2p.observe.report.series import TimeBins
 from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 

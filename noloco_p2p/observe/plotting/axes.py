@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from noloco_p2p.observe.plotting.palette import Colour
 from noloco_p2p.observe.plotting.scales import Axis
 from noloco_p2p.observe.plotting.svg import canvas, cross, decimal, element
 
@@ -35,7 +36,7 @@ class Axes:
         """A point within both axes."""
         return self._x.holds(x) and self._y.holds(y)
 
-    def line(self, points: Points, colour: int, name: str, *, most: int = MOST_POINTS, kind: str = "") -> None:
+    def line(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS, kind: str = "") -> None:
         """A line through at most `most` of the points; a single one is a dot. `kind`: a further class."""
         thinned = thin(points, most)
         if len(thinned) == 1:
@@ -46,13 +47,13 @@ class Axes:
                 element(self.svg, "path", d=path, class_="halo")
             self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip())
 
-    def dots(self, points: Points, colour: int, name: str) -> None:
+    def dots(self, points: Points, colour: Colour, name: str) -> None:
         """A dot for each point, for a quarter of MOST_POINTS at most."""
         rim = " halo" if self._cells else ""
         for x, y in thin(points, MOST_POINTS // 4):
             self._named(name, "circle", cx=self._across(x), cy=self._up(y), r=2.4, class_=f"f{colour}{rim}")
 
-    def error_bars(self, points: Points, errors: Sequence[float], colour: int) -> None:
+    def error_bars(self, points: Points, errors: Sequence[float], colour: Colour) -> None:
         """From below each point to above it, or to the lower end of an axis that cannot show so little."""
         for (x, y), error in zip(points, errors, strict=True):
             if not self.holds(x, y):
@@ -62,7 +63,7 @@ class Axes:
             path = f"M{across - 3:.1f} {low:.1f}h6m-3 0V{high:.1f}m-3 0h6"
             element(self.svg, "path", d=path, class_=f"error s{colour}")
 
-    def area(self, lower: Sequence[float], upper: Sequence[float], colour: int, name: str) -> None:
+    def area(self, lower: Sequence[float], upper: Sequence[float], colour: Colour, name: str) -> None:
         """What lies between two values at equal times over the whole width, as steps."""
         width = (self._x.high - self._x.low) / len(upper)
         edges = [self._x.low + n * width for n in range(len(upper) + 1)]
@@ -70,7 +71,7 @@ class Axes:
         back = [self._at(x, y) for n, y in reversed(list(enumerate(lower))) for x in (edges[n + 1], edges[n])]
         self._named(name, "path", d="M" + "L".join([*there, *back]) + "Z", class_=f"f{colour}")
 
-    def column(self, place: tuple[int, int], lower: float, upper: float, colour: int, name: str) -> None:
+    def column(self, place: tuple[int, int], lower: float, upper: float, colour: Colour, name: str) -> None:
         """A piece of one of the columns over the whole width; `place`: (which, of how many)."""
         which, count = place
         width = (self._right - self._left) / count

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from noloco_p2p import humanize
 from noloco_p2p.observe.plotting.axes import PAGE_SIZE, RIGHT
+from noloco_p2p.observe.plotting.palette import Colour
 from noloco_p2p.observe.plotting.svg import CHARACTER, Element, canvas, element
 
 LEFT = 74.0
@@ -11,7 +12,7 @@ BAR_HEIGHT, GAP = 24.0, 6.0
 NARROWEST_LABELLED = 34.0
 """A piece of a bar at least as wide has its share written on it."""
 
-Piece = tuple[str, float, int]
+Piece = tuple[str, float, Colour]
 """(name, amount, colour)."""
 Row = tuple[str, Sequence[Piece]]
 """(label, pieces)."""

@@ -8,8 +8,9 @@ from typing import Self
 
 from noloco_p2p.observe.plotting.axes import LEFT, RIGHT, Axes, Points
 from noloco_p2p.observe.plotting.bars import Row, bars
+from noloco_p2p.observe.plotting.palette import SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.scales import Axis, Scale, fitted
-from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Key, LineStyle, document
+from noloco_p2p.observe.plotting.svg import CHARACTER, LegendKey, LineStyle, document
 
 WIDTH, HEIGHT = 640.0, 330.0
 COLOUR_BAR = LEFT + RIGHT + 18.0
@@ -102,14 +103,14 @@ def save(chart: Chart, directory: Path) -> Path:
 def svg(chart: Chart) -> str:
     """A chart with its title and its legend."""
     if isinstance(chart, Bars):
-        keys = dict.fromkeys(Key(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
+        keys = dict.fromkeys(LegendKey(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
         left = CHARACTER * max(len(label) for label, _ in chart.rows) + 10
         return document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
     axes, *beside = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
     coloured = list(zip(chart.curves, itertools.cycle(SERIES_COLOURS), strict=False))
     for curve, colour in coloured:
         _draw(axes, curve, colour)
-    keys_of_curves = [Key(curve.label, colour, curve.style) for curve, colour in coloured]
+    keys_of_curves = [LegendKey(curve.label, colour, curve.style) for curve, colour in coloured]
     return document(chart.title, [axes.svg, *(each.svg for each in beside)], keys_of_curves)
 
 
@@ -136,7 +137,7 @@ def _heatmap(chart: Heatmap) -> list[Axes]:
     return [axes, _colour_bar(values)]
 
 
-def _draw(axes: Axes, curve: Curve, colour: int) -> None:
+def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
     points = [point for point in zip(curve.x, curve.y, strict=True) if axes.holds(*point)]
     if curve.error:
         axes.error_bars(list(zip(curve.x, curve.y, strict=True)), curve.error, colour)

@@ -3,7 +3,6 @@
 journals      the events of a node, torn and rotated files included
 node_history  what they say of one node
 recorded_run  what the nodes say together: figures
-series        counts laid out over time
 charts        the charts of the page; `lives` has the one of every node's life
 page          the page, with page.html
 """

@@ -8,27 +8,13 @@ from markupsafe import Markup
 
 from noloco_p2p.observe.plotting.axes import MOST_POINTS, Axes, Points
 from noloco_p2p.observe.plotting.bars import bars
+from noloco_p2p.observe.plotting.palette import IDLE_COLOURS, SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.scales import Axis, fitted, time_unit
-from noloco_p2p.observe.plotting.svg import (
-    BLUE,
-    GREEN,
-    GREY,
-    IDLE_COLOURS,
-    ORANGE,
-    PALE,
-    PINK,
-    RED,
-    SERIES_COLOURS,
-    SKY,
-    YELLOW,
-    Element,
-    Key,
-    markup,
-)
+from noloco_p2p.observe.plotting.svg import Element, LegendKey, markup
+from noloco_p2p.observe.plotting.time_bins import TimeBins
 from noloco_p2p.observe.report.lives import lives
 from noloco_p2p.observe.report.node_history import UNKNOWN
 from noloco_p2p.observe.report.recorded_run import RecordedRun
-from noloco_p2p.observe.report.series import TimeBins
 
 BINS, COLUMNS = 150, 50
 MOST_ROWS = 60
@@ -36,20 +22,20 @@ MOST_ROWS = 60
 MOST_PIECES, ALL_POINTS = 400, 16_000
 """Of curves in one chart; a replica has one for each of its processes."""
 STATE_COLOURS = {
-    "training": GREEN,
-    "finished": BLUE,
-    "paused": PINK,
-    "draining": YELLOW,
-    "syncing": SKY,
-    "waiting": ORANGE,
-    "starting": GREY,
-    "left": PALE,
-    UNKNOWN: GREY,
+    "training": Colour.GREEN,
+    "finished": Colour.BLUE,
+    "paused": Colour.PINK,
+    "draining": Colour.YELLOW,
+    "syncing": Colour.SKY,
+    "waiting": Colour.ORANGE,
+    "starting": Colour.GREY,
+    "left": Colour.PALE,
+    UNKNOWN: Colour.GREY,
 }
 """In the order in which they are stacked."""
-RESULT_COLOURS = {"partner": GREEN, "stale": SKY, "other": ORANGE, "alone": RED}
+RESULT_COLOURS = {"partner": Colour.GREEN, "stale": Colour.SKY, "other": Colour.ORANGE, "alone": Colour.RED}
 
-Line = tuple[str, int, Points]
+Line = tuple[str, Colour, Points]
 """(name, colour, points)."""
 
 
@@ -58,7 +44,7 @@ class Panel(NamedTuple):
 
     title: str
     svg: Markup
-    legend: Sequence[Key] = ()
+    legend: Sequence[LegendKey] = ()
     note: str = ""
 
 
@@ -76,18 +62,18 @@ class RunCharts:
         """Loss of every replica of stage 0, and validation, by step."""
         nodes = self._run.of_stage(0)
         few = len(nodes) <= len(SERIES_COLOURS)
-        keys = [Key(node.name, SERIES_COLOURS[n] if few else BLUE) for n, node in enumerate(nodes)]
+        keys = [LegendKey(node.name, SERIES_COLOURS[n] if few else Colour.BLUE) for n, node in enumerate(nodes)]
         lines = [(key.label, key.colour, piece) for key, node in zip(keys, nodes, strict=True) for piece in node.loss]
         dots = sorted(point for node in nodes for piece in node.validation for point in piece)
         axes = self._by_step("Loss", lines, dots, from_zero=False, kind="" if few else "faint")
-        legend = keys if few else [Key(f"{len(nodes)} replicas", BLUE)]
-        legend += [Key("validation (dots)", GREY)] if dots else []
+        legend = keys if few else [LegendKey(f"{len(nodes)} replicas", Colour.BLUE)]
+        legend += [LegendKey("validation (dots)", Colour.GREY)] if dots else []
         return _panel("Loss", axes.svg, legend, "Nats per token, by step.")
 
     def throughput(self) -> Panel:
         """Tokens per second of the swarm."""
         rates = self._bins.rates(each for node in self._run.nodes for each in node.token_increments)
-        svg = self._over_time("Tokens per second", [("tokens per second", GREEN, rates)])
+        svg = self._over_time("Tokens per second", [("tokens per second", Colour.GREEN, rates)])
         return _panel("Tokens per second", svg, (), "The whole swarm, evaluations and waits included.")
 
     def time(self) -> Panel:
@@ -100,10 +86,13 @@ class RunCharts:
             worked = sum(node.device_s for node in nodes)
             rest = sum(node.trained_s for node in nodes) - worked - sum(idle.values())
             waits = [(f"waits: {cause}", float(idle[cause]), colours[cause]) for cause in causes]
-            pieces = [("device works", worked, GREEN), *waits, ("the rest", max(0.0, rest), PALE)]
+            pieces = [("device works", worked, Colour.GREEN), *waits, ("the rest", max(0.0, rest), Colour.PALE)]
             rows.append((f"stage {stage}", pieces))
-        legend = [Key("device works", GREEN), *(Key(f"waits: {cause}", colours[cause]) for cause in causes)]
-        legend.append(Key("the rest: evaluation, merging, saving", PALE))
+        legend = [
+            LegendKey("device works", Colour.GREEN),
+            *(LegendKey(f"waits: {cause}", colours[cause]) for cause in causes),
+        ]
+        legend.append(LegendKey("the rest: evaluation, merging, saving", Colour.PALE))
         note = "Shares of the seconds in which the nodes of a stage were training."
         return _panel("Where the time went", bars("Where the time went", rows), legend, note)
 
@@ -117,21 +106,21 @@ class RunCharts:
             low = 0.0
             for name in (name for name in names if counts[name]):
                 high = low + counts[name]
-                axes.column((n, COLUMNS), low, high, RESULT_COLOURS.get(name, GREY), f"{name}: {counts[name]}")
+                axes.column((n, COLUMNS), low, high, RESULT_COLOURS.get(name, Colour.GREY), f"{name}: {counts[name]}")
                 low = high
-        legend = [Key(name, RESULT_COLOURS.get(name, GREY)) for name in names]
+        legend = [LegendKey(name, RESULT_COLOURS.get(name, Colour.GREY)) for name in names]
         return _panel(title, axes.svg, legend, "Rounds of all nodes that ended in each time.")
 
     def round_seconds(self) -> Panel:
         """How long outer rounds took."""
         points = [point for node in self._run.nodes for point in node.round_seconds]
         mean, largest = self._columns.mean_and_largest(points)
-        lines = [("mean", BLUE, mean), ("longest", ORANGE, largest)]
+        lines = [("mean", Colour.BLUE, mean), ("longest", Colour.ORANGE, largest)]
         return _panel("Seconds of an outer round", self._over_time("Seconds of an outer round", lines), _keys(lines))
 
     def spread(self) -> list[Panel]:
         """Standard deviation between replicas, and the learning rate, by step."""
-        keys = [Key(f"stage {stage}", SERIES_COLOURS[stage % len(SERIES_COLOURS)]) for stage in self._run.stages]
+        keys = [LegendKey(f"stage {stage}", SERIES_COLOURS[stage % len(SERIES_COLOURS)]) for stage in self._run.stages]
         lines = [
             (key.label, key.colour, piece)
             for key, stage in zip(keys, self._run.stages, strict=True)
@@ -139,7 +128,7 @@ class RunCharts:
             for piece in node.spread
         ]
         longest = max(self._run.nodes, key=lambda node: sum(map(len, node.rate)))
-        rates = [("learning rate", GREY, piece) for piece in longest.rate]
+        rates = [("learning rate", Colour.GREY, piece) for piece in longest.rate]
         note = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
         below = "By step, as the spread beside it."
         return [
@@ -167,13 +156,13 @@ class RunCharts:
             upper = [low + counts[name] for low, counts in zip(heights, found, strict=True)]
             axes.area(heights, upper, STATE_COLOURS[name], name)
             heights = upper
-        return _panel("Nodes by state", axes.svg, [Key(name, STATE_COLOURS[name]) for name in names], note)
+        return _panel("Nodes by state", axes.svg, [LegendKey(name, STATE_COLOURS[name]) for name in names], note)
 
     def lives(self) -> Panel:
         """The life of every node."""
         nodes = self._run.nodes[:MOST_ROWS]
         states = {span.state for node in nodes for process in node.processes for span in process.spans}
-        legend = [Key(state, colour) for state, colour in STATE_COLOURS.items() if state in states]
+        legend = [LegendKey(state, colour) for state, colour in STATE_COLOURS.items() if state in states]
         svg = lives("Lives of the nodes", nodes, self._whole, STATE_COLOURS)
         note = "A stroke: a process began. A cross: its last line, without an end; it was killed, or still runs."
         left_out = len(self._run.nodes) - len(nodes)
@@ -184,7 +173,7 @@ class RunCharts:
         """Bytes per second that the nodes sent and received."""
         lines = [
             (name, colour, self._bins.rates(each for node in self._run.nodes for each in node.byte_increments[way]))
-            for name, colour, way in (("received", BLUE, "in"), ("sent", ORANGE, "out"))
+            for name, colour, way in (("received", Colour.BLUE, "in"), ("sent", Colour.ORANGE, "out"))
         ]
         return _panel(
             "Bytes per second", self._over_time("Bytes per second", lines), _keys(lines), "All nodes together."
@@ -217,13 +206,13 @@ class RunCharts:
         most = max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(lines))))
         for name, colour, some in lines:
             axes.line(some, colour, name, most=most, kind=kind)
-        axes.dots(dots, GREY, "validation")
+        axes.dots(dots, Colour.GREY, "validation")
         return axes
 
 
-def _panel(title: str, svg: Element, legend: Iterable[Key] = (), note: str = "") -> Panel:
+def _panel(title: str, svg: Element, legend: Iterable[LegendKey] = (), note: str = "") -> Panel:
     return Panel(title, Markup(markup(svg)), list(legend), note)
 
 
-def _keys(lines: Sequence[Line]) -> list[Key]:
-    return [Key(name, colour) for name, colour, _ in lines]
+def _keys(lines: Sequence[Line]) -> list[LegendKey]:
+    return [LegendKey(name, colour) for name, colour, _ in lines]

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from noloco_p2p.observe.plotting.axes import PAGE_SIZE, RIGHT
 from noloco_p2p.observe.plotting.bars import GAP, LEFT
+from noloco_p2p.observe.plotting.palette import Colour
 from noloco_p2p.observe.plotting.scales import Axis, time_unit
 from noloco_p2p.observe.plotting.svg import Element, canvas, cross, element
 from noloco_p2p.observe.report.node_history import NodeHistory
@@ -17,7 +18,9 @@ MOST_PIECES = 3_000
 """Of all rows together; of more, those that would lie upon one another are left out."""
 
 
-def lives(title: str, nodes: Sequence[NodeHistory], whole: tuple[float, float], colours: Mapping[str, int]) -> Element:
+def lives(
+    title: str, nodes: Sequence[NodeHistory], whole: tuple[float, float], colours: Mapping[str, Colour]
+) -> Element:
     """The nodes from `whole[0]` to `whole[1]`, Unix seconds.
 
     A stroke: a process began. A cross: its last line, without an end; it was killed, or still runs.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.launch.node_probe import ENDPOINTS, read_json
+from noloco_p2p.observe.plotting.time_bins import Increment
 from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean, read_processes
 
 TALLIES = ("microbatches", "dropped", "rerouted", "busy", "rounds", "idle_s", "bytes", "phase_s", "held")
@@ -15,7 +16,7 @@ INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without 
 """Events in the list of what went wrong, and what they are called there."""
 UNKNOWN = "unknown"
 
-Curve = list[tuple[float, float]]
+Piece = list[tuple[float, float]]
 
 
 class StateSpan(NamedTuple):
@@ -24,14 +25,6 @@ class StateSpan(NamedTuple):
     began_at: float
     ended_at: float
     state: str
-
-
-class Increment(NamedTuple):
-    """What was added to a count between two lines of progress."""
-
-    began_at: float
-    ended_at: float
-    amount: float
 
 
 class Incident(NamedTuple):
@@ -81,14 +74,15 @@ class NodeHistory:
     stepped_at: float | None = None
     """When the last line of progress was written that had new tokens."""
     tallies: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in TALLIES})
-    loss: list[Curve] = field(default_factory=list)
+    loss: list[Piece] = field(default_factory=list)
     """(step, mean loss since the line before)."""
-    validation: list[Curve] = field(default_factory=list)
-    spread: list[Curve] = field(default_factory=list)
+    validation: list[Piece] = field(default_factory=list)
+    spread: list[Piece] = field(default_factory=list)
     """(step, standard deviation between replicas)."""
-    rate: list[Curve] = field(default_factory=list)
+    rate: list[Piece] = field(default_factory=list)
     """(step, learning rate)."""
     token_increments: list[Increment] = field(default_factory=list)
+    """Between two lines of progress."""
     byte_increments: dict[str, list[Increment]] = field(default_factory=lambda: {"in": [], "out": []})
     new_rounds: list[tuple[float, str, float]] = field(default_factory=list)
     """(when, result, how many)."""

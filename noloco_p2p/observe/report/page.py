@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from noloco_p2p import __version__, humanize
 from noloco_p2p.errors import LocalError
-from noloco_p2p.observe.plotting.svg import DARK, LIGHT, stylesheet
+from noloco_p2p.observe.plotting.palette import DARK, LIGHT, stylesheet
 from noloco_p2p.observe.report.charts import Panel, RunCharts
 from noloco_p2p.observe.report.journals import number
 from noloco_p2p.observe.report.node_history import NodeHistory

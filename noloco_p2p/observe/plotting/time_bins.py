@@ -2,13 +2,21 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from noloco_p2p.observe.plotting.axes import Points
-from noloco_p2p.observe.report.node_history import Increment
+
+
+class Increment(NamedTuple):
+    """What was added to a count between two moments."""
+
+    began_at: float
+    ended_at: float
+    amount: float
 
 
 class TimeBins:
-    """A stretch of time (Unix seconds) in `count` equal bins. What lies outside counts in the first or the last."""
+    """A stretch of time in `count` equal bins. What lies outside counts in the first or the last."""
 
     def __init__(self, began_at: float, ended_at: float, count: int) -> None:
         self._began_at = began_at
