@@ -50,8 +50,8 @@ def expressions() -> dict[str, str]:
 
 
 def test_promtool_finds_no_fault_with_configuration_and_rules() -> None:
-    told = promtool("check", "config", "prometheus.yml")
-    assert f"{len(rules_of('alerts.yml'))} rules found" in told
+    output = promtool("check", "config", "prometheus.yml")
+    assert f"{len(rules_of('alerts.yml'))} rules found" in output
 
 
 def test_each_alert_fires_when_it_should_and_only_then() -> None:

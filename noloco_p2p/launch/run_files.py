@@ -88,27 +88,16 @@ def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: s
 
 def summary(node: "Node", telemetry: "PrometheusTelemetry") -> dict[str, object]:
     """What the launcher and the user learn of this node at its end. Losses are those of stage 0, nats per token."""
-    advert, totals = node.state.advert, telemetry.totals()
-    rounds, done, idle = totals["outer_rounds"], totals["microbatches"], totals["idle_s"]
-    assert isinstance(rounds, dict)
-    assert isinstance(done, dict)
-    assert isinstance(idle, dict)
-    first = advert.stage == 0
-    return totals | {
+    advert = node.state.advert
+    found = telemetry.totals() | {
         "peer_id": advert.peer_id,
         "run_id": advert.run_id,
         "stage": advert.stage,
         "state": "finished" if node.finished else advert.state,
         "step": advert.step,
-        "outer_rounds": sum(rounds.values()),
-        "results": rounds,
-        "microbatches": done.get("done", 0),
-        "microbatch_results": done,
-        "first_loss": totals["first_loss"] if first else None,
-        "final_loss": totals["final_loss"] if first else None,
-        "first_step_at": totals["training_at"],
         "evaluation_s": node.evaluated_s,
     }
+    return found if advert.stage == 0 else found | {"first_loss": None, "final_loss": None}
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

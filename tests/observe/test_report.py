@@ -177,7 +177,7 @@ def test_the_figures_are_those_that_the_nodes_counted_themselves(recorded: Recor
     assert after(page, "validation loss") == f"{mean([totals['validation_loss'] for totals in first]):.4f}"
     assert after(page, "steps") == "60 of 60"
     assert after(page, "nodes") == "4 in 2 stages"
-    for total, tally in (("outer_rounds", "rounds"), ("microbatches", "microbatches"), ("reroutes", "rerouted")):
+    for total, tally in (("results", "rounds"), ("microbatch_results", "microbatches"), ("reroutes", "rerouted")):
         counted = sum((Counter(each[total]) for each in [*first, *later]), Counter())
         assert run.total(tally) == counted, tally
         assert {(name, f"{n:,}") for name, n in counted.items()} <= cells(page)

@@ -19,24 +19,27 @@ STATM, CGROUP_MEMORY = Path("/proc/self/statm"), Path("/sys/fs/cgroup/memory.max
 def run_totals(counters: RunCounters) -> dict[str, Any]:
     """The whole run until now, JSON-ready, under the names of `summary.json`. Losses are nats per token."""
     with counters.lock:
-        rounds, rerouted = counters.by_label("outer_rounds"), counters.by_label("rerouted")
+        attributes = ("state", "largest_lag_s", "resumed", "first_loss", "final_loss", "training_at", "last_step_at")
+        totals = ("inner_steps", "tokens", "evaluations", "outer_rounds", "checkpoints", "moves", "rerouted")
+        by_label = ("dropped", "busy_replies")
+        rounds, microbatches = counters.by_label("outer_rounds"), counters.by_label("microbatches")
         moved_bytes = counters.by_label("bytes", 1)
-        totals = ("inner_steps", "tokens", "evaluations", "checkpoints", "moves")
-        by_label = ("outer_rounds", "microbatches", "dropped", "busy_replies")
-        others = ("state", "largest_lag_s", "resumed", "first_loss", "final_loss", "training_at", "last_step_at")
         return {
-            **{name: getattr(counters, name) for name in others},
+            **{name: getattr(counters, name) for name in attributes},
             **{name: counters.total(name) for name in totals},
             **{name: counters.by_label(name) for name in by_label},
             "step": counters.latest.get("step", 0.0),
+            "first_step_at": counters.training_at,
             "validation_loss": counters.latest.get("validation_loss"),
             "replica_std": counters.latest.get("replica_std"),
-            "reroutes": rerouted,
-            "rerouted": sum(rerouted.values()),
+            "results": rounds,
+            "alone": rounds.get("alone", 0),
+            "pulled": sum(rounds.values()) - rounds.get("alone", 0),
+            "microbatches": microbatches.get("done", 0),
+            "microbatch_results": microbatches,
+            "reroutes": counters.by_label("rerouted"),
             "idle_s": counters.by_label("idle_seconds"),
             "device_s": float(counters.total("device_seconds")),
-            "pulled": sum(rounds.values()) - rounds.get("alone", 0),
-            "alone": rounds.get("alone", 0),
             "bytes": moved_bytes,
             "bytes_sent": moved_bytes.get("out", 0),
             "bytes_received": moved_bytes.get("in", 0),

@@ -83,8 +83,8 @@ def test_a_line_of_progress_tells_where_the_node_stands_and_every_count_since_it
     lines.note("span", name="forward", seconds=0.125)
     lines.clock.at += 1.0
     lines.note("reroute", reason="unreachable", peer="Q", message="gone")
-    (told,) = lines.of("progress")
-    assert told == {
+    (progress,) = lines.of("progress")
+    assert progress == {
         "time": 100.0,
         "event": "progress",
         "up_s": 1.0,
@@ -112,7 +112,7 @@ def test_the_loss_is_the_mean_since_the_line_before_and_the_counts_go_on(lines: 
         lines.step(loss)
         lines.clock.at += 1.0
         lines.note("lag", seconds=0.0)
-    assert [(told["loss"], told["tokens"], told["final_loss"]) for told in lines.of("progress")] == [
+    assert [(line["loss"], line["tokens"], line["final_loss"]) for line in lines.of("progress")] == [
         (6.0, 10, 6.0),
         (2.0, 20, 4.0),
     ]
@@ -133,15 +133,15 @@ def test_membership_and_deserted_stages_have_a_line_when_they_change_only(lines:
         lines.note("membership", counts={(0, "training"): count, (1, "waiting"): 1})
     for stages in ({}, {1: 0.0}, {1: 5.0}, {}, {}):
         lines.note("deserted", stages=stages)
-    assert [told["counts"]["0 training"] for told in lines.of("membership")] == [2, 3, 2]
-    assert [list(told["stages"]) for told in lines.of("deserted")] == [["1"], []]
+    assert [line["counts"]["0 training"] for line in lines.of("membership")] == [2, 3, 2]
+    assert [list(line["stages"]) for line in lines.of("deserted")] == [["1"], []]
 
 
 def test_a_text_of_a_peer_stays_one_bounded_line(lines: Lines) -> None:
     lines.note("warning", message="first\nsecond \x1b[31m" + "x" * 10_000)
-    (told,) = lines.of("warning")
+    (line,) = lines.of("warning")
     assert "\n" not in lines.raw[0]
-    assert len(told["message"]) == MOST_CHARACTERS
+    assert len(line["message"]) == MOST_CHARACTERS
 
 
 def test_one_warning_again_and_again_is_one_line_and_a_count(lines: Lines) -> None:

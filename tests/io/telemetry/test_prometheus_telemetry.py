@@ -206,9 +206,11 @@ def test_totals_for_the_summary(telemetry: PrometheusTelemetry) -> None:
     assert totals["first_loss"] == 5.5
     assert totals["final_loss"] == pytest.approx(sum(range(3, 13)) / 10)
     assert totals["validation_loss"] == 1.5
-    assert totals["outer_rounds"] == {"partner": 1, "alone": 1, "other": 1}
+    assert totals["results"] == {"partner": 1, "alone": 1, "other": 1}
+    assert totals["outer_rounds"] == 3
     assert (totals["pulled"], totals["alone"]) == (2, 1)
-    assert totals["microbatches"] == {"done": 1, "violation": 1, "dropped": 1}
+    assert totals["microbatch_results"] == {"done": 1, "violation": 1, "dropped": 1}
+    assert totals["microbatches"] == 1
     assert totals["dropped"] == {"drained": 1}
     assert totals["resumed"] == {"source": "peer", "round": 3, "step": 30.5, "peer": "Q"}
     assert (totals["checkpoints"], totals["moves"]) == (1, 1)
@@ -316,7 +318,7 @@ def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO
         "moves to stage 1: it holds the swarm back",
     ):
         assert part in text
-    assert text.count("routed again") == 1, "trouble is told once in a while"
+    assert text.count("routed again") == 1, "trouble is logged once in a while"
 
 
 def test_log_lines_for_machines(
