@@ -40,7 +40,7 @@ def board(name: str) -> dict[str, Any]:
 
 
 def expressions() -> dict[str, str]:
-    """Where it stands → expression, of every panel of every dashboard."""
+    """Where it is → expression, of every panel of every dashboard."""
     return {
         f"{name}: {panel['title']} ({panel['type']}): {target['refId']}": target["expr"]
         for name in BOARDS
@@ -88,7 +88,7 @@ def test_the_dashboards_are_as_generated() -> None:
     assert set(uids) == {source["datasources"][0]["uid"]}
 
 
-def test_a_dashboard_that_was_edited_by_hand_is_told(tmp_path: Path) -> None:
+def test_a_dashboard_that_was_edited_by_hand_is_named(tmp_path: Path) -> None:
     copy = tmp_path / "grafana"
     (copy / "dashboards").mkdir(parents=True)
     for path in (*GRAFANA.glob("*.py"), *GRAFANA.glob("dashboards/*.json")):
@@ -137,7 +137,7 @@ def test_a_real_prometheus_finds_a_real_swarm_and_every_expression_has_data(tmp_
             d.process.kill()
             every_expression_has_data(prometheus)
             figures_are_true(prometheus)
-            the_killed_one_is_told_and_goes(prometheus, d, alive)
+            the_killed_one_is_reported_and_goes(prometheus, d, alive)
 
 
 def peer_ids(nodes: list[NodeProcess]) -> set[str]:
@@ -179,7 +179,7 @@ def every_expression_has_data(prometheus: Prometheus) -> None:
 
 
 def figures_are_true(prometheus: Prometheus) -> None:
-    """A few that are known beforehand, and no label that stood both on a target and on a metric."""
+    """A few that are known beforehand, and no label that was both on a target and on a metric."""
     series = prometheus.query('{__name__=~"noloco_.+|go_info|up"}')
     assert not [s.labels for s in series if any(label.startswith("exported_") for label in s.labels)]
     assert {len(s.labels["node_name"]) for s in series} == {8}
@@ -201,7 +201,7 @@ def figures_are_true(prometheus: Prometheus) -> None:
     assert 0 < loss.value < 8
 
 
-def the_killed_one_is_told_and_goes(prometheus: Prometheus, killed: NodeProcess, alive: list[NodeProcess]) -> None:
+def the_killed_one_is_reported_and_goes(prometheus: Prometheus, killed: NodeProcess, alive: list[NodeProcess]) -> None:
     expected = dict.fromkeys(peer_ids(alive), True)
     wait_until(lambda: prometheus.targets("noloco") == expected, "the end of the killed node's target", PATIENCE_S)
     down = prometheus.query('ALERTS{alertname="NodeDown", alertstate="firing"}')

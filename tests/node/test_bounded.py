@@ -1,4 +1,4 @@
-"""A node that has seen a thousand others come and go holds no more than one that has seen a hundred (issue 5 §4)."""
+"""A node that has seen a thousand others come and go holds no more than one that has seen a hundred."""
 
 import gc
 import sys
@@ -26,7 +26,7 @@ FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, 
 
 
 class Both:
-    """A telemetry that tells two others."""
+    """A telemetry that passes everything on to two others."""
 
     def __init__(self, *others: Telemetry) -> None:
         self.others = others

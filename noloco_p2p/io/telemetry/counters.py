@@ -17,8 +17,6 @@ MOST_LABELS = 24
 LABEL_CHARACTERS = 40
 FINAL_STEPS = 10
 """Inner steps whose loss is the run's final loss."""
-PHASES = ("forward", "backward", "send", "wait", "step", "outer", "other")
-"""Phases whose seconds are counted; any other name counts as `other`."""
 WINDOW_S = 10.0
 """Seconds that a rate is measured over, unless its amounts come in lumps further apart."""
 MARK_S = 1.0
@@ -229,8 +227,6 @@ class RunCounters:
         match kind:
             case "gauge":
                 return {str(fields["name"]): fields["value"]}
-            case "span" if fields["name"] not in PHASES:
-                return {**fields, "name": "other"}
             case "outer_round":
                 before = self.latest.get("outer_rounds_alone", 0)
                 return {**fields, "alone": before + 1 if fields["result"] == "alone" else 0}

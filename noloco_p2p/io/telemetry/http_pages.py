@@ -18,7 +18,7 @@ STARTING = "starting: this node meets the others and reads what it needs"
 METRICS_PATH = "/metrics"
 METRICS_URL = re.compile(r"http://((?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5})(/[\w./-]{0,100})?")
 GONE = frozenset({"left"})
-"""States of those who serve nothing any more."""
+"""States of nodes that no longer serve anything."""
 HELP = """\
 /metrics  for Prometheus
 /sd       all nodes that this one knows, for Prometheus' HTTP service discovery

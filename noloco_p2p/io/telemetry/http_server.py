@@ -41,7 +41,7 @@ logger = logging.getLogger("noloco_p2p")
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """What a page says."""
+    """What a page answers."""
 
     body: bytes
     content_type: str = TEXT
@@ -52,36 +52,8 @@ Page = Callable[[str, str], HttpResponse]
 """(query, header `Accept`) → response, in a thread of the server. It must not wait for the event loop."""
 
 
-class HttpServer:
-    """Answers GET and HEAD of the paths of `pages`."""
-
-    def __init__(self, pages: Mapping[str, Page]) -> None:
-        self._pages = pages
-        self._server: _BoundedServer | None = None
-
-    def open(self, host: str, port: int) -> int:
-        """Listen, and answer from now on; returns the port (0 picks one). LocalError when it cannot be opened."""
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            self._server = _BoundedServer((host, port), family, self._pages)
-        except OSError as error:
-            raise LocalError(
-                f"metrics: {host} port {port} cannot be opened ({error.strerror or error}); set listen.metrics_port"
-            ) from error
-        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="web", daemon=True).start()
-        return int(self._server.server_address[1])
-
-    def close(self) -> None:
-        """Cut off the requests in hand and stop listening (POLL_S at most)."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server.cut_off(time.monotonic())
-            self._server = None
-
-
-class _BoundedServer(socketserver.ThreadingTCPServer):
-    """A thread for each request, REQUESTS_LIMIT of them.
+class HttpServer(socketserver.ThreadingTCPServer):
+    """Answers GET and HEAD of the paths of `pages`, with a thread for each request, REQUESTS_LIMIT of them at most.
 
     Not `http.server.HTTPServer`, which looks up the name of this machine: that can take long.
     """
@@ -91,14 +63,33 @@ class _BoundedServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], family: socket.AddressFamily, pages: Mapping[str, Page]) -> None:
-        self.address_family = family
+    def __init__(self, host: str, port: int, pages: Mapping[str, Page]) -> None:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = addresses[0][0]
         self.pages = pages
         self._places = threading.BoundedSemaphore(REQUESTS_LIMIT)
         self._accepted_at: dict[Any, float] = {}
         """Connection → when it was accepted, oldest first."""
         self._lock = threading.Lock()
-        super().__init__(address, _PageHandler)
+        super().__init__((host, port), _PageHandler)
+
+    @classmethod
+    def open(cls, host: str, port: int, pages: Mapping[str, Page]) -> "HttpServer":
+        """Listen, and answer from now on (port 0 picks one). LocalError when it cannot be opened."""
+        try:
+            server = cls(host, port, pages)
+        except OSError as error:
+            raise LocalError(
+                f"metrics: {host} port {port} cannot be opened ({error.strerror or error}); set listen.metrics_port"
+            ) from error
+        threading.Thread(target=server.serve_forever, args=(POLL_S,), name="web", daemon=True).start()
+        return server
+
+    def close(self) -> None:
+        """Cut off the requests in hand and stop listening (POLL_S at most)."""
+        self.shutdown()
+        self.server_close()
+        self.cut_off(time.monotonic())
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give it a thread; the oldest request is cut off when there is none left."""
@@ -142,7 +133,7 @@ class _BoundedServer(socketserver.ThreadingTCPServer):
 class _PageHandler(http.server.BaseHTTPRequestHandler):
     """One request."""
 
-    server: _BoundedServer
+    server: HttpServer
     timeout = SILENCE_S
     error_message_format, error_content_type = "%(code)d %(message)s\n", TEXT
 
@@ -174,7 +165,7 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
             return HttpResponse(f"500 {type(error).__name__}: {error}".splitlines()[0].encode() + b"\n", code=500)
 
     def version_string(self) -> str:
-        """Of the header `Server`."""
+        """Value of the header `Server`."""
         return "noloco"
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -11,8 +11,10 @@ from noloco_p2p.core.members import STATES
 from noloco_p2p.core.status import Status
 from noloco_p2p.io.telemetry.counters import LAST_VALUES, MOST_LABELS, TALLIES, RunCounters, known_labels
 
+PHASES = ("forward", "backward", "send", "wait", "step", "outer", "other")
+"""Phases of the work that are measured; any other name counts as `other`."""
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Of the histogram of phases."""
+"""Upper ends of the buckets of the histogram of phases."""
 
 logger = logging.getLogger("noloco_p2p")
 

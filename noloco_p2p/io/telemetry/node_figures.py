@@ -78,7 +78,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def rss_bytes() -> int:
-    """This process's memory that is in RAM; where the system does not tell, the most that it ever was."""
+    """Memory of this process that is in RAM; where the system does not say, the most that it has ever been."""
     try:
         return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from noloco_p2p.core.health import problem_line
 from noloco_p2p.core.status import NodeFigures, Status
 from noloco_p2p.io.telemetry import node_figures
-from noloco_p2p.io.telemetry.counters import PHASES, RunCounters
+from noloco_p2p.io.telemetry.counters import RunCounters
 from noloco_p2p.io.telemetry.event_log import QUIET_S, EventLog
 from noloco_p2p.io.telemetry.http_pages import STARTING, pages
 from noloco_p2p.io.telemetry.http_server import HttpServer
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.log import RepeatLimiter
-from noloco_p2p.io.telemetry.metrics import SECONDS_BUCKETS, NodeMetrics
+from noloco_p2p.io.telemetry.metrics import PHASES, SECONDS_BUCKETS, NodeMetrics
 from noloco_p2p.io.telemetry.watchdog import Watchdog
 
 logger = logging.getLogger("noloco_p2p")
@@ -43,27 +43,24 @@ class PrometheusTelemetry:
         self._watchdog: Watchdog | None = None
         self._metrics = NodeMetrics(self.counters, self._health)
         self.registry.register(self._metrics)
-        phases = Histogram(
-            "phase_seconds",
-            "Seconds of one phase of the work.",
-            ("phase",),
-            namespace="noloco",
-            registry=self.registry,
-            buckets=SECONDS_BUCKETS,
-        )
+        text = "Seconds of one phase of the work."
+        phases = Histogram("noloco_phase_seconds", text, ["phase"], buckets=SECONDS_BUCKETS, registry=self.registry)
         self._phases = {name: phases.labels(name) for name in PHASES}
         ProcessCollector(registry=self.registry)
-        self._server = HttpServer(pages(self.registry, self._health))
+        self._server: HttpServer | None = None
 
     def serve(self, host: str, port: int) -> int:
         """Answer from threads of its own; returns the port (0 picks one). LocalError when it is in use."""
-        return self._server.open(host, port)
+        self._server = HttpServer.open(host, port, pages(self.registry, self._health))
+        return int(self._server.server_address[1])
 
     def close(self) -> None:
         """Stop the watchdog and the server (a quarter of a second at most)."""
         if self._watchdog is not None:
             self._watchdog.close()
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def watch(self, status: Callable[[], Status], directory: Path) -> None:
         """From now on there is a node, which works in `directory`; `status` is called from any thread."""

@@ -1,4 +1,4 @@
-"""The HTTP server of a node: what its pages say, and that neither a stuck loop nor a bad client keeps it from it."""
+"""The HTTP server of a node: what its pages say, and that it answers despite a stuck loop or a bad client."""
 
 import asyncio
 import gzip
@@ -189,7 +189,7 @@ def test_what_is_made_at_a_scrape(telemetry: PrometheusTelemetry, tmp_path: Path
     assert rss > 1_000_000
 
 
-def test_a_bug_in_the_status_is_told_and_leaves_the_metrics(telemetry: PrometheusTelemetry, asker: Asker) -> None:
+def test_a_bug_in_the_status_is_reported_and_leaves_the_metrics(telemetry: PrometheusTelemetry, asker: Asker) -> None:
     def fails() -> Status:
         raise RuntimeError("dictionary changed size\nduring iteration")
 
@@ -201,24 +201,24 @@ def test_a_bug_in_the_status_is_told_and_leaves_the_metrics(telemetry: Prometheu
     assert "noloco_inner_steps_total 0.0" in text
 
 
-def test_a_loop_that_stands_is_told(
+def test_a_stuck_loop_is_reported(
     telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop itself sleeps; another thread asks meanwhile, and once more after it has come back."""
     monkeypatch.setattr("noloco_p2p.core.health.LONGEST_SILENCE_S", 0.5)
     telemetry.watch(status, tmp_path)
     found: list[tuple[int, str]] = []
-    stands, asked = threading.Event(), threading.Event()
+    stuck, asked = threading.Event(), threading.Event()
 
     def ask() -> None:
-        stands.wait(10)
+        stuck.wait(10)
         while len(found) < 2000 and (not found or found[-1][0] == 200):
             found.append(asker.line("/health"))
         asked.set()
 
     async def life() -> None:
         telemetry.event("lag", seconds=0.0)
-        stands.set()
+        stuck.set()
         assert asked.wait(10)  # blocks the loop: that is what the test is about
         telemetry.event("lag", seconds=0.6)
 
@@ -322,7 +322,7 @@ def test_a_closed_server_is_gone(telemetry: PrometheusTelemetry) -> None:
     telemetry.close()
 
 
-def test_an_address_that_is_not_ours_is_told(telemetry: PrometheusTelemetry) -> None:
+def test_an_address_that_is_not_ours_is_named(telemetry: PrometheusTelemetry) -> None:
     with pytest.raises(LocalError, match=r"metrics: 192\.0\.2\.1 port 0 cannot be opened .*listen\.metrics_port"):
         telemetry.serve("192.0.2.1", 0)
 

@@ -1,4 +1,4 @@
-"""The journal: what stands in it, that it stays small, and that nothing which happens to its files hurts the node."""
+"""The journal: what is in it, that it stays small, and that nothing that happens to its files hurts the node."""
 
 import json
 import os
@@ -16,7 +16,7 @@ MINUTE, HOUR, WEEK = 60.0, 3_600.0, 7 * 86_400.0
 
 
 class Clock:
-    """A clock that stands until it is set."""
+    """A clock that stays where it is until it is set."""
 
     def __init__(self) -> None:
         self.at = 100.0
@@ -69,10 +69,10 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
-# === what stands in it ================================================================================================
+# === what is in it ====================================================================================================
 
 
-def test_a_line_of_progress_tells_where_the_node_stands_and_every_count_since_its_start(lines: Lines) -> None:
+def test_a_line_of_progress_has_the_node_s_progress_and_every_count_since_its_start(lines: Lines) -> None:
     lines.note("state", state="training", reason="synced")
     for loss in (6.0, 4.0):
         lines.step(loss)
@@ -118,7 +118,7 @@ def test_the_loss_is_the_mean_since_the_line_before_and_the_counts_go_on(lines: 
     ]
 
 
-def test_the_end_writes_what_has_not_been_told_and_nothing_comes_after_it(lines: Lines) -> None:
+def test_the_end_writes_what_is_not_yet_written_and_nothing_comes_after_it(lines: Lines) -> None:
     lines.journal.start(peer_id="Q", name="tiny", stage=None)
     lines.step(3.0)
     lines.journal.end()

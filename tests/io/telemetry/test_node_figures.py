@@ -1,4 +1,4 @@
-"""Rates and figures of now: right for a stream, for lumps far apart, and for what has stopped."""
+"""Rates and a node's present figures: right for a stream, for lumps far apart, and for what has stopped."""
 
 import math
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_figures_that_are_not_finite_are_none(tmp_path: Path) -> None:
     assert isinstance(found, NodeFigures)
 
 
-def test_what_the_machine_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_disk_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = b"x" * 30_000_000
     before = node_figures.rss_bytes()
     assert 10_000_000 < before < node_figures.memory_bytes()

@@ -150,7 +150,7 @@ def test_rounds_in_a_row_that_ended_alone_are_counted(telemetry: PrometheusTelem
     assert in_a_row == [1, 2, 0, 1]
 
 
-def test_a_deserted_stage_is_told_when_it_goes_and_when_it_is_back(
+def test_a_deserted_stage_is_logged_when_it_goes_and_when_it_is_back(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -165,7 +165,7 @@ def test_a_deserted_stage_is_told_when_it_goes_and_when_it_is_back(
     assert ("noloco_stage_deserted_seconds", (("stage", "7"),)) not in found, "there is no such stage"
 
 
-def test_checkpoints_and_guarding_are_told_once(
+def test_checkpoints_and_guarding_are_logged_once(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -275,7 +275,7 @@ def test_it_never_raises_into_its_caller(telemetry: PrometheusTelemetry, caplog:
     assert "event inner_step failed" in caplog.text
 
 
-def test_a_port_in_use_is_told_by_its_number(telemetry: PrometheusTelemetry) -> None:
+def test_a_port_in_use_is_named(telemetry: PrometheusTelemetry) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -285,7 +285,7 @@ def test_a_port_in_use_is_told_by_its_number(telemetry: PrometheusTelemetry) -> 
     telemetry.close()
 
 
-def test_a_scrape_is_answered_while_the_loop_stands(telemetry: PrometheusTelemetry) -> None:
+def test_a_scrape_is_answered_while_the_loop_is_stuck(telemetry: PrometheusTelemetry) -> None:
     async def blocks_the_loop() -> float:
         return scraped(telemetry)["noloco_inner_steps_total", ()]
 
