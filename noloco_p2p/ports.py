@@ -14,13 +14,13 @@ from noloco_p2p.core.messages import (
     Advert,
     Batch,
     Checkpoint,
-    Description,
     Gradient,
     Header,
     Holding,
     HostTensor,
     LossSum,
     MicrobatchId,
+    NodeDescription,
     PeerId,
     ReplicaState,
     Snapshot,
@@ -62,7 +62,7 @@ class Handler(Protocol):
         """
         ...
 
-    def describe(self, caller: PeerId) -> Description:
+    def describe(self, caller: PeerId) -> NodeDescription:
         """Who this node is and how far it has come."""
         ...
 
@@ -109,7 +109,7 @@ class Transport(Protocol):
         """
         ...
 
-    async def describe(self, peer: Advert) -> Description:
+    async def describe(self, peer: Advert) -> NodeDescription:
         """Ask a peer who it is and how far it has come (a few seconds at most)."""
         ...
 

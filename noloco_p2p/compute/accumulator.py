@@ -16,7 +16,7 @@ from noloco_p2p.core.messages import MicrobatchId
 
 
 @dataclass(frozen=True, slots=True)
-class CountedMicrobatch:
+class AccumulatedMicrobatch:
     """A microbatch that counted in the current inner step."""
 
     microbatch: MicrobatchId
@@ -32,7 +32,7 @@ class GradientAccumulator:
         self._grads = [torch.zeros_like(parameter) for parameter in parameters]
         self._holds = False
         self._spent = SpentIds()
-        self.added: list[CountedMicrobatch] = []
+        self.added: list[AccumulatedMicrobatch] = []
         """In the order in which the gradients were added."""
         for parameter, grad in zip(parameters, self._grads, strict=True):
             parameter.grad = grad
@@ -41,7 +41,7 @@ class GradientAccumulator:
         """It has been added before, in this step or an earlier one."""
         return microbatch in self._spent
 
-    def add(self, added: CountedMicrobatch, grads: Sequence[Tensor | None]) -> None:
+    def add(self, added: AccumulatedMicrobatch, grads: Sequence[Tensor | None]) -> None:
         """Spend the id and add its gradients, one per parameter (None: it does not reach that one), or none at all."""
         self._spent.spend(added.microbatch)
         self.added.append(added)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor
-from noloco_p2p.compute.accumulator import CountedMicrobatch
+from noloco_p2p.compute.accumulator import AccumulatedMicrobatch
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, Snapshot
 from noloco_p2p.errors import LocalError
@@ -40,7 +40,7 @@ class Audit:
         """`initial-<peer id>.safetensors`: the weights before step 1, by global name."""
         self._save(f"initial-{self._peer_id}.safetensors", parameters, {"peer_id": self._peer_id})
 
-    def inner_step(self, label: StepLabel, added: Sequence[CountedMicrobatch], *, first: bool) -> None:
+    def inner_step(self, label: StepLabel, added: Sequence[AccumulatedMicrobatch], *, first: bool) -> None:
         """A line of `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 the batches that were used."""
         entries = []
         for one in added:
@@ -83,7 +83,7 @@ class Audit:
         flat = {f"{kind}/{name}": tensor for kind, named in tensors.items() for name, tensor in named.items()}
         self._save(f"round-{number:06d}-{self._peer_id}.safetensors", flat, metadata)
 
-    def _batches(self, label: StepLabel, added: Sequence[CountedMicrobatch]) -> None:
+    def _batches(self, label: StepLabel, added: Sequence[AccumulatedMicrobatch]) -> None:
         """`batches-<peer id>-<inner step, 6 digits>.safetensors`: inputs, targets and masks by microbatch."""
         tensors: dict[str, Tensor] = {}
         for one in added:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, replica_tensors
-from noloco_p2p.compute.accumulator import CountedMicrobatch, GradientAccumulator, total_norm
+from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator, total_norm
 from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.model import StageModule
@@ -124,7 +124,7 @@ class TorchStage:
             return self._nothing(microbatch)
         grad_BTD = self._to_device(wire_BTD).to(kept.hidden.dtype)
         return self._contribute(
-            CountedMicrobatch(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD
+            AccumulatedMicrobatch(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD
         )
 
     def loss_backward(
@@ -136,7 +136,7 @@ class TorchStage:
         loss_sum = float(loss.detach())
         if not isfinite(loss_sum):
             return self._nothing(microbatch)
-        return self._contribute(CountedMicrobatch(microbatch, tokens, loss_sum), leaf, loss, None)
+        return self._contribute(AccumulatedMicrobatch(microbatch, tokens, loss_sum), leaf, loss, None)
 
     def discard(self, graph: int) -> None:
         """Free a graph that will not be used; unknown handles are ignored."""
@@ -208,7 +208,7 @@ class TorchStage:
         self._sums.restart(theirs.spent)
 
     def _contribute(
-        self, added: CountedMicrobatch, leaf: Tensor, output: Tensor, grad_output: Tensor | None
+        self, added: AccumulatedMicrobatch, leaf: Tensor, output: Tensor, grad_output: Tensor | None
     ) -> Contribution:
         """Backward from `output`; gradients that are finite and whose id is not spent are added."""
         counted = not self._sums.is_spent(added.microbatch)
@@ -231,7 +231,7 @@ class TorchStage:
         """A microbatch that was not finite: it is spent, with zero tokens, and adds no gradient."""
         counted = not self._sums.is_spent(microbatch)
         if counted:
-            self._sums.add(CountedMicrobatch(microbatch, 0, 0.0), ())
+            self._sums.add(AccumulatedMicrobatch(microbatch, 0, 0.0), ())
         zero = None
         if not self._first:
             zero = host_tensor.from_torch("grad", torch.zeros(self.state.hidden.shape, dtype=self._wire))

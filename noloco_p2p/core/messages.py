@@ -246,7 +246,7 @@ class Advert:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class NodeDescription:
     """What a node says of itself when asked directly."""
 
     peer_id: PeerId

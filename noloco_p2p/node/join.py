@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from noloco_p2p.core import balance, resume
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.messages import Advert, Description, PeerId
+from noloco_p2p.core.messages import Advert, NodeDescription, PeerId
 from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.guardian import Guardian
@@ -159,7 +159,7 @@ class Joining:
         A living replica of my stage is all that is needed: the others are asked only when there is none.
         """
         node = self._node
-        told: dict[PeerId, Description | None] = {}
+        told: dict[PeerId, NodeDescription | None] = {}
 
         async def ask(advert: Advert) -> None:
             try:

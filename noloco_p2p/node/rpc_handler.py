@@ -2,7 +2,7 @@
 
 from contextlib import AbstractAsyncContextManager
 
-from noloco_p2p.core.messages import Description, Gradient, Header, LossSum, PeerId, ReplicaState, Snapshot
+from noloco_p2p.core.messages import Gradient, Header, LossSum, NodeDescription, PeerId, ReplicaState, Snapshot
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.outer_round import OuterRounds
@@ -51,12 +51,12 @@ class RpcHandler:
         """See ports.Handler."""
         return self._donor.lend_state(caller, number)
 
-    def describe(self, caller: PeerId) -> Description:
+    def describe(self, caller: PeerId) -> NodeDescription:
         """See ports.Handler."""
         me = self._node.advert
         if me.stage < 0:
             raise Declined("this node has not chosen its stage yet")
-        return Description(me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version)
+        return NodeDescription(me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version)
 
     def _check_stage(self) -> None:
         if self._node.index <= 0:

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.members import TRAINED
-from noloco_p2p.core.messages import Advert, Description, PeerId
+from noloco_p2p.core.messages import Advert, NodeDescription, PeerId
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.recording import AvailableWeights, FrozenWeights, RecordingStage, Resumption, now_s
@@ -123,7 +123,7 @@ class FaultySwarm(SimSwarm):
                 self.resumptions.append(Resumption(now_s(), process.peer, source, round, available))
                 before.clear()
 
-        async def describe(peer: Advert) -> Description:
+        async def describe(peer: Advert) -> NodeDescription:
             """Asked of all nodes that may have weights, just before a node chooses; then they are on their way."""
             if not before or before[-1].at_s < now_s():
                 before[:] = [self._available(process.peer)]

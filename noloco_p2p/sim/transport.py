@@ -14,11 +14,11 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
-    Description,
     Gradient,
     Header,
     HostTensor,
     LossSum,
+    NodeDescription,
     PeerId,
     ReplicaState,
     Snapshot,
@@ -106,10 +106,10 @@ class SimTransport:
         wire.check_same(tuple(tensor.spec for tensor in state.tensors), expected, "state")
         return state
 
-    async def describe(self, peer: Advert) -> Description:
+    async def describe(self, peer: Advert) -> NodeDescription:
         """See `ports.Transport`."""
 
-        async def invoke(handler: Handler, call: SimCall[Description]) -> Description:
+        async def invoke(handler: Handler, call: SimCall[NodeDescription]) -> NodeDescription:
             return handler.describe(self._me)
 
         return await self._call(peer, invoke, DESCRIBE_S, "describe")

@@ -19,7 +19,7 @@ from stages import (
 from torch import Tensor, nn
 
 from noloco_p2p.compute import host_tensor
-from noloco_p2p.compute.accumulator import CountedMicrobatch, GradientAccumulator
+from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
 from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum
 from noloco_p2p.errors import Violation
@@ -108,12 +108,12 @@ def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
     sums = GradientAccumulator([nn.Parameter(torch.zeros(1))])
     for step in range(20):
         for index in range(1000):
-            sums.add(CountedMicrobatch(microbatch(step * 1000 + index), 1, 1.0), (torch.ones(1),))
+            sums.add(AccumulatedMicrobatch(microbatch(step * 1000 + index), 1, 1.0), (torch.ones(1),))
         sums.close_step()
     assert [sums.is_spent(microbatch(step * 1000)) for step in range(20)] == [False] * 13 + [True] * 7
     sums = GradientAccumulator([nn.Parameter(torch.zeros(1))])
     for number in range(SPENT_IDS + 1):
-        sums.add(CountedMicrobatch(microbatch(number), 1, 1.0), (torch.ones(1),))
+        sums.add(AccumulatedMicrobatch(microbatch(number), 1, 1.0), (torch.ones(1),))
         for _ in range(SPENT_STEPS):
             sums.close_step()
     assert [sums.is_spent(microbatch(number)) for number in (0, 1)] == [False, True]

@@ -9,7 +9,7 @@ from audit_writer import MODELS
 from reference import TOLERANCE, Report, float64_rmsnorm, replay, require_variety
 from torch import Tensor
 
-from noloco_p2p.compute.accumulator import CountedMicrobatch, GradientAccumulator
+from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest
@@ -101,7 +101,7 @@ def lost(patch: pytest.MonkeyPatch) -> None:
     """One microbatch of one replica is noted and its gradients are not added."""
     right = GradientAccumulator.add
 
-    def add(self: GradientAccumulator, added: CountedMicrobatch, grads: Sequence[Tensor | None]) -> None:
+    def add(self: GradientAccumulator, added: AccumulatedMicrobatch, grads: Sequence[Tensor | None]) -> None:
         unlucky = added.microbatch[0::2] == (peer_id(0, 1), 4)
         right(self, added, [None if one is None else 0 * one for one in grads] if unlucky else grads)
 
@@ -112,7 +112,7 @@ def counted_twice(patch: pytest.MonkeyPatch) -> None:
     """The gradients of one microbatch of one replica are added twice."""
     right = GradientAccumulator.add
 
-    def add(self: GradientAccumulator, added: CountedMicrobatch, grads: Sequence[Tensor | None]) -> None:
+    def add(self: GradientAccumulator, added: AccumulatedMicrobatch, grads: Sequence[Tensor | None]) -> None:
         unlucky = added.microbatch[0::2] == (peer_id(0, 1), 4)
         right(self, added, [None if one is None else 2 * one for one in grads] if unlucky else grads)
 

@@ -10,12 +10,12 @@ import pytest
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
-    Description,
     Gradient,
     Header,
     HostTensor,
     LossSum,
     MicrobatchId,
+    NodeDescription,
     Origin,
     ReplicaState,
     Snapshot,
@@ -90,9 +90,9 @@ class Serving:
             raise
         self.log.append(("loan over", now()))
 
-    def describe(self, caller: str) -> Description:
+    def describe(self, caller: str) -> NodeDescription:
         """Who it is."""
-        return Description("b", "run", 1, "training", 2.5, 1, "0")
+        return NodeDescription("b", "run", 1, "training", 2.5, 1, "0")
 
 
 async def at_once(body: Body) -> Gradient:

@@ -16,12 +16,12 @@ from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
-    Description,
     Gradient,
     Header,
     HostTensor,
     LossSum,
     MicrobatchId,
+    NodeDescription,
     Origin,
     PeerId,
     ReplicaState,
@@ -153,8 +153,8 @@ class Node:
             raise Declined("no state here")
         return self.lend(caller, number)
 
-    def describe(self, caller: PeerId) -> Description:
-        return Description("B", RUN, 1, "training", 7.5, 3, "0.1")
+    def describe(self, caller: PeerId) -> NodeDescription:
+        return NodeDescription("B", RUN, 1, "training", 7.5, 3, "0.1")
 
 
 async def echo(header: Header, body: Body) -> Gradient:

@@ -18,9 +18,9 @@ from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
-    Description,
     Gradient,
     LossSum,
+    NodeDescription,
     PeerId,
     ReplicaState,
     Snapshot,
@@ -194,7 +194,7 @@ class GrpcTransport:
         self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
         return result
 
-    async def describe(self, peer: Advert) -> Description:
+    async def describe(self, peer: Advert) -> NodeDescription:
         """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""
         async with self._calling(peer, "description", DESCRIBE_S) as (channel, seconds):
             describe = NodeStub(channel.channel).Describe

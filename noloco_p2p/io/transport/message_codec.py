@@ -14,12 +14,12 @@ import xxhash
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import (
     Activation,
-    Description,
     Gradient,
     Header,
     HostTensor,
     LossSum,
     MicrobatchId,
+    NodeDescription,
     Origin,
     TensorSpec,
 )
@@ -192,14 +192,14 @@ def to_loss(loss: LossSum) -> bytes:
     return pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens)).SerializeToString()
 
 
-def from_description(reply: pb.DescribeReply) -> Description:
+def from_description(reply: pb.DescribeReply) -> NodeDescription:
     """A peer's description of itself. Raises what its refusal means, or Violation when there is none."""
     if reply.HasField("refusal"):
         raise to_error(reply.refusal)
     if not reply.HasField("description"):
         raise Violation("the peer describes nothing")
     d = reply.description
-    return Description(reply.peer_id, reply.run_id, d.stage, d.state, d.step, d.outer_round, d.version)
+    return NodeDescription(reply.peer_id, reply.run_id, d.stage, d.state, d.step, d.outer_round, d.version)
 
 
 def from_loss(raw: bytes) -> LossSum:

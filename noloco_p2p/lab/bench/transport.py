@@ -21,12 +21,12 @@ from noloco_p2p.core.messages import (
     REPLICA_KINDS,
     Activation,
     Advert,
-    Description,
     Gradient,
     Header,
     HostTensor,
     LossSum,
     MicrobatchId,
+    NodeDescription,
     Origin,
     PeerId,
     ReplicaState,
@@ -112,9 +112,9 @@ class BenchPeer:
             raise Declined("not measured")
         yield self._state
 
-    def describe(self, caller: PeerId) -> Description:
+    def describe(self, caller: PeerId) -> NodeDescription:
         """A node that trains."""
-        return Description(PEER, RUN, 1, "training", 0.0, 0, "")
+        return NodeDescription(PEER, RUN, 1, "training", 0.0, 0, "")
 
 
 def make_transport(me: PeerId, largest_bytes: int = 1 << 20) -> GrpcTransport:

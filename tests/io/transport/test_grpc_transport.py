@@ -19,7 +19,7 @@ from transport_fixture import (
     run,
 )
 
-from noloco_p2p.core.messages import Activation, Description, Gradient, Header, LossSum
+from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, NodeDescription
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.ports import Body
@@ -81,7 +81,7 @@ def test_evaluate_and_describe() -> None:
         async with pair(Node(echo)) as both:
             for shape in (SMALL, (3, 333, 777)):
                 assert await both.a.evaluate(both.peer, activation(shape)) == LossSum(2.25, 7)
-            assert await both.a.describe(both.peer) == Description("B", RUN, 1, "training", 7.5, 3, "0.1")
+            assert await both.a.describe(both.peer) == NodeDescription("B", RUN, 1, "training", 7.5, 3, "0.1")
 
     run(scenario())
 
