@@ -1,4 +1,4 @@
-"""What `noloco top` tells of a swarm: one sentence, findings, stages, nodes. Pure, from the nodes' reports."""
+"""What `noloco top` shows of a swarm: one sentence, findings, stages, nodes. Pure, from the nodes' reports."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,19 +6,20 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from noloco_p2p import humanize
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Wait
-from noloco_p2p.humanize import finite
 from noloco_p2p.io.telemetry.status_json import WaitInWords
-from noloco_p2p.observe.diagnosis.diagnose import Finding, Report, findings, headline, progress
-from noloco_p2p.observe.diagnosis.findings import Severity, line
+from noloco_p2p.observe.diagnosis import diagnose
+from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, line
+from noloco_p2p.observe.diagnosis.swarm_view import STAGES_LIMIT, most_common
 
 ROUND_RESULTS = ("partner", "stale", "other", "alone")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageRow:
     """One stage."""
 
     stage: int
@@ -30,7 +31,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeRow:
     """One node. None: not known."""
 
     peer: PeerId
@@ -38,7 +39,7 @@ class Node:
     state: str | None
     """As it says itself, else as the directory says."""
     answers: bool
-    """It has told its status."""
+    """It has sent its status."""
     failure: str
     """Why not."""
     step: float | None = None
@@ -49,7 +50,7 @@ class Node:
     rounds: Mapping[str, int] | None = None
     """Outer rounds by result."""
     partner_wait_s: float | None = None
-    """Seconds that its device waited for partners, since its start."""
+    """Seconds that its device has waited for partners since its start."""
     bytes_per_s: float | None = None
     replica_std: float | None = None
     loss: float | None = None
@@ -64,61 +65,54 @@ class Overview:
     """A swarm at one moment."""
 
     name: str
-    """Of the run; empty when nobody told."""
+    """Of the run; empty when nobody has said."""
     sentence: str
     severity: Severity
     """Of the sentence."""
     progress: str
     """How far the swarm has come, whatever is wrong."""
     findings: tuple[Finding, ...]
-    stages: tuple[Stage, ...]
-    nodes: tuple[Node, ...]
+    stages: tuple[StageRow, ...]
+    nodes: tuple[NodeRow, ...]
     """Sorted by stage, then by peer id."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, every number finite."""
-        found = {name: _finite(value) for name, value in asdict(self).items()}
+        found = asdict(self)
         for node, fields in zip(self.nodes, found["nodes"], strict=True):
             if node.waits_for is not None:
-                fields["waits_for"] = _finite(asdict(WaitInWords.of(node.waits_for)))
-        return found
+                fields["waits_for"] = asdict(WaitInWords.of(node.waits_for))
+        return {name: _finite(value) for name, value in found.items()}
 
 
 def overview(reports: Sequence[Report]) -> Overview:
     """The swarm of these reports."""
-    found = findings(reports)
-    told = headline(reports, found)
-    severity: Severity = next((f.severity for f in found if f.sentence == told), "ok")
+    found = diagnose.findings(reports)
+    sentence = diagnose.headline(reports, found)
+    severity: Severity = next((f.severity for f in found if f.sentence == sentence), "ok")
     nodes = sorted((_node(report) for report in reports), key=lambda n: (n.stage is None, n.stage or 0, n.peer))
-    names = Counter(report.status.run_name for report in reports if report.status is not None)
-    name = line(min(names, key=lambda name: (-names[name], name))) if names else ""
-    return Overview(name, told, severity, progress(reports), tuple(found), _stages(nodes, reports), tuple(nodes))
-
-
-def _stages(nodes: Sequence[Node], reports: Sequence[Report]) -> tuple[Stage, ...]:
-    """Those that somebody is at, and those that should be there."""
-    counts = Counter(report.status.stages for report in reports if report.status is not None)
+    statuses = [report.status for report in reports if report.status is not None]
+    name = line(most_common(status.run_name for status in statuses) or "")
     stages = {node.stage for node in nodes if node.stage is not None}
-    if counts:
-        most = min(counts, key=lambda count: (-counts[count], count))
-        stages |= set(range(min(most, 4096)))
-    found = []
-    for stage in sorted(stages):
-        mine = [node for node in nodes if node.stage == stage]
-        states = Counter(node.state if node.answers and node.state else "silent" for node in mine)
-        rate = sum(finite(node.tokens_per_s) for node in mine)
-        found.append(Stage(stage, len(mine), dict(sorted(states.items())), rate))
-    return tuple(found)
+    stages |= set(range(min(most_common(status.stages for status in statuses) or 0, STAGES_LIMIT)))
+    rows = tuple(_stage(stage, [node for node in nodes if node.stage == stage]) for stage in sorted(stages))
+    return Overview(name, sentence, severity, diagnose.progress(reports), tuple(found), rows, tuple(nodes))
 
 
-def _node(report: Report) -> Node:
+def _stage(stage: int, nodes: Sequence[NodeRow]) -> StageRow:
+    states = Counter(node.state if node.answers and node.state else "silent" for node in nodes)
+    rate = sum(humanize.finite(node.tokens_per_s) for node in nodes)
+    return StageRow(stage, len(nodes), dict(sorted(states.items())), rate)
+
+
+def _node(report: Report) -> NodeRow:
     advert, status = report.newest, report.status
     stage = advert.stage if advert is not None and advert.stage >= 0 else None
     state = advert.state if advert is not None else None
     if status is None:
-        return Node(report.peer, stage, state, False, report.failure)
+        return NodeRow(report.peer, stage, state, False, report.failure)
     figures = status.figures
-    return Node(
+    return NodeRow(
         peer=report.peer,
         stage=stage,
         state=state,

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
+from noloco_p2p import humanize
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.status import SeenPeer, Status
+from noloco_p2p.core.status import SeenPeer
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
-from noloco_p2p.humanize import finite, short_id
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
@@ -54,22 +54,18 @@ class Address:
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A node's status, and its wall clock minus ours at about the same moment, seconds; None: it told no time."""
+async def ask(address: Address) -> Report:
+    """One node's status, and how far its wall clock is ahead at about the same moment.
 
-    status: Status
-    clock_ahead_s: float | None
-
-
-async def ask(address: Address) -> Answer:
-    """One node's status. Raises Unreachable (no answer in TIMEOUT_S) or Violation (it is none)."""
+    Raises Unreachable (no answer in TIMEOUT_S) or Violation (it is none).
+    """
     before = time.time()
     body = await _get(address, "/status", status_json.LIMIT_BYTES)
     middle = (before + time.time()) / 2
     status = status_json.decode(body)
-    told = finite(status.figures.unix_time_s)
-    return Answer(status, told - middle if told else None)
+    unix_time_s = humanize.finite(status.figures.unix_time_s)
+    ahead_s = unix_time_s - middle if unix_time_s else None
+    return Report(status.advert.peer_id, status.advert, status, "", ahead_s)
 
 
 async def by_url(url: str) -> list[Report]:
@@ -79,18 +75,17 @@ async def by_url(url: str) -> list[Report]:
     """
     address = Address.parse(url)
     try:
-        answer = await ask(address)
+        first = await ask(address)
     except Violation as error:
         raise Violation(f"{address} does not answer as a node of this program: {error}") from None
     except Unreachable as error:
         raise Unreachable(f"{error}: give the metrics address that a running node prints") from None
-    mine = answer.status.advert
-    first = Report(mine.peer_id, mine, answer.status, "", answer.clock_ahead_s)
-    return await by_adverts([_here(seen) for seen in answer.status.seen], known=[first])
+    assert first.status is not None
+    return await by_adverts([_here(seen) for seen in first.status.seen], known=[first])
 
 
 async def by_adverts(adverts: Iterable[Advert], known: Sequence[Report] = ()) -> list[Report]:
-    """Reports of the nodes that these adverts tell of, sorted by peer id; `known` ones are not asked again.
+    """Reports of the nodes that these adverts are of, sorted by peer id; `known` ones are not asked again.
 
     Nodes that most of those who answered know are asked too: one reading of a directory can miss somebody.
     """
@@ -124,29 +119,25 @@ def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
 
 
 def _here(seen: SeenPeer) -> Advert:
-    """The advert of a node that another one told of, as if it had been read here."""
+    """The advert of a node that another one knows, as if it had been read here."""
     return replace(seen.advert, announced_at=asyncio.get_running_loop().time() - seen.age_s)
 
 
 async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
     """Ask one node; never raises, what went wrong is in the report."""
-    report = await _asked(advert, places)
-    return replace(report, age_s=max(0.0, asyncio.get_running_loop().time() - advert.announced_at))
-
-
-async def _asked(advert: Advert, places: asyncio.Semaphore) -> Report:
+    failed = Report(advert.peer_id, advert, None)
     if not advert.metrics:
-        return Report(advert.peer_id, advert, None, "it announces no metrics address")
-    try:
-        address = Address.parse(advert.metrics)
-        async with places:
-            answer = await ask(address)
-    except (PeerError, ConfigError) as error:
-        return Report(advert.peer_id, advert, None, line(str(error)))
-    told = answer.status.advert
-    if told.peer_id != advert.peer_id:
-        return Report(advert.peer_id, advert, None, f"another node answers at {address}: {short_id(told.peer_id)}")
-    return Report(advert.peer_id, advert, answer.status, "", answer.clock_ahead_s)
+        report = replace(failed, failure="it announces no metrics address")
+    else:
+        try:
+            address = Address.parse(advert.metrics)
+            async with places:
+                report = replace(await ask(address), advert=advert)
+            if report.peer != advert.peer_id:
+                report = replace(failed, failure=f"another node answers at {address}: {humanize.peer(report.peer)}")
+        except (PeerError, ConfigError) as error:
+            report = replace(failed, failure=line(str(error)))
+    return replace(report, age_s=max(0.0, asyncio.get_running_loop().time() - advert.announced_at))
 
 
 # --- one request ------------------------------------------------------------------------------------------------------
@@ -182,15 +173,17 @@ async def _body(head: bytes, reader: asyncio.StreamReader, limit: int) -> bytes:
     if found[1] != "200":
         raise Violation(f"the answer is a redirect ({found[1]})" if found[1][0] == "3" else f"the answer is {found[1]}")
     length = re.search(r"^content-length: *([0-9]{1,15}) *$", rest.replace("\r", ""), re.IGNORECASE | re.MULTILINE)
-    wanted = int(length[1]) if length is not None else None
-    if wanted is not None and wanted > limit:
-        raise Violation(f"the answer has {wanted} bytes, at most {limit} are read")
-    parts, size = [], 0
-    while (wanted is None or size < wanted) and (part := await reader.read(1 << 16)):
-        parts.append(part)
-        size += len(part)
-        if size > limit:
+    if length is not None:
+        wanted = int(length[1])
+        if wanted > limit:
+            raise Violation(f"the answer has {wanted} bytes, at most {limit} are read")
+        try:
+            return await reader.readexactly(wanted)
+        except asyncio.IncompleteReadError as error:
+            raise Violation(f"the answer ended after {len(error.partial)} of {wanted} bytes") from None
+    body = bytearray()
+    while part := await reader.read(1 << 16):
+        body += part
+        if len(body) > limit:
             raise Violation(f"the answer has more than the {limit} bytes that are read")
-    if wanted is not None and size != wanted:
-        raise Violation(f"the answer ended after {size} of {wanted} bytes")
-    return b"".join(parts)
+    return bytes(body)

@@ -3,17 +3,17 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
+from noloco_p2p import humanize
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
-from noloco_p2p.humanize import DASH, compact, elapsed, finite, plural, short_id
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, Severity, line
-from noloco_p2p.observe.overview import ROUND_RESULTS, Node, Overview, Stage, overview
+from noloco_p2p.observe.overview import ROUND_RESULTS, NodeRow, Overview, StageRow, overview
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -31,9 +31,12 @@ COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "error": "re
 COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
 LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {'/'.join(ROUND_RESULTS)}; pwait: for partners"
 
+Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
+"""Asks all nodes anew each time. Raises PeerError when nothing can be known."""
+
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TopOptions:
     """What the user asked for."""
 
     join: tuple[str, ...]
@@ -44,37 +47,29 @@ class Wish:
     interval_s: float
 
 
-class Source(Protocol):
-    """Where the reports come from."""
-
-    async def reports(self) -> list[Report]:
-        """All nodes, asked now. Raises PeerError when nothing can be known."""
-        ...
-
-
-def run_top(wish: Wish) -> None:
+def run_top(options: TopOptions) -> None:
     """Show the swarm once, or until Ctrl-C. Raises ConfigError, LocalError, and PeerError when nobody answers."""
-    if bool(wish.join) == (wish.url is not None):
+    if bool(options.join) == (options.url is not None):
         raise ConfigError("give either --join ADDR or --url http://HOST:PORT: every node prints both when it starts")
     try:
-        asyncio.run(_top(wish))
+        asyncio.run(_top(options))
     except KeyboardInterrupt:
-        if wish.once:
+        if options.once:
             raise
 
 
-async def _top(wish: Wish) -> None:
-    async with _source(wish) as source:
-        found = overview(await source.reports())
-        if wish.as_json:
+async def _top(options: TopOptions) -> None:
+    async with _readings(options) as read:
+        found = overview(await read())
+        if options.as_json:
             print(json.dumps(found.as_json(), allow_nan=False))
-        elif wish.once or not sys.stdout.isatty():
+        elif options.once or not sys.stdout.isatty():
             _console().print(render(found, None), soft_wrap=False)
         else:
-            await _live(source, found, wish.interval_s)
+            await _live(read, found, options.interval_s)
 
 
-async def _live(source: Source, found: Overview, interval_s: float) -> None:
+async def _live(read: Readings, found: Overview, interval_s: float) -> None:
     """Draw it anew after each interval. While nobody answers the last view stays, and says so."""
     from rich.live import Live
 
@@ -87,9 +82,9 @@ async def _live(source: Source, found: Overview, interval_s: float) -> None:
             live.update(render(found, console.size.height, note), refresh=True)
             await asyncio.sleep(max(0.0, interval_s - (loop.time() - began)))
             try:
-                found, seen_at, note = overview(await source.reports()), loop.time(), ""
+                found, seen_at, note = overview(await read()), loop.time(), ""
             except PeerError as error:
-                note = f"as it was {elapsed(loop.time() - seen_at)} ago: {line(str(error))}"
+                note = f"as it was {humanize.rough_duration(loop.time() - seen_at)} ago: {line(str(error))}"
 
 
 def _console() -> "Console":
@@ -101,58 +96,45 @@ def _console() -> "Console":
 # --- where the reports come from --------------------------------------------------------------------------------------
 
 
-class UrlSource:
+def from_url(url: str) -> Readings:
     """The swarm that the node at a URL sees; when that node has gone, what was known of the others."""
+    adverts: list[Advert] = []
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._adverts: list[Advert] = []
-
-    async def reports(self) -> list[Report]:
-        """See `Source`."""
+    async def read() -> list[Report]:
         try:
-            found = await survey.by_url(self._url)
+            found = await survey.by_url(url)
         except PeerError:
-            if not self._adverts:
-                raise
-            found = await survey.by_adverts(self._adverts)
+            found = await survey.by_adverts(adverts)
             if not any(report.status is not None for report in found):
                 raise
-        self._adverts = [advert for report in found if (advert := report.newest) is not None]
+        adverts[:] = [advert for report in found if (advert := report.newest) is not None]
         return found
 
-
-class DirectorySource:
-    """The swarm as the directory has it, read anew each time."""
-
-    def __init__(self, directory: "Reading") -> None:
-        self._directory = directory
-
-    async def reports(self) -> list[Report]:
-        """See `Source`."""
-        return await survey.by_adverts(await self._directory.peers())
+    return read
 
 
-class Reading(Protocol):
-    """The part of a directory that reads."""
+def from_directory(peers: Callable[[], Awaitable[Sequence[Advert]]]) -> Readings:
+    """The swarm as the directory has it at each reading; `peers` is that of `ports.Directory`."""
 
-    async def peers(self) -> Sequence[Advert]:
-        """See `ports.Directory`."""
-        ...
+    async def read() -> list[Report]:
+        return await survey.by_adverts(await peers())
+
+    return read
 
 
 @asynccontextmanager
-async def _source(wish: Wish) -> AsyncIterator[Source]:
-    if wish.url is not None:
-        yield UrlSource(wish.url)
+async def _readings(options: TopOptions) -> AsyncIterator[Readings]:
+    """Those that the user asked for."""
+    if options.url is not None:
+        yield from_url(options.url)
         return
     from noloco_p2p.launch import join_file
     from noloco_p2p.launch.observer import observing
 
-    join_file.check(wish.join)
-    addresses = await join_file.JoinAddresses(wish.join, JOIN_FILE_S).come()
+    join_file.check(options.join)
+    addresses = await join_file.JoinAddresses(options.join, JOIN_FILE_S).come()
     async with observing(addresses) as observer:
-        yield DirectorySource(observer.directory)
+        yield from_directory(observer.directory.peers)
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------
@@ -173,7 +155,9 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     head += [Text(f"{finding.severity}: {finding.sentence}", style=COLOURS[finding.severity]) for finding in shown]
     if len(others) > len(shown):
         counts = [
-            plural(n, s) for s in reversed(SEVERITIES) if (n := sum(f.severity == s for f in others[len(shown) :]))
+            humanize.plural(n, s)
+            for s in reversed(SEVERITIES)
+            if (n := sum(f.severity == s for f in others[len(shown) :]))
         ]
         head.append(Text(f"and {', '.join(counts)} more"))
     stages = _stages_table(found.stages)
@@ -182,7 +166,7 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     rows = NODES_SHOWN if height is None else max(1, height - taken)
     parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows])]
     if len(found.nodes) > rows:
-        parts.append(Text(f"and {plural(len(found.nodes) - rows, 'node')} more"))
+        parts.append(Text(f"and {humanize.plural(len(found.nodes) - rows, 'node')} more"))
     return Group(*parts, Text(LEGEND, style="dim"))
 
 
@@ -196,17 +180,17 @@ def _table(columns: Sequence[str], left: Sequence[str]) -> "Table":
     return table
 
 
-def _stages_table(stages: Sequence[Stage]) -> "Table":
+def _stages_table(stages: Sequence[StageRow]) -> "Table":
     table = _table(("stage", "replicas", "tokens/s", "states"), ("states",))
     for stage in stages[:STAGES_SHOWN]:
         states = ", ".join(f"{count} {state}" for state, count in stage.states.items()) or "nobody"
-        table.add_row(str(stage.stage), str(stage.replicas), compact(stage.tokens_per_s), states)
+        table.add_row(str(stage.stage), str(stage.replicas), humanize.compact(stage.tokens_per_s), states)
     if len(stages) > STAGES_SHOWN:
-        table.add_row("…", "", "", f"and {plural(len(stages) - STAGES_SHOWN, 'stage')} more")
+        table.add_row("…", "", "", f"and {humanize.plural(len(stages) - STAGES_SHOWN, 'stage')} more")
     return table
 
 
-def _nodes_table(nodes: Sequence[Node]) -> "Table":
+def _nodes_table(nodes: Sequence[NodeRow]) -> "Table":
     from rich.text import Text
 
     table = _table(COLUMNS, ("node", "state", "rounds", "waits for"))
@@ -219,39 +203,42 @@ def _nodes_table(nodes: Sequence[Node]) -> "Table":
     return table
 
 
-def cells(node: Node) -> tuple[str, ...]:
+def cells(node: NodeRow) -> tuple[str, ...]:
     """A node's row, in the order of COLUMNS."""
-    stage = DASH if node.stage is None else compact(node.stage)
+    place = (humanize.peer(node.peer), humanize.DASH if node.stage is None else str(node.stage))
+    state = line(node.state or humanize.DASH)
     if not node.answers:
-        state = node.state or DASH
-        return short_id(node.peer), stage, line(state), *[DASH] * (len(COLUMNS) - 4), f"silent: {line(node.failure)}"
-    rate = node.tokens_per_s if node.stage == 0 else node.microbatches_per_s
+        return *place, state, *[humanize.DASH] * (len(COLUMNS) - 4), f"silent: {line(node.failure)}"
     rounds = node.rounds or {}
     return (
-        short_id(node.peer),
-        stage,
-        line(node.state or DASH),
-        counted_whole(node.step),
-        counted_whole(node.inner_steps),
-        compact(rate) if node.stage == 0 else f"{min(finite(rate), 9999.0):.1f}",
-        "/".join(compact(rounds.get(result)) for result in ROUND_RESULTS),
-        elapsed(finite(node.partner_wait_s)).replace(" ", ""),
-        compact(node.bytes_per_s),
-        DASH if node.replica_std is None else f"{finite(node.replica_std):.1e}",
-        DASH if node.loss is None else f"{min(finite(node.loss), 9999.0):.2f}",
+        *place,
+        state,
+        _whole(node.step),
+        _whole(node.inner_steps),
+        humanize.compact(node.tokens_per_s) if node.stage == 0 else _fixed(node.microbatches_per_s, ".1f"),
+        "/".join(humanize.compact(rounds.get(result)) for result in ROUND_RESULTS),
+        humanize.rough_duration(node.partner_wait_s).replace(" ", ""),
+        humanize.compact(node.bytes_per_s),
+        _fixed(node.replica_std, ".1e"),
+        _fixed(node.loss, ".2f"),
         _waits_for(node),
     )
 
 
-def counted_whole(value: float | None) -> str:
+def _whole(value: float | None) -> str:
     """A count in full up to a million."""
-    found = finite(value)
-    return f"{found:.0f}" if abs(found) < 1e6 else compact(found)
+    found = humanize.finite(value)
+    return f"{found:.0f}" if abs(found) < 1e6 else humanize.compact(found)
 
 
-def _waits_for(node: Node) -> str:
+def _fixed(value: float | None, form: str) -> str:
+    """A number of bounded width; a dash where it is not known."""
+    return humanize.DASH if value is None else f"{min(humanize.finite(value), 9999.0):{form}}"
+
+
+def _waits_for(node: NodeRow) -> str:
     wait = node.waits_for
     if wait is None:
         return ""
-    whom = short_id(wait.whom) if isinstance(wait.whom, str) else wait.whom
-    return line(f"{elapsed(wait.since_s).replace(' ', '')} {whom}: {wait.what}")
+    whom = humanize.peer(wait.whom) if isinstance(wait.whom, str) else wait.whom
+    return line(f"{humanize.rough_duration(wait.since_s).replace(' ', '')} {whom}: {wait.what}")

@@ -54,21 +54,21 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "loop": (
         "loop",
         "error",
-        "event loop stands still since 42 s",
+        "its event loop has stood still for 42 s",
         _set("S1R0", lambda r: with_figures(r, loop_silent_s=42.0)),
         _set("S1R0", lambda r: with_figures(r, loop_silent_s=1.0)),
     ),
     "device, older than its deadline": (
         "device",
         "error",
-        "its device is stuck in: forward, since 7.0 s",
+        "its device is stuck in forward, for 7.0 s now",
         _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 7.0, 6.0, why(1)))),
         _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 5.0, 6.0, why(1)))),
     ),
     "device, as long as twenty-four steps": (
         "device",
         "error",
-        "its device is stuck in: backward, since 12 s",
+        "its device is stuck in backward, for 12 s now",
         _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 12.0, 60.0, why(1)))),
         _set(
             "S1R0",
@@ -183,14 +183,14 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "stands still for no known reason": (
         "stall",
         "error",
-        "no inner step since 40 s: node 12D3…xS1R0 of stage 1 waits for: checkpoint, from disk, since 39 s",
+        "no inner step for 40 s: node 12D3…xS1R0 of stage 1 has waited 39 s for checkpoint from disk",
         _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", Resource.DISK, 39.0)), since_step_s=40.0)),
         _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", Resource.DISK, 4.0)), since_step_s=4.5)),
     ),
     "a wait that has outlived its deadline": (
         "overdue",
         "warning",
-        "waits for: batch, from data, since 20 s, longer than such a wait may take",
+        "has waited 20 s for batch from data, longer than such a wait may take",
         _set("S0R0", lambda r: waiting(r, wait("batch", Resource.DATA, 20.0, 10.0))),
         _set("S0R0", lambda r: waiting(r, wait("batch", Resource.DATA, 9.0, 10.0))),
     ),
@@ -254,7 +254,7 @@ def test_a_stage_without_replica() -> None:
     nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 42.0})
     found = _found(nodes)
     assert [f.name for f in found] == ["stage-empty"]
-    assert found[0].sentence == "stage 1 has no replica since 42 s; that holds back 1 node"
+    assert found[0].sentence == "stage 1 has had no replica for 42 s; that holds back 1 node"
     assert "--stage 1" in found[0].advice
     assert sentence(list(nodes.values())) == found[0].sentence
 
@@ -324,7 +324,7 @@ def test_a_run_that_waits_for_its_start() -> None:
     del nodes["S1R1"]
     found = _found(nodes)
     assert [(f.severity, f.name) for f in found] == [("warning", "start")]
-    assert found[0].sentence == "waiting for 1 more replica of stage 1 since 30 s: the run has not begun"
+    assert found[0].sentence == "waiting for 1 more replica of stage 1 (for 30 s): the run has not begun"
     nodes["new"] = with_advert(replace(swarm()["S2R2"], peer=peer(2, 2)), stage=-1, state="starting")
     nodes["new"] = with_status(nodes["new"], inner_steps=0)
     assert _found(nodes) == [], "one that has not chosen its stage yet will take that one"
@@ -352,7 +352,7 @@ def test_what_strangers_say_stays_one_printable_line() -> None:
     assert "a b" in found.sentence
 
 
-def test_a_strangers_text_is_one_line() -> None:
+def test_what_strangers_write_is_shown_as_one_line() -> None:
     assert line("a\r\n\tb") == "a b"
 
 

@@ -109,7 +109,7 @@ def test_1_a_stage_without_replica_is_named() -> None:
 
     for seen in looked((2, 2), plant, 4.0, 6.0, 10.0):  # while their adverts still live, and after that
         assert seen.bad[0] == ("stage-empty", None), seen.findings
-        assert seen.sentence.startswith("stage 1 has no replica since ")
+        assert seen.sentence.startswith("stage 1 has had no replica for ")
 
 
 def test_2_a_node_five_times_slower_is_named() -> None:

@@ -75,11 +75,12 @@ def _asked(answering: Answering) -> str:
 def test_a_status_and_a_clock() -> None:
     report = swarm()["S1R0"]
 
-    async def go() -> survey.Answer:
+    async def go() -> Report:
         async with _server(_saying(_page(report, time.time() + 120.0))) as url:
             return await survey.ask(survey.Address.parse(url))
 
     answer = asyncio.run(go())
+    assert answer.status is not None
     assert report.status is not None
     assert answer.status.waits == report.status.waits
     assert answer.status.advert == report.status.advert
@@ -87,7 +88,7 @@ def test_a_status_and_a_clock() -> None:
 
 
 def test_without_a_time_there_is_no_clock() -> None:
-    async def go() -> survey.Answer:
+    async def go() -> Report:
         async with _server(_saying(_page(swarm()["S1R0"], 0.0))) as url:
             return await survey.ask(survey.Address.parse(url))
 

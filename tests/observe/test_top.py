@@ -73,7 +73,7 @@ def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
     nodes["S1R0"] = with_figures(nodes["S1R0"], loop_silent_s=42.0)
     found = _overview(nodes)
     assert found.severity == "error"
-    assert found.sentence.endswith("its event loop stands still since 42 s")
+    assert found.sentence.endswith("its event loop has stood still for 42 s")
     console = Console(width=120, force_terminal=True, color_system="standard", record=True)
     with console.capture() as captured:
         console.print(top.render(found, None))
@@ -273,7 +273,7 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             await directory.announce(replace(mine.advert, metrics=f"{served.urls['S0R0']}/metrics"), 30.0)
             join_file = tmp_path / "address"
             join_file.write_text(f"{libp2p.join_addresses[0]}\n")
-            await top._top(top.Wish((f"@{join_file}",), None, once=True, as_json=True, interval_s=2.0))
+            await top._top(top.TopOptions((f"@{join_file}",), None, once=True, as_json=True, interval_s=2.0))
         told = json.loads(capsys.readouterr().out)
         assert [(node["peer"], node["answers"]) for node in told["nodes"]] == [(libp2p.peer_id, True)]
         assert told["sentence"].startswith("training: step 1234 of 5000 (25 %), 1 node")
@@ -283,15 +283,15 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_when_the_node_at_the_url_goes_the_others_are_watched_on() -> None:
     with _served(swarm(2, 2)) as served:
-        source = top.UrlSource(served.urls["S0R0"])
-        assert all(report.status is not None for report in asyncio.run(source.reports()))
+        read = top.from_url(served.urls["S0R0"])
+        assert all(report.status is not None for report in asyncio.run(read()))
         served.stop("S0R0")
-        found = {report.peer: report for report in asyncio.run(source.reports())}
+        found = {report.peer: report for report in asyncio.run(read())}
         assert [at for at, report in found.items() if report.status is None] == [peer(0, 0)]
         for name in ("S0R1", "S1R0", "S1R1"):
             served.stop(name)
         with pytest.raises(Unreachable):
-            asyncio.run(source.reports())
+            asyncio.run(read())
 
 
 def test_a_directory_is_read_anew_each_time() -> None:
@@ -302,10 +302,10 @@ def test_a_directory_is_read_anew_each_time() -> None:
             self.readings += 1
             return [replace(advert(0, replica), metrics="") for replica in range(self.readings)]
 
-    source = top.DirectorySource(Directory())
+    read = top.from_directory(Directory().peers)
 
     async def twice() -> list[int]:
-        return [len(await source.reports()), len(await source.reports())]
+        return [len(await read()), len(await read())]
 
     assert asyncio.run(twice()) == [1, 2]
 
@@ -316,11 +316,10 @@ def test_while_nobody_answers_the_last_view_stays_and_says_so(monkeypatch: pytes
     sentences: list[str] = []
     render = top.render
 
-    class Source:
-        async def reports(self) -> list[Report]:
-            if len(notes) < 2:
-                raise Unreachable("no answer from http://127.0.0.1:1: Connection refused")
-            raise KeyboardInterrupt
+    async def read() -> list[Report]:
+        if len(notes) < 2:
+            raise Unreachable("no answer from http://127.0.0.1:1: Connection refused")
+        raise KeyboardInterrupt
 
     def noted(found: Overview, height: int | None, note: str = "") -> Any:
         notes.append(note)
@@ -329,7 +328,7 @@ def test_while_nobody_answers_the_last_view_stays_and_says_so(monkeypatch: pytes
 
     monkeypatch.setattr(top, "render", noted)
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(top._live(Source(), _overview(swarm()), 0.01))
+        asyncio.run(top._live(read, _overview(swarm()), 0.01))
     assert notes[0] == ""
     assert notes[1].endswith(" s ago: no answer from http://127.0.0.1:1: Connection refused")
     assert sentences[0] == sentences[1]

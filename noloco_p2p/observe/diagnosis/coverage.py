@@ -2,81 +2,87 @@
 
 from collections.abc import Iterator
 
+from noloco_p2p import humanize
 from noloco_p2p.core.members import IN_ROUNDS, PRESENT
 from noloco_p2p.core.status import AnyReplica, Resource
-from noloco_p2p.humanize import elapsed, finite, plural
-from noloco_p2p.observe.diagnosis.findings import Finding, Report, named
-from noloco_p2p.observe.diagnosis.swarm_view import Swarm, most_common
-from noloco_p2p.observe.diagnosis.symptoms import Cause, cause
+from noloco_p2p.observe.diagnosis.findings import Cause, Finding, Report, at_node, named
+from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, most_common
 
 ADVERT_OLD_S = 15.0
 """Adverts are renewed every ten seconds by default."""
 
 
-def vacancies(swarm: Swarm) -> list[Cause]:
-    """All of them."""
-    return [*_stages(swarm), *_start(swarm)]
+def missing_nodes(swarm: SwarmView) -> list[Cause]:
+    """All places where nodes are missing."""
+    if not swarm.statuses:
+        return []
+    return list(_stages(swarm) if swarm.begun else _start(swarm))
 
 
-def _stages(swarm: Swarm) -> Iterator[Cause]:
-    if not swarm.begun or swarm.ended or not swarm.statuses:
+def _stages(swarm: SwarmView) -> Iterator[Cause]:
+    if swarm.ended:
         return
     thin: list[int] = []
     for stage in range(swarm.stages):
-        there = swarm.of_stage(stage, IN_ROUNDS)
-        answering = [report for report in there if report.status is not None]
-        if not answering and (swarm.deserted_s(stage) > 0 or all(_is_old(report) for report in there)):
-            yield _empty_stage(swarm, stage, there)
-        elif len(answering) == 1:
+        replicas = swarm.of_stage(stage, IN_ROUNDS)
+        answering = sum(report.status is not None for report in replicas)
+        # A replica that has just announced itself trains, perhaps: only its status port may be closed to the observer.
+        if not answering and (swarm.deserted_s(stage) > 0 or all(_is_old(report) for report in replicas)):
+            yield _empty_stage(swarm, stage, replicas)
+        elif answering == 1:
             thin.append(stage)
     if thin:
-        which = f"stage {thin[0]} has" if len(thin) == 1 else f"stages {_numbers(thin)} have"
-        told = f"{which} one replica{'' if len(thin) == 1 else ' each'}: without it the run stands still"
-        yield cause("warning", "stage-thin", None, told, "start one more node, it goes where it is needed most")
+        which = f"stage {thin[0]} has one replica"
+        if len(thin) > 1:
+            numbers = ", ".join(map(str, thin)) if len(thin) <= 12 else humanize.plural(len(thin), "stage")
+            which = f"stages {numbers} have one replica each"
+        advice = "start one more node, it goes where it is needed most"
+        yield at_node("warning", "stage-thin", None, f"{which}: without it the run stands still", advice)
 
 
 def _is_old(report: Report) -> bool:
-    """It has not announced itself for so long that it may be gone; else only its status port may be closed to us."""
-    return report.advert is None or finite(report.age_s) > ADVERT_OLD_S
+    return report.advert is None or report.age_s > ADVERT_OLD_S
 
 
-def _empty_stage(swarm: Swarm, stage: int, silent: list[Report]) -> Cause:
-    since_s = swarm.deserted_s(stage)
-    since = f" since {elapsed(since_s)}" if since_s > 0 else ""
-    told = f"stage {stage} has no replica{since}"
+def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
+    """`silent` are its replicas that do not answer; without any, those that are paused or starting explain it."""
+    empty_s = swarm.deserted_s(stage)
+    lasted = f"had no replica for {humanize.rough_duration(empty_s)}" if empty_s > 0 else "no replica"
+    sentence = f"stage {stage} has {lasted}"
     advice = f"start a node (it takes the stage that lacks one): noloco-node --join ADDR --stage {stage}"
-    paused = [r.peer for r in swarm.of_stage(stage, {"paused"})]
-    coming = [r.peer for r in swarm.of_stage(stage, {"starting"})]
+    blamed = [report.peer for report in silent]
     if silent:
-        told += f": {named([r.peer for r in silent])} {'does' if len(silent) == 1 else 'do'} not answer"
+        sentence += f": {named(blamed)} {'does' if len(silent) == 1 else 'do'} not answer"
         advice = f"start it again, or another node in its place; {silent[0].failure}" if silent[0].failure else advice
-    elif paused:
-        told += f": {named(paused)} {'is' if len(paused) == 1 else 'are'} paused"
-        advice = "noloco resume DIR on its machine, or start another node"
-    elif coming:
-        told += f": {named(coming)} {'is' if len(coming) == 1 else 'are'} starting"
-        advice = "wait for it"
-    peer = (silent[0].peer if silent else paused[0] if paused else None) if len(silent or paused) == 1 else None
-    return Cause(Finding("error", "stage-empty", peer, told, advice), AnyReplica(stage))
+    else:
+        for state, remedy in (
+            ("paused", "noloco resume DIR on its machine, or start another node"),
+            ("starting", "wait for it"),
+        ):
+            peers = [report.peer for report in swarm.of_stage(stage, {state})]
+            if peers:
+                sentence += f": {named(peers)} {'is' if len(peers) == 1 else 'are'} {state}"
+                advice = remedy
+                blamed = peers if state == "paused" else []
+                break
+    peer = blamed[0] if len(blamed) == 1 else None
+    return Cause(Finding("error", "stage-empty", peer, sentence, advice), AnyReplica(stage))
 
 
-def _numbers(stages: list[int]) -> str:
-    return ", ".join(map(str, stages)) if len(stages) <= 12 else plural(len(stages), "stage")
-
-
-def _start(swarm: Swarm) -> Iterator[Cause]:
-    """The run has not begun, and nodes are missing for it."""
-    needed = most_common(status.start_replicas for _, status in swarm.statuses) or 0
-    if swarm.begun or not swarm.statuses:
-        return
-    missing = {s: needed - len(swarm.of_stage(s, PRESENT)) for s in range(swarm.stages)}
-    told = [f"{plural(lack, 'more replica')} of stage {stage}" for stage, lack in missing.items() if lack > 0]
-    undecided = sum(r.newest is None or r.newest.stage < 0 for r in swarm.reports)
-    if sum(lack for lack in missing.values() if lack > 0) > undecided:
-        some = ", ".join(told[:3]) + (f" and of {plural(len(told) - 3, 'other stage')}" if len(told) > 3 else "")
-        waited_s = max(
-            (finite(w.since_s) for _, s in swarm.statuses for w in s.waits if w.whom == Resource.SWARM), default=0.0
-        )
-        since = f" since {elapsed(waited_s)}" if waited_s > 0 else ""
+def _start(swarm: SwarmView) -> Iterator[Cause]:
+    """The run has not begun: is it that nodes are missing?"""
+    needed = most_common(status.start_replicas for status in swarm.statuses.values()) or 0
+    missing = {stage: needed - len(swarm.of_stage(stage, PRESENT)) for stage in range(swarm.stages)}
+    missing = {stage: lack for stage, lack in missing.items() if lack > 0}
+    # A node that has not chosen its stage yet will take one that lacks a replica.
+    undecided = sum(report.newest is None or report.newest.stage < 0 for report in swarm.reports)
+    if sum(missing.values()) > undecided:
+        words = [f"{humanize.plural(lack, 'more replica')} of stage {stage}" for stage, lack in missing.items()]
+        some = ", ".join(words[:3])
+        if len(words) > 3:
+            some += f" and of {humanize.plural(len(words) - 3, 'other stage')}"
+        waits = (wait for status in swarm.statuses.values() for wait in status.waits)
+        waited_s = max((wait.since_s for wait in waits if wait.whom == Resource.SWARM), default=0.0)
+        lasted = f" (for {humanize.rough_duration(waited_s)})" if waited_s > 0 else ""
         advice = "start more nodes: noloco-node --join ADDR; the run begins by itself"
-        yield cause("warning", "start", None, f"waiting for {some}{since}: the run has not begun", advice)
+        yield at_node("warning", "start", None, f"waiting for {some}{lasted}: the run has not begun", advice)

@@ -1,20 +1,20 @@
-"""What a diagnosis is made from and what it is made of, with the words that it uses. Pure values."""
+"""What a diagnosis is made from, and what it comes to. Pure values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from noloco_p2p import humanize
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.status import Status
-from noloco_p2p.humanize import short_id
+from noloco_p2p.core.status import AnyReplica, Status
 
 Severity = Literal["ok", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "warning", "error")
 """From good to bad."""
 LINE_CHARACTERS = 400
-"""A sentence is cut after so many: what it quotes comes from strangers."""
+"""Longest sentence: what it quotes comes from strangers, and is cut."""
 _NAMED = 3
-"""So many of a list are named, the others counted."""
+"""Of a longer list this many are named, the others counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Report:
     advert: Advert | None
     """What the directory says of it; None when the directory has nothing, or was not asked."""
     status: Status | None
-    """What it says itself; None: it could not be had."""
+    """What it says itself; None: it did not answer."""
     failure: str = ""
     """Why there is no status, one line."""
     clock_ahead_s: float | None = None
@@ -35,7 +35,7 @@ class Report:
 
     @property
     def newest(self) -> Advert | None:
-        """The newest that is known of where it stands: its own word before the directory's."""
+        """Its own advert before the directory's copy."""
         return self.advert if self.status is None else self.status.advert
 
 
@@ -52,7 +52,30 @@ class Finding:
     advice: str
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, order=True, slots=True)
+class CallLink:
+    """The way from one node to another that it calls."""
+
+    caller: PeerId
+    callee: PeerId
+
+
+Place = PeerId | AnyReplica | CallLink
+"""Where in a swarm something is wrong: at a node, a stage, or a link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A finding, and the place in the swarm at which the waits for it end."""
+
+    finding: Finding
+    at: Place | None
+    """None: nobody can wait for it."""
+
+
+def at_node(severity: Severity, name: str, peer: PeerId | None, sentence: str, advice: str) -> Cause:
+    """A finding about a node, at that node; without a node nobody can wait for it."""
+    return Cause(Finding(severity, name, peer, sentence, advice), peer)
 
 
 def line(text: str) -> str:
@@ -64,7 +87,7 @@ def line(text: str) -> str:
 
 def named(peers: Sequence[PeerId]) -> str:
     """A few peers by their short ids, the others counted."""
-    told = [short_id(peer) for peer in peers[:_NAMED]]
+    words = [humanize.peer(peer) for peer in peers[:_NAMED]]
     if len(peers) > _NAMED:
-        told.append(f"{len(peers) - _NAMED} more")
-    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}" if told else "nobody"
+        words.append(f"{len(peers) - _NAMED} more")
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

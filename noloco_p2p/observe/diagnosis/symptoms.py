@@ -1,19 +1,19 @@
-"""What nodes show without following any wait. Pure. `vacancies.py` has what stages show.
+"""What nodes show without following any wait. Pure. `coverage.py` has what stages show.
 
-Every function takes the swarm and gives what is wrong of its kind. Thresholds stand at the top, with their reason.
+Every rule gives what is wrong of its kind: those of NODE_RULES look at one node that answers, those of SWARM_RULES
+compare nodes. Thresholds are at the top, with their reasons.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from noloco_p2p import humanize
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.core.status import AnyReplica, Resource, Status, Wait
-from noloco_p2p.humanize import compact, elapsed, finite, short_id, size_text
-from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, line, named
-from noloco_p2p.observe.diagnosis.swarm_view import Swarm, median
+from noloco_p2p.core.status import Resource, Status, Wait
+from noloco_p2p.observe.diagnosis.findings import Cause, Finding, Severity, at_node, line, named
+from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, median
 
 SLOW_FACTOR = 2.0
-"""So many times slower than the others of its stage is slow."""
+"""A node this many times slower than the others of its stage is slow."""
 SLOW_FACTOR_ACROSS = 3.0
 """The same against other stages, whose work is not quite the same."""
 CLOCK_OFF_S = 5.0
@@ -23,138 +23,131 @@ CLOCK_BAD_S = 15.0
 LOOP_SILENT_S = 5.0
 """The loop's heart beats many times a second."""
 STUCK_STEPS, STUCK_FLOOR_S = 10.0, 10.0
-"""An operation of the device that takes so many inner steps, and at least so long, does not come back."""
+"""An operation of the device that takes this many inner steps, and at least this long, does not come back."""
 DISK_LOW_BYTES, DISK_FULL_BYTES = 1 << 30, 128 << 20
 """What a checkpoint takes is not known here: a model of a few million parameters needs 100 MB for one."""
 NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
-"""From so large a part of the microbatches on, and at least so many."""
+"""Both this part of the microbatches, and at least this many of them."""
+TROUBLES_LIMIT = 8
+"""Troubles of one node that are passed on."""
+_SERIOUS = ("disk", "libp2p")
+"""Troubles that end the run, or the node, when nothing is done."""
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class CallLink:
-    """The way from one node to another that it calls."""
-
-    caller: PeerId
-    callee: PeerId
-
-
-Place = PeerId | AnyReplica | CallLink
-"""Where in a swarm something is wrong: at a node, a stage, or a link."""
+def symptoms(swarm: SwarmView) -> list[Cause]:
+    """All of them."""
+    found = [
+        each for rule in NODE_RULES for peer, status in swarm.statuses.items() for each in rule(swarm, peer, status)
+    ]
+    return found + [each for rule in SWARM_RULES for each in rule(swarm)]
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """A finding, and the place in the swarm at which a wait that leads there ends."""
-
-    finding: Finding
-    at: Place | None
-    """None: nobody can wait for it."""
-
-
-def cause(severity: Severity, name: str, peer: PeerId | None, sentence: str, advice: str) -> Cause:
-    """A cause at a node, or one that nobody waits for."""
-    return Cause(Finding(severity, name, peer, sentence, advice), peer)
-
-
-def who(report: Report) -> str:
-    """`node 12D3…Qx7Qf of stage 1`."""
-    stage = report.newest.stage if report.newest is not None else -1
-    return f"node {short_id(report.peer)}" + (f" of stage {compact(stage)}" if stage >= 0 else "")
+def loop_is_silent(status: Status) -> bool:
+    """The event loop stands still: nothing that the node says of its waits can be relied on."""
+    return status.figures.loop_silent_s > LOOP_SILENT_S
 
 
 def stuck(status: Status) -> Wait | None:
     """The longest wait for the own device that is too long for anything that comes back."""
-    step_s = finite(status.step_took_s)
+    step_s = status.step_took_s or 0.0
     longest_s = max(STUCK_STEPS * step_s, STUCK_FLOOR_S) if step_s > 0 else float("inf")
-    for wait in sorted(status.waits, key=lambda wait: -finite(wait.since_s)):
-        if wait.whom == Resource.DEVICE and not wait.idle:
-            waited_s = finite(wait.since_s)
-            if waited_s > longest_s or (wait.deadline_s is not None and waited_s > finite(wait.deadline_s) > 0):
-                return wait
+    for wait in sorted(status.waits, key=lambda wait: -wait.since_s):
+        late = wait.since_s > longest_s or (wait.deadline_s is not None and wait.since_s > wait.deadline_s > 0)
+        if late and wait.whom == Resource.DEVICE and not wait.idle:
+            return wait
     return None
 
 
-# --- nodes ------------------------------------------------------------------------------------------------------------
+# --- one node ---------------------------------------------------------------------------------------------------------
 
 
-def _silent_loops(swarm: Swarm) -> Iterator[Cause]:
-    for peer, status in swarm.statuses:
-        silent_s = finite(status.figures.loop_silent_s)
-        if silent_s > LOOP_SILENT_S:
-            told = f"{who(swarm.by_peer[peer])}: its event loop stands still since {elapsed(silent_s)}"
-            advice = (
-                "something blocks its process (a debugger, a stopped disk, no memory): look at it there, restart it"
-            )
-            yield cause("error", "loop", peer, told, advice)
+def _silent_loop(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
+    if loop_is_silent(status):
+        silent = humanize.rough_duration(status.figures.loop_silent_s)
+        advice = "something blocks its process (a debugger, a stopped disk, no memory): look at it there, restart it"
+        yield at_node("error", "loop", peer, f"{swarm.name(peer)}: its event loop has stood still for {silent}", advice)
 
 
-def _stuck_devices(swarm: Swarm) -> Iterator[Cause]:
-    for peer, status in swarm.statuses:
-        wait = stuck(status)
-        if wait is not None:
-            told = f"{who(swarm.by_peer[peer])}: its device is stuck in: {wait.what}, since {elapsed(wait.since_s)}"
-            advice = "look at the device there (nvidia-smi, other programs on it, memory); restart the node"
-            yield cause("error", "device", peer, told, advice)
+def _stuck_device(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
+    wait = stuck(status)
+    if wait is not None:
+        waited = humanize.rough_duration(wait.since_s)
+        sentence = f"{swarm.name(peer)}: its device is stuck in {wait.what}, for {waited} now"
+        advice = "look at the device there (nvidia-smi, other programs on it, memory); restart the node"
+        yield at_node("error", "device", peer, sentence, advice)
 
 
-_SERIOUS = ("disk", "libp2p")
+def _troubles(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
+    for trouble in status.troubles[:TROUBLES_LIMIT]:
+        sentence = f"{swarm.name(peer)}: {trouble.message} (for {humanize.rough_duration(trouble.since_s)})"
+        severity: Severity = "error" if trouble.name in _SERIOUS else "warning"
+        yield at_node(severity, line(trouble.name), peer, sentence, "the node goes on; its log has more")
 
 
-def _troubles(swarm: Swarm) -> Iterator[Cause]:
-    for peer, status in swarm.statuses:
-        for trouble in status.troubles[:8]:
-            told = f"{who(swarm.by_peer[peer])}: {trouble.message} (since {elapsed(trouble.since_s)})"
-            severity: Severity = "error" if trouble.name in _SERIOUS else "warning"
-            yield cause(severity, line(trouble.name), peer, told, "the node goes on; its log has more")
-
-
-def _disks(swarm: Swarm) -> Iterator[Cause]:
-    for peer, status in swarm.statuses:
-        free = status.figures.disk_free_bytes
-        if free is None or finite(free) >= DISK_LOW_BYTES or any(t.name == "disk" for t in status.troubles):
-            continue
-        severity: Severity = "error" if finite(free) < DISK_FULL_BYTES else "warning"
-        told = f"{who(swarm.by_peer[peer])}: {size_text(free)} are left on the disk of its directory"
+def _disk(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
+    free = status.figures.disk_free_bytes
+    if free is not None and free < DISK_LOW_BYTES and not any(trouble.name == "disk" for trouble in status.troubles):
+        sentence = f"{swarm.name(peer)}: {humanize.size(free)} are left on the disk of its directory"
         advice = "free some space there, or lower checkpoint.keep: checkpoints fail on a full disk"
-        yield cause(severity, "disk", peer, told, advice)
+        yield at_node("error" if free < DISK_FULL_BYTES else "warning", "disk", peer, sentence, advice)
 
 
-def _non_finite(swarm: Swarm) -> Iterator[Cause]:
-    for peer, status in swarm.statuses:
-        ended = status.figures.microbatches
-        bad, all_ended = finite(ended.get("nonfinite")), sum(finite(count) for count in ended.values())
-        if bad >= NONFINITE_LEAST and bad >= NONFINITE_SHARE * all_ended:
-            told = f"{who(swarm.by_peer[peer])}: {compact(bad)} of {compact(all_ended)} microbatches were not finite"
-            advice = "if it is only this node, look at its device; else lower inner.peak_learning_rate"
-            yield cause("warning", "nonfinite", peer, told, advice)
+def _non_finite(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
+    ended = status.figures.microbatches
+    bad, total = ended.get("nonfinite", 0), sum(ended.values())
+    if bad >= NONFINITE_LEAST and bad >= NONFINITE_SHARE * total:
+        share = f"{humanize.compact(bad)} of {humanize.compact(total)}"
+        sentence = f"{swarm.name(peer)}: {share} microbatches were not finite"
+        advice = "if it is only this node, look at its device; else lower inner.peak_learning_rate"
+        yield at_node("warning", "nonfinite", peer, sentence, advice)
 
 
-def _clocks(swarm: Swarm) -> Iterator[Cause]:
-    known = [(r.peer, finite(r.clock_ahead_s)) for r in swarm.everybody if r.clock_ahead_s is not None]
-    middle = median(sorted([0.0, *(ahead for _, ahead in known)]))
-    if not known or middle is None:
-        return
+def _paused_or_leaving(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
+    if status.advert.state == "paused":
+        yield at_node("ok", "paused", peer, f"{swarm.name(peer)} is paused", "noloco resume DIR on its machine")
+    elif status.advert.state == "draining":
+        yield at_node("ok", "draining", peer, f"{swarm.name(peer)} finishes its work and leaves", "nothing to do")
+
+
+NODE_RULES: tuple[Callable[[SwarmView, PeerId, Status], Iterator[Cause]], ...] = (
+    _silent_loop,
+    _stuck_device,
+    _troubles,
+    _disk,
+    _non_finite,
+    _paused_or_leaving,
+)
+
+
+# --- nodes compared ---------------------------------------------------------------------------------------------------
+
+
+def _clocks(swarm: SwarmView) -> Iterator[Cause]:
+    """Clocks are compared with the median of all, the observer's own among them."""
+    known = [(r.peer, r.clock_ahead_s) for r in swarm.everybody if r.clock_ahead_s is not None]
+    middle = median([0.0, *(ahead_s for _, ahead_s in known)])
+    assert middle is not None
     advice = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
     if len(known) > 1 and abs(middle) > CLOCK_OFF_S:
-        told = (
-            f"this machine's clock is {elapsed(abs(middle))} {'behind' if middle > 0 else 'ahead of'} the nodes' clocks"
-        )
-        yield cause(_clock_severity(middle), "clock", None, told, advice)
-    for peer, ahead in known:
-        off = ahead - middle
-        if abs(off) > CLOCK_OFF_S:
-            way = "ahead of" if off > 0 else "behind"
-            told = f"node {short_id(peer)}: its clock is {elapsed(abs(off))} {way} the others"
+        way = "behind" if middle > 0 else "ahead of"
+        sentence = f"this machine's clock is {humanize.rough_duration(abs(middle))} {way} the nodes' clocks"
+        yield at_node(_clock_severity(middle), "clock", None, sentence, advice)
+    for peer, ahead_s in known:
+        off_s = ahead_s - middle
+        if abs(off_s) > CLOCK_OFF_S:
+            node, off = f"node {humanize.peer(peer)}", humanize.rough_duration(abs(off_s))
+            sentence = f"{node}: its clock is {off} {'ahead of' if off_s > 0 else 'behind'} the others"
             if len(known) == 1:
-                told = f"the clocks of node {short_id(peer)} and of this machine are {elapsed(abs(off))} apart"
-            yield Cause(Finding(_clock_severity(off), "clock", peer, told, advice), None)
+                sentence = f"the clocks of {node} and of this machine are {off} apart"
+            # Nobody waits for a clock: what the node waits for, or others of it, is found on its own.
+            yield Cause(Finding(_clock_severity(off_s), "clock", peer, sentence, advice), None)
 
 
 def _clock_severity(off_s: float) -> Severity:
     return "error" if abs(off_s) > CLOCK_BAD_S else "warning"
 
 
-def _unreachable(swarm: Swarm) -> Iterator[Cause]:
+def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
     for report in swarm.reports:
         advert = report.advert
         if report.status is not None or (advert is not None and advert.state in ("draining", "left")):
@@ -162,84 +155,55 @@ def _unreachable(swarm: Swarm) -> Iterator[Cause]:
         failure = report.failure or "it tells no status address"
         address = "" if advert is None else advert.metrics.removesuffix("/metrics")
         at = f" at {address}" if address not in failure else ""
-        age = "" if advert is None else f"; it announced itself {elapsed(report.age_s)} ago"
-        told = f"{who(report)} does not tell its status{at}: {failure}{age}"
+        age = "" if advert is None else f"; it announced itself {humanize.rough_duration(report.age_s)} ago"
+        sentence = f"{swarm.name(report.peer)} does not tell its status{at}: {failure}{age}"
         advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
-        yield cause("warning" if swarm.statuses else "error", "unreachable", report.peer, told, advice)
+        yield at_node("warning" if swarm.statuses else "error", "unreachable", report.peer, sentence, advice)
 
 
-def _strangers(swarm: Swarm) -> Iterator[Cause]:
+def _of_another_run(swarm: SwarmView) -> Iterator[Cause]:
     for report in swarm.everybody:
-        advert = report.newest
-        if advert is not None and advert.run_id != swarm.run_id:
-            other, mine = line(advert.run_id)[:12], (swarm.run_id or "")[:12]
-            told = f"node {short_id(report.peer)} works on another run: {other}, not {mine}"
+        if report.newest is not None and report.newest.run_id != swarm.run_id:
+            other, mine = line(report.newest.run_id)[:12], (swarm.run_id or "")[:12]
+            sentence = f"node {humanize.peer(report.peer)} works on another run: {other}, not {mine}"
             advice = "start it with the join address of this run (and --run to be sure)"
-            yield cause("error", "run", report.peer, told, advice)
+            yield at_node("error", "run", report.peer, sentence, advice)
 
 
-def _versions(swarm: Swarm) -> Iterator[Cause]:
+def _versions(swarm: SwarmView) -> Iterator[Cause]:
     of_version: dict[str, list[PeerId]] = {}
-    for peer, status in swarm.statuses:
+    for peer, status in swarm.statuses.items():
         of_version.setdefault(status.advert.version, []).append(peer)
-    if len(of_version) > 1:
-        usual = min(of_version, key=lambda version: (-len(of_version[version]), version))
-        for version in sorted(of_version.keys() - {usual}):
-            peers = of_version[version]
-            told = f"{named(peers)}: version {line(version)[:40] or 'unknown'}, the others have {line(usual)[:40]}"
-            finding = Finding("warning", "version", peers[0], told, "install the same version everywhere")
-            yield Cause(finding, None)
+    usual = min(of_version, key=lambda version: (-len(of_version[version]), version), default="")
+    for version in sorted(of_version.keys() - {usual}):
+        peers = of_version[version]
+        sentence = f"{named(peers)}: version {line(version)[:40] or 'unknown'}, the others have {line(usual)[:40]}"
+        finding = Finding("warning", "version", peers[0], sentence, "install the same version everywhere")
+        yield Cause(finding, None)
 
 
-def _slow(swarm: Swarm) -> Iterator[Cause]:
+def _slow(swarm: SwarmView) -> Iterator[Cause]:
     speeds: dict[int, dict[PeerId, float]] = {}
-    for peer, status in swarm.statuses:
-        advert = status.advert
-        if advert.state == "training" and finite(advert.microbatches_per_s) > 0:
-            speeds.setdefault(advert.stage, {})[peer] = finite(advert.microbatches_per_s)
+    for peer, status in swarm.statuses.items():
+        if status.advert.state == "training" and status.advert.microbatches_per_s > 0:
+            speeds.setdefault(status.advert.stage, {})[peer] = status.advert.microbatches_per_s
     for stage, mine in sorted(speeds.items()):
         for peer, speed in mine.items():
             mates = [other for mate, other in mine.items() if mate != peer]
             elsewhere = [other for s, group in speeds.items() if s != stage for other in group.values()]
             usual = median(mates or elsewhere)
             if usual is not None and usual / speed >= (SLOW_FACTOR if mates else SLOW_FACTOR_ACROSS):
+                factor = f"{min(usual / speed, 9999.0):.1f}× slower"
                 than = "its stage's median" if mates else "the other stages' median"
-                factor = min(usual / speed, 9999.0)
-                told = (
-                    f"node {short_id(peer)} is {factor:.1f}× slower than {than} and holds back stage {compact(stage)}"
-                )
-                advice = (
-                    "look what else runs on its device, or give it a faster one; noloco-node without it may be faster"
-                )
-                yield cause("warning", "slow-node", peer, told, advice)
+                sentence = f"node {humanize.peer(peer)} is {factor} than {than} and holds back stage {stage}"
+                advice = "see what else runs on its device, or give it a faster one; the run may be faster without it"
+                yield at_node("warning", "slow-node", peer, sentence, advice)
 
 
-def _resting(swarm: Swarm) -> Iterator[Cause]:
-    for peer, status in swarm.statuses:
-        state = status.advert.state
-        if state in ("paused", "draining"):
-            told = f"{who(swarm.by_peer[peer])} " + (
-                "is paused" if state == "paused" else "finishes its work and leaves"
-            )
-            advice = "noloco resume DIR on its machine" if state == "paused" else "nothing to do"
-            yield cause("ok", state, peer, told, advice)
-
-
-SYMPTOMS: tuple[Callable[[Swarm], Iterator[Cause]], ...] = (
-    _silent_loops,
-    _stuck_devices,
-    _troubles,
-    _disks,
-    _non_finite,
+SWARM_RULES: tuple[Callable[[SwarmView], Iterator[Cause]], ...] = (
     _clocks,
     _unreachable,
-    _strangers,
+    _of_another_run,
     _versions,
     _slow,
-    _resting,
 )
-
-
-def symptoms(swarm: Swarm) -> list[Cause]:
-    """All of them."""
-    return [found for look in SYMPTOMS for found in look(swarm)]

@@ -11,9 +11,9 @@ from typing import Any, TextIO, TypeVar
 
 import typer
 
+from noloco_p2p import humanize
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.humanize import plural
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding, Severity
 
 COLOURS: Mapping[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -93,7 +93,9 @@ class Telling:
             self._print(json.dumps(told, ensure_ascii=False, allow_nan=False))
             return self.exit_code
         counts = {severity: sum(f.severity == severity for _, f in self.found) for severity in SEVERITIES}
-        self._print(f"{plural(counts['error'], 'error')}, {plural(counts['warning'], 'warning')}, {counts['ok']} ok")
+        self._print(
+            f"{humanize.plural(counts['error'], 'error')}, {humanize.plural(counts['warning'], 'warning')}, {counts['ok']} ok"
+        )
         return self.exit_code
 
     def _styled(self, text: str, *, fg: str | None = None, bold: bool = False) -> str:

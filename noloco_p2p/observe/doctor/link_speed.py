@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from noloco_p2p import humanize
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES, Advert
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
-from noloco_p2p.humanize import short_id, size_text
 from noloco_p2p.observe.bandwidth_probe import Gauge, Transfer
 from noloco_p2p.observe.doctor.doctor_report import Telling, in_time
 from noloco_p2p.observe.doctor.run_requirements import Sizes
@@ -102,14 +102,16 @@ async def measure_links(telling: Telling, gauge: Gauge, stage: int, replicas: Se
     for peer, answer in zip(asked, answers, strict=True):
         if isinstance(answer, PeerError):
             advice = "see to that node and to the network between it and this machine"
-            telling.warning("latency", f"{short_id(peer.peer_id)} of stage {stage}: {answer}", advice, peer.peer_id)
+            telling.warning(
+                "latency", f"{humanize.peer(peer.peer_id)} of stage {stage}: {answer}", advice, peer.peer_id
+            )
         elif isinstance(answer, BaseException):
             raise answer
         else:
             found[peer.peer_id] = answer
     if not found:
         return None
-    told = ", ".join(f"{short_id(peer)} {1e3 * took_s:.1f} ms" for peer, took_s in found.items())
+    told = ", ".join(f"{humanize.peer(peer)} {1e3 * took_s:.1f} ms" for peer, took_s in found.items())
     telling.ok("latency", f"round trip to stage {stage}: {told} (median of {CALLS})")
     giver = min((peer for peer in asked if peer.peer_id in found), key=lambda peer: found[peer.peer_id])
     return Links(statistics.median(found.values()), await _bandwidth(telling, gauge, giver))
@@ -118,19 +120,21 @@ async def measure_links(telling: Telling, gauge: Gauge, stage: int, replicas: Se
 async def _bandwidth(telling: Telling, gauge: Gauge, giver: Advert) -> float | None:
     """Bytes per second from a peer, by its newest snapshot."""
     try:
-        with telling.step(f"fetching a snapshot from {short_id(giver.peer_id)} to measure the bandwidth"):
+        with telling.step(f"fetching a snapshot from {humanize.peer(giver.peer_id)} to measure the bandwidth"):
             got = await gauge.transfer(giver, TRANSFER_S)
     except PeerError as error:
-        told = f"{short_id(giver.peer_id)} of stage {giver.stage} gives no snapshot: {error}"
+        told = f"{humanize.peer(giver.peer_id)} of stage {giver.stage} gives no snapshot: {error}"
         telling.ok("bandwidth", f"not measured: {told}")
         return None
-    telling.ok("bandwidth", f"from {short_id(giver.peer_id)} of stage {giver.stage}: {_told(got)}")
+    telling.ok("bandwidth", f"from {humanize.peer(giver.peer_id)} of stage {giver.stage}: {_told(got)}")
     return got.bytes_per_s or None
 
 
 def _told(got: Transfer) -> str:
     part = ", cut off there" if not got.whole else ", too few to tell well" if got.bytes < TELLING_BYTES else ""
-    return f"{size_text(got.bytes_per_s)}/s ({size_text(got.bytes)} of its snapshot in {got.seconds:.3f} s{part})"
+    return (
+        f"{humanize.size(got.bytes_per_s)}/s ({humanize.size(got.bytes)} of its snapshot in {got.seconds:.3f} s{part})"
+    )
 
 
 async def device_seconds(
@@ -181,7 +185,7 @@ async def tell_expected(
     if took_s is None:
         return
     telling.figures["expected_s_per_outer_round"] = took_s
-    told = f"an outer round moves {size_text(sizes.snapshot_bytes(stage))}, about {took_s:.2f} s"
+    told = f"an outer round moves {humanize.size(sizes.snapshot_bytes(stage))}, about {took_s:.2f} s"
     if took_s > manifest.outer.deadline_s:
         advice = "use a faster link, or take a run with more stages: its rounds would all end alone"
         telling.error("round", f"{told}, more than outer.deadline_s ({manifest.outer.deadline_s:g} s)", advice)

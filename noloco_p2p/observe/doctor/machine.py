@@ -13,10 +13,9 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from noloco_p2p import __version__
+from noloco_p2p import __version__, humanize
 from noloco_p2p.config import ListenSettings, NodeConfig
 from noloco_p2p.errors import LocalError, Unreachable
-from noloco_p2p.humanize import size_text
 from noloco_p2p.io.dht.addresses import reserve_port
 from noloco_p2p.observe.doctor.doctor_report import BUSY, Telling, in_time
 
@@ -95,7 +94,7 @@ def _device(telling: Telling, local: NodeConfig) -> str:
 
     found, driver = device_info(local.device), _driver()
     if found.device != "cpu":
-        room = f"{size_text(found.free_bytes)} of {size_text(found.total_bytes)} free"
+        room = f"{humanize.size(found.free_bytes)} of {humanize.size(found.total_bytes)} free"
         built = f"torch {found.torch_version} for CUDA {found.cuda_version}"
         telling.ok("device", f"{found.device}: {found.name}, {room}, driver {driver or 'unknown'}, {built}")
         return found.device

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from noloco_p2p import humanize
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.humanize import short_id
 from noloco_p2p.launch import control, node_probe
 from noloco_p2p.launch.node_probe import HOME, NodeEndpoints
 from noloco_p2p.observe import health_check
@@ -54,7 +54,7 @@ def _age_order(node_dir: Path) -> bool:
 
 
 async def _check_health(telling: Telling, node_dir: Path, endpoints: NodeEndpoints) -> None:
-    who = f"{node_dir}: node {short_id(endpoints.peer_id)} (process {endpoints.pid})"
+    who = f"{node_dir}: node {humanize.peer(endpoints.peer_id)} (process {endpoints.pid})"
     try:
         with telling.step(f"asking the node of {node_dir} how it is"):
             well, line = await in_time(

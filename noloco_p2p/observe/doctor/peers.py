@@ -4,11 +4,11 @@ import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
 
+from noloco_p2p import humanize
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import PRESENT
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Busy, ConfigError, LocalError, NolocoError, PeerError, Unreachable
-from noloco_p2p.humanize import short_id
 from noloco_p2p.io.dht import adverts
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
@@ -66,7 +66,7 @@ async def dial(telling: Telling, libp2p: Libp2pDaemon, targets: Sequence[JoinAdd
     for target, result in zip(targets, results, strict=True):
         if result is None:
             answered.append(target)
-            telling.ok("join", f"{target.multiaddress} answers as {short_id(target.peer_id)}")
+            telling.ok("join", f"{target.multiaddress} answers as {humanize.peer(target.peer_id)}")
         elif isinstance(result, ConfigError | Unreachable | LocalError):
             told, _, advice = str(result).partition("; ")
             say = telling.warning if len(targets) > 1 else telling.error
@@ -86,11 +86,11 @@ async def ask_run(
     for target in libp2p.joined:
         peer = target.peer_id
         try:
-            with telling.step(f"asking {short_id(peer)} for the run"):
+            with telling.step(f"asking {humanize.peer(peer)} for the run"):
                 received, ahead[peer] = await _manifest(libp2p, peer)
             theirs = settings.manifest_from_json(received)
         except PeerError as error:
-            told = f"{short_id(peer)} tells no run: {error}"
+            told = f"{humanize.peer(peer)} tells no run: {error}"
             telling.error("run", told, "wait until that node has started, or join another one", peer)
             continue
         if manifest is None:
@@ -100,7 +100,7 @@ async def ask_run(
             )
             _check_agrees(telling, given, manifest, peer)
         elif theirs.run_id != manifest.run_id:
-            told = f"{short_id(peer)} works on another run: {theirs.name}, id {theirs.run_id}"
+            told = f"{humanize.peer(peer)} works on another run: {theirs.name}, id {theirs.run_id}"
             telling.error("run", told, "give addresses of one run", peer)
     return manifest, ahead
 
@@ -120,7 +120,7 @@ def _check_agrees(telling: Telling, given: settings.Overrides, manifest: RunMani
         given.check_agrees(manifest)
     except ConfigError as error:
         for line in str(error).splitlines():
-            told = f"another run than that of {short_id(peer)}: {line.rpartition(': ')[0]}"
+            told = f"another run than that of {humanize.peer(peer)}: {line.rpartition(': ')[0]}"
             telling.error("run", told, "leave the key out, or join the swarm that you mean", peer)
     else:
         telling.ok("run", "the settings given here agree with the swarm's")
@@ -152,15 +152,14 @@ def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
     found = []
     if abs(right) > CLOSE_S:
         agreeing = [peer for peer in sorted(ahead) if abs(ahead[peer] - right) <= CLOSE_S]
-        of = f"that of node {short_id(agreeing[0])}" if len(agreeing) == 1 else f"those of {len(agreeing)} nodes"
+        of = f"that of node {humanize.peer(agreeing[0])}" if len(agreeing) == 1 else f"those of {len(agreeing)} nodes"
         way = "behind" if right > 0 else "ahead of"
         sentence = f"this machine's clock is {abs(right):.1f} s {way} {of}"
         found.append(Finding(_severity(right, ttl_s), "clock", None, sentence, SET_CLOCK))
     for peer in sorted(ahead):
         off = ahead[peer] - right
         if abs(off) > CLOSE_S:
-            way = "ahead of" if off > 0 else "behind"
-            sentence = f"the clock of node {short_id(peer)} is {abs(off):.1f} s {way} the others'"
+            sentence = f"the clock of node {humanize.peer(peer)} is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} the others'"
             found.append(Finding(_severity(off, ttl_s), "clock", peer, sentence, f"on that machine, {SET_CLOCK}"))
     if not found:
         largest = max(abs(off) for off in ahead.values())
@@ -179,15 +178,15 @@ async def check_reached(telling: Telling, libp2p: Libp2pDaemon, address: str) ->
     failure = ""
     for target in libp2p.joined:
         try:
-            with telling.step(f"letting {short_id(target.peer_id)} dial {address} back"):
+            with telling.step(f"letting {humanize.peer(target.peer_id)} dial {address} back"):
                 reason = await joining.ask_dial_back(libp2p, target.peer_id, address)
         except (Busy, PeerError) as error:
             failure = str(error)
             continue
         if reason is None:
-            telling.ok("port", f"{short_id(target.peer_id)} reaches this machine at {address}")
+            telling.ok("port", f"{humanize.peer(target.peer_id)} reaches this machine at {address}")
             return
-        told = f"{short_id(target.peer_id)} cannot reach this machine at {address} ({reason})"
+        told = f"{humanize.peer(target.peer_id)} cannot reach this machine at {address} ({reason})"
         port = address.rpartition(":")[2]
         advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to what leads here"
         telling.error("port", told, advice, libp2p.peer_id)
@@ -238,7 +237,9 @@ async def check_reaches(telling: Telling, everybody: Sequence[Advert], run_id: s
         answers = await asyncio.gather(*map(tried, there))
     for advert, reason in zip(there, answers, strict=True):
         if reason is not None:
-            told = f"node {short_id(advert.peer_id)} of stage {advert.stage} cannot be reached from here ({reason})"
+            told = (
+                f"node {humanize.peer(advert.peer_id)} of stage {advert.stage} cannot be reached from here ({reason})"
+            )
             advice = "see whether it still runs, and whether its port is open for this machine"
             telling.warning("unreachable", told, advice, advert.peer_id)
     reached = sum(reason is None for reason in answers)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_p2p import humanize
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
-from noloco_p2p.humanize import size_text
 from noloco_p2p.observe.doctor.doctor_report import BUSY, Telling, in_time
 
 MODEL_S = 30.0
@@ -71,7 +71,9 @@ def check_memory(telling: Telling, manifest: RunManifest, device: str, stage: in
             faults.append(str(error))
     if fit:
         largest = max(fit, key=lambda size: size.device_bytes + size.host_bytes)
-        need = f"{size_text(largest.device_bytes)} on the device and {size_text(largest.host_bytes)} on the host"
+        need = (
+            f"{humanize.size(largest.device_bytes)} on the device and {humanize.size(largest.host_bytes)} on the host"
+        )
         telling.ok("memory", f"stage {largest.index} ({largest.parameters:,} parameters) needs {need}, and fits")
     for fault in faults:
         told, _, advice = fault.partition(": ")
@@ -93,9 +95,11 @@ def check_disk(telling: Telling, home: Path, local: NodeConfig, checkpoint_bytes
         telling.error("disk", told, "free some space, see to its permissions, or name another --dir")
         return
     here = sum(_lengths(home))
-    told = f"{where} has {size_text(free)} free; {local.checkpoint.keep + 1} checkpoints need {size_text(wanted)}"
+    told = (
+        f"{where} has {humanize.size(free)} free; {local.checkpoint.keep + 1} checkpoints need {humanize.size(wanted)}"
+    )
     if wanted == 0:
-        telling.ok("disk", f"{where} has {size_text(free)} free; no checkpoints are written")
+        telling.ok("disk", f"{where} has {humanize.size(free)} free; no checkpoints are written")
     elif free < min(wanted, checkpoint_bytes):
         telling.error("disk", told, "free some space, or name another --dir: not even the next checkpoint fits")
     elif free + here < wanted:
