@@ -180,10 +180,10 @@ def doctor(
 ) -> None:
     """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
     from noloco_p2p.launch import settings
-    from noloco_p2p.observe.doctor.examination import Order, run_doctor
+    from noloco_p2p.observe.doctor.examination import DoctorOptions, run_doctor
 
     given = settings.read(config, os.environ, set or ())
-    raise typer.Exit(run_doctor(Order(tuple(join or ()), given, dir, as_json)))
+    raise typer.Exit(run_doctor(DoctorOptions(tuple(join or ()), given, dir, as_json)))
 
 
 @app.command()

@@ -99,7 +99,7 @@ def health(
     from noloco_p2p.observe.health_check import ask
 
     before: Path | None = context.parent.params["dir"] if context.parent is not None else None
-    well, line = ask(dir or before, url, HOME)
+    well, line = ask(dir or before, url)
     print(line)
     raise typer.Exit(0 if well else 1)
 

@@ -23,7 +23,7 @@ ANSWER_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class SnapshotTransfer:
     """What came of one snapshot."""
 
     bytes: int
@@ -38,7 +38,7 @@ class Transfer:
         return self.bytes / max(self.seconds, 1e-6)
 
 
-class Gauge:
+class LinkProbe:
     """Measures the links to the peers of one run. Belongs to one event loop."""
 
     def __init__(self, me: PeerId, run_id: str) -> None:
@@ -50,7 +50,7 @@ class Gauge:
         await self._channels.close()
 
     async def round_trip_s(self, peer: Advert, calls: int) -> float:
-        """Median seconds of so many small calls, the connection not counted. Raises as `Transport.describe`."""
+        """Median seconds of `calls` small calls, the connection not counted. Raises as `Transport.describe`."""
         clock = asyncio.get_running_loop().time
         took: list[float] = []
         for number in range(calls + 1):
@@ -63,7 +63,7 @@ class Gauge:
                 took.append(clock() - began)
         return statistics.median(took)
 
-    async def transfer(self, peer: Advert, limit_s: float) -> Transfer:
+    async def transfer(self, peer: Advert, limit_s: float) -> SnapshotTransfer:
         """Take the peer's newest snapshot, for at most `limit_s`. Raises what a refusal means, Unreachable."""
         clock = asyncio.get_running_loop().time
         request = pb.SnapshotRequest(round=None, wait_s=0.0, stage=peer.stage)
@@ -88,4 +88,4 @@ class Gauge:
                         raise Unreachable(f"nothing of a snapshot came from {peer.peer_id} in time") from None
                 finally:
                     call.cancel()
-        return Transfer(size, ended - began, whole)
+        return SnapshotTransfer(size, ended - began, whole)

@@ -4,19 +4,18 @@ It runs every few seconds beside a node that needs the processor: nothing heavy 
 """
 
 import http.client
-import json
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.launch.node_probe import ENDPOINTS, HOME, read_json
 
-ENDPOINTS = "endpoints.json"
 ANSWER_S = 5.0
 """Longest wait for the answer, seconds."""
 LONGEST_LINE = 1_000
 
 
-def ask(directory: Path | None, url: str | None, home: Path) -> tuple[bool, str]:
+def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[bool, str]:
     """Whether a node is well, and one line: `ok`, what is wrong with it, or why it cannot be asked.
 
     The node at `url`, else that of `directory`, else the one that came last below `home`. Raises ConfigError for what
@@ -37,11 +36,8 @@ def _newest(home: Path) -> Path | None:
 
 def _address(endpoints: Path) -> str | None:
     """The node's own address, better the one on this machine than the one that it announces."""
-    try:
-        told = json.loads(endpoints.read_bytes())
-        return str(told.get("health") or told["metrics"]) or None
-    except (OSError, ValueError, KeyError, AttributeError):
-        return None
+    found = read_json(endpoints) or {}
+    return str(found.get("health") or found.get("metrics") or "") or None
 
 
 def _checked(url: str) -> tuple[str, int]:

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from noloco_p2p import humanize
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Wait
+from noloco_p2p.humanize import finite
 from noloco_p2p.io.telemetry.status_json import WaitInWords
 from noloco_p2p.observe.diagnosis import diagnose
 from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, line
@@ -101,7 +101,7 @@ def overview(reports: Sequence[Report]) -> Overview:
 
 def _stage(stage: int, nodes: Sequence[NodeRow]) -> StageRow:
     states = Counter(node.state if node.answers and node.state else "silent" for node in nodes)
-    rate = sum(humanize.finite(node.tokens_per_s) for node in nodes)
+    rate = sum(finite(node.tokens_per_s) for node in nodes)
     return StageRow(stage, len(nodes), dict(sorted(states.items())), rate)
 
 

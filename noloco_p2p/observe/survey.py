@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from noloco_p2p import humanize
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import SeenPeer
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
+from noloco_p2p.humanize import finite, short_id
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
@@ -63,7 +63,7 @@ async def ask(address: Address) -> Report:
     body = await _get(address, "/status", status_json.LIMIT_BYTES)
     middle = (before + time.time()) / 2
     status = status_json.decode(body)
-    unix_time_s = humanize.finite(status.figures.unix_time_s)
+    unix_time_s = finite(status.figures.unix_time_s)
     ahead_s = unix_time_s - middle if unix_time_s else None
     return Report(status.advert.peer_id, status.advert, status, "", ahead_s)
 
@@ -134,7 +134,7 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
             async with places:
                 report = replace(await ask(address), advert=advert)
             if report.peer != advert.peer_id:
-                report = replace(failed, failure=f"another node answers at {address}: {humanize.peer(report.peer)}")
+                report = replace(failed, failure=f"another node answers at {address}: {short_id(report.peer)}")
         except (PeerError, ConfigError) as error:
             report = replace(failed, failure=line(str(error)))
     return replace(report, age_s=max(0.0, asyncio.get_running_loop().time() - advert.announced_at))

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from noloco_p2p import humanize
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
+from noloco_p2p.humanize import DASH, compact, elapsed, finite, plural, short_id
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, Severity, line
 from noloco_p2p.observe.overview import ROUND_RESULTS, NodeRow, Overview, StageRow, overview
@@ -84,7 +84,7 @@ async def _live(read: Readings, found: Overview, interval_s: float) -> None:
             try:
                 found, seen_at, note = overview(await read()), loop.time(), ""
             except PeerError as error:
-                note = f"as it was {humanize.rough_duration(loop.time() - seen_at)} ago: {line(str(error))}"
+                note = f"as it was {elapsed(loop.time() - seen_at)} ago: {line(str(error))}"
 
 
 def _console() -> "Console":
@@ -155,9 +155,7 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     head += [Text(f"{finding.severity}: {finding.sentence}", style=COLOURS[finding.severity]) for finding in shown]
     if len(others) > len(shown):
         counts = [
-            humanize.plural(n, s)
-            for s in reversed(SEVERITIES)
-            if (n := sum(f.severity == s for f in others[len(shown) :]))
+            plural(n, s) for s in reversed(SEVERITIES) if (n := sum(f.severity == s for f in others[len(shown) :]))
         ]
         head.append(Text(f"and {', '.join(counts)} more"))
     stages = _stages_table(found.stages)
@@ -166,7 +164,7 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     rows = NODES_SHOWN if height is None else max(1, height - taken)
     parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows])]
     if len(found.nodes) > rows:
-        parts.append(Text(f"and {humanize.plural(len(found.nodes) - rows, 'node')} more"))
+        parts.append(Text(f"and {plural(len(found.nodes) - rows, 'node')} more"))
     return Group(*parts, Text(LEGEND, style="dim"))
 
 
@@ -184,9 +182,9 @@ def _stages_table(stages: Sequence[StageRow]) -> "Table":
     table = _table(("stage", "replicas", "tokens/s", "states"), ("states",))
     for stage in stages[:STAGES_SHOWN]:
         states = ", ".join(f"{count} {state}" for state, count in stage.states.items()) or "nobody"
-        table.add_row(str(stage.stage), str(stage.replicas), humanize.compact(stage.tokens_per_s), states)
+        table.add_row(str(stage.stage), str(stage.replicas), compact(stage.tokens_per_s), states)
     if len(stages) > STAGES_SHOWN:
-        table.add_row("…", "", "", f"and {humanize.plural(len(stages) - STAGES_SHOWN, 'stage')} more")
+        table.add_row("…", "", "", f"and {plural(len(stages) - STAGES_SHOWN, 'stage')} more")
     return table
 
 
@@ -205,20 +203,20 @@ def _nodes_table(nodes: Sequence[NodeRow]) -> "Table":
 
 def cells(node: NodeRow) -> tuple[str, ...]:
     """A node's row, in the order of COLUMNS."""
-    place = (humanize.peer(node.peer), humanize.DASH if node.stage is None else str(node.stage))
-    state = line(node.state or humanize.DASH)
+    place = (short_id(node.peer), DASH if node.stage is None else str(node.stage))
+    state = line(node.state or DASH)
     if not node.answers:
-        return *place, state, *[humanize.DASH] * (len(COLUMNS) - 4), f"silent: {line(node.failure)}"
+        return *place, state, *[DASH] * (len(COLUMNS) - 4), f"silent: {line(node.failure)}"
     rounds = node.rounds or {}
     return (
         *place,
         state,
         _whole(node.step),
         _whole(node.inner_steps),
-        humanize.compact(node.tokens_per_s) if node.stage == 0 else _fixed(node.microbatches_per_s, ".1f"),
-        "/".join(humanize.compact(rounds.get(result)) for result in ROUND_RESULTS),
-        humanize.rough_duration(node.partner_wait_s).replace(" ", ""),
-        humanize.compact(node.bytes_per_s),
+        compact(node.tokens_per_s) if node.stage == 0 else _fixed(node.microbatches_per_s, ".1f"),
+        "/".join(compact(rounds.get(result)) for result in ROUND_RESULTS),
+        elapsed(node.partner_wait_s).replace(" ", ""),
+        compact(node.bytes_per_s),
         _fixed(node.replica_std, ".1e"),
         _fixed(node.loss, ".2f"),
         _waits_for(node),
@@ -227,18 +225,18 @@ def cells(node: NodeRow) -> tuple[str, ...]:
 
 def _whole(value: float | None) -> str:
     """A count in full up to a million."""
-    found = humanize.finite(value)
-    return f"{found:.0f}" if abs(found) < 1e6 else humanize.compact(found)
+    found = finite(value)
+    return f"{found:.0f}" if abs(found) < 1e6 else compact(found)
 
 
 def _fixed(value: float | None, form: str) -> str:
     """A number of bounded width; a dash where it is not known."""
-    return humanize.DASH if value is None else f"{min(humanize.finite(value), 9999.0):{form}}"
+    return DASH if value is None else f"{min(finite(value), 9999.0):{form}}"
 
 
 def _waits_for(node: NodeRow) -> str:
     wait = node.waits_for
     if wait is None:
         return ""
-    whom = humanize.peer(wait.whom) if isinstance(wait.whom, str) else wait.whom
-    return line(f"{humanize.rough_duration(wait.since_s).replace(' ', '')} {whom}: {wait.what}")
+    whom = short_id(wait.whom) if isinstance(wait.whom, str) else wait.whom
+    return line(f"{elapsed(wait.since_s).replace(' ', '')} {whom}: {wait.what}")

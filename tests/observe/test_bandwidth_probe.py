@@ -1,4 +1,4 @@
-"""The gauge of links: round trips, and the bandwidth by a snapshot, whole or cut off."""
+"""The probe of links: round trips, and the bandwidth by a snapshot, whole or cut off."""
 
 import pytest
 from link_fixture import Proxy
@@ -7,7 +7,7 @@ from transport_fixture import RUN, Node, advert, echo, hang, pair, run, tensor
 from noloco_p2p.core.messages import HostTensor, Snapshot
 from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.observe import bandwidth_probe
-from noloco_p2p.observe.bandwidth_probe import Gauge
+from noloco_p2p.observe.bandwidth_probe import LinkProbe
 
 BYTES = 4 << 20
 SNAPSHOT = Snapshot("B", 4, 40, (tensor("slow/a", "uint8", (BYTES,)),))
@@ -28,12 +28,12 @@ async def give_big(stage: int, round: int | None, wait_s: float) -> Snapshot:
 def test_a_whole_snapshot_gives_its_bytes_and_the_time_that_they_took() -> None:
     async def scenario() -> None:
         async with pair(Node(echo, give)) as both:
-            gauge = Gauge("A", RUN)
+            probe = LinkProbe("A", RUN)
             try:
-                assert 0 < await gauge.round_trip_s(both.peer, 5) < bandwidth_probe.ANSWER_S
-                found = await gauge.transfer(both.peer, 20.0)
+                assert 0 < await probe.round_trip_s(both.peer, 5) < bandwidth_probe.ANSWER_S
+                found = await probe.transfer(both.peer, 20.0)
             finally:
-                await gauge.close()
+                await probe.close()
         assert found.whole
         assert BYTES < found.bytes < 1.01 * BYTES
         assert found.bytes_per_s == pytest.approx(found.bytes / found.seconds)
@@ -44,11 +44,11 @@ def test_a_whole_snapshot_gives_its_bytes_and_the_time_that_they_took() -> None:
 def test_a_link_that_falls_silent_is_measured_by_what_came_before() -> None:
     async def scenario() -> None:
         async with pair(Node(hang, give_big)) as both, Proxy(both.b.port, (BYTES, "swallow")) as link:
-            gauge = Gauge("A", RUN)
+            probe = LinkProbe("A", RUN)
             try:
-                found = await gauge.transfer(link.peer, 1.0)
+                found = await probe.transfer(link.peer, 1.0)
             finally:
-                await gauge.close()
+                await probe.close()
         assert not found.whole
         assert 0 < found.bytes <= BYTES + (64 << 10)
 
@@ -58,13 +58,13 @@ def test_a_link_that_falls_silent_is_measured_by_what_came_before() -> None:
 def test_a_peer_without_snapshot_and_one_that_is_not_there_say_so() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
-            gauge = Gauge("A", RUN)
+            probe = LinkProbe("A", RUN)
             try:
                 with pytest.raises(Declined, match="no snapshots here"):
-                    await gauge.transfer(both.peer, 1.0)
+                    await probe.transfer(both.peer, 1.0)
                 with pytest.raises(Unreachable, match="nothing accepts connections"):
-                    await gauge.round_trip_s(advert("127.0.0.1:1"), 3)
+                    await probe.round_trip_s(advert("127.0.0.1:1"), 3)
             finally:
-                await gauge.close()
+                await probe.close()
 
     run(scenario())

@@ -17,41 +17,41 @@ import uvloop
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.launch.settings import read
-from noloco_p2p.observe.doctor import machine, node_directory, run_requirements
-from noloco_p2p.observe.doctor.doctor_report import Telling, in_time
-from noloco_p2p.observe.doctor.examination import Order, run_doctor
+from noloco_p2p.observe.doctor import machine, run_requirements
+from noloco_p2p.observe.doctor.doctor_report import DoctorReport, in_time
+from noloco_p2p.observe.doctor.examination import DoctorOptions, run_doctor
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 MANY = 4096
 
 
-def told(telling: Telling) -> list[tuple[str, str]]:
-    return [(finding.severity, finding.name) for _, finding in telling.found]
+def told(report: DoctorReport) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.name) for _, finding in report.findings]
 
 
-def sentences(telling: Telling) -> str:
-    return " | ".join(f"{finding.sentence} → {finding.advice}" for _, finding in telling.found)
+def sentences(report: DoctorReport) -> str:
+    return " | ".join(f"{finding.sentence} → {finding.advice}" for _, finding in report.findings)
 
 
-def quiet() -> Telling:
-    return Telling(out=io.StringIO())
+def quiet() -> DoctorReport:
+    return DoctorReport(out=io.StringIO())
 
 
-# --- telling ------------------------------------------------------------------------------------------------------
+# --- report ------------------------------------------------------------------------------------------------------
 
 
 def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading() -> None:
     out = io.StringIO()
-    telling = Telling(out=out)
-    telling.group("machine")
-    telling.ok("python", "it is here")
-    assert telling.exit_code == 0
-    telling.warning("files", "few files", "raise it")
-    assert telling.exit_code == 1
-    telling.group("swarm")
-    telling.error("run", "another run", "leave it", "peer")
-    telling.ok("clock", "right")
-    assert telling.end() == 2
+    report = DoctorReport(out=out)
+    report.group("machine")
+    report.ok("python", "it is here")
+    assert report.exit_code == 0
+    report.warning("files", "few files", "raise it")
+    assert report.exit_code == 1
+    report.group("swarm")
+    report.error("run", "another run", "leave it", "peer")
+    report.ok("clock", "right")
+    assert report.end() == 2
     assert out.getvalue().splitlines() == [
         "machine",
         "  ok       it is here",
@@ -67,12 +67,12 @@ def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading() -> Non
 
 def test_json_is_one_object_at_the_end() -> None:
     out = io.StringIO()
-    telling = Telling(as_json=True, out=out)
-    telling.group("swarm")
-    telling.error("clock", "it is wrong", "set it", "12D3")
+    report = DoctorReport(as_json=True, out=out)
+    report.group("swarm")
+    report.error("clock", "it is wrong", "set it", "12D3")
     assert not out.getvalue()
-    telling.figures["expected_tokens_per_s"] = 3.0
-    assert telling.end() == 2
+    report.figures["expected_tokens_per_s"] = 3.0
+    assert report.end() == 2
     found = json.loads(out.getvalue())
     assert found["exit_code"] == 2
     assert found["figures"] == {"expected_tokens_per_s": 3.0}
@@ -98,67 +98,67 @@ def test_work_that_takes_too_long_is_named_and_does_not_hold_the_process() -> No
 
 
 def test_packages_are_compared_with_what_the_project_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    telling = quiet()
-    machine.check_python(telling)
-    assert told(telling) == [("ok", "python")]
+    report = quiet()
+    machine.check_python(report)
+    assert told(report) == [("ok", "python")]
     versions = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "grpcio" else versions(name))
-    telling = quiet()
-    machine.check_python(telling)
-    assert told(telling) == [("error", "packages")]
-    assert "grpcio 1.0 is installed, <2,>=1.85.1 is needed" in sentences(telling)
+    report = quiet()
+    machine.check_python(report)
+    assert told(report) == [("error", "packages")]
+    assert "grpcio 1.0 is installed, <2,>=1.85.1 is needed" in sentences(report)
 
 
 def test_a_package_that_is_not_there_and_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (">=99", ["no_such_package_at_all>=3", 'no_such_thing; python_version < "3"'])
     monkeypatch.setattr(machine, "declared", lambda: wanted)
-    telling = quiet()
-    machine.check_python(telling)
-    assert told(telling) == [("error", "python"), ("error", "packages")]
-    assert "no_such_package_at_all is not installed (>=3 is needed)" in sentences(telling)
+    report = quiet()
+    machine.check_python(report)
+    assert told(report) == [("error", "python"), ("error", "packages")]
+    assert "no_such_package_at_all is not installed (>=3 is needed)" in sentences(report)
 
 
 def test_an_absent_device_is_an_error_and_too_many_threads_a_warning() -> None:
-    telling = quiet()
-    assert uvloop.run(machine.check_device(telling, NodeConfig(device="cpu", threads=1))) == "cpu"
-    assert uvloop.run(machine.check_device(telling, NodeConfig(device="cpu", threads=MANY))) == "cpu"
-    assert uvloop.run(machine.check_device(telling, NodeConfig(device="cuda:77"))) is None
-    assert told(telling) == [("ok", "device"), ("warning", "device"), ("error", "device")]
-    assert "cuda:77 is not here" in sentences(telling)
+    report = quiet()
+    assert uvloop.run(machine.check_device(report, NodeConfig(device="cpu", threads=1))) == "cpu"
+    assert uvloop.run(machine.check_device(report, NodeConfig(device="cpu", threads=MANY))) == "cpu"
+    assert uvloop.run(machine.check_device(report, NodeConfig(device="cuda:77"))) is None
+    assert told(report) == [("ok", "device"), ("warning", "device"), ("error", "device")]
+    assert "cuda:77 is not here" in sentences(report)
 
 
 @pytest.mark.parametrize(("limit", "severity"), [(4096, "ok"), (512, "warning"), (100, "error")])
 def test_the_limit_on_open_files(limit: int, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, 1 << 20))
-    telling = quiet()
-    machine.check_files(telling)
-    assert told(telling) == [(severity, "files")]
-    assert severity == "ok" or "ulimit -n 1024" in sentences(telling)
+    report = quiet()
+    machine.check_files(report)
+    assert told(report) == [(severity, "files")]
+    assert severity == "ok" or "ulimit -n 1024" in sentences(report)
 
 
 def test_a_clock_before_this_program_was_written_cannot_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    telling = quiet()
-    machine.check_time(telling)
+    report = quiet()
+    machine.check_time(report)
     monkeypatch.setattr(time, "time", lambda: 86400.0)
-    machine.check_time(telling)
-    assert told(telling) == [("ok", "clock"), ("error", "clock")]
-    assert "1970-01-02" in sentences(telling)
+    machine.check_time(report)
+    assert told(report) == [("ok", "clock"), ("error", "clock")]
+    assert "1970-01-02" in sentences(report)
 
 
 def test_a_port_in_use_is_named_and_replaced_so_that_the_rest_can_go_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        telling = quiet()
-        left = machine.check_ports(telling, ListenSettings(grpc_port=taken), own_node=False)
-        assert told(telling) == [("error", "port"), ("ok", "port")]
-        assert f"listen.grpc_port: port {taken} on 127.0.0.1 is in use by another process" in sentences(telling)
+        report = quiet()
+        left = machine.check_ports(report, ListenSettings(grpc_port=taken), own_node=False)
+        assert told(report) == [("error", "port"), ("ok", "port")]
+        assert f"listen.grpc_port: port {taken} on 127.0.0.1 is in use by another process" in sentences(report)
         assert left.grpc_port == 0
-        telling = quiet()
-        machine.check_ports(telling, ListenSettings(grpc_port=taken), own_node=True)
-        assert {severity for severity, _ in told(telling)} == {"ok"}, "the node that runs has it"
-    telling = quiet()
-    machine.check_ports(telling, ListenSettings(host="192.0.2.77"), own_node=False)
-    assert {severity for severity, _ in told(telling)} == {"error"}
+        report = quiet()
+        machine.check_ports(report, ListenSettings(grpc_port=taken), own_node=True)
+        assert {severity for severity, _ in told(report)} == {"ok"}, "the node that runs has it"
+    report = quiet()
+    machine.check_ports(report, ListenSettings(host="192.0.2.77"), own_node=False)
+    assert {severity for severity, _ in told(report)} == {"error"}
 
 
 # --- what the run needs -------------------------------------------------------------------------------------------
@@ -169,10 +169,10 @@ def test_a_port_in_use_is_named_and_replaced_so_that_the_rest_can_go_on() -> Non
 )
 def test_room_for_the_checkpoints(free: int, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free))
-    telling = quiet()
-    run_requirements.check_disk(telling, tmp_path / "not" / "there" / "yet", NodeConfig(), 1_000_000)
-    assert told(telling) == [(severity, "disk")]
-    assert str(tmp_path) in sentences(telling)
+    report = quiet()
+    run_requirements.check_disk(report, tmp_path / "not" / "there" / "yet", NodeConfig(), 1_000_000)
+    assert told(report) == [(severity, "disk")]
+    assert str(tmp_path) in sentences(report)
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
 
@@ -181,66 +181,66 @@ def test_checkpoints_that_lie_there_already_count_as_room(tmp_path: Path, monkey
     held = tmp_path / "checkpoints" / "run" / "stage-0-round-000001-0.safetensors"
     held.parent.mkdir(parents=True)
     held.write_bytes(bytes(2_600_000))
-    telling = quiet()
-    run_requirements.check_disk(telling, tmp_path, NodeConfig(), 1_000_000)
-    assert told(telling) == [("ok", "disk")]
+    report = quiet()
+    run_requirements.check_disk(report, tmp_path, NodeConfig(), 1_000_000)
+    assert told(report) == [("ok", "disk")]
 
 
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    telling = quiet()
+    report = quiet()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        run_requirements.check_disk(telling, tmp_path, NodeConfig(), 1000)
+        run_requirements.check_disk(report, tmp_path, NodeConfig(), 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert told(telling) == [("error", "disk")]
-    assert "nothing can be written" in sentences(telling)
+    assert told(report) == [("error", "disk")]
+    assert "nothing can be written" in sentences(report)
 
 
 def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     from noloco_p2p.compute import model_size
 
     manifest = RunManifest()
-    telling = quiet()
-    run_requirements.check_memory(telling, manifest, "cpu", None)
-    assert told(telling) == [("ok", "memory")]
+    report = quiet()
+    run_requirements.check_memory(report, manifest, "cpu", None)
+    assert told(report) == [("ok", "memory")]
     monkeypatch.setattr(model_size, "_free_host_bytes", lambda: 1 << 20)
-    telling = quiet()
-    run_requirements.check_memory(telling, manifest, "cpu", 1)
-    assert told(telling) == [("error", "memory")]
-    assert "stage 1 needs" in sentences(telling)
-    assert "use more stages or a larger machine" in sentences(telling)
+    report = quiet()
+    run_requirements.check_memory(report, manifest, "cpu", 1)
+    assert told(report) == [("error", "memory")]
+    assert "stage 1 needs" in sentences(report)
+    assert "use more stages or a larger machine" in sentences(report)
 
 
 def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
     manifest = RunManifest.model_validate({"data": {"kind": "text"}})
     local = NodeConfig(data_files=(str(tmp_path / "*.txt"),))
-    telling = quiet()
-    uvloop.run(run_requirements.check_data(telling, manifest, local, "doctor"))
-    assert told(telling) == [("error", "data")]
-    assert "*.txt" in sentences(telling)
+    report = quiet()
+    uvloop.run(run_requirements.check_data(report, manifest, local, "doctor"))
+    assert told(report) == [("error", "data")]
+    assert "*.txt" in sentences(report)
 
 
 # --- a node's directory -------------------------------------------------------------------------------------------
 
 
 def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path) -> None:
-    telling = quiet()
-    assert uvloop.run(node_directory.check_home(telling, tmp_path / "nowhere")) == []
-    assert told(telling) == [("ok", "node")]
+    report = quiet()
+    assert uvloop.run(machine.check_node_dirs(report, tmp_path / "nowhere")) == []
+    assert told(report) == [("ok", "node")]
     (tmp_path / "identity.key.lock").touch()
     endpoints = {"peer_id": "12D3", "run_id": "ab", "pid": 1, "join": [], "metrics": "http://127.0.0.1:1/metrics"}
     (tmp_path / "endpoints.json").write_text(json.dumps(endpoints))
-    telling = quiet()
-    assert uvloop.run(node_directory.check_home(telling, tmp_path)) == []
-    assert told(telling) == [("warning", "node")]
-    assert "is gone, and did not end by itself" in sentences(telling)
+    report = quiet()
+    assert uvloop.run(machine.check_node_dirs(report, tmp_path)) == []
+    assert told(report) == [("warning", "node")]
+    assert "is gone, and did not end by itself" in sentences(report)
     (tmp_path / "summary.json").write_text(json.dumps({"state": "finished"}))
-    telling = quiet()
-    uvloop.run(node_directory.check_home(telling, tmp_path))
-    assert told(telling) == [("ok", "node")]
-    assert "finished" in sentences(telling)
+    report = quiet()
+    uvloop.run(machine.check_node_dirs(report, tmp_path))
+    assert told(report) == [("ok", "node")]
+    assert "finished" in sentences(report)
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_without_a_swarm_it_tells_of_the_machine_and_leaves_nothing_behind(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path)
-    code = run_doctor(Order((), read(None, {}, ["stages=1", "stage=3", "device=cpu"]), None, as_json=True))
+    code = run_doctor(DoctorOptions((), read(None, {}, ["stages=1", "stage=3", "device=cpu"]), None, as_json=True))
     found = json.loads(capsys.readouterr().out)
     assert code == found["exit_code"] == 2
     errors = [one for one in found["findings"] if one["severity"] == "error"]
@@ -273,6 +273,6 @@ GROUPS = {
 def test_what_is_no_join_address_is_refused_before_anything_is_begun(tmp_path: Path) -> None:
     nothing = read(None, {}, [])
     with pytest.raises(ConfigError, match="malformed join address 'nonsense'"):
-        run_doctor(Order(("nonsense",), nothing, None, as_json=False))
+        run_doctor(DoctorOptions(("nonsense",), nothing, None, as_json=False))
     with pytest.raises(ConfigError, match="is its node running"):
-        run_doctor(Order((f"@{tmp_path / 'address'}",), nothing, None, as_json=False))
+        run_doctor(DoctorOptions((f"@{tmp_path / 'address'}",), nothing, None, as_json=False))

@@ -5,7 +5,7 @@ import pytest
 from noloco_p2p.config import RunManifest
 from noloco_p2p.observe.diagnosis.findings import Finding
 from noloco_p2p.observe.doctor import link_speed, peers
-from noloco_p2p.observe.doctor.link_speed import Links, Load
+from noloco_p2p.observe.doctor.link_speed import Load, StageLinks
 
 # --- clocks -------------------------------------------------------------------------------------------------------
 
@@ -43,29 +43,29 @@ LOAD = Load(device_s=0.1, tokens=512, hidden_bytes=1_000_000, stage=0, stages=2)
 
 
 def test_a_fast_link_leaves_the_device_as_the_bound() -> None:
-    assert link_speed.expected_rate(LOAD, Links(0.001, 1e9), 4) == (5120.0, "device")
+    assert link_speed.expected_rate(LOAD, StageLinks(0.001, 1e9), 4) == (5120.0, "device")
     assert link_speed.expected_rate(LOAD, None, 4) == (5120.0, "device")
 
 
 def test_a_thin_link_bounds_by_its_bytes_and_a_long_one_by_the_places_in_flight() -> None:
-    rate, bound = link_speed.expected_rate(LOAD, Links(0.001, 5e6), 8)
+    rate, bound = link_speed.expected_rate(LOAD, StageLinks(0.001, 5e6), 8)
     assert bound == "link"
     assert rate == pytest.approx(5 * 512)
-    rate, bound = link_speed.expected_rate(LOAD, Links(1.0, 1e9), 4)
+    rate, bound = link_speed.expected_rate(LOAD, StageLinks(1.0, 1e9), 4)
     assert bound == "places in flight"
     assert rate == pytest.approx(512 * 4 / (0.1 + 1.0 + 0.002 + 0.1))
 
 
 def test_a_middle_stage_sends_and_receives_twice_as_much_and_the_last_one_nothing_further() -> None:
     middle = Load(0.1, 512, 1_000_000, stage=1, stages=3)
-    assert link_speed.expected_rate(middle, Links(0.001, 1e7), 8)[0] == pytest.approx(5 * 512)
+    assert link_speed.expected_rate(middle, StageLinks(0.001, 1e7), 8)[0] == pytest.approx(5 * 512)
     last = Load(0.1, 512, 1_000_000, stage=2, stages=3)
-    assert link_speed.expected_rate(last, Links(9.0, 10.0), 1) == (5120.0, "device")
+    assert link_speed.expected_rate(last, StageLinks(9.0, 10.0), 1) == (5120.0, "device")
 
 
 def test_an_outer_round_takes_its_bytes_over_the_bandwidth_and_a_round_trip() -> None:
-    assert link_speed.round_seconds(10_000_000, Links(0.5, 1e6)) == 10.5
-    assert link_speed.round_seconds(10_000_000, Links(0.5, None)) is None
+    assert link_speed.round_seconds(10_000_000, StageLinks(0.5, 1e6)) == 10.5
+    assert link_speed.round_seconds(10_000_000, StageLinks(0.5, None)) is None
 
 
 @pytest.mark.parametrize("stage", [0, 1])

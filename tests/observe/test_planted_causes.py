@@ -30,9 +30,9 @@ from noloco_p2p.launch.settings import read
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.diagnosis import diagnose
 from noloco_p2p.observe.diagnosis.findings import Finding, Report
-from noloco_p2p.observe.doctor import examination, machine, node_directory, peers, run_requirements
-from noloco_p2p.observe.doctor.doctor_report import Telling
-from noloco_p2p.observe.doctor.examination import Order, examine
+from noloco_p2p.observe.doctor import examination, machine, peers, run_requirements
+from noloco_p2p.observe.doctor.doctor_report import DoctorReport
+from noloco_p2p.observe.doctor.examination import DoctorOptions, examine
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
@@ -214,7 +214,7 @@ def pair() -> Iterator[Pair]:
 
 def doctor(pair: Pair, *, config: Path | None = None, sets: tuple[str, ...] = ()) -> list[Finding]:
     """What `noloco doctor` finds about the swarm, with these settings."""
-    telling, join = Telling(out=io.StringIO()), (pair.address, NOBODY)
+    report, join = DoctorReport(out=io.StringIO()), (pair.address, NOBODY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examination, "LOOK_AGAIN_S", 0.1)
         patch.setattr(peers, "READING_PAUSE_S", 0.1)
@@ -225,8 +225,8 @@ def doctor(pair: Pair, *, config: Path | None = None, sets: tuple[str, ...] = ()
             (run_requirements, "DATA_S"),
         ):
             patch.setattr(module, limit, LONGEST_S)  # the tests' machine may be busy
-        uvloop.run(examine(Order(join, read(config, {}, sets), None, as_json=False), telling))
-    return [finding for _, finding in telling.found]
+        uvloop.run(examine(DoctorOptions(join, read(config, {}, sets), None, as_json=False), report))
+    return [finding for _, finding in report.findings]
 
 
 @pytest.fixture(scope="module")
@@ -282,11 +282,11 @@ def test_5_a_disk_that_takes_no_checkpoint_is_named(pair: Pair) -> None:
 
 
 def test_the_directory_of_a_running_node_tells_that_it_is_well(pair: Pair) -> None:
-    telling = Telling(out=io.StringIO())
-    (running,) = uvloop.run(node_directory.check_home(telling, pair.first.dir))
+    report = DoctorReport(out=io.StringIO())
+    (running,) = uvloop.run(machine.check_node_dirs(report, pair.first.dir))
     assert running == pair.first.endpoints()
-    assert [(finding.severity, finding.name) for _, finding in telling.found] == [("ok", "node")]
-    assert f"(process {pair.first.process.pid}) is well" in telling.found[0][1].sentence
+    assert [(finding.severity, finding.name) for _, finding in report.findings] == [("ok", "node")]
+    assert f"(process {pair.first.process.pid}) is well" in report.findings[0][1].sentence
 
 
 def test_8_a_killed_libp2p_daemon_is_named(pair: Pair) -> None:

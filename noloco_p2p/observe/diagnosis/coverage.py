@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from noloco_p2p import humanize
 from noloco_p2p.core.members import IN_ROUNDS, PRESENT
 from noloco_p2p.core.status import AnyReplica, Resource
+from noloco_p2p.humanize import elapsed, plural
 from noloco_p2p.observe.diagnosis.findings import Cause, Finding, Report, at_node, named
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, most_common
 
@@ -34,7 +34,7 @@ def _stages(swarm: SwarmView) -> Iterator[Cause]:
     if thin:
         which = f"stage {thin[0]} has one replica"
         if len(thin) > 1:
-            numbers = ", ".join(map(str, thin)) if len(thin) <= 12 else humanize.plural(len(thin), "stage")
+            numbers = ", ".join(map(str, thin)) if len(thin) <= 12 else plural(len(thin), "stage")
             which = f"stages {numbers} have one replica each"
         advice = "start one more node, it goes where it is needed most"
         yield at_node("warning", "stage-thin", None, f"{which}: without it the run stands still", advice)
@@ -47,7 +47,7 @@ def _is_old(report: Report) -> bool:
 def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
     """`silent` are its replicas that do not answer; without any, those that are paused or starting explain it."""
     empty_s = swarm.deserted_s(stage)
-    lasted = f"had no replica for {humanize.rough_duration(empty_s)}" if empty_s > 0 else "no replica"
+    lasted = f"had no replica for {elapsed(empty_s)}" if empty_s > 0 else "no replica"
     sentence = f"stage {stage} has {lasted}"
     advice = f"start a node (it takes the stage that lacks one): noloco-node --join ADDR --stage {stage}"
     blamed = [report.peer for report in silent]
@@ -77,12 +77,12 @@ def _start(swarm: SwarmView) -> Iterator[Cause]:
     # A node that has not chosen its stage yet will take one that lacks a replica.
     undecided = sum(report.newest is None or report.newest.stage < 0 for report in swarm.reports)
     if sum(missing.values()) > undecided:
-        words = [f"{humanize.plural(lack, 'more replica')} of stage {stage}" for stage, lack in missing.items()]
+        words = [f"{plural(lack, 'more replica')} of stage {stage}" for stage, lack in missing.items()]
         some = ", ".join(words[:3])
         if len(words) > 3:
-            some += f" and of {humanize.plural(len(words) - 3, 'other stage')}"
+            some += f" and of {plural(len(words) - 3, 'other stage')}"
         waits = (wait for status in swarm.statuses.values() for wait in status.waits)
         waited_s = max((wait.since_s for wait in waits if wait.whom == Resource.SWARM), default=0.0)
-        lasted = f" (for {humanize.rough_duration(waited_s)})" if waited_s > 0 else ""
+        lasted = f" (for {elapsed(waited_s)})" if waited_s > 0 else ""
         advice = "start more nodes: noloco-node --join ADDR; the run begins by itself"
         yield at_node("warning", "start", None, f"waiting for {some}{lasted}: the run has not begun", advice)

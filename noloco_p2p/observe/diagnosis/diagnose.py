@@ -11,10 +11,10 @@ half_open.py    links that carry nothing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from noloco_p2p import humanize
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import AnyReplica
+from noloco_p2p.humanize import compact, elapsed, plural, short_id
 from noloco_p2p.observe.diagnosis.causes import WaitPaths, follow
 from noloco_p2p.observe.diagnosis.coverage import missing_nodes
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Cause, Finding, Place, Report, at_node, line
@@ -82,7 +82,7 @@ def progress(reports: Sequence[Report]) -> str:
     swarm = SwarmView(reports)
     if not swarm.reports:
         return "no node was found"
-    nodes = humanize.plural(len(swarm.reports), "node")
+    nodes = plural(len(swarm.reports), "node")
     if not swarm.statuses:
         return f"no status of {nodes}"
     if not swarm.begun:
@@ -93,7 +93,7 @@ def progress(reports: Sequence[Report]) -> str:
     losses = [status.figures.loss for status in first if status.figures.loss is not None]
     if not swarm.ended:
         rate = sum(status.figures.tokens_per_s for status in first if status.advert.state == "training")
-        words.append(f"{humanize.compact(rate)} tokens/s")
+        words.append(f"{compact(rate)} tokens/s")
     if losses:
         words.append(f"loss {min(sum(losses) / len(losses), 9999.0):.2f}")
     state = "finished" if swarm.ended else "training" if swarm.training else "not training"
@@ -107,7 +107,7 @@ def _gone(paths: Mapping[PeerId, WaitPaths]) -> Iterator[Cause]:
     """Nodes that somebody waits for and nobody announces any more."""
     gone = {missing: by for each in paths.values() for missing, by in each.gone.items()}
     for missing in sorted(gone):
-        node, by = humanize.peer(missing), humanize.peer(gone[missing])
+        node, by = short_id(missing), short_id(gone[missing])
         text = f"node {node} is not in the directory any more, and node {by} waits for it"
         yield at_node("warning", "unreachable", missing, text, "if it does not end by itself, start that node again")
 
@@ -141,10 +141,10 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
         at, wait = (peer, overdue or health.longest_wait(status)) if last is None else last
         if at in known or at in found or wait is None:
             continue
-        whom = f"node {humanize.peer(wait.whom)}" if isinstance(wait.whom, str) else wait.whom
-        waits = f"{swarm.name(at)} has waited {humanize.rough_duration(wait.since_s)} for {wait.what} from {whom}"
+        whom = f"node {short_id(wait.whom)}" if isinstance(wait.whom, str) else wait.whom
+        waits = f"{swarm.name(at)} has waited {elapsed(wait.since_s)} for {wait.what} from {whom}"
         if late_s is not None:
-            text = f"no inner step for {humanize.rough_duration(late_s)}: {waits}"
+            text = f"no inner step for {elapsed(late_s)}: {waits}"
             advice = "look at the log of that node; restarting it costs one outer round"
             found[at] = at_node("error", "stall", at, text, advice)
         else:
@@ -158,7 +158,7 @@ def _with_held(each: Cause, paths: Mapping[PeerId, WaitPaths]) -> Finding:
     found, text, severity = each.finding, each.finding.sentence, each.finding.severity
     held = sum(each.at in path.ends for peer, path in paths.items() if peer != each.at)
     if held and found.name in HOLDERS:
-        text = f"{text}; that holds back {humanize.plural(held, 'node')}"
+        text = f"{text}; that holds back {plural(held, 'node')}"
         severity = "error" if found.name == "unreachable" else severity
     return replace(found, severity=severity, sentence=line(text), advice=line(found.advice))
 

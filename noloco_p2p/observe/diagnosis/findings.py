@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from noloco_p2p import humanize
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import AnyReplica, Status
+from noloco_p2p.humanize import short_id
 
 Severity = Literal["ok", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "warning", "error")
@@ -87,7 +87,7 @@ def line(text: str) -> str:
 
 def named(peers: Sequence[PeerId]) -> str:
     """A few peers by their short ids, the others counted."""
-    words = [humanize.peer(peer) for peer in peers[:_NAMED]]
+    words = [short_id(peer) for peer in peers[:_NAMED]]
     if len(peers) > _NAMED:
         words.append(f"{len(peers) - _NAMED} more")
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

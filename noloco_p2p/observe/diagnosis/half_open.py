@@ -7,9 +7,9 @@ aside, again and again, by one caller has a link that is broken; set aside by al
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from noloco_p2p import humanize
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Status, Wait
+from noloco_p2p.humanize import elapsed, finite, short_id
 from noloco_p2p.observe.diagnosis.findings import CallLink, Cause, Finding, Place, Severity, at_node, line, named
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 
@@ -52,15 +52,15 @@ def _callees(swarm: SwarmView, status: Status) -> Iterator[tuple[PeerId, bool]]:
         other = swarm.statuses.get(seen.advert.peer_id)
         if other is not None and other.advert.state == "training" and other.advert.stage == me.stage + 1:
             deserted = status.deserted.get(other.advert.stage, 0.0) > ASIDE_S
-            yield seen.advert.peer_id, humanize.finite(seen.aside_s) > ASIDE_S or deserted
+            yield seen.advert.peer_id, finite(seen.aside_s) > ASIDE_S or deserted
 
 
 def _half_open(swarm: SwarmView, link: CallLink, wait: Wait | None) -> Cause:
-    caller, callee = humanize.peer(link.caller), humanize.peer(link.callee)
+    caller, callee = short_id(link.caller), short_id(link.callee)
     where = f"{swarm.name(link.caller)} cannot reach {_where(swarm, link.callee)}"
     sentence = f"{where}, although both answer: half-open link"
     if wait is not None:
-        under_way = humanize.rough_duration(wait.since_s)
+        under_way = elapsed(wait.since_s)
         sentence += f" (a call has been under way for {under_way} and has not arrived)"
     alone = link.caller in swarm.statuses and bool(swarm.statuses[link.caller].deserted)
     severity: Severity = "error" if alone or wait is not None else "warning"

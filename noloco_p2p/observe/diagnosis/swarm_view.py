@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from noloco_p2p import humanize
 from noloco_p2p.core.members import IN_ROUNDS, STAGE_0_AT_WORK, TRAINED
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.humanize import short_id
 from noloco_p2p.observe.diagnosis.findings import Report
 
 V = TypeVar("V", str, int)
@@ -49,7 +49,7 @@ class SwarmView:
     def name(self, peer: PeerId) -> str:
         """`node 12D3…Qx7Qf of stage 1`."""
         stage = self.adverts[peer].stage if peer in self.adverts else -1
-        return f"node {humanize.peer(peer)}" + (f" of stage {stage}" if stage >= 0 else "")
+        return f"node {short_id(peer)}" + (f" of stage {stage}" if stage >= 0 else "")
 
     @property
     def steps(self) -> int:

@@ -6,9 +6,9 @@ compare nodes. Thresholds are at the top, with their reasons.
 
 from collections.abc import Callable, Iterator
 
-from noloco_p2p import humanize
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Resource, Status, Wait
+from noloco_p2p.humanize import compact, elapsed, short_id, size_text
 from noloco_p2p.observe.diagnosis.findings import Cause, Finding, Severity, at_node, line, named
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, median
 
@@ -63,7 +63,7 @@ def stuck(status: Status) -> Wait | None:
 
 def _silent_loop(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     if loop_is_silent(status):
-        silent = humanize.rough_duration(status.figures.loop_silent_s)
+        silent = elapsed(status.figures.loop_silent_s)
         advice = "something blocks its process (a debugger, a stopped disk, no memory): look at it there, restart it"
         yield at_node("error", "loop", peer, f"{swarm.name(peer)}: its event loop has stood still for {silent}", advice)
 
@@ -71,7 +71,7 @@ def _silent_loop(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cau
 def _stuck_device(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     wait = stuck(status)
     if wait is not None:
-        waited = humanize.rough_duration(wait.since_s)
+        waited = elapsed(wait.since_s)
         sentence = f"{swarm.name(peer)}: its device is stuck in {wait.what}, for {waited} now"
         advice = "look at the device there (nvidia-smi, other programs on it, memory); restart the node"
         yield at_node("error", "device", peer, sentence, advice)
@@ -79,7 +79,7 @@ def _stuck_device(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Ca
 
 def _troubles(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     for trouble in status.troubles[:TROUBLES_LIMIT]:
-        sentence = f"{swarm.name(peer)}: {trouble.message} (for {humanize.rough_duration(trouble.since_s)})"
+        sentence = f"{swarm.name(peer)}: {trouble.message} (for {elapsed(trouble.since_s)})"
         severity: Severity = "error" if trouble.name in _SERIOUS else "warning"
         yield at_node(severity, line(trouble.name), peer, sentence, "the node goes on; its log has more")
 
@@ -87,7 +87,7 @@ def _troubles(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]
 def _disk(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     free = status.figures.disk_free_bytes
     if free is not None and free < DISK_LOW_BYTES and not any(trouble.name == "disk" for trouble in status.troubles):
-        sentence = f"{swarm.name(peer)}: {humanize.size(free)} are left on the disk of its directory"
+        sentence = f"{swarm.name(peer)}: {size_text(free)} are left on the disk of its directory"
         advice = "free some space there, or lower checkpoint.keep: checkpoints fail on a full disk"
         yield at_node("error" if free < DISK_FULL_BYTES else "warning", "disk", peer, sentence, advice)
 
@@ -96,7 +96,7 @@ def _non_finite(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Caus
     ended = status.figures.microbatches
     bad, total = ended.get("nonfinite", 0), sum(ended.values())
     if bad >= NONFINITE_LEAST and bad >= NONFINITE_SHARE * total:
-        share = f"{humanize.compact(bad)} of {humanize.compact(total)}"
+        share = f"{compact(bad)} of {compact(total)}"
         sentence = f"{swarm.name(peer)}: {share} microbatches were not finite"
         advice = "if it is only this node, look at its device; else lower inner.peak_learning_rate"
         yield at_node("warning", "nonfinite", peer, sentence, advice)
@@ -130,12 +130,12 @@ def _clocks(swarm: SwarmView) -> Iterator[Cause]:
     advice = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
     if len(known) > 1 and abs(middle) > CLOCK_OFF_S:
         way = "behind" if middle > 0 else "ahead of"
-        sentence = f"this machine's clock is {humanize.rough_duration(abs(middle))} {way} the nodes' clocks"
+        sentence = f"this machine's clock is {elapsed(abs(middle))} {way} the nodes' clocks"
         yield at_node(_clock_severity(middle), "clock", None, sentence, advice)
     for peer, ahead_s in known:
         off_s = ahead_s - middle
         if abs(off_s) > CLOCK_OFF_S:
-            node, off = f"node {humanize.peer(peer)}", humanize.rough_duration(abs(off_s))
+            node, off = f"node {short_id(peer)}", elapsed(abs(off_s))
             sentence = f"{node}: its clock is {off} {'ahead of' if off_s > 0 else 'behind'} the others"
             if len(known) == 1:
                 sentence = f"the clocks of {node} and of this machine are {off} apart"
@@ -155,7 +155,7 @@ def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
         failure = report.failure or "it tells no status address"
         address = "" if advert is None else advert.metrics.removesuffix("/metrics")
         at = f" at {address}" if address not in failure else ""
-        age = "" if advert is None else f"; it announced itself {humanize.rough_duration(report.age_s)} ago"
+        age = "" if advert is None else f"; it announced itself {elapsed(report.age_s)} ago"
         sentence = f"{swarm.name(report.peer)} does not tell its status{at}: {failure}{age}"
         advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
         yield at_node("warning" if swarm.statuses else "error", "unreachable", report.peer, sentence, advice)
@@ -165,7 +165,7 @@ def _of_another_run(swarm: SwarmView) -> Iterator[Cause]:
     for report in swarm.everybody:
         if report.newest is not None and report.newest.run_id != swarm.run_id:
             other, mine = line(report.newest.run_id)[:12], (swarm.run_id or "")[:12]
-            sentence = f"node {humanize.peer(report.peer)} works on another run: {other}, not {mine}"
+            sentence = f"node {short_id(report.peer)} works on another run: {other}, not {mine}"
             advice = "start it with the join address of this run (and --run to be sure)"
             yield at_node("error", "run", report.peer, sentence, advice)
 
@@ -195,7 +195,7 @@ def _slow(swarm: SwarmView) -> Iterator[Cause]:
             if usual is not None and usual / speed >= (SLOW_FACTOR if mates else SLOW_FACTOR_ACROSS):
                 factor = f"{min(usual / speed, 9999.0):.1f}× slower"
                 than = "its stage's median" if mates else "the other stages' median"
-                sentence = f"node {humanize.peer(peer)} is {factor} than {than} and holds back stage {stage}"
+                sentence = f"node {short_id(peer)} is {factor} than {than} and holds back stage {stage}"
                 advice = "see what else runs on its device, or give it a faster one; the run may be faster without it"
                 yield at_node("warning", "slow-node", peer, sentence, advice)
 

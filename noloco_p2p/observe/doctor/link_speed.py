@@ -9,13 +9,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from noloco_p2p import humanize
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES, Advert
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
-from noloco_p2p.observe.bandwidth_probe import Gauge, Transfer
-from noloco_p2p.observe.doctor.doctor_report import Telling, in_time
-from noloco_p2p.observe.doctor.run_requirements import Sizes
+from noloco_p2p.humanize import short_id, size_text
+from noloco_p2p.observe.bandwidth_probe import LinkProbe
+from noloco_p2p.observe.doctor.doctor_report import DoctorReport, or_peer_error
+from noloco_p2p.observe.doctor.run_requirements import StageSizes
 
 CALLS = 7
 """Small calls from which a round-trip time is taken."""
@@ -23,7 +23,7 @@ PEERS_MEASURED = 3
 """Of each stage."""
 TRANSFER_S = 3.0
 """Longest transfer from which a bandwidth is taken."""
-TELLING_BYTES = 1 << 20
+FAIR_SAMPLE_BYTES = 1 << 20
 """A smaller snapshot is through before the link has shown what it can do."""
 LARGEST_TIMED_PARAMETERS = 50_000_000
 """A larger stage is not made only to measure the device: its making takes longer than the rest of the examination."""
@@ -32,17 +32,13 @@ TIMING_S = 12.0
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class StageLinks:
     """What was measured of the links to a stage's replicas."""
 
     round_trip_s: float
     """Median over the peers."""
     bytes_per_s: float | None
     """From one of them; None when it could not be measured."""
-
-
-Pair = tuple[Links | None, Links | None]
-"""To the own stage, and to the next one; None where there is nobody, or nobody answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class Load:
     stages: int
 
 
-def expected_rate(load: Load, following: Links | None, max_in_flight: int) -> tuple[float, str]:
+def expected_rate(load: Load, following: StageLinks | None, max_in_flight: int) -> tuple[float, str]:
     """(tokens per second of one replica, what bounds it: `device`, `link`, or `places in flight`).
 
     `following` are the links to the next stage; None at the last one, and where nothing was measured. Links and
@@ -78,7 +74,7 @@ def expected_rate(load: Load, following: Links | None, max_in_flight: int) -> tu
     return bounds[bound] * load.tokens, bound
 
 
-def round_seconds(snapshot_bytes: int, mates: Links) -> float | None:
+def round_seconds(snapshot_bytes: int, mates: StageLinks) -> float | None:
     """Seconds that pulling a partner's snapshot takes; None when no bandwidth is known."""
     return None if mates.bytes_per_s is None else snapshot_bytes / mates.bytes_per_s + mates.round_trip_s
 
@@ -91,68 +87,62 @@ def hidden_bytes(manifest: RunManifest) -> int:
     return manifest.microbatch_size * manifest.sequence_length * width * ITEM_BYTES[manifest.wire_dtype]
 
 
-async def measure_links(telling: Telling, gauge: Gauge, stage: int, replicas: Sequence[Advert]) -> Links | None:
-    """Round trips to some replicas of a stage, and the bandwidth from one of them; None when none answers."""
-    asked = replicas[:PEERS_MEASURED]
-    if not asked:
+async def measure_links(
+    report: DoctorReport, probe: LinkProbe, stage: int, replicas: Sequence[Advert]
+) -> StageLinks | None:
+    """Round trips to some replicas of a stage, and the bandwidth from the nearest; None when none answers."""
+    peers = replicas[:PEERS_MEASURED]
+    if not peers:
         return None
-    with telling.step(f"measuring round trips to {len(asked)} nodes of stage {stage}"):
-        answers = await asyncio.gather(*(gauge.round_trip_s(peer, CALLS) for peer in asked), return_exceptions=True)
-    found: dict[str, float] = {}
-    for peer, answer in zip(asked, answers, strict=True):
+    with report.step(f"measuring round trips to {len(peers)} nodes of stage {stage}"):
+        answers = await asyncio.gather(*(or_peer_error(probe.round_trip_s(peer, CALLS)) for peer in peers))
+    found: list[tuple[float, Advert]] = []
+    for peer, answer in zip(peers, answers, strict=True):
         if isinstance(answer, PeerError):
             advice = "see to that node and to the network between it and this machine"
-            telling.warning(
-                "latency", f"{humanize.peer(peer.peer_id)} of stage {stage}: {answer}", advice, peer.peer_id
-            )
-        elif isinstance(answer, BaseException):
-            raise answer
+            sentence = f"{short_id(peer.peer_id)} of stage {stage}: {answer}"
+            report.warning("latency", sentence, advice, peer.peer_id)
         else:
-            found[peer.peer_id] = answer
+            found.append((answer, peer))
     if not found:
         return None
-    told = ", ".join(f"{humanize.peer(peer)} {1e3 * took_s:.1f} ms" for peer, took_s in found.items())
-    telling.ok("latency", f"round trip to stage {stage}: {told} (median of {CALLS})")
-    giver = min((peer for peer in asked if peer.peer_id in found), key=lambda peer: found[peer.peer_id])
-    return Links(statistics.median(found.values()), await _bandwidth(telling, gauge, giver))
+    times = ", ".join(f"{short_id(peer.peer_id)} {1e3 * took_s:.1f} ms" for took_s, peer in found)
+    report.ok("latency", f"round trip to stage {stage}: {times} (median of {CALLS})")
+    nearest = min(found, key=lambda each: each[0])[1]
+    return StageLinks(statistics.median(took_s for took_s, _ in found), await _bandwidth(report, probe, nearest))
 
 
-async def _bandwidth(telling: Telling, gauge: Gauge, giver: Advert) -> float | None:
+async def _bandwidth(report: DoctorReport, probe: LinkProbe, peer: Advert) -> float | None:
     """Bytes per second from a peer, by its newest snapshot."""
+    node = f"{short_id(peer.peer_id)} of stage {peer.stage}"
     try:
-        with telling.step(f"fetching a snapshot from {humanize.peer(giver.peer_id)} to measure the bandwidth"):
-            got = await gauge.transfer(giver, TRANSFER_S)
+        with report.step(f"fetching a snapshot from {short_id(peer.peer_id)} to measure the bandwidth"):
+            got = await probe.transfer(peer, TRANSFER_S)
     except PeerError as error:
-        told = f"{humanize.peer(giver.peer_id)} of stage {giver.stage} gives no snapshot: {error}"
-        telling.ok("bandwidth", f"not measured: {told}")
+        report.ok("bandwidth", f"not measured: {node} gives no snapshot: {error}")
         return None
-    telling.ok("bandwidth", f"from {humanize.peer(giver.peer_id)} of stage {giver.stage}: {_told(got)}")
+    part = ", cut off there" if not got.whole else ", too little to be sure" if got.bytes < FAIR_SAMPLE_BYTES else ""
+    sample = f"{size_text(got.bytes)} of its snapshot in {got.seconds:.3f} s{part}"
+    report.ok("bandwidth", f"from {node}: {size_text(got.bytes_per_s)}/s ({sample})")
     return got.bytes_per_s or None
 
 
-def _told(got: Transfer) -> str:
-    part = ", cut off there" if not got.whole else ", too few to tell well" if got.bytes < TELLING_BYTES else ""
-    return (
-        f"{humanize.size(got.bytes_per_s)}/s ({humanize.size(got.bytes)} of its snapshot in {got.seconds:.3f} s{part})"
-    )
-
-
 async def device_seconds(
-    telling: Telling, manifest: RunManifest, stage: int, replicas: Sequence[Advert], sizes: Sizes, device: str | None
+    report: DoctorReport, manifest: RunManifest, replicas: Sequence[Advert], stage: int, device: str | None
 ) -> tuple[float, str] | None:
     """(device seconds for one microbatch of a stage, where the figure is from): measured here, or as others announce.
 
-    None when nobody of the stage has announced a speed, and it is too large to be made for a measurement or there is no
-    `device` that could be measured.
+    None when no replica has announced a speed, and there is no `device` to measure, or measuring it fails.
     """
-    announced = [a.microbatches_per_s for a in replicas if a.microbatches_per_s > 0]
-    if device is not None and sizes.parameters[stage] <= LARGEST_TIMED_PARAMETERS:
+    if device is not None:
         try:
-            with telling.step(f"measuring this device on stage {stage}"):
-                took_s = await in_time("measuring the device", TIMING_S, lambda: _timed(manifest, stage, device))
+            took_s = await report.in_time(
+                f"measuring this device on stage {stage}", TIMING_S, lambda: _timed(manifest, stage, device)
+            )
             return took_s, "measured here"
         except (ConfigError, LocalError, Unreachable) as error:
-            telling.warning("speed", f"this device was not measured: {error}", "run noloco bench stage")
+            report.warning("speed", f"this device was not measured: {error}", "run noloco bench stage")
+    announced = [a.microbatches_per_s for a in replicas if a.microbatches_per_s > 0]
     return (1.0 / statistics.median(announced), "as its replicas announce") if announced else None
 
 
@@ -162,32 +152,35 @@ def _timed(manifest: RunManifest, stage: int, device: str) -> float:
     return time_stage(manifest, stage, device)
 
 
-async def tell_expected(
-    telling: Telling,
+def report_rate(
+    report: DoctorReport,
     manifest: RunManifest,
     local: NodeConfig,
     stage: int,
     measured: tuple[float, str],
-    links: Pair,
-    sizes: Sizes,
+    following: StageLinks | None,
 ) -> None:
-    """What this machine can be expected to do at a stage; `measured` is what `device_seconds` gave."""
-    mates, following = links
+    """The tokens per second to be expected at a stage; `measured` is what `device_seconds` gave."""
+    device_s, origin = measured
     tokens = manifest.microbatch_size * manifest.sequence_length
-    load = Load(measured[0], tokens, hidden_bytes(manifest), stage, manifest.stages)
+    load = Load(device_s, tokens, hidden_bytes(manifest), stage, manifest.stages)
     rate, bound = expected_rate(load, following, local.limits.max_in_flight)
-    telling.figures |= {"device_s_per_microbatch": load.device_s, "expected_tokens_per_s": rate}
-    told = f"{1e3 * load.device_s:.1f} ms of the device per microbatch, {measured[1]}"
-    telling.ok("speed", f"at stage {stage} about {rate:,.0f} tokens/s are to be expected, bounded by {bound}: {told}")
-    if mates is None or manifest.outer.pairing == "none":
+    report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate}
+    rate_words = f"at stage {stage} about {rate:,.0f} tokens/s are to be expected, bounded by {bound}"
+    report.ok("speed", f"{rate_words}: {1e3 * device_s:.1f} ms of the device per microbatch, {origin}")
+
+
+def report_round(
+    report: DoctorReport, manifest: RunManifest, sizes: StageSizes, stage: int, mates: StageLinks | None
+) -> None:
+    """The seconds that an outer round's transfer is to be expected to take, against its deadline."""
+    took_s = None if mates is None else round_seconds(sizes.snapshot_bytes(stage), mates)
+    if took_s is None or manifest.outer.pairing == "none":
         return
-    took_s = round_seconds(sizes.snapshot_bytes(stage), mates)
-    if took_s is None:
-        return
-    telling.figures["expected_s_per_outer_round"] = took_s
-    told = f"an outer round moves {humanize.size(sizes.snapshot_bytes(stage))}, about {took_s:.2f} s"
+    report.figures["expected_s_per_outer_round"] = took_s
+    sentence = f"an outer round moves {size_text(sizes.snapshot_bytes(stage))}, about {took_s:.2f} s"
     if took_s > manifest.outer.deadline_s:
         advice = "use a faster link, or take a run with more stages: its rounds would all end alone"
-        telling.error("round", f"{told}, more than outer.deadline_s ({manifest.outer.deadline_s:g} s)", advice)
+        report.error("round", f"{sentence}, more than outer.deadline_s ({manifest.outer.deadline_s:g} s)", advice)
     else:
-        telling.ok("round", told)
+        report.ok("round", sentence)

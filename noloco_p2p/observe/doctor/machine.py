@@ -1,4 +1,4 @@
-"""What the machine is, whatever the run: Python, packages, device, open files, ports, the libp2p daemon, the clock."""
+"""What the machine is, whatever the run: Python, packages, device, open files, ports, the clock, a node's directory."""
 
 import importlib.metadata
 import os
@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
-from noloco_p2p import __version__, humanize
+from noloco_p2p import __version__
 from noloco_p2p.config import ListenSettings, NodeConfig
 from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.humanize import clock, short_id, size_text
 from noloco_p2p.io.dht.addresses import reserve_port
-from noloco_p2p.observe.doctor.doctor_report import BUSY, Telling, in_time
+from noloco_p2p.launch import control, node_probe
+from noloco_p2p.launch.node_probe import NodeEndpoints
+from noloco_p2p.observe import health_check
+from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 
 PACKAGE = "noloco_p2p"
 FEW_FILES, TOO_FEW_FILES = 1024, 256
@@ -25,22 +28,29 @@ FEW_FILES, TOO_FEW_FILES = 1024, 256
 IMPORT_S = 30.0
 """Longest import of torch; seconds where other processes work too."""
 TOOL_S = 3.0
+HEALTH_S = 6.0
+"""Longest wait for a node's own health: it answers from a thread of its own."""
 BUILT_AT = 1_750_000_000.0
 """Seconds since 1970. No clock that is right can be before this program was written."""
 
 
-def check_python(telling: Telling) -> None:
+# --- Python and packages ----------------------------------------------------------------------------------------------
+
+
+def check_python(report: DoctorReport) -> None:
     """The interpreter and every package that this project declares, against what it declares."""
+    from packaging.specifiers import SpecifierSet
+
+    here = platform.python_version()
     python, wanted = declared()
-    if not _fits(platform.python_version(), python):
-        told = f"Python {platform.python_version()}: {PACKAGE} needs {python}"
-        telling.error("python", told, "install a Python that fits, and the package in it")
+    if not SpecifierSet(python).contains(here, prereleases=True):
+        sentence = f"Python {here}: {PACKAGE} needs {python}"
+        report.error("python", sentence, "install a Python that fits, and the package in it")
     bad = [fault for fault in map(_package_fault, wanted) if fault is not None]
     for fault in bad:
-        telling.error("packages", fault, f"run: {Path(sys.executable).name} -m pip install -U {PACKAGE}")
+        report.error("packages", fault, f"run: {Path(sys.executable).name} -m pip install -U {PACKAGE}")
     if not bad:
-        told = f"Python {platform.python_version()}, {PACKAGE} {__version__}, all {len(wanted)} packages fit"
-        telling.ok("python", told)
+        report.ok("python", f"Python {here}, {PACKAGE} {__version__}, all {len(wanted)} packages fit")
 
 
 def declared() -> tuple[str, list[str]]:
@@ -66,55 +76,44 @@ def _package_fault(requirement: str) -> str | None:
         here = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
         return f"{wanted.name} is not installed ({wanted.specifier} is needed)"
-    if not wanted.specifier.contains(here, prereleases=True):
-        return f"{wanted.name} {here} is installed, {wanted.specifier} is needed"
-    return None
+    fits = wanted.specifier.contains(here, prereleases=True)
+    return None if fits else f"{wanted.name} {here} is installed, {wanted.specifier} is needed"
 
 
-def _fits(version: str, specifier: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(specifier).contains(version, prereleases=True)
+# --- the device -------------------------------------------------------------------------------------------------------
 
 
-async def check_device(telling: Telling, local: NodeConfig) -> str | None:
+async def check_device(report: DoctorReport, local: NodeConfig) -> str | None:
     """The device that the settings ask for. Returns its name in torch, None when it is not here."""
-    try:
-        with telling.step("importing torch"):
-            return await in_time("importing torch", IMPORT_S, lambda: _device(telling, local))
-    except LocalError as error:
-        telling.error("device", str(error), "see to the driver, or set device to cpu or auto")
-    except Unreachable as error:
-        telling.warning("device", str(error), BUSY)
-    return None
+    advice = "see to the driver, or set device to cpu or auto"
+    return await report.attempt("device", "importing torch", IMPORT_S, lambda: _device(report, local), advice=advice)
 
 
-def _device(telling: Telling, local: NodeConfig) -> str:
+def _device(report: DoctorReport, local: NodeConfig) -> str:
     from noloco_p2p.compute.hardware import device_info
 
     found, driver = device_info(local.device), _driver()
     if found.device != "cpu":
-        room = f"{humanize.size(found.free_bytes)} of {humanize.size(found.total_bytes)} free"
+        room = f"{size_text(found.free_bytes)} of {size_text(found.total_bytes)} free"
         built = f"torch {found.torch_version} for CUDA {found.cuda_version}"
-        telling.ok("device", f"{found.device}: {found.name}, {room}, driver {driver or 'unknown'}, {built}")
+        report.ok("device", f"{found.device}: {found.name}, {room}, driver {driver or 'unknown'}, {built}")
         return found.device
-    cores, threads = len(_cores()), local.threads or found.threads
+    cores, threads = _usable_cores(), local.threads or found.threads
     asked = os.environ.get("OMP_NUM_THREADS", "not set")
-    told = f"cpu: {threads} threads on {cores} cores (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
+    sentence = f"cpu: {threads} threads on {cores} cores (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
     if local.device == "auto" and driver is not None:
         advice = "install the CUDA build of torch, or set device to cpu"
-        telling.warning("device", f"a GPU is here (driver {driver}), but torch does not see it; {told}", advice)
+        report.warning("device", f"a GPU is here (driver {driver}), but torch does not see it; {sentence}", advice)
     elif threads > cores:
-        telling.warning("device", told, f"set threads to {cores} or less: more of them wait for one another")
+        report.warning("device", sentence, f"set threads to {cores} or less: more of them wait for one another")
     else:
-        telling.ok("device", told)
+        report.ok("device", sentence)
     return found.device
 
 
-def _cores() -> Sequence[int]:
-    """Those that this process may use."""
+def _usable_cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
-    return sorted(affinity(0)) if affinity is not None else range(os.cpu_count() or 1)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _driver() -> str | None:
@@ -131,51 +130,101 @@ def _driver() -> str | None:
     return found.group() if done.returncode == 0 and found else None
 
 
-def check_files(telling: Telling) -> None:
+# --- files, clock, ports ----------------------------------------------------------------------------------------------
+
+
+def check_files(report: DoctorReport) -> None:
     """The limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = f"{soft} files may be open at once"
+    sentence = f"{soft} files may be open at once"
     if soft >= FEW_FILES:
-        telling.ok("files", told)
+        report.ok("files", sentence)
         return
     wanted = FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, FEW_FILES)
-    say = telling.error if soft < TOO_FEW_FILES else telling.warning
-    say("files", f"only {told}", f"run ulimit -n {max(wanted, soft)} before the node, or raise the system's limit")
+    add = report.error if soft < TOO_FEW_FILES else report.warning
+    add("files", f"only {sentence}", f"run ulimit -n {max(wanted, soft)} before the node, or raise the system's limit")
 
 
-def check_time(telling: Telling) -> None:
+def check_time(report: DoctorReport) -> None:
     """Whether the wall clock can be right at all; only peers can tell more."""
     now = time.time()
-    told = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    sentence = f"this machine's clock says {clock(now)} UTC"
     if now < BUILT_AT:
-        telling.error("clock", f"this machine's clock says {told}, which is long ago", "set the clock (NTP)")
+        report.error("clock", f"{sentence}, which is long ago", "set the clock (NTP)")
     else:
-        telling.ok("clock", f"this machine's clock says {told}")
+        report.ok("clock", sentence)
 
 
-def check_ports(telling: Telling, listen: ListenSettings, *, own_node: bool) -> ListenSettings:
+def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool) -> ListenSettings:
     """Whether the ports can be bound. Returns the settings with 0 for those that cannot, so that the rest can go on.
 
     `own_node`: the node for which this is asked runs, and has them.
     """
-    told, free = [], {}
-    for name in ("dht_port", "grpc_port", "metrics_port", "libp2p_metrics_port"):
-        port = getattr(listen, name)
-        if port is None:
-            continue
-        if own_node and port:
-            free[name] = 0
-            continue
+    ports = {name: port for name, port in listen if name.endswith("_port") and port is not None}
+    if own_node:
+        report.ok("port", "the ports are those of the node that runs")
+        return listen.model_copy(update=dict.fromkeys(ports, 0))
+    free, taken = [], {}
+    for name, port in ports.items():
         try:
             reserve_port(listen.host, port, f"listen.{name}").close()
         except LocalError as error:
-            free[name] = 0
+            taken[name] = 0
             reason, _, advice = str(error).replace(": choose", "; choose").partition("; ")
-            telling.error("port", f"listen.{name}: {reason}", advice)
+            report.error("port", f"listen.{name}: {reason}", advice)
         else:
-            told.append(f"{name} {port or 'any'}")
-    if own_node:
-        telling.ok("port", "the ports are those of the node that runs")
-    elif told:
-        telling.ok("port", f"can be bound on {listen.host}: {', '.join(told)}")
-    return listen.model_copy(update=free)
+            free.append(f"{name} {port or 'any'}")
+    if free:
+        report.ok("port", f"can be bound on {listen.host}: {', '.join(free)}")
+    return listen.model_copy(update=taken)
+
+
+# --- a node's own directory -------------------------------------------------------------------------------------------
+
+
+async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEndpoints]:
+    """The nodes whose directory this is, or that have theirs just below it; returns those that run."""
+    running = []
+    node_dirs = list(control.node_dirs(directory))
+    for node_dir in node_dirs:
+        endpoints = node_probe.read_endpoints(node_dir)
+        if control.running_pid(node_dir) is not None and endpoints is not None:
+            running.append(endpoints)
+            await _check_health(report, node_dir, endpoints)
+        elif control.in_use(node_dir):
+            report.ok("node", f"{node_dir}: its process has started, and is not reachable yet")
+        else:
+            _report_end(report, node_dir, endpoints)
+    if not node_dirs:
+        report.ok("node", f"no node has been in {directory} yet")
+    return running
+
+
+def _report_end(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints | None) -> None:
+    """How a node that does not run has ended: well if its summary is of the process that was reachable last."""
+    summary = node_probe.read_json(node_dir / node_probe.SUMMARY)
+    try:
+        started, ended = ((node_dir / name).stat().st_mtime for name in (node_probe.ENDPOINTS, node_probe.SUMMARY))
+    except OSError:
+        started, ended = 1.0, 0.0
+    if endpoints is not None and (summary is None or ended < started):
+        sentence = f"{node_dir}: the node's process {endpoints.pid} is gone, and did not end by itself"
+        advice = "start it again with the same --dir: it goes on from its checkpoint"
+        report.warning("node", sentence, advice)
+    else:
+        state = "" if summary is None else f", it ended {summary.get('state')}"
+        report.ok("node", f"{node_dir}: no node runs here{state}")
+
+
+async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints) -> None:
+    node = f"{node_dir}: node {short_id(endpoints.peer_id)} (process {endpoints.pid})"
+    try:
+        doing = f"asking the node of {node_dir} how it is"
+        well, line = await report.in_time(doing, HEALTH_S, lambda: health_check.ask(node_dir, None))
+    except Unreachable as error:
+        well, line = False, str(error)
+    if well:
+        report.ok("node", f"{node} is well")
+    else:
+        advice = "see below what it waits for, and its log; start a stopped or blocked process again"
+        report.error("node", f"{node}: {line}", advice, endpoints.peer_id)

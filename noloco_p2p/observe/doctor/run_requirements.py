@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_p2p import humanize
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS
-from noloco_p2p.errors import ConfigError, LocalError, Unreachable
-from noloco_p2p.observe.doctor.doctor_report import BUSY, Telling, in_time
+from noloco_p2p.errors import LocalError
+from noloco_p2p.humanize import size_text
+from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 
 MODEL_S = 30.0
 """Longest import of the model's code."""
@@ -22,7 +22,7 @@ PROBE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StageSizes:
     """Of the stages of a run, in order."""
 
     parameters: tuple[int, ...]
@@ -37,28 +37,22 @@ class Sizes:
         return len(REPLICA_KINDS) * self.parameters[stage] * self.item_bytes
 
 
-async def sizes_of(telling: Telling, manifest: RunManifest) -> Sizes | None:
-    """The stages of a run, without weights; None, told, when its model cannot be split."""
-    try:
-        with telling.step("importing the model's code"):
-            return await in_time("importing the model's code", MODEL_S, lambda: _sizes(manifest))
-    except ConfigError as error:
-        telling.error("model", str(error), "the run cannot be held by this version: see model.* and stages")
-    except Unreachable as error:
-        telling.warning("model", str(error), BUSY)
-    return None
+async def sizes_of(report: DoctorReport, manifest: RunManifest) -> StageSizes | None:
+    """The stages of a run, without weights; None, reported, when its model cannot be split."""
+    advice = "the run cannot be held by this version: see model.* and stages"
+    return await report.attempt("model", "importing the model's code", MODEL_S, lambda: _sizes(manifest), advice=advice)
 
 
-def _sizes(manifest: RunManifest) -> Sizes:
+def _sizes(manifest: RunManifest) -> StageSizes:
     from noloco_p2p.compute.factory import check_model
     from noloco_p2p.compute.model_size import describe
 
     check_model(manifest)
     found = describe(manifest)
-    return Sizes(tuple(stage.parameters for stage in found.stages), ITEM_BYTES[manifest.compute_dtype])
+    return StageSizes(tuple(stage.parameters for stage in found.stages), ITEM_BYTES[manifest.compute_dtype])
 
 
-def check_memory(telling: Telling, manifest: RunManifest, device: str, stage: int | None) -> None:
+def check_memory(report: DoctorReport, manifest: RunManifest, device: str, stage: int | None) -> None:
     """Whether the stage fits into the memory that is free; without one, whether every stage does."""
     from noloco_p2p.compute.hardware import pick_device
     from noloco_p2p.compute.model_size import check_fits
@@ -71,19 +65,17 @@ def check_memory(telling: Telling, manifest: RunManifest, device: str, stage: in
             faults.append(str(error))
     if fit:
         largest = max(fit, key=lambda size: size.device_bytes + size.host_bytes)
-        need = (
-            f"{humanize.size(largest.device_bytes)} on the device and {humanize.size(largest.host_bytes)} on the host"
-        )
-        telling.ok("memory", f"stage {largest.index} ({largest.parameters:,} parameters) needs {need}, and fits")
+        on_device, on_host = size_text(largest.device_bytes), size_text(largest.host_bytes)
+        stage_words = f"stage {largest.index} ({largest.parameters:,} parameters)"
+        report.ok("memory", f"{stage_words} needs {on_device} on the device and {on_host} on the host, and fits")
     for fault in faults:
-        told, _, advice = fault.partition(": ")
-        (telling.warning if fit else telling.error)("memory", told, advice)
+        reason, _, advice = fault.partition(": ")
+        (report.warning if fit else report.error)("memory", reason, advice)
 
 
-def check_disk(telling: Telling, home: Path, local: NodeConfig, checkpoint_bytes: int) -> None:
+def check_disk(report: DoctorReport, home: Path, local: NodeConfig, checkpoint_bytes: int) -> None:
     """Whether the checkpoints that are kept have room where the node's directory is or will be."""
     where = next(path for path in (home.absolute(), *home.absolute().parents) if path.is_dir())
-    wanted = 0 if local.checkpoint.every_rounds is None else (local.checkpoint.keep + 1) * checkpoint_bytes
     try:
         with tempfile.TemporaryFile(dir=where) as probe:
             probe.write(bytes(PROBE_BYTES))
@@ -91,24 +83,26 @@ def check_disk(telling: Telling, home: Path, local: NodeConfig, checkpoint_bytes
             os.fsync(probe.fileno())
         free = shutil.disk_usage(where).free
     except OSError as error:
-        told = f"nothing can be written to {where} ({error.strerror})"
-        telling.error("disk", told, "free some space, see to its permissions, or name another --dir")
+        sentence = f"nothing can be written to {where} ({error.strerror})"
+        report.error("disk", sentence, "free some space, see to its permissions, or name another --dir")
         return
-    here = sum(_lengths(home))
-    told = (
-        f"{where} has {humanize.size(free)} free; {local.checkpoint.keep + 1} checkpoints need {humanize.size(wanted)}"
-    )
-    if wanted == 0:
-        telling.ok("disk", f"{where} has {humanize.size(free)} free; no checkpoints are written")
-    elif free < min(wanted, checkpoint_bytes):
-        telling.error("disk", told, "free some space, or name another --dir: not even the next checkpoint fits")
-    elif free + here < wanted:
-        telling.warning("disk", told, "free some space, or set checkpoint.keep lower")
+    room = f"{where} has {size_text(free)} free"
+    if local.checkpoint.every_rounds is None:
+        report.ok("disk", f"{room}; no checkpoints are written")
+        return
+    # One more than is kept: the oldest is removed once the newest is whole.
+    count = local.checkpoint.keep + 1
+    wanted = count * checkpoint_bytes
+    sentence = f"{room}; {count} checkpoints need {size_text(wanted)}"
+    if free < min(wanted, checkpoint_bytes):
+        report.error("disk", sentence, "free some space, or name another --dir: not even the next checkpoint fits")
+    elif free + sum(_checkpoint_lengths(home)) < wanted:
+        report.warning("disk", sentence, "free some space, or set checkpoint.keep lower")
     else:
-        telling.ok("disk", told)
+        report.ok("disk", sentence)
 
 
-def _lengths(home: Path) -> Iterator[int]:
+def _checkpoint_lengths(home: Path) -> Iterator[int]:
     """Bytes of every checkpoint file that lies there."""
     for path in home.glob("checkpoints/*/*"):
         try:
@@ -117,21 +111,23 @@ def _lengths(home: Path) -> Iterator[int]:
             continue
 
 
-async def check_data(telling: Telling, manifest: RunManifest, local: NodeConfig, peer_id: str) -> None:
+async def check_data(report: DoctorReport, manifest: RunManifest, local: NodeConfig, peer_id: str) -> None:
     """Whether tokenizer and data are to be had, tried as a node of stage 0 tries it."""
-    try:
-        with telling.step("reading the held-out data"):
-            await in_time("reading the held-out data", DATA_S, lambda: _read(manifest, local, peer_id))
-    except (ConfigError, LocalError) as error:
-        telling.error("data", str(error), "see data.* of the run, and data_files and tokenizer_dir of this node")
-    except Unreachable as error:
-        telling.warning("data", str(error), "a node waits for it too: take data that lie on this machine (data_files)")
-    else:
-        told = f"{manifest.data.kind} with tokenizer {manifest.data.tokenizer}"
-        telling.ok("data", f"tokenizer and held-out data are here ({told})")
+    done = await report.attempt(
+        "data",
+        "reading the held-out data",
+        DATA_S,
+        lambda: _open_data(manifest, local, peer_id),
+        advice="see data.* of the run, and data_files and tokenizer_dir of this node",
+        if_late="a node waits for it too: take data that lie on this machine (data_files)",
+    )
+    if done:
+        kind = f"{manifest.data.kind} with tokenizer {manifest.data.tokenizer}"
+        report.ok("data", f"tokenizer and held-out data are here ({kind})")
 
 
-def _read(manifest: RunManifest, local: NodeConfig, peer_id: str) -> None:
+def _open_data(manifest: RunManifest, local: NodeConfig, peer_id: str) -> bool:
     from noloco_p2p.io.data.threaded_batches import make_batches
 
     make_batches(manifest, local, peer_id).close()
+    return True
