@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.spec import Case, Description, Experiment, Figures, Results
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, ReportText, Results
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 MARKS = Path("marks")
@@ -45,7 +45,7 @@ def report(results: Results) -> list[Block]:
     ]
 
 
-TEXT = Description("What is n²?", "Small numbers.", "Large numbers.")
+TEXT = ReportText("What is n²?", "Small numbers.", "Large numbers.")
 TOY = Experiment("toy", TEXT, cases, measure, report)
 FOLLOWED = replace(TOY, further=further)
 FAILING = replace(TOY, measure=fails_at_two)

@@ -19,9 +19,10 @@ import numpy as np
 
 from noloco_p2p.lab.experiments.allreduce import dice
 from noloco_p2p.lab.experiments.bounds import members
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std, table
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
 from noloco_p2p.lab.experiments.pull_latency import FOREVER_S
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, group
+from noloco_p2p.lab.experiments.results import group, mean_std
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.wait_models import (
     ROUNDS,
     barrier,

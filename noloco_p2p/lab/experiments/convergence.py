@@ -25,19 +25,9 @@ from math import exp
 from statistics import fmean
 from types import MappingProxyType
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std, table
-from noloco_p2p.lab.experiments.spec import (
-    Case,
-    Experiment,
-    Figures,
-    Result,
-    Results,
-    describe,
-    differences,
-    known,
-    published,
-    select,
-)
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
+from noloco_p2p.lab.experiments.results import differences, known, mean_column, mean_std, published, select
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, finite, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
@@ -196,16 +186,15 @@ def _losses(mine: Results, theirs: Results) -> list[tuple[float | None, float | 
 
 
 def _table(best: Mapping[str, Results], gaps: Mapping[str, list[float]]) -> Table:
-    def over(figure: Callable[[Result], float | None]) -> Callable[[str], Cell]:
-        return lambda name: mean_std(known(map(figure, best[name])))
-
     columns: dict[str, Callable[[str], Cell]] = {
         "method": lambda name: METHODS[name].title,
         "peak rate": lambda name: f"{best[name][0]['rate']:g}",
         "optimizer steps": lambda name: best[name][0]["optimizer_steps"],
-        "loss, mean over replicas": over(lambda one: one["validation_loss"]),
-        "loss of the merged model": over(lambda one: one["merged_loss"]),
-        "perplexity": over(lambda one: None if one["validation_loss"] is None else exp(one["validation_loss"])),
+        "loss, mean over replicas": mean_column(best, "validation_loss"),
+        "loss of the merged model": mean_column(best, "merged_loss"),
+        "perplexity": lambda name: mean_std(
+            [exp(loss) for loss in known(one["validation_loss"] for one in best[name])]
+        ),
         "against data parallel, nats": lambda name: mean_std(gaps[name], 3),
         "bytes/token between stages": lambda name: f"{best[name][0]['between_stages']:.4g}",
         "bytes/token between replicas": lambda name: f"{best[name][0]['between_replicas']:.4g}",

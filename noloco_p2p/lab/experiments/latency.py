@@ -29,7 +29,8 @@ from noloco_p2p.lab.experiments.pull_latency import (
     summary,
     wire_of,
 )
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
+from noloco_p2p.lab.experiments.results import published
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 LATENCY_MS, VECTOR_MB, MBIT_PER_S = 1e3 * LATENCY_S, VECTOR_BYTES / 1e6, 8 * BYTES_PER_S / 1e6

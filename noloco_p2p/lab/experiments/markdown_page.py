@@ -1,6 +1,5 @@
 """The report of an experiment in Markdown: its blocks, and how they are written."""
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,14 +31,6 @@ def table(columns: Mapping[str, Callable[[Row], Cell]], rows: Iterable[Row], cap
 
 Block = str | Table | Chart
 """A string is a paragraph of Markdown (a heading: `### …`)."""
-
-
-def mean_std(values: Sequence[float], digits: int = 4) -> str:
-    """`mean ± standard deviation` of a sample; of one value only that, of none a dash. `digits`: of the mean."""
-    if not values:
-        return humanize.DASH
-    mean = humanize.figure(statistics.fmean(values), digits)
-    return f"{mean} ± {statistics.stdev(values):.2g}" if len(values) > 1 else mean
 
 
 def charts(blocks: Sequence[Block]) -> list[Chart]:

@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, mean_std, table
-from noloco_p2p.lab.experiments.spec import Figures, Result, Results, select
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, table
+from noloco_p2p.lab.experiments.results import mean_column, select
+from noloco_p2p.lab.experiments.spec import Figures, Results
 from noloco_p2p.lab.experiments.training import CONFIG, idle_seconds, largest_over_mean
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
@@ -84,19 +85,16 @@ def report(results: Results) -> list[Block]:
     """A table of all, and in words the throughput of each policy beside fixed routes."""
     groups = {(d, p): select(results, policy=p, devices=d) for d in DEVICES for p in POLICIES}
 
-    def over(figure: Callable[[Result], float], digits: int = 4) -> Callable[[tuple[str, str]], Cell]:
-        return lambda row: mean_std([figure(one) for one in groups[row]], digits)
-
     columns: dict[str, Callable[[tuple[str, str]], Cell]] = {
         "devices": lambda row: row[0],
         "routes": lambda row: row[1],
-        "microbatches / s": over(lambda one: one["microbatches_per_s"]),
-        "load, largest / mean": over(lambda one: one["largest_over_mean"]),
-        "waited at a door, %": over(lambda one: 100 * one["waited_share"], 3),
-        "mean wait, ms": over(lambda one: 1000 * one["waited_s"], 3),
-        "Busy per microbatch": over(lambda one: one["busy"], 2),
-        "idle, %": over(lambda one: 100 * sum(one["idle"].values()), 3),
-        "fewest inner steps": over(lambda one: one["inner_steps"][0]),
+        "microbatches / s": mean_column(groups, "microbatches_per_s"),
+        "load, largest / mean": mean_column(groups, "largest_over_mean"),
+        "waited at a door, %": mean_column(groups, lambda one: 100 * one["waited_share"], 3),
+        "mean wait, ms": mean_column(groups, lambda one: 1000 * one["waited_s"], 3),
+        "Busy per microbatch": mean_column(groups, "busy", 2),
+        "idle, %": mean_column(groups, lambda one: 100 * sum(one["idle"].values()), 3),
+        "fewest inner steps": mean_column(groups, lambda one: one["inner_steps"][0]),
     }
     caption = (
         f"Stages that only cost time, with outer rounds: {REPLICAS} replicas of each of two stages, two microbatches "

@@ -22,19 +22,10 @@ from statistics import fmean
 from types import MappingProxyType
 
 from noloco_p2p.lab.experiments import routing_load
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std, table
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
+from noloco_p2p.lab.experiments.results import mean_column, mean_std, published, select
 from noloco_p2p.lab.experiments.routing_load import DEVICES, POLICIES, REPLICAS
-from noloco_p2p.lab.experiments.spec import (
-    Case,
-    Experiment,
-    Figures,
-    Result,
-    Results,
-    describe,
-    known,
-    published,
-    select,
-)
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, largest_over_mean, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.sim.stage import Costs
@@ -162,13 +153,10 @@ SETTING_COLUMNS: dict[str, Callable[[Row], Cell]] = {
 
 def _weights(results: Results) -> Table:
     counts = {arm: common_count(results, *arm) for arm in ARMS}
+    groups = {(*arm, p): select(results, rounds=arm[0], rate=arm[1], policy=p) for arm in ARMS for p in POLICIES}
 
-    def over(figure: Callable[[Result, int], float | None], digits: int = 4) -> Callable[[Row], Cell]:
-        def cell(row: Row) -> Cell:
-            found = select(results, rounds=row[0], rate=row[1], policy=row[2])
-            return mean_std(known(figure(one, counts[row[:2]]) for one in found), digits)
-
-        return cell
+    def std(stage: int) -> Callable[[Result], float | None]:
+        return lambda one: late_std(one, stage, counts[one.case.settings["rounds"], one["rate"]])
 
     caption = (
         "Mean ± standard deviation over seeds. Losses in nats per token, the first is the mean over the replicas; std "
@@ -177,15 +165,17 @@ def _weights(results: Results) -> Table:
         "of stage 1."
     )
     columns = SETTING_COLUMNS | {
-        "validation loss": over(lambda one, _: one["validation_loss"]),
-        "loss of the merged model": over(lambda one, _: one["merged_loss"]),
-        "std stage 0": over(lambda one, count: late_std(one, 0, count), 3),
-        "std stage 1": over(lambda one, count: late_std(one, 1, count), 3),
-        "tokens": over(lambda one, _: one["tokens"], 6),
-        "load, largest / mean": over(lambda one, _: largest_over_mean(list(one["load"].values())[one["replicas"] :])),
-        "waiting": over(lambda one, _: one["waiting"][1], 2),
+        "validation loss": mean_column(groups, "validation_loss"),
+        "loss of the merged model": mean_column(groups, "merged_loss"),
+        "std stage 0": mean_column(groups, std(0), 3),
+        "std stage 1": mean_column(groups, std(1), 3),
+        "tokens": mean_column(groups, "tokens", 6),
+        "load, largest / mean": mean_column(
+            groups, lambda one: largest_over_mean(list(one["load"].values())[one["replicas"] :])
+        ),
+        "waiting": mean_column(groups, lambda one: one["waiting"][1], 2),
     }
-    return table(columns, [(*arm, policy) for arm in ARMS for policy in POLICIES], caption)
+    return table(columns, groups, caption)
 
 
 def _changes(results: Results) -> Table:

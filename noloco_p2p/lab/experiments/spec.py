@@ -10,10 +10,8 @@ def report(results: Results) -> list[Block]: ...  what the report says of them
 EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
 from noloco_p2p.lab.experiments.markdown_page import Block
@@ -51,7 +49,7 @@ Results = Sequence[Result]
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ReportText:
     """What a report says of an experiment before and after its findings, in Markdown."""
 
     question: str
@@ -66,7 +64,7 @@ class Experiment:
     """A question, and all it takes to answer it."""
 
     name: str
-    text: Description
+    text: ReportText
     cases: Callable[[bool], list[Case]]
     """The cases; True: those of `--quick`. Long ones first use the processes best."""
     measure: Callable[[Case], Figures]
@@ -78,38 +76,8 @@ class Experiment:
     """Cases that depend on the results so far, asked for again until it gives no new ones."""
 
 
-def describe(module: Mapping[str, Any]) -> Description:
+def describe(module: Mapping[str, Any]) -> ReportText:
     """From the docstring of an experiment's module, `globals()`."""
     question, setting = str(module["__doc__"]).format_map(module).split("\n\n", 1)
     setting, limits = setting.split("\n\nLimits: ")
-    return Description(" ".join(question.split()), setting, limits.strip())
-
-
-def published() -> dict[str, Any]:
-    """What the paper reports (arXiv 2506.10911), by name; its `source` says from which tables."""
-    figures: dict[str, Any] = json.loads(resources.files(__package__).joinpath("paper.json").read_text())
-    return figures
-
-
-def select(results: Results, **settings: object) -> list[Result]:
-    """The results with these settings, by seed."""
-    found = [one for one in results if all(one.case.settings.get(name) == value for name, value in settings.items())]
-    return sorted(found, key=lambda one: int(one["seed"]))
-
-
-def group(results: Results, *names: str) -> dict[tuple[Any, ...], list[Result]]:
-    """The results by their values of these settings."""
-    groups: dict[tuple[Any, ...], list[Result]] = {}
-    for one in results:
-        groups.setdefault(tuple(one[name] for name in names), []).append(one)
-    return groups
-
-
-def known(values: Iterable[float | None]) -> list[float]:
-    """Those that are not None: what was finite."""
-    return [value for value in values if value is not None]
-
-
-def differences(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
-    """The first less the second of each pair, where both were finite."""
-    return [mine - other for mine, other in pairs if mine is not None and other is not None]
+    return ReportText(" ".join(question.split()), setting, limits.strip())

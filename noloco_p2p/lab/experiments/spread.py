@@ -18,17 +18,9 @@ from math import log
 from statistics import correlation, fmean, linear_regression
 from typing import Literal
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std, table
-from noloco_p2p.lab.experiments.spec import (
-    Case,
-    Experiment,
-    Figures,
-    Results,
-    describe,
-    known,
-    published,
-    select,
-)
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
+from noloco_p2p.lab.experiments.results import known, mean_std, published, select
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.lab.experiments import bounds
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std, table
-from noloco_p2p.lab.experiments.spec import Result, Results, group
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
+from noloco_p2p.lab.experiments.results import group, mean_std
+from noloco_p2p.lab.experiments.spec import Result, Results
 from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot
 
 NAMED = (0.9, 0.7)

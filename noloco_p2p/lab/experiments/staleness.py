@@ -32,18 +32,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import bounds
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, mean_std, table
-from noloco_p2p.lab.experiments.spec import (
-    Case,
-    Experiment,
-    Figures,
-    Result,
-    Results,
-    describe,
-    differences,
-    group,
-    known,
-)
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
+from noloco_p2p.lab.experiments.results import differences, group, known, mean_std
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
