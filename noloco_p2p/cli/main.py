@@ -2,14 +2,14 @@
 
 import json
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
+from noloco_p2p.cli.options import Device, ExportDir, Json, NodeConfigFile, NodeDir, Settings, SwarmAddresses
 
 app = typer.Typer(
     help="Train a language model on a swarm of peers (NoLoCo).",
@@ -17,15 +17,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
-
-NodeDir = Annotated[Path, typer.Option(help="Directory of the node, or that of noloco swarm: all its nodes.")]
-
-
-class Merge(StrEnum):
-    """How the replicas of a stage become one."""
-
-    mean = "mean"
-    one = "one"
 
 
 @app.callback()
@@ -40,7 +31,7 @@ def swarm(
     replicas: Annotated[int | None, typer.Option(min=1, help="Nodes of each stage.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Length of the run in steps.")] = None,
     dir: Annotated[Path | None, typer.Option(help="Directory of the run; default: a fresh noloco-runs/NAME-N.")] = None,
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
+    set: Settings = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
 ) -> None:
     """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
@@ -58,7 +49,7 @@ def pause(dir: NodeDir) -> None:
     """Pause a running node: it keeps its state and leaves the routes, so that its device is free for others."""
     from noloco_p2p.launch import control
 
-    _told("pause", control.tell(dir, control.PAUSE))
+    _print_signalled("pause", control.send_signal(dir, control.PAUSE))
 
 
 @app.command()
@@ -66,10 +57,10 @@ def resume(dir: NodeDir) -> None:
     """Let a paused node go on; it catches up with the others first."""
     from noloco_p2p.launch import control
 
-    _told("go on", control.tell(dir, control.RESUME))
+    _print_signalled("go on", control.send_signal(dir, control.RESUME))
 
 
-def _told(what: str, nodes: list[str]) -> None:
+def _print_signalled(what: str, nodes: list[str]) -> None:
     for node in nodes:
         print(f"told to {what}: {node}")
 
@@ -108,7 +99,9 @@ def export_model(
         list[Path] | None,
         typer.Option("--from", metavar="DIR", help="Directory of a run or a node, with its checkpoints; repeatable."),
     ] = None,
-    merge: Annotated[Merge, typer.Option(help="The mean of all replicas of each stage, or one of each.")] = Merge.mean,
+    merge: Annotated[
+        Literal["mean", "one"], typer.Option(help="The mean of all replicas of each stage, or one of each.")
+    ] = "mean",
     replicas: Annotated[
         bool, typer.Option("--replicas/--no-replicas", help="Of a mean: the single replicas as well, for noloco eval.")
     ] = True,
@@ -123,12 +116,12 @@ def export_model(
     """
     from noloco_p2p.launch.export import ExportOptions, run_export
 
-    run_export(ExportOptions(tuple(join or ()), tuple(from_ or ()), out, merge is Merge.mean, replicas, tokenizer_dir))
+    run_export(ExportOptions(tuple(join or ()), tuple(from_ or ()), out, merge == "mean", replicas, tokenizer_dir))
 
 
 @app.command("eval")
 def evaluate_model(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that noloco export wrote.")],
+    out: ExportDir,
     data: Annotated[
         list[str] | None,
         typer.Option(metavar="DATA", help="stdlib, text files or globs; repeatable. Default: what the run held out."),
@@ -137,8 +130,8 @@ def evaluate_model(
         bool, typer.Option("--held-out", help="Of files: only what a run over them holds out, not all tokens.")
     ] = False,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Evaluate at most so many microbatches.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures.")] = False,
+    device: Device = "auto",
+    as_json: Json = False,
 ) -> None:
     """Loss, perplexity and bits per byte of an exported model, and the mean over its single replicas."""
     from noloco_p2p.launch import evaluation
@@ -150,12 +143,12 @@ def evaluate_model(
 
 @app.command("generate")
 def generate_text(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory that noloco export wrote.")],
+    out: ExportDir,
     prompt: Annotated[str, typer.Option(help="The text to go on from.")],
     tokens: Annotated[int, typer.Option(min=1, help="Longest continuation, tokens.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Print what an exported model says after a prompt."""
     from noloco_p2p.launch.evaluation import run_generate
@@ -165,18 +158,13 @@ def generate_text(
 
 @app.command()
 def doctor(
-    join: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ADDR", help="Address of a node of the swarm to look at, or @FILE; repeatable."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The YAML file with which the node would be started.")
-    ] = None,
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
+    join: SwarmAddresses = None,
+    config: NodeConfigFile = None,
+    set: Settings = None,
     dir: Annotated[
         Path | None, typer.Option(help="Directory of a node, or that of noloco swarm: how it is, and its swarm.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all findings.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
     from noloco_p2p.launch import settings
@@ -188,10 +176,7 @@ def doctor(
 
 @app.command()
 def top(
-    join: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ADDR", help="Address of a node of the swarm, or @FILE with it; repeatable."),
-    ] = None,
+    join: SwarmAddresses = None,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="A node's metrics address, http://HOST:PORT; quicker than --join.")
     ] = None,
@@ -217,10 +202,8 @@ def simulate(
     seeds: Annotated[
         str | None, typer.Option(metavar="A:B", help="One run for each seed from A up to B, which is left out.")
     ] = None,
-    set: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as run.outer.inner_steps=50.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures.")] = False,
+    set: Settings = None,
+    as_json: Json = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every event; sha256sum of the file is the trace_hash.")
     ] = None,

@@ -1,6 +1,5 @@
-"""`noloco-node`: one node of a swarm (design.md §8). Heavy imports happen once the options are right."""
+"""`noloco-node`: one node of a swarm. Heavy imports happen once the options are known to be right."""
 
-import logging
 import os
 import signal
 import sys
@@ -13,11 +12,10 @@ import typer
 
 from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
+from noloco_p2p.cli.options import NodeConfigFile, Settings
 from noloco_p2p.launch.node_probe import HOME
 
 if TYPE_CHECKING:
-    from noloco_p2p.io.dht.identity import Identity
-    from noloco_p2p.launch.compose import NodeOptions
     from noloco_p2p.launch.settings import Overrides
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -26,9 +24,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.callback(invoke_without_command=True)
 def node(  # as long as it has options
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
-    ] = None,
+    config: NodeConfigFile = None,
     join: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,9 +45,7 @@ def node(  # as long as it has options
     dir: Annotated[
         Path | None, typer.Option(help="Directory of this node: identity, peers, checkpoints; its run goes on there.")
     ] = None,
-    set: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as device=cpu; repeatable.")
-    ] = None,
+    set: Settings = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
     describe: Annotated[
         bool, typer.Option("--describe", help="Print the sizes of the model and its stages, and stop.")
@@ -71,20 +65,22 @@ def node(  # as long as it has options
         return
     from noloco_p2p.launch import settings
 
-    given = settings.read(config, os.environ, [*(set or []), *([] if stage is None else [f"stage={stage}"])])
+    overrides = settings.read(config, os.environ, [*(set or []), *([] if stage is None else [f"stage={stage}"])])
     if describe:
-        _describe(given)
+        _describe(overrides)
         return
-    from noloco_p2p.launch import join_file
+    from noloco_p2p.launch import join_file, run_files
 
-    given.node()
+    overrides.node()
     join_file.check(join or ())
     if not join:
-        given.manifest()
-    with closing(_own_identity(dir)) as identity:
-        from noloco_p2p.launch.compose import NodeOptions
+        overrides.manifest()
+    with closing(run_files.own_identity(dir)) as identity:
+        from noloco_p2p.launch.bootstrap import NodeOptions
+        from noloco_p2p.launch.compose import run_to_end
 
-        _live(NodeOptions(tuple(join or ()), run, identity, watch_stdin, given, address_file), log_json)
+        options = NodeOptions(tuple(join or ()), run, identity, watch_stdin, overrides, address_file)
+        run_to_end(options, json_lines=log_json)
 
 
 @app.command()
@@ -104,43 +100,11 @@ def health(
     raise typer.Exit(0 if well else 1)
 
 
-def _own_identity(home: Path | None) -> "Identity":
-    """That of a node's directory; without one, the first `node-<n>` is taken that no running node holds."""
-    from noloco_p2p.io.dht.identity import KEY, Identity
-
-    if home is not None:
-        return Identity.open(home / KEY)
-    number = 1
-    while (identity := Identity.open_if_free(HOME / f"node-{number}" / KEY)) is None:
-        number += 1
-    return identity
-
-
-def _live(order: "NodeOptions", log_json: bool) -> None:
-    """Run the node on uvloop until it has left. gRPC and hivemind are quiet; our own lines go to stderr."""
-    import asyncio
-
-    import uvloop
-
-    from noloco_p2p.io.telemetry import log
-    from noloco_p2p.launch import compose
-
-    stop_log = log.start(sys.stderr, json_lines=log_json)
-    for noisy in ("hivemind", "transformers", "datasets", "grpc"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    try:
-        uvloop.run(compose.run(order))
-    except asyncio.CancelledError:
-        logging.getLogger("noloco_p2p").info("stopped at once")
-    finally:
-        stop_log()
-
-
-def _describe(given: "Overrides") -> None:
+def _describe(overrides: "Overrides") -> None:
     """Sizes of the model and its stages, without allocating the weights."""
     from noloco_p2p.compute.model_size import describe
 
-    size = describe(given.manifest())
+    size = describe(overrides.manifest())
     print(f"{size.family}: {size.parameters:,} parameters in {len(size.stages)} stages")
     for stage in size.stages:
         device, host = stage.device_bytes / 2**30, stage.host_bytes / 2**30
@@ -151,20 +115,20 @@ def _describe(given: "Overrides") -> None:
 
 
 def _stopped(number: int, frame: FrameType | None) -> None:
-    """SIGTERM while the node still imports what it needs: nothing is begun, nothing is to be told."""
+    """SIGTERM while the node still imports what it needs: nothing has begun, so there is nothing to report."""
     raise SystemExit(0)
 
 
 def main() -> None:
     """The command `noloco-node`."""
-    # The first process of a container ignores a signal that it has not asked for.
+    # As the first process of a container it would ignore a signal for which it has no handler.
     before = signal.signal(signal.SIGTERM, _stopped)
     try:
         run_app(app, "noloco-node")
     except SystemExit as end:
         if "torch" not in sys.modules:
             raise
-        # All is closed and written. Taking the interpreter and its libraries apart would cost seconds more.
+        # Everything is closed and written. An orderly end of the interpreter and its libraries would take seconds more.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 0)

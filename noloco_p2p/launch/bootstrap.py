@@ -1,26 +1,54 @@
-"""The first thing that a node opens: its libp2p daemon, with links to those whom the command line names."""
+"""How a node comes to its run: the libp2p daemon, linked to the peers that the command line names, and the manifest."""
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
+from dataclasses import dataclass
+from pathlib import Path
 
-from noloco_p2p.config import ListenSettings
-from noloco_p2p.errors import Unreachable
+from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.errors import Busy, ConfigError, Unreachable
+from noloco_p2p.io.data.threaded_batches import make_batches
+from noloco_p2p.io.dht import join_handshake as joining
+from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.launch import join_file, run_files
+from noloco_p2p.launch import join_file, run_files, settings
+from noloco_p2p.ports import Batches
 
 log = logging.getLogger("noloco_p2p")
 
 
-async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettings) -> Libp2pDaemon:
-    """The daemon; `join` is what `--join` says. A file among it is waited for, and read again while nobody answers.
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What the command line asks for."""
 
-    A node that was here before needs none of them: it knows its run, and other peers. Raises as `Libp2pDaemon.open`.
+    join: tuple[str, ...]
+    """Addresses, and `@FILE` for files with them."""
+    run_id: str | None
+    identity: Identity
+    """Held by this process; its directory is the node's."""
+    watch_stdin: bool
+    overrides: settings.Overrides
+    """Settings as given: file, environment, `--set`."""
+    address_file: Path | None = None
+    """The join addresses are written there once others can join."""
+
+    @property
+    def dir(self) -> Path:
+        """The node's directory: identity, known peers, endpoints.json, summary.json."""
+        return self.identity.path.parent
+
+
+async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettings) -> Libp2pDaemon:
+    """The daemon; `join`: the values of `--join`. A file is waited for, and read again while nobody answers.
+
+    A node that ran here before needs none of them: it knows its run and other peers. Raises as `Libp2pDaemon.open`.
     """
-    was_here = run_files.stored_manifest(identity.path.parent) is not None
-    addresses = join_file.JoinAddresses(join, patience_s=join_file.PATIENCE_S if was_here else None)
+    ran_before = run_files.stored_manifest(identity.path.parent) is not None
+    addresses = join_file.JoinAddresses(join, patience_s=join_file.PATIENCE_S if ran_before else None)
     if addresses.by_file:
         await asyncio.gather(_wait(addresses), asyncio.to_thread(_import_ahead))
     while True:
@@ -29,9 +57,9 @@ async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettin
         except Unreachable as error:
             if await addresses.may_change(error):
                 continue
-            if not join or not was_here:
+            if not join or not ran_before:
                 raise
-            log.warning("%s; the peers known from before are tried", error)
+            log.warning("%s; tries the peers that it knows from before", error)
             return await _open(identity, listen, ())
 
 
@@ -52,6 +80,68 @@ async def _wait(addresses: join_file.JoinAddresses) -> None:
 
 
 def _import_ahead() -> None:
-    """What takes seconds to import, while there is perhaps nobody to join yet."""
+    """Import what takes seconds while there is perhaps nobody to join yet."""
     for name in ("hivemind", "noloco_p2p.compute.factory"):
         importlib.import_module(name)
+
+
+async def own_run(options: NodeOptions, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
+    """A first node's manifest, and its data unless it was given a later stage.
+
+    Model and data are tried before anybody can join: a model that cannot be split, or data that do not exist, would
+    otherwise be found only when all the others are there. Raises ConfigError, LocalError.
+    """
+    manifest = options.overrides.manifest()
+    stored = run_files.stored_manifest(options.dir)
+    if stored is not None and not options.overrides.names_the_run:
+        manifest = stored
+        log.info("continues the run of %s: %s", options.dir, manifest.name)
+    _check_agrees(options, local, manifest)
+    await asyncio.to_thread(check_model, manifest)
+    if local.stage or stored is not None:
+        return manifest, None
+    return manifest, await asyncio.to_thread(make_batches, manifest, local, options.identity.peer_id)
+
+
+def check_model(manifest: RunManifest) -> None:
+    """Import all that the model needs, and split a small one like it. Raises ConfigError."""
+    importlib.import_module("noloco_p2p.compute.factory").check_model(manifest)
+    # Imported objects live as long as the process; without this the collector scans them again and again in training.
+    gc.collect()
+    gc.freeze()
+
+
+async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConfig) -> RunManifest:
+    """The manifest of a peer that a join address authenticates, or, when none of them answers, the stored one.
+
+    Raises ConfigError when it is another run than the settings and `--run` describe, and what the peer's answer raises.
+    """
+    manifest, failure = run_files.stored_manifest(options.dir), None
+    for joined in libp2p.joined:
+        before = dht_time()
+        try:
+            received, theirs = await joining.fetch_manifest(libp2p, joined.peer_id)
+        except (Busy, Unreachable) as error:
+            failure = error
+            continue
+        joining.check_clock(theirs, mine_before=before, mine_after=dht_time(), ttl_s=local.directory.ttl_s)
+        manifest, failure = settings.manifest_from_json(received), None
+        break
+    if failure is not None:
+        if manifest is None:
+            raise failure
+        log.warning("%s; continues the run of %s", failure, options.dir)
+    assert manifest is not None, "a node without a link has a stored manifest"
+    options.overrides.check_agrees(manifest)
+    _check_agrees(options, local, manifest)
+    return manifest
+
+
+def _check_agrees(options: NodeOptions, local: NodeConfig, manifest: RunManifest) -> None:
+    """Raises ConfigError when the run is not the one that the command line names, or does not have its stage."""
+    if options.run_id is not None and manifest.run_id != options.run_id:
+        raise ConfigError(
+            f"--run {options.run_id}: the manifest hashes to {manifest.run_id}; join a node of the run that you mean"
+        )
+    if local.stage is not None and local.stage >= manifest.stages:
+        raise ConfigError(f"stage {local.stage}: the run has stages 0 to {manifest.stages - 1}")

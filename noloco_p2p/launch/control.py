@@ -16,14 +16,14 @@ PROC = Path("/proc")
 PAUSE, RESUME = signal.SIGUSR1, signal.SIGUSR2
 
 
-def tell(directory: Path, number: signal.Signals) -> list[str]:
-    """Send a signal to every node that runs in the directory or just below it; returns who was told.
+def send_signal(directory: Path, number: signal.Signals) -> list[str]:
+    """Send a signal to every node that runs in the directory or just below it; returns their descriptions.
 
     Raises ConfigError when no node runs there, LocalError when one may not be sent a signal.
     """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}")
-    told = []
+    signalled = []
     for node_dir in node_dirs(directory):
         pid = running_pid(node_dir)
         if pid is not None:
@@ -31,10 +31,10 @@ def tell(directory: Path, number: signal.Signals) -> list[str]:
                 os.kill(pid, number)
             except OSError as error:
                 raise LocalError(f"node {node_dir} (process {pid}): {error.strerror}") from error
-            told.append(f"{node_dir} (process {pid})")
-    if not told:
+            signalled.append(f"{node_dir} (process {pid})")
+    if not signalled:
         raise ConfigError(f"no node runs in {directory}: --dir is the directory of a node, or that of noloco swarm")
-    return told
+    return signalled
 
 
 def node_dirs(directory: Path) -> Iterator[Path]:
@@ -46,10 +46,10 @@ def node_dirs(directory: Path) -> Iterator[Path]:
 
 
 def running_pid(node_dir: Path) -> int | None:
-    """The process that runs as the node of this directory and has told where it can be reached; None without one.
+    """The process that runs as the node of this directory and has written where it can be reached; None without one.
 
-    What a killed node left behind may name a process that is somebody else's by now: the process must be the one
-    that holds the node's identity.
+    What a killed node left behind may name a process that belongs to another program by now: the process must be
+    the one that holds the node's identity.
     """
     endpoints = node_probe.read_endpoints(node_dir)
     if endpoints is None or not in_use(node_dir) or not _holds_lock(endpoints.pid, node_dir / KEY_LOCK):
@@ -73,7 +73,7 @@ def in_use(node_dir: Path) -> bool:
 
 
 def _holds_lock(pid: int, lock: Path) -> bool:
-    """Whether the process has the lock file open; where the system does not tell, whether it is a node by its name."""
+    """Whether the process has the lock file open; on a system without /proc, whether its name is that of a node."""
     if PROC.is_dir():
         try:
             wanted = lock.stat()

@@ -1,6 +1,7 @@
-"""What a node leaves in its directory for its launcher and its owner: `endpoints.json` and `summary.json`."""
+"""A node's directory: its identity, the run that it belongs to, and what it writes for its launcher and its owner."""
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.dht.addresses import from_here, reserve_port
+from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.launch import node_probe, settings
 
 if TYPE_CHECKING:
@@ -22,6 +24,17 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 """The run that a node's directory belongs to, as JSON; its checkpoints are of that run."""
+
+
+def own_identity(home: Path | None) -> Identity:
+    """The identity in a node's directory; without one, in the first `node-<n>` that no running node holds."""
+    if home is not None:
+        return Identity.open(home / KEY)
+    for number in itertools.count(1):
+        identity = Identity.open_if_free(node_probe.HOME / f"node-{number}" / KEY)
+        if identity is not None:
+            return identity
+    raise AssertionError("the count has no end")
 
 
 def stored_manifest(directory: Path) -> RunManifest | None:
@@ -65,15 +78,14 @@ def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: s
 
     `host` is where it listens: `noloco-node health` asks there, also where what is announced does not lead back here.
     """
+    joins = " ".join(f"--join {address}" for address in libp2p.join_addresses)
+    lines = {"peer id": advert.peer_id, "run": advert.run_id, "metrics": advert.metrics, "join": f"noloco-node {joins}"}
     try:
-        print(f"peer id  {advert.peer_id}")
-        print(f"run      {advert.run_id}")
-        print(f"metrics  {advert.metrics}")
-        print("join     " + " ".join(["noloco-node", *(f"--join {a}" for a in libp2p.join_addresses)]), flush=True)
+        print("\n".join(f"{name:8} {value}" for name, value in lines.items()), flush=True)
     except OSError as error:
         raise LocalError(f"standard output cannot be written: {error.strerror or error}") from error
     write_json(
-        directory / "endpoints.json",
+        directory / node_probe.ENDPOINTS,
         {
             "peer_id": advert.peer_id,
             "run_id": advert.run_id,
@@ -86,8 +98,8 @@ def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: s
     )
 
 
-def summary(node: "Node", telemetry: "PrometheusTelemetry") -> dict[str, object]:
-    """What the launcher and the user learn of this node at its end. Losses are those of stage 0, nats per token."""
+def store_summary(directory: Path, node: "Node", telemetry: "PrometheusTelemetry") -> None:
+    """Write `summary.json`: what the node did. Losses are those of stage 0, nats per token. Raises LocalError."""
     advert = node.state.advert
     found = telemetry.totals() | {
         "peer_id": advert.peer_id,
@@ -97,7 +109,8 @@ def summary(node: "Node", telemetry: "PrometheusTelemetry") -> dict[str, object]
         "step": advert.step,
         "evaluation_s": node.evaluated_s,
     }
-    return found if advert.stage == 0 else found | {"first_loss": None, "final_loss": None}
+    found |= {} if advert.stage == 0 else {"first_loss": None, "final_loss": None}
+    write_json(directory / node_probe.SUMMARY, found)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""What the outside tells a node while it lives: signals, and a launcher that is gone."""
+"""Signals to a running node, and the end of its launcher."""
 
 import asyncio
 import logging
@@ -12,9 +12,9 @@ log = logging.getLogger("noloco_p2p")
 
 
 class SignalHandler:
-    """What may end this process before the run does: signals, and a launcher that is gone. It listens at once.
+    """Ends this process before the run ends, on a signal or when the launcher is gone. It listens at once.
 
-    A signal makes the node leave in good order once there is a node; before that, and at the second one, and when the
+    The first signal makes a node leave in good order. Before there is a node, at the second signal, and when the
     launcher is gone, everything is cancelled.
     """
 
@@ -23,19 +23,19 @@ class SignalHandler:
         self._all = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_leave)
-        loop.add_signal_handler(signal.SIGUSR1, self._told, "pause")
-        loop.add_signal_handler(signal.SIGUSR2, self._told, "resume")
+            loop.add_signal_handler(number, self._leave)
+        loop.add_signal_handler(signal.SIGUSR1, self._pause_or_resume, "pause")
+        loop.add_signal_handler(signal.SIGUSR2, self._pause_or_resume, "resume")
         if watch_stdin:
             loop.add_reader(sys.stdin.fileno(), self._read_stdin)
 
-    def _told_to_leave(self) -> None:
+    def _leave(self) -> None:
         if self.node is not None and not self.node.state.draining:
             self.node.drain()
         elif self._all is not None:
             self._all.cancel()
 
-    def _told(self, what: str) -> None:
+    def _pause_or_resume(self, what: str) -> None:
         if self.node is None:
             log.warning("this node is still starting: it cannot %s yet", what)
         elif what == "pause":

@@ -1,0 +1,21 @@
+"""Options that several commands have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+NodeConfigFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
+]
+NodeDir = Annotated[Path, typer.Option(help="Directory of the node, or that of noloco swarm: all its nodes.")]
+ExportDir = Annotated[Path, typer.Argument(metavar="OUT", help="Directory that noloco export wrote.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as seed=1; repeatable.")
+]
+SwarmAddresses = Annotated[
+    list[str] | None,
+    typer.Option("--join", metavar="ADDR", help="Address of a node of the swarm, or @FILE with it; repeatable."),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
