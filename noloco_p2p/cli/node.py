@@ -13,7 +13,6 @@ import typer
 from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.options import NodeConfigFile, Settings
-from noloco_p2p.launch.node_probe import HOME
 
 if TYPE_CHECKING:
     from noloco_p2p.launch.settings import Overrides
