@@ -1,11 +1,13 @@
-"""What a node tells of itself at `/status`: where it stands, whom it sees, and what it waits for. Pure values.
+"""What a node says of itself at `/status`: its progress, the peers it sees, and what it waits for. Pure values.
 
-Points in time are told as ages, `…_s` seconds before the moment of asking: nobody else knows this node's clock.
+Whom and what a wait is for are values, which a diagnosis follows from node to node (ARCHITECTURE.md, "Waits and
+diagnosis"); their words are made where they are shown. Points in time are given as ages, `…_s` seconds before the
+moment of asking: nobody else knows this node's clock.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 
@@ -90,15 +92,12 @@ class ForGuarding:
         return f"guards stage {self.stage}"
 
 
-class Task(Enum):
+class Task(StrEnum):
     """What else a wait may be for."""
 
     CHECKPOINT = "checkpoint"
     NEWCOMER = "for a newcomer"
     LOST_STAGE = "the weights of a lost stage"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 Purpose = ForMicrobatch | ForRound | ForGuarding | Task | Unknown
@@ -148,7 +147,7 @@ class SeenPeer:
     age_s: float = 0.0
     """Since it announced itself like this."""
     aside_s: float = 0.0
-    """It has failed, and is not asked again for so long."""
+    """It has failed, and is not asked again for this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +217,7 @@ class Status:
     seen: tuple[SeenPeer, ...] = ()
     """Everybody else, sorted by peer id."""
     deserted: Mapping[int, float] = field(default_factory=dict)
-    """Stages that nobody serves, as far as this node knows, and since how many seconds."""
+    """Stages that nobody serves, as far as this node knows, and for how many seconds."""
     step_took_s: float | None = None
     """Median seconds from one inner step to the next, of the last ones."""
     since_step_s: float | None = None
@@ -226,6 +225,6 @@ class Status:
     in_flight: int = 0
     """Microbatches admitted, or under way."""
     waiting: int = 0
-    """Microbatches that wait at the door."""
+    """Microbatches that wait to be admitted."""
     troubles: tuple[Trouble, ...] = ()
     figures: NodeFigures = NodeFigures()

@@ -18,7 +18,7 @@ def status(node: NodeState, door: MicrobatchServer, now: float) -> Status:
         steps=node.manifest.steps,
         inner_steps=node.inner_steps,
         start_replicas=node.manifest.start_replicas,
-        waits=node.waits.told(now),
+        waits=node.waits.current(now),
         serving=tuple(Serving(caller, why, max(0.0, now - since)) for caller, why, since in calls),
         seen=members.seen(now=now),
         deserted={stage: max(0.0, now - since) for stage, since in sorted(node.deserted.items())},

@@ -1,4 +1,4 @@
-"""Where waits are made: everything that a node waits for has a name, and stands here while it lasts.
+"""The open waits of a node: everything that it waits for has a name, and is listed here while it lasts.
 
 The node awaits a port, a lock or a condition only inside `Waits.waiting`; tests/node/test_waits.py reads its source.
 """
@@ -27,9 +27,9 @@ class Waits:
         """A `with` around an await; the arguments are those of core.status.Wait."""
         return Waiting(self._open, (what, whom, deadline_s, why, idle))
 
-    def told(self, now: float) -> tuple[Wait, ...]:
+    def current(self, now: float) -> tuple[Wait, ...]:
         """All of them, longest first; `now` is on the loop's clock."""
-        waits = [wait.told(now) for wait in tuple(self._open)]
+        waits = [wait.as_wait(now) for wait in tuple(self._open)]
         return tuple(sorted(waits, key=lambda wait: (-wait.since_s, wait.what, str(wait.whom), str(wait.why or ""))))
 
 
@@ -54,7 +54,7 @@ class Waiting:
     ) -> None:
         del self._open[self]
 
-    def told(self, now: float) -> Wait:
+    def as_wait(self, now: float) -> Wait:
         """This wait as others read it."""
         what, whom, deadline_s, why, idle = self._named
         return Wait(what, whom, max(0.0, now - self._began), deadline_s, why, idle)

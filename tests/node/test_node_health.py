@@ -81,11 +81,11 @@ def test_nobody_answers(home: Path, tmp_path: Path) -> None:
     )
     empty = tmp_path / "nothing"
     empty.mkdir()
-    told = (False, f"no node has told where it is in {empty / 'node-*' / 'endpoints.json'}")
-    assert ask(None, None, empty) == told
+    expected = (False, f"no node has said where it is in {empty / 'node-*' / 'endpoints.json'}")
+    assert ask(None, None, empty) == expected
     for content in ("", "{", "[]", '{"peer_id": "P"}', '{"metrics": ""}'):
         (empty / "endpoints.json").write_text(content)
-        assert ask(empty, None, home) == (False, f"no node has told where it is in {empty / 'endpoints.json'}")
+        assert ask(empty, None, home) == (False, f"no node has said where it is in {empty / 'endpoints.json'}")
 
 
 @pytest.mark.parametrize("url", ["", "https://127.0.0.1:1", "http://[::1", "http://a:99999", "/data"])
@@ -95,7 +95,7 @@ def test_what_is_no_address_is_refused(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "expected"),
     [
         (["health"], WELL, (0, "ok")),
         (["health", "--dir", "noloco-runs/node-1"], SICK, (1, LINE)),
@@ -103,12 +103,12 @@ def test_what_is_no_address_is_refused(url: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_command(
-    home: Path, node: list[object], arguments: list[str], status: Status, told: tuple[int, str]
+    home: Path, node: list[object], arguments: list[str], status: Status, expected: tuple[int, str]
 ) -> None:
     """Its line, its exit code, and that it imports nothing heavy."""
     node[1] = status
     done = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], cwd=home.parent, capture_output=True, text=True)
     line, heavy = done.stdout.splitlines()
-    assert (done.returncode, line[: len(told[1])]) == told
+    assert (done.returncode, line[: len(expected[1])]) == expected
     assert heavy == "[]"
     assert done.stderr == ""

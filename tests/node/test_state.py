@@ -40,10 +40,10 @@ def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulse
         assert waits["a"].result()
         assert not waits["b"].done()
         assert looks["b"] == before["b"] + 1, "five pulses at one moment are one look"
-        assert [wait.what for wait in node.waits.told(node.now())] == ["b"]
+        assert [wait.what for wait in node.waits.current(node.now())] == ["b"]
         waits["b"].cancel()
         await asyncio.gather(waits["b"], return_exceptions=True)
-        assert node.waits.told(node.now()) == ()
+        assert node.waits.current(node.now()) == ()
 
     run(main())
 

@@ -1,4 +1,4 @@
-"""What a node waits for (issue 5 §3): nothing waits unnamed, a wait is told while it lasts and never after."""
+"""What a node waits for: nothing waits unnamed, a wait is listed while it lasts and never after."""
 
 import ast
 import asyncio
@@ -119,15 +119,15 @@ def test_waits_are_told_while_they_last() -> None:
             await asyncio.sleep(2.0)
             with waits.waiting("forward", Resource.DEVICE, idle=True):
                 await asyncio.sleep(1.0)
-                assert waits.told(loop.time()) == (
+                assert waits.current(loop.time()) == (
                     Wait("gradient", "s1r0", 3.0, 5.0, ForMicrobatch("s0r0", 1)),
                     Wait("forward", Resource.DEVICE, 1.0, None, None, True),
                 )
-        assert waits.told(loop.time()) == ()
+        assert waits.current(loop.time()) == ()
         with pytest.raises(TimeoutError), waits.waiting("x", "y"):
             async with asyncio.timeout(1.0):
                 await asyncio.Event().wait()
-        assert waits.told(loop.time()) == ()
+        assert waits.current(loop.time()) == ()
 
     run(story())
 
@@ -150,24 +150,24 @@ def small() -> SimPlan:
 
 
 def statuses(swarm: SimSwarm, at: float) -> dict[str, Status]:
-    """What all nodes tell at a moment of a run to its end."""
-    told: dict[str, Status] = {}
+    """The statuses of all nodes at a moment of a run, which goes on to its end."""
+    found: dict[str, Status] = {}
 
     def ask() -> None:
         now = asyncio.get_running_loop().time()
-        told.update({peer: swarm.process(peer).node.status(now) for peer in PEERS})
+        found.update({peer: swarm.process(peer).node.status(now) for peer in PEERS})
 
     swarm.at(at, ask)
     swarm.run(limit_s=600)
-    return told
+    return found
 
 
 def test_a_swarm_at_work_is_well_and_tells_where_it_stands() -> None:
-    told = statuses(SimSwarm(small()), 2.0)
-    assert sorted(told) == ["s0r0", "s0r1", "s1r0", "s1r1"]
-    for peer, status in told.items():
+    found = statuses(SimSwarm(small()), 2.0)
+    assert sorted(found) == ["s0r0", "s0r1", "s1r0", "s1r1"]
+    for peer, status in found.items():
         assert (status.advert.peer_id, status.advert.state, status.troubles) == (peer, "training", ())
-        assert [s.advert.peer_id for s in status.seen] == sorted(set(told) - {peer})
+        assert [s.advert.peer_id for s in status.seen] == sorted(set(found) - {peer})
         assert status.inner_steps > 0
         assert status.step_took_s is not None
         assert status.since_step_s is not None
@@ -179,8 +179,8 @@ def test_a_swarm_at_work_is_well_and_tells_where_it_stands() -> None:
         for wait in status.waits:
             assert wait.what
             assert wait.whom
-    gradients = {(w.whom, w.why) for s in told.values() for w in s.waits if w.what == "gradient" and w.whom in told}
-    served = {(peer, call.why) for peer, status in told.items() for call in status.serving}
+    gradients = {(w.whom, w.why) for s in found.values() for w in s.waits if w.what == "gradient" and w.whom in found}
+    served = {(peer, call.why) for peer, status in found.items() for call in status.serving}
     assert gradients, "stage 0 waits for gradients"
     # What is on the wire just now is known to one side only.
     assert gradients & served
@@ -190,14 +190,14 @@ def test_a_deserted_stage_is_named_by_whoever_waits_for_it() -> None:
     swarm = SimSwarm(small())
     for peer in ("s1r0", "s1r1"):
         swarm.at(2.0, lambda peer=peer: swarm.bounce(peer, 38.0))  # type: ignore[misc]
-    told: dict[str, Status] = {}
+    found: dict[str, Status] = {}
 
     def ask() -> None:
-        told.update({peer: swarm.process(peer).node.status(30.0) for peer in ("s0r0", "s0r1")})
+        found.update({peer: swarm.process(peer).node.status(30.0) for peer in ("s0r0", "s0r1")})
 
     swarm.at(30.0, ask)
     swarm.run(limit_s=600)
-    for status in told.values():
+    for status in found.values():
         assert 20.0 < status.deserted[1] < 28.0
         line = problem_line(status)
         assert line is not None
@@ -218,20 +218,20 @@ def test_nothing_is_waited_for_when_a_node_has_ended() -> None:
 
 def test_a_trouble_stands_until_it_is_over() -> None:
     swarm = SimSwarm(small())
-    told: list[tuple[Trouble, ...]] = []
+    found: list[tuple[Trouble, ...]] = []
 
     def say(message: str | None) -> None:
         node = swarm.process("s1r0").node
         node.trouble("disk", message)
-        told.append(node.status(asyncio.get_running_loop().time()).troubles)
+        found.append(node.status(asyncio.get_running_loop().time()).troubles)
 
     swarm.at(1.0, lambda: say("no checkpoint of outer round 1: the disk is full"))
     swarm.at(4.0, lambda: say("no checkpoint of outer round 2: the disk is full"))
     swarm.at(5.0, lambda: say(None))
     outcome = swarm.run(limit_s=600)
-    assert told[0] == (Trouble("disk", "no checkpoint of outer round 1: the disk is full", 0.0),)
-    (again,) = told[1]
+    assert found[0] == (Trouble("disk", "no checkpoint of outer round 1: the disk is full", 0.0),)
+    (again,) = found[1]
     assert again.message == "no checkpoint of outer round 2: the disk is full"
     assert again.since_s == pytest.approx(3.0)
-    assert told[2] == ()
+    assert found[2] == ()
     assert len([h for h in outcome.trace.of("warning", "s1r0") if "the disk is full" in str(h.get("message"))]) == 2

@@ -36,8 +36,8 @@ def _names(nodes: Nodes) -> list[str]:
 def test_nothing_is_wrong_with_a_healthy_swarm() -> None:
     nodes = swarm()
     assert _found(nodes) == []
-    told = "training: step 1234 of 5000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
-    assert sentence(list(nodes.values())) == told
+    expected = "training: step 1234 of 5000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
+    assert sentence(list(nodes.values())) == expected
 
 
 # --- one node ---------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "no status": (
         "unreachable",
         "warning",
-        "node 12D3…xS1R0 of stage 1 does not tell its status at http://192.0.2.1:9101: Connection refused",
+        "node 12D3…xS1R0 of stage 1 does not give its status at http://192.0.2.1:9101: Connection refused",
         _set("S1R0", silent),
         _set("S1R0", lambda r: silent(with_advert(r, state="left"))),
     ),
@@ -199,12 +199,12 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
 
 @pytest.mark.parametrize("case", ONE_NODE)
 def test_what_one_node_shows(case: str) -> None:
-    name, severity, told, ill, well = ONE_NODE[case]
+    name, severity, expected, ill, well = ONE_NODE[case]
     nodes = swarm()
     ill(nodes)
     found = _found(nodes)
     assert [finding.name for finding in found] == [name], found
-    assert told in found[0].sentence
+    assert expected in found[0].sentence
     assert found[0].severity == severity
     assert found[0].peer == peer(0 if "S0R0" in found[0].sentence else 1, 0)
     assert found[0].advice
@@ -241,8 +241,8 @@ def test_the_observers_own_wrong_clock_is_recognised() -> None:
 def test_two_clocks_that_differ_are_both_named() -> None:
     nodes = swarm(1, 1)
     nodes["S0R0"] = replace(nodes["S0R0"], clock_ahead_s=120.0)
-    told = next(f.sentence for f in _found(nodes) if f.name == "clock")
-    assert told == "the clocks of node 12D3…xS0R0 and of this machine are 2 min apart"
+    shown = next(f.sentence for f in _found(nodes) if f.name == "clock")
+    assert shown == "the clocks of node 12D3…xS0R0 and of this machine are 2 min apart"
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_a_stage_whose_replicas_do_not_answer() -> None:
     assert _names(old) == ["stage-empty"]
     nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 3.0})
     found = _found(nodes)
-    assert [f.name for f in found] == ["stage-empty"], "that they do not answer is told there"
+    assert [f.name for f in found] == ["stage-empty"], "that they do not answer is said there"
     assert "12D3…xS1R0, 12D3…xS1R1 and 12D3…xS1R2 do not answer" in found[0].sentence
 
 

@@ -1,4 +1,4 @@
-"""`noloco doctor`: what it finds on this machine and in a node's directory, and how it tells it."""
+"""`noloco doctor`: what it finds on this machine and in a node's directory, and how it shows it."""
 
 import importlib.metadata
 import io
@@ -25,7 +25,7 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 MANY = 4096
 
 
-def told(report: DoctorReport) -> list[tuple[str, str]]:
+def outcome(report: DoctorReport) -> list[tuple[str, str]]:
     return [(finding.severity, finding.name) for _, finding in report.findings]
 
 
@@ -100,12 +100,12 @@ def test_work_that_takes_too_long_is_named_and_does_not_hold_the_process() -> No
 def test_packages_are_compared_with_what_the_project_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     report = quiet()
     machine.check_python(report)
-    assert told(report) == [("ok", "python")]
+    assert outcome(report) == [("ok", "python")]
     versions = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "grpcio" else versions(name))
     report = quiet()
     machine.check_python(report)
-    assert told(report) == [("error", "packages")]
+    assert outcome(report) == [("error", "packages")]
     assert "grpcio 1.0 is installed, <2,>=1.85.1 is needed" in sentences(report)
 
 
@@ -114,7 +114,7 @@ def test_a_package_that_is_not_there_and_a_python_that_is_too_old(monkeypatch: p
     monkeypatch.setattr(machine, "declared", lambda: wanted)
     report = quiet()
     machine.check_python(report)
-    assert told(report) == [("error", "python"), ("error", "packages")]
+    assert outcome(report) == [("error", "python"), ("error", "packages")]
     assert "no_such_package_at_all is not installed (>=3 is needed)" in sentences(report)
 
 
@@ -123,7 +123,7 @@ def test_an_absent_device_is_an_error_and_too_many_threads_a_warning() -> None:
     assert uvloop.run(machine.check_device(report, NodeConfig(device="cpu", threads=1))) == "cpu"
     assert uvloop.run(machine.check_device(report, NodeConfig(device="cpu", threads=MANY))) == "cpu"
     assert uvloop.run(machine.check_device(report, NodeConfig(device="cuda:77"))) is None
-    assert told(report) == [("ok", "device"), ("warning", "device"), ("error", "device")]
+    assert outcome(report) == [("ok", "device"), ("warning", "device"), ("error", "device")]
     assert "cuda:77 is not here" in sentences(report)
 
 
@@ -132,7 +132,7 @@ def test_the_limit_on_open_files(limit: int, severity: str, monkeypatch: pytest.
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, 1 << 20))
     report = quiet()
     machine.check_files(report)
-    assert told(report) == [(severity, "files")]
+    assert outcome(report) == [(severity, "files")]
     assert severity == "ok" or "ulimit -n 1024" in sentences(report)
 
 
@@ -141,7 +141,7 @@ def test_a_clock_before_this_program_was_written_cannot_be_right(monkeypatch: py
     machine.check_time(report)
     monkeypatch.setattr(time, "time", lambda: 86400.0)
     machine.check_time(report)
-    assert told(report) == [("ok", "clock"), ("error", "clock")]
+    assert outcome(report) == [("ok", "clock"), ("error", "clock")]
     assert "1970-01-02" in sentences(report)
 
 
@@ -150,15 +150,15 @@ def test_a_port_in_use_is_named_and_replaced_so_that_the_rest_can_go_on() -> Non
         taken = other.getsockname()[1]
         report = quiet()
         left = machine.check_ports(report, ListenSettings(grpc_port=taken), own_node=False)
-        assert told(report) == [("error", "port"), ("ok", "port")]
+        assert outcome(report) == [("error", "port"), ("ok", "port")]
         assert f"listen.grpc_port: port {taken} on 127.0.0.1 is in use by another process" in sentences(report)
         assert left.grpc_port == 0
         report = quiet()
         machine.check_ports(report, ListenSettings(grpc_port=taken), own_node=True)
-        assert {severity for severity, _ in told(report)} == {"ok"}, "the node that runs has it"
+        assert {severity for severity, _ in outcome(report)} == {"ok"}, "the node that runs has it"
     report = quiet()
     machine.check_ports(report, ListenSettings(host="192.0.2.77"), own_node=False)
-    assert {severity for severity, _ in told(report)} == {"error"}
+    assert {severity for severity, _ in outcome(report)} == {"error"}
 
 
 # --- what the run needs -------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_room_for_the_checkpoints(free: int, severity: str, tmp_path: Path, monk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free))
     report = quiet()
     run_requirements.check_disk(report, tmp_path / "not" / "there" / "yet", NodeConfig(), 1_000_000)
-    assert told(report) == [(severity, "disk")]
+    assert outcome(report) == [(severity, "disk")]
     assert str(tmp_path) in sentences(report)
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
@@ -183,7 +183,7 @@ def test_checkpoints_that_lie_there_already_count_as_room(tmp_path: Path, monkey
     held.write_bytes(bytes(2_600_000))
     report = quiet()
     run_requirements.check_disk(report, tmp_path, NodeConfig(), 1_000_000)
-    assert told(report) == [("ok", "disk")]
+    assert outcome(report) == [("ok", "disk")]
 
 
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
         run_requirements.check_disk(report, tmp_path, NodeConfig(), 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert told(report) == [("error", "disk")]
+    assert outcome(report) == [("error", "disk")]
     assert "nothing can be written" in sentences(report)
 
 
@@ -204,11 +204,11 @@ def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pyte
     manifest = RunManifest()
     report = quiet()
     run_requirements.check_memory(report, manifest, "cpu", None)
-    assert told(report) == [("ok", "memory")]
+    assert outcome(report) == [("ok", "memory")]
     monkeypatch.setattr(model_size, "_free_host_bytes", lambda: 1 << 20)
     report = quiet()
     run_requirements.check_memory(report, manifest, "cpu", 1)
-    assert told(report) == [("error", "memory")]
+    assert outcome(report) == [("error", "memory")]
     assert "stage 1 needs" in sentences(report)
     assert "use more stages or a larger machine" in sentences(report)
 
@@ -218,7 +218,7 @@ def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
     local = NodeConfig(data_files=(str(tmp_path / "*.txt"),))
     report = quiet()
     uvloop.run(run_requirements.check_data(report, manifest, local, "doctor"))
-    assert told(report) == [("error", "data")]
+    assert outcome(report) == [("error", "data")]
     assert "*.txt" in sentences(report)
 
 
@@ -228,18 +228,18 @@ def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
 def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path) -> None:
     report = quiet()
     assert uvloop.run(machine.check_node_dirs(report, tmp_path / "nowhere")) == []
-    assert told(report) == [("ok", "node")]
+    assert outcome(report) == [("ok", "node")]
     (tmp_path / "identity.key.lock").touch()
     endpoints = {"peer_id": "12D3", "run_id": "ab", "pid": 1, "join": [], "metrics": "http://127.0.0.1:1/metrics"}
     (tmp_path / "endpoints.json").write_text(json.dumps(endpoints))
     report = quiet()
     assert uvloop.run(machine.check_node_dirs(report, tmp_path)) == []
-    assert told(report) == [("warning", "node")]
+    assert outcome(report) == [("warning", "node")]
     assert "is gone, and did not end by itself" in sentences(report)
     (tmp_path / "summary.json").write_text(json.dumps({"state": "finished"}))
     report = quiet()
     uvloop.run(machine.check_node_dirs(report, tmp_path))
-    assert told(report) == [("ok", "node")]
+    assert outcome(report) == [("ok", "node")]
     assert "finished" in sentences(report)
 
 

@@ -54,12 +54,12 @@ class Look:
 
     @property
     def bad(self) -> list[tuple[str, PeerId | None]]:
-        """(name, who) of what is not well, worst first."""
+        """(name, peer) of what is not well, worst first."""
         return [(finding.name, finding.peer) for finding in self.findings if finding.severity != "ok"]
 
 
 def reports(swarm: SimSwarm) -> list[Report]:
-    """What everybody who is announced says of itself; who has crashed refuses the connection."""
+    """What every announced node says of itself; a crashed one refuses the connection."""
     now = asyncio.get_running_loop().time()
     found = []
     for advert in swarm.registry.view(now=now):
@@ -70,7 +70,7 @@ def reports(swarm: SimSwarm) -> list[Report]:
 
 
 def looked(replicas: tuple[int, ...], plant: Callable[[SimSwarm], object], *after_s: float) -> list[Look]:
-    """A swarm is looked at while it is well, then hurt by `plant`, and looked at again so long after; then it is ended.
+    """A swarm is looked at while it is well, then hurt by `plant`, looked at again `after_s` seconds later, and ended.
 
     Fails the test when something is found while all is well.
     """
@@ -79,8 +79,8 @@ def looked(replicas: tuple[int, ...], plant: Callable[[SimSwarm], object], *afte
     swarm, well, hurt = SimSwarm(plan), list[Look](), list[Look]()
 
     def look(into: list[Look]) -> None:
-        told = reports(swarm)
-        into.append(Look(diagnose.findings(told), diagnose.sentence(told)))
+        seen = reports(swarm)
+        into.append(Look(diagnose.findings(seen), diagnose.sentence(seen)))
 
     def end() -> None:
         for stage, count in enumerate(replicas):
@@ -155,7 +155,7 @@ PLANTED = {"clock", "disk", "port", "run", "libp2p"}
 NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(range(32)))}"
 """A join address at which nobody answers."""
 SEEN_S = 40.0
-"""In so long a planted cause must be seen, and be over once it is taken back."""
+"""Within this time a planted cause must be seen, and be over once it is taken back."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class Pair:
 
     def with_cause(self, cause: str) -> list[PeerId | None]:
         """Whom the diagnosis of both nodes' statuses names for this cause."""
-        told = diagnose.findings(uvloop.run(survey.by_url(self.first.endpoints().metrics)))
-        return [finding.peer for finding in told if finding.name == cause]
+        found = diagnose.findings(uvloop.run(survey.by_url(self.first.endpoints().metrics)))
+        return [finding.peer for finding in found if finding.name == cause]
 
     @contextmanager
     def names(self, cause: str, node: NodeProcess) -> Iterator[None]:

@@ -27,7 +27,7 @@ async def _server(answering: Answering) -> AsyncIterator[str]:
         try:
             await answering(await reader.readuntil(b"\r\n\r\n"), writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the one who asked has gone, as it may
+            pass  # the client has gone, as it may
         finally:
             writer.close()
 
@@ -113,10 +113,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_status_is_refused(case: str) -> None:
-    reply, told = REFUSED[case]
+    reply, expected = REFUSED[case]
     found = _asked(_saying(reply))
     assert found.startswith("Violation: ")
-    assert told in found
+    assert expected in found
 
 
 def test_a_redirect_is_not_followed() -> None:

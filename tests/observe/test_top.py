@@ -1,4 +1,4 @@
-"""`noloco top`: what it tells, how wide it is, and how it ends; the nodes are made up, and served over HTTP."""
+"""`noloco top`: what it shows, how wide it is, and how it ends; the nodes are made up, and served over HTTP."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def _overview(reports: dict[str, Report]) -> Overview:
     return overview(list(reports.values()))
 
 
-# --- what it tells --------------------------------------------------------------------------------------------------
+# --- what it shows --------------------------------------------------------------------------------------------------
 
 
 def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
@@ -65,7 +65,7 @@ def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
     rows = [row.split() for row in drawn[8:17]]
     assert [(row[0], row[1]) for row in rows] == [(f"12D3…xS{s}R{r}", str(s)) for s in range(3) for r in range(3)]
     assert rows[0] == ["12D3…xS0R0", "0", "training", "1234", "1230", "2.05k", "11/0/0/1", "0.0s", "0", "–", "2.31"]
-    assert rows[8][5] == "10.0", "a later stage is told in microbatches/s"
+    assert rows[8][5] == "10.0", "a later stage is shown in microbatches/s"
 
 
 def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
@@ -79,7 +79,7 @@ def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
         console.print(top.render(found, None))
     first, second = captured.get().splitlines()[:2]
     assert first.startswith("\x1b[1;31mnode"), "bold and red"
-    assert second.startswith("tiny: training: step 1234"), "how far it has come is told all the same"
+    assert second.startswith("tiny: training: step 1234"), "how far it has come is shown all the same"
 
 
 def test_at_most_three_findings_and_the_others_counted() -> None:
@@ -141,19 +141,19 @@ def test_json_has_everything_and_only_finite_numbers() -> None:
     nodes["S0R0"] = with_figures(nodes["S0R0"], loss=float("nan"), bytes_per_s=float("inf"))
     nodes["S1R0"] = silent(waiting(nodes["S1R0"]))
     nodes["S1R1"] = waiting(nodes["S1R1"], wait("backward", Resource.DEVICE, 3.0, 60.0, why(7)))
-    told = json.loads(json.dumps(_overview(nodes).as_json(), allow_nan=False))
-    assert set(told) == {"name", "sentence", "severity", "progress", "findings", "stages", "nodes"}
-    assert [node["peer"] for node in told["nodes"]] == [peer(s, r) for s in range(2) for r in range(2)]
-    assert told["nodes"][0]["loss"] is None
-    assert told["nodes"][2]["failure"] == "Connection refused"
-    assert told["nodes"][3]["waits_for"] == wait_json("backward", "device", 3.0, 60.0, f"microbatch 7 of {peer(0, 0)}")
-    assert told["stages"][1] == {
+    shown = json.loads(json.dumps(_overview(nodes).as_json(), allow_nan=False))
+    assert set(shown) == {"name", "sentence", "severity", "progress", "findings", "stages", "nodes"}
+    assert [node["peer"] for node in shown["nodes"]] == [peer(s, r) for s in range(2) for r in range(2)]
+    assert shown["nodes"][0]["loss"] is None
+    assert shown["nodes"][2]["failure"] == "Connection refused"
+    assert shown["nodes"][3]["waits_for"] == wait_json("backward", "device", 3.0, 60.0, f"microbatch 7 of {peer(0, 0)}")
+    assert shown["stages"][1] == {
         "stage": 1,
         "replicas": 2,
         "states": {"silent": 1, "training": 1},
         "tokens_per_s": 2050.0,
     }
-    assert {finding["name"] for finding in told["findings"]} == {"unreachable", "stage-thin"}
+    assert {finding["name"] for finding in shown["findings"]} == {"unreachable", "stage-thin"}
 
 
 def wait_json(what: str, whom: str, since_s: float, deadline_s: float, why: str) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def test_once_by_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "shown"),
     [
         ([], "give either --join ADDR or --url http://HOST:PORT"),
         (["--url", "http://127.0.0.1:1", "--join", "x"], "give either --join ADDR or --url"),
@@ -247,11 +247,11 @@ def test_once_by_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ],
 )
 def test_errors_are_one_line(
-    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = _run(arguments, monkeypatch, capsys)
     assert (code, out) == (2, "")
-    assert err.startswith(f"error: {told}")
+    assert err.startswith(f"error: {shown}")
     assert err.count("\n") == 1
 
 
@@ -274,9 +274,9 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             join_file = tmp_path / "address"
             join_file.write_text(f"{libp2p.join_addresses[0]}\n")
             await top._top(top.TopOptions((f"@{join_file}",), None, once=True, as_json=True, interval_s=2.0))
-        told = json.loads(capsys.readouterr().out)
-        assert [(node["peer"], node["answers"]) for node in told["nodes"]] == [(libp2p.peer_id, True)]
-        assert told["sentence"].startswith("training: step 1234 of 5000 (25 %), 1 node")
+        shown = json.loads(capsys.readouterr().out)
+        assert [(node["peer"], node["answers"]) for node in shown["nodes"]] == [(libp2p.peer_id, True)]
+        assert shown["sentence"].startswith("training: step 1234 of 5000 (25 %), 1 node")
 
     run(test)
 

@@ -24,7 +24,7 @@ RUN = "ab" * 32
 
 
 def peer(stage: int, replica: int) -> PeerId:
-    """A peer id of the usual length that tells where it is: `…S1R0`."""
+    """A peer id of the usual length that shows where it is: `…S1R0`."""
     return "12D3KooW" + "x" * 40 + f"S{stage}R{replica}"
 
 
@@ -120,7 +120,7 @@ def waiting(report: Report, *waits: Wait, serving: Sequence[Serving] = ()) -> Re
 
 
 def aside(report: Report, others: Mapping[PeerId, float]) -> Report:
-    """The same node, which has set others aside for so many seconds."""
+    """The same node, which has set others aside for these seconds."""
     assert report.status is not None
     seen = tuple(replace(each, aside_s=others.get(each.advert.peer_id, 0.0)) for each in report.status.seen)
     return with_status(report, seen=seen)

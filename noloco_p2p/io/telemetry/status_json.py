@@ -31,11 +31,11 @@ from noloco_p2p.core.status import (
 from noloco_p2p.errors import Violation
 
 LIMIT_BYTES = 4 * 1024 * 1024
-"""Length of a status. A node that knows 256 others has 150 kB to tell."""
+"""Length of a status. That of a node that knows 256 others has 150 kB."""
 ITEMS_LIMIT = 4_096
-"""Items of a list; of more nodes the first are told."""
-TOLD_LIMIT = 256
-"""Waits, calls and troubles that are told, the first ones."""
+"""Items of a list; of more nodes the first are sent."""
+LIST_LIMIT = 256
+"""Waits, calls and troubles that are sent, the first ones."""
 FIELDS_LIMIT = 256
 """Fields of an object."""
 TEXT_LIMIT = 1_024
@@ -96,28 +96,28 @@ _RESOURCES, _TASKS = {each.value for each in Resource}, {each.value for each in 
 _IN_WORDS = TypeAdapter(_InWords)
 _STATUS = TypeAdapter(Status)
 _ADVERT = TypeAdapter(Advert)
-_NOT_TOLD = "announced_at"
+_NOT_SENT = "announced_at"
 """Field of an advert that means something in one process only."""
-_WRITTEN_APART: Any = {"advert": True, "waits": True, "serving": True, "seen": {"__all__": {"advert": {_NOT_TOLD}}}}
-_ADVERT_FIELDS = frozenset(each.name for each in fields(Advert)) - {_NOT_TOLD}
+_WRITTEN_APART: Any = {"advert": True, "waits": True, "serving": True, "seen": {"__all__": {"advert": {_NOT_SENT}}}}
+_ADVERT_FIELDS = frozenset(each.name for each in fields(Advert)) - {_NOT_SENT}
 
 
 def encode(status: Status, health: str | None = None) -> bytes:
     """A status for others. `health` is the line that says what is wrong, None when nothing is."""
     in_words = _InWords(
-        tuple(WaitInWords.of(each) for each in status.waits[:TOLD_LIMIT]),
-        tuple(_CallInWords(each.caller, _line(str(each.why)), each.since_s) for each in status.serving[:TOLD_LIMIT]),
+        tuple(WaitInWords.of(each) for each in status.waits[:LIST_LIMIT]),
+        tuple(_CallInWords(each.caller, _line(str(each.why)), each.since_s) for each in status.serving[:LIST_LIMIT]),
     )
     status = replace(
         status,
         seen=status.seen[:ITEMS_LIMIT],
         troubles=tuple(
-            replace(each, name=_line(each.name), message=_line(each.message)) for each in status.troubles[:TOLD_LIMIT]
+            replace(each, name=_line(each.name), message=_line(each.message)) for each in status.troubles[:LIST_LIMIT]
         ),
     )
     parts = (
         json.dumps({"health": None if health is None else _line(health)}).encode(),
-        _ADVERT.dump_json(status.advert, exclude={_NOT_TOLD}),
+        _ADVERT.dump_json(status.advert, exclude={_NOT_SENT}),
         _IN_WORDS.dump_json(in_words),
         _STATUS.dump_json(status, exclude=_WRITTEN_APART),
     )

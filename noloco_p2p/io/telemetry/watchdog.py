@@ -39,7 +39,7 @@ class Watchdog:
             self._thread.join()
 
     def look(self) -> None:
-        """Once: say what has changed. The same problem is told once, however long it lasts."""
+        """Once: say what has changed. The same problem is said once, however long it lasts."""
         found, before = problem(self._status()), self._problem
         self._problem = found
         if found is not None and (before is None or before.key != found.key):

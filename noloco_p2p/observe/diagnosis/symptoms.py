@@ -152,11 +152,11 @@ def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
         advert = report.advert
         if report.status is not None or (advert is not None and advert.state in ("draining", "left")):
             continue
-        failure = report.failure or "it tells no status address"
+        failure = report.failure or "it announces no status address"
         address = "" if advert is None else advert.metrics.removesuffix("/metrics")
         at = f" at {address}" if address not in failure else ""
         age = "" if advert is None else f"; it announced itself {elapsed(report.age_s)} ago"
-        sentence = f"{swarm.name(report.peer)} does not tell its status{at}: {failure}{age}"
+        sentence = f"{swarm.name(report.peer)} does not give its status{at}: {failure}{age}"
         advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
         yield at_node("warning" if swarm.statuses else "error", "unreachable", report.peer, sentence, advice)
 

@@ -55,15 +55,11 @@ def run_doctor(options: DoctorOptions) -> int:
 @contextmanager
 def _silence() -> Iterator[None]:
     """What the parts would log is reported as findings."""
-    loggers = [logging.getLogger(name) for name in ("hivemind", "transformers", "datasets", "grpc", "noloco_p2p")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 async def examine(options: DoctorOptions, report: DoctorReport) -> None:

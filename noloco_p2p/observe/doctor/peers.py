@@ -27,7 +27,7 @@ MOST_PROBED = 32
 MOST_CLOCKS = 8
 """Nodes that are asked for the time."""
 CLOSE_S = 1.5
-"""Clocks that differ by less agree. Adverts tell ages by them, and a view is seconds old anyway."""
+"""Clocks that differ by less agree. The ages of adverts are counted by them, and a view is seconds old anyway."""
 READINGS = 3
 READING_PAUSE_S = 1.0
 """One reading of a DHT that was joined a moment ago can miss somebody."""

@@ -1,4 +1,4 @@
-"""/status as JSON: what one node tells another reads back the same, and what strangers make up is refused in a line."""
+"""/status as JSON: what one node sends another reads back the same, and what strangers make up is refused in a line."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def tuples_of(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def by_type(cls: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """All fields of a class drawn by their annotation; `special` ones as told."""
+    """All fields of a class drawn by their annotation; `special` ones as given."""
     plain: dict[Any, st.SearchStrategy[Any]] = {
         bool: st.booleans(),
         int: counts,
@@ -180,7 +180,7 @@ def test_its_own_lines_are_told_whatever_is_in_them() -> None:
     """A message with line ends, control letters, or of any length becomes one that is accepted."""
     trouble = Trouble("disk", "no space\nleft\x1b[2J" + "x" * 5000, 1.0)
     read = status_json.decode(status_json.encode(replace(STATUS, troubles=(trouble,) * 5000), "two\nlines"))
-    assert len(read.troubles) == status_json.TOLD_LIMIT
+    assert len(read.troubles) == status_json.LIST_LIMIT
     assert read.troubles[0].message.startswith("no space left [2Jxxx")
     assert len(read.troubles[0].message) == status_json.TEXT_LIMIT
 
@@ -235,7 +235,7 @@ def test_what_strangers_make_up_is_refused_in_one_line(content: bytes) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=3)))
 def test_any_value_of_a_field_is_taken_or_refused(value: object) -> None:
-    """Nothing but Violation comes out of whatever stands in one of the fields."""
+    """Nothing but Violation comes out of whatever is in one of the fields."""
     for name in ("seen", "figures", "waits", "step", "deserted", "addresses"):
         with contextlib.suppress(Violation):
             assert isinstance(status_json.decode(spoilt(**{name: value})), Status)

@@ -16,20 +16,20 @@ from noloco_p2p.io.telemetry.watchdog import Watchdog
 WELL = Status(Advert("12D3me", "run", 0, ("h:1",), state="training"), "tiny", 2, 100, 7)
 
 
-def test_one_line_for_each_ailment_however_long_it_lasts() -> None:
+def test_one_line_for_each_problem_however_long_it_lasts() -> None:
     said: list[tuple[str, bool]] = []
-    told = WELL
-    dog = Watchdog(lambda: told, lambda line, well: said.append((line, well)))
+    status = WELL
+    dog = Watchdog(lambda: status, lambda line, well: said.append((line, well)))
     dog.look()
     assert said == []
     for since_s in (12.0, 13.0, 14.0):
-        told = replace(WELL, waits=(Wait("gradient", "12D3other", since_s, 10.0),))
+        status = replace(WELL, waits=(Wait("gradient", "12D3other", since_s, 10.0),))
         dog.look()
     assert said == [("overdue: waited 12 s (at most 10 s) for gradient from 12D3other", False)]
-    told = replace(WELL, waits=(Wait("snapshot", "12D3other", 12.0, 10.0),))
+    status = replace(WELL, waits=(Wait("snapshot", "12D3other", 12.0, 10.0),))
     dog.look()
     assert said[1:] == [("overdue: waited 12 s (at most 10 s) for snapshot from 12D3other", False)]
-    told = WELL
+    status = WELL
     dog.look()
     dog.look()
     assert said[2:] == [("goes on", True)]
