@@ -17,7 +17,7 @@ class SimBatches:
     """Microbatches that are a function of (seed, peer, position), a held-out part that is one of (seed, position).
 
     With `unequal`, some targets are ignored, so that microbatches have different numbers of tokens, never none.
-    `cursor` is that of another stream to go on from. Reading one takes `read_s` virtual seconds.
+    `cursor` is that of another stream to go on from.
     """
 
     def __init__(
@@ -27,17 +27,15 @@ class SimBatches:
         *,
         unequal: bool = False,
         cursor: Mapping[str, object] | None = None,
-        read_s: float = 0.0,
     ) -> None:
         self._manifest = manifest
         self._me = me
         self._unequal = unequal
-        self._read_s = read_s
         self._position = int(str(cursor["position"])) if cursor else 0
 
     async def next(self) -> Batch:
         """See `ports.Batches`."""
-        await asyncio.sleep(self._read_s)
+        await asyncio.sleep(0)
         self._position += 1
         return self._make(generator(self._manifest.seed, "batch", self._me, self._position))
 

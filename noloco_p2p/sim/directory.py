@@ -5,22 +5,44 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
 
+DELAY_S = 0.002
+"""Seconds that each reading and writing takes."""
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    advert: Advert
-    ttl_s: float
-    group: Collection[PeerId] | None = None
-    """Who can read it before the swarm is whole again; None: everybody."""
 
-    @property
-    def expires_at(self) -> float:
-        return self.advert.announced_at + self.ttl_s
+@dataclass(slots=True)
+class _AdvertView:
+    """The adverts that some nodes read. It is kept up, not made anew, so that a thousand nodes can read it often."""
+
+    upcoming: deque[tuple[Advert, float]] = field(default_factory=deque)
+    """(advert, when it expires): too young to be seen, in the order of their announcement."""
+    visible: dict[PeerId, Advert] = field(default_factory=dict)
+    """Sorted."""
+    expiries: list[tuple[float, int, Advert]] = field(default_factory=list)
+    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def __copy__(self) -> "_AdvertView":
+        return _AdvertView(deque(self.upcoming), dict(self.visible), list(self.expiries), copy(self.numbers))
+
+    def at(self, seen_at: float) -> list[Advert]:
+        """The adverts that were live at a time, which does not go back from one call to the next."""
+        while self.upcoming and self.upcoming[0][0].announced_at <= seen_at:
+            advert, expires_at = self.upcoming.popleft()
+            new = advert.peer_id not in self.visible
+            self.visible[advert.peer_id] = advert
+            if new:
+                self.visible = dict(sorted(self.visible.items()))
+            heapq.heappush(self.expiries, (expires_at, next(self.numbers), advert))
+        while self.expiries and self.expiries[0][0] < seen_at:
+            _, _, advert = heapq.heappop(self.expiries)
+            if self.visible.get(advert.peer_id) is advert:
+                del self.visible[advert.peer_id]
+        return list(self.visible.values())
 
 
 class Registry:
@@ -29,79 +51,40 @@ class Registry:
     While the swarm is split, what is announced in a group is read in that group only.
     """
 
-    def __init__(self, view_age_s: float = 0.0, delay_s: float = 0.002) -> None:
+    def __init__(self, view_age_s: float = 0.0) -> None:
         self.view_age_s = view_age_s
-        self.delay_s = delay_s
-        """Seconds that each reading and writing takes."""
         self.failing: dict[PeerId, None] = {}
         """Nodes whose readings and writings fail."""
-        self._entries: dict[PeerId, list[_Entry]] = {}
-        """What may still be read; while the swarm is split, its history."""
-        self._groups: tuple[frozenset[PeerId], ...] | None = None
-        self._to_come: deque[_Entry] = deque()
-        """Too young to be seen, in the order of their announcement."""
-        self._visible: dict[PeerId, Advert] = {}
-        """What a whole swarm sees, sorted: it is kept up, not made anew, so that a thousand nodes can read it often."""
-        self._expiries: list[tuple[float, int, Advert]] = []
-        self._numbers = itertools.count()
+        self._whole = _AdvertView()
+        self._of_group: dict[frozenset[PeerId], _AdvertView] = {}
+        """While the swarm is split: what each group reads, with what was announced before."""
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """From now on no announcement crosses from one group to another; who is in none hears and is heard by all."""
-        self._groups = tuple(frozenset(group) for group in groups)
+        """From now on no announcement crosses from one group to another; a node in none hears and is heard by all."""
+        self._of_group = {frozenset(group): copy(self._whole) for group in groups}
 
     def heal(self) -> None:
-        """End the split: everything that was announced is for everybody."""
-        self._groups = None
-        for entries in self._entries.values():
-            entries[:] = [replace(entry, group=None) for entry in entries]
+        """End the split: everything that was announced is for all nodes."""
+        self._of_group = {}
 
     def publish(self, advert: Advert, ttl_s: float, *, now: float) -> None:
         """A new advert; it takes the place of the node's former one in every view made from now on."""
-        entry = _Entry(replace(advert, announced_at=now), ttl_s, self._group(advert.peer_id))
-        entries = self._entries.setdefault(advert.peer_id, [])
-        entries.append(entry)
-        if self._groups is None:
-            seen = [entry for entry in entries if entry.advert.announced_at <= now - self.view_age_s]
-            del entries[: max(0, len(seen) - 1)]
-        self._to_come.append(entry)
+        entry = (replace(advert, announced_at=now), now + ttl_s)
+        group = self._group(advert.peer_id)
+        for view in (self._whole, *(view for peers, view in self._of_group.items() if group in (None, peers))):
+            view.upcoming.append(entry)
 
     def view(self, *, now: float, reader: PeerId | None = None) -> list[Advert]:
         """The adverts that were live `view_age_s` ago, sorted by peer id.
 
         A `reader` of a group sees what that group announced, and what was announced before the split.
         """
-        self._keep_up(now - self.view_age_s)
-        if reader is None or self._group(reader) is None:
-            return list(self._visible.values())
-        seen_at, found = now - self.view_age_s, list[Advert]()
-        for peer in sorted(self._entries):
-            visible = [
-                entry
-                for entry in self._entries[peer]
-                if entry.advert.announced_at <= seen_at and (entry.group is None or reader in entry.group)
-            ]
-            if visible and seen_at <= visible[-1].expires_at:
-                found.append(visible[-1].advert)
-        return found
+        group = None if reader is None else self._group(reader)
+        view = self._whole if group is None else self._of_group[group]
+        return view.at(now - self.view_age_s)
 
-    def _keep_up(self, seen_at: float) -> None:
-        """Bring what a whole swarm sees up to a time."""
-        while self._to_come and self._to_come[0].advert.announced_at <= seen_at:
-            entry = self._to_come.popleft()
-            new = entry.advert.peer_id not in self._visible
-            self._visible[entry.advert.peer_id] = entry.advert
-            if new:
-                self._visible = dict(sorted(self._visible.items()))
-            heapq.heappush(self._expiries, (entry.expires_at, next(self._numbers), entry.advert))
-        while self._expiries and self._expiries[0][0] < seen_at:
-            _, _, advert = heapq.heappop(self._expiries)
-            if self._visible.get(advert.peer_id) is advert:
-                del self._visible[advert.peer_id]
-
-    def _group(self, peer: PeerId) -> Collection[PeerId] | None:
-        if self._groups is None:
-            return None
-        return next((group for group in self._groups if peer in group), None)
+    def _group(self, peer: PeerId) -> frozenset[PeerId] | None:
+        return next((group for group in self._of_group if peer in group), None)
 
 
 class SimDirectory:
@@ -132,6 +115,6 @@ class SimDirectory:
             await self.announce(replace(advert, state="left"), ttl_s)
 
     async def _reach(self) -> None:
-        await asyncio.sleep(self._registry.delay_s)
+        await asyncio.sleep(DELAY_S)
         if self.dead or self._me in self._registry.failing:
             raise Unreachable("the directory does not answer")

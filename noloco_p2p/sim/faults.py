@@ -58,31 +58,6 @@ class Fault:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
-    """How long things may take in a sound swarm, as its nodes' own settings say."""
-
-    limit_s: float
-    """By then the run has ended."""
-    listed_s: float
-    """What has been announced for that long has been read by every node that can read."""
-    round_s: float
-    """Longest outer round: its partner hangs, and the transfer ends by its deadline."""
-    gap_s: float
-    """Longest time without an inner step: a microbatch lives out its deadline, once more after the replica that it
-    went to has fallen silent, and under `balanced` an origin is waited for that has been silent for a while."""
-
-    @staticmethod
-    def of(plan: SimPlan, limit_s: float) -> "TimeLimits":
-        """Those of a plan."""
-        return TimeLimits(
-            limit_s,
-            2.0 * plan.config.directory.refresh_s,
-            plan.manifest.outer.deadline_s + 1.0,
-            2.5 * plan.config.limits.microbatch_deadline_s,
-        )
-
-
 class FaultySwarm(SimSwarm):
     """A swarm with a list of faults, whose stages, where they are linear stages, record what they do."""
 
@@ -95,7 +70,15 @@ class FaultySwarm(SimSwarm):
         super().__init__(replace(plan, stage_factory=factory) if plan.stage_factory is LinearStage else plan)
         self.begun: list[Fault] = []
         """The faults that have been done so far."""
-        self.limits = TimeLimits.of(plan, limit_s)
+        self.limit_s = limit_s
+        """By then the run has ended."""
+        self.listed_s = 2.0 * plan.config.directory.refresh_s
+        """What has been announced for that long has been read by every node that can read."""
+        self.round_s = plan.manifest.outer.deadline_s + 1.0
+        """Longest outer round: its partner hangs, and the transfer ends by its deadline."""
+        self.gap_s = 2.5 * plan.config.limits.microbatch_deadline_s
+        """Longest time without an inner step: a microbatch lives out its deadline, once more after the replica that it
+        went to has fallen silent, and under `balanced` an origin is waited for that has been silent for a while."""
         self.resumptions: list[Resumption] = []
         self.history: list[tuple[float, str]] = []
         """What was done to the swarm, and when."""
@@ -105,7 +88,7 @@ class FaultySwarm(SimSwarm):
 
     def run(self, limit_s: float | None = None, *, tolerate: bool = False) -> Outcome:
         """Run it to its end, by default within its own limit. Raises as `SimSwarm.run`."""
-        return super().run(self.limits.limit_s if limit_s is None else limit_s, tolerate=tolerate)
+        return super().run(self.limit_s if limit_s is None else limit_s, tolerate=tolerate)
 
     def start(self, stage: int, replica: int) -> None:
         """As in `SimSwarm`; each time the node resumes from weights, record what was available when it chose them."""
@@ -135,7 +118,7 @@ class FaultySwarm(SimSwarm):
     def _available(self, peer: PeerId) -> AvailableWeights:
         """What weights a node of its stage could go on from now."""
         index, now = self.process(peer).node.state.index, now_s()
-        listed_at = now - self.limits.listed_s
+        listed_at = now - self.listed_s
         adverts = [one.node.state.advert for one in self.processes if one.running and self._reach(peer, one.peer)]
         others = [advert for advert in adverts if advert.peer_id != peer]
 

@@ -149,14 +149,14 @@ def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
                 continue
             faults = [fault for fault in swarm.begun if fault.ends_s <= merge.at_s]
             cut_off = [fault.ends_s for fault in faults if fault.separates(process.peer, merge.partner)]
-            known_s = max([came[-1].at_s, *cut_off]) + swarm.limits.listed_s
-            early = merge.at_s - swarm.limits.round_s < known_s
+            known_s = max([came[-1].at_s, *cut_off]) + swarm.listed_s
+            early = merge.at_s - swarm.round_s < known_s
             assert early, f"{process.peer} merged {merge} of a newcomer: {came[-1]}"
 
 
 def _ended_s(swarm: FaultySwarm, process: SimProcess) -> float:
     """When it ended, or would have."""
-    return swarm.limits.limit_s if process.ended_at_s is None else process.ended_at_s
+    return swarm.limit_s if process.ended_at_s is None else process.ended_at_s
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ Spans = list[tuple[float, float]]
 def nobody_waits_for_ever(swarm: FaultySwarm, outcome: Outcome) -> None:
     """While every stage has a replica that trains and can be reached, stage 0 takes inner steps."""
     for peer, gap_s, at_s in gaps(swarm, outcome):
-        assert gap_s <= swarm.limits.gap_s, f"{peer} took no inner step for {gap_s:.1f} s up to {at_s:.1f} s"
+        assert gap_s <= swarm.gap_s, f"{peer} took no inner step for {gap_s:.1f} s up to {at_s:.1f} s"
 
 
 def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, float]]:
@@ -196,7 +196,7 @@ def undisturbed(swarm: FaultySwarm, process: SimProcess, spans: Spans) -> Spans:
     """Without the times in which something was done to it."""
     for fault in swarm.begun:
         if process.peer in fault.peers or fault.kind == "split":
-            spans = common(spans, [(0.0, fault.at_s), (fault.ends_s, swarm.limits.limit_s)])
+            spans = common(spans, [(0.0, fault.at_s), (fault.ends_s, swarm.limit_s)])
     return spans
 
 

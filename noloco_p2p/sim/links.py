@@ -8,14 +8,11 @@ is a low one; CUBIC and BBR get more.
 
 import math
 import random
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
-from noloco_p2p.errors import ConfigError
 
 MSS_BYTES = 1460
 """TCP's maximum segment size: an Ethernet frame's payload less the headers of IPv4 and TCP."""
@@ -126,7 +123,10 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The Geography of nodes in regions. Raises ConfigError for a matrix that does not fit its names."""
+    """The Geography of nodes in regions, in turn: replica 7 of a stage is in region 7 modulo their count.
+
+    So every stage has nodes in each region, and the replicas of one number share one.
+    """
 
     names: tuple[str, ...]
     round_trip_ms: tuple[tuple[float, ...], ...]
@@ -140,28 +140,8 @@ class Regions:
     """Sigma of the log-normal latency of every link; 0: constant."""
     loss: float = 0.0
     """Chance that a packet is lost, on every link."""
-    home: Mapping[PeerId, str] = field(default_factory=dict)
-    """Region of the nodes that are named here. All others are spread in turn: node `…7` is in region 7 modulo their
-    count, so that the replicas of one number share a region."""
-    each: Access = field(default_factory=Access)
+    each: Access = Access()
     """Of every node."""
-
-    def __post_init__(self) -> None:
-        """Check what was given."""
-        if not self.names or len({*self.names}) < len(self.names):
-            raise ConfigError(f"regions need different names, got {list(self.names)}")
-        for what, matrix in (("round_trip_ms", self.round_trip_ms), ("bytes_per_s", self.bytes_per_s)):
-            if matrix is not None and [len(row) for row in matrix] != [len(self.names)] * len(self.names):
-                raise ConfigError(f"{what} needs {len(self.names)} rows of {len(self.names)}, one for each region")
-            if any(value is not None and not 0 < value < math.inf for row in matrix or () for value in row):
-                raise ConfigError("round trips and bandwidths between regions must be above 0")
-        unknown = sorted({*self.home.values()} - {*self.names})
-        if unknown:
-            raise ConfigError(f"there is no region {unknown[0]!r}; there are {', '.join(self.names)}")
-
-    def region(self, peer: PeerId) -> str:
-        """The region of a node. Raises ConfigError for one that is not named and has no number at its end."""
-        return self.names[self._index(peer)]
 
     def link(self, sender: PeerId, receiver: PeerId) -> Link:
         """See `Geography`."""
@@ -174,12 +154,7 @@ class Regions:
         return self.each
 
     def _index(self, peer: PeerId) -> int:
-        if peer in self.home:
-            return self.names.index(self.home[peer])
-        number = re.search(r"\d+$", peer)
-        if number is None:
-            raise ConfigError(f"node {peer} has no region: name one for it, or give it a number")
-        return int(number[0]) % len(self.names)
+        return int(peer.rpartition("r")[2]) % len(self.names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from noloco_p2p.core.messages import HostTensor, PeerId
@@ -60,12 +60,6 @@ class Network:
         """Replace the link of one direction."""
         self._links[sender, receiver] = link
         self.traffic.relink(sender, receiver)
-
-    def slow_link(self, sender: PeerId, receiver: PeerId, slowness: float) -> None:
-        """Multiply the latency of one direction as it was made, and divide its bandwidth; 1.0: as it was made."""
-        link = self._geography.link(sender, receiver)
-        speed = link.bytes_per_s / slowness if link.bytes_per_s else None
-        self.set_link(sender, receiver, replace(link, latency_s=link.latency_s * slowness, bytes_per_s=speed))
 
     def hold(self, peer: PeerId) -> None:
         """Swallow all messages from and to a node until `release`; its callers wait until their deadlines.

@@ -44,7 +44,7 @@ class AvailableWeights:
 
     at_s: float
     living: tuple[int, ...]
-    """Of replicas of the stage that have trained for a while (`TimeLimits.listed_s`) and can be reached."""
+    """Of replicas of the stage that have trained for a while (`FaultySwarm.listed_s`) and can be reached."""
     guarded: tuple[int, ...]
     """Listed for as long by nodes that can be reached."""
     own: tuple[int, ...]

@@ -230,6 +230,8 @@ class Scenario(Settings):
             _check_length(f"compute.{name}", getattr(self.compute, name), stages)
         _check_length("workload.parameters_per_stage", self.workload.parameters_per_stage, stages)
         count = len(regions.names)
+        if len({*regions.names}) < count:
+            raise ValueError(f"network.regions.names must be different names, not {list(regions.names)}")
         for name, matrix in (("round_trip_ms", regions.round_trip_ms), ("mbit_per_s", regions.mbit_per_s)):
             wanted = name == "round_trip_ms" or bool(matrix)
             if wanted and (len(matrix) != count or any(len(row) != count for row in matrix)):

@@ -22,58 +22,46 @@ T = TypeVar("T")
 
 
 class SyncStage(Protocol):
-    """The methods of `ports.Stage`, not awaited; implemented by `sim.model` and `compute.stage`."""
+    """The methods of `ports.Stage`, not awaited; implemented by `sim.linear_stage` and `compute.stage`."""
 
     @property
     def state(self) -> StageState:
         """See `ports.Stage`."""
-        ...
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """See `ports.Stage`."""
-        ...
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """See `ports.Stage`."""
-        ...
 
     def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
     ) -> Contribution:
         """See `ports.Stage`."""
-        ...
 
     def discard(self, graph: int) -> None:
         """See `ports.Stage`."""
-        ...
 
     def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """See `ports.Stage`."""
-        ...
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """See `ports.Stage`; `busy_s` is left to the device."""
-        ...
 
     def snapshot(self, round: int, step: int) -> Snapshot:
         """See `ports.Stage`."""
-        ...
 
     def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
         """See `ports.Stage`."""
-        ...
 
     def adopt(self, theirs: Snapshot) -> None:
         """See `ports.Stage`."""
-        ...
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """See `ports.Stage`."""
-        ...
 
     def restore(self, theirs: ReplicaState) -> None:
         """See `ports.Stage`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +99,24 @@ class TimedStage:
         self._busy_s = 0.0
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
-        """See `ports.Stage`."""
-        return await self._run(
-            FORWARD,
-            self._costs.forward_s,
-            lambda: self.stage.forward(inputs, mask),
-            lambda abandoned: self.stage.discard(abandoned[0]),
-        )
+        """See `ports.Stage`; a graph whose waiter is gone is freed."""
+
+        def free(abandoned: tuple[int, HostTensor]) -> None:
+            self.stage.discard(abandoned[0])
+
+        return await self._run(FORWARD, self._costs.forward_s, partial(self.stage.forward, inputs, mask), free)
 
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """See `ports.Stage`."""
-        cost_s = self._costs.backward_s
-        return await self._run(BACKWARD, cost_s, lambda: self.stage.backward(graph, microbatch, gradient))
+        work = partial(self.stage.backward, graph, microbatch, gradient)
+        return await self._run(BACKWARD, self._costs.backward_s, work)
 
     async def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
     ) -> Contribution:
         """See `ports.Stage`."""
-        cost_s = self._costs.forward_s + self._costs.backward_s
-        return await self._run(BACKWARD, cost_s, lambda: self.stage.loss_backward(microbatch, inputs, targets, mask))
+        work = partial(self.stage.loss_backward, microbatch, inputs, targets, mask)
+        return await self._run(BACKWARD, self._costs.forward_s + self._costs.backward_s, work)
 
     def discard(self, graph: int) -> None:
         """See `ports.Stage`."""
@@ -137,35 +124,33 @@ class TimedStage:
 
     async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """See `ports.Stage`."""
-        cost_s = self._costs.forward_s
-        return await self._run(EVALUATE, cost_s, lambda: self.stage.evaluate(inputs, targets, mask))
+        return await self._run(EVALUATE, self._costs.forward_s, partial(self.stage.evaluate, inputs, targets, mask))
 
     async def inner_step(self, label: StepLabel) -> StepResult:
         """See `ports.Stage`."""
-        result = await self._run(BACKWARD, self._costs.inner_step_s, lambda: self.stage.inner_step(label))
+        result = await self._run(BACKWARD, self._costs.inner_step_s, partial(self.stage.inner_step, label))
         busy_s, self._busy_s = self._busy_s, 0.0
         return replace(result, busy_s=busy_s)
 
     async def snapshot(self, round: int, step: int) -> Snapshot:
         """See `ports.Stage`."""
-        return await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.snapshot(round, step))
+        return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.snapshot, round, step))
 
     async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
         """See `ports.Stage`."""
-        return await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.merge(mine, theirs))
+        return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.merge, mine, theirs))
 
     async def adopt(self, theirs: Snapshot) -> None:
         """See `ports.Stage`."""
-        await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.adopt(theirs))
+        await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.adopt, theirs))
 
     async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """See `ports.Stage`."""
-        work = partial(self.stage.capture, round, step, inner_steps)
-        return await self._run(BACKWARD, self._costs.outer_s, work)
+        return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.capture, round, step, inner_steps))
 
     async def restore(self, theirs: ReplicaState) -> None:
         """See `ports.Stage`."""
-        await self._run(BACKWARD, self._costs.outer_s, lambda: self.stage.restore(theirs))
+        await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.restore, theirs))
 
     def close(self) -> None:
         """See `ports.Stage`; what waits, and what is asked later, gets LocalError."""

@@ -69,16 +69,6 @@ def test_who_stops_gives_its_share_back_at_that_moment_and_goes_on_where_it_was(
     assert moved.ends == {"a": pytest.approx(12.0), "b": pytest.approx(38.0)}
 
 
-def test_a_way_that_changes_changes_the_rates() -> None:
-    segment = Segment(10.0)
-    moved = at(
-        (0.0, lambda m: m.begin("a", 100.0, segment, Segment(8.0))),
-        (5.0, lambda m: m.bandwidth.resize(segment, 2.0)),
-        (15.0, lambda m: m.bandwidth.resize(segment, 40.0)),
-    )
-    assert moved.ends == {"a": pytest.approx(15.0 + (100.0 - 40.0 - 20.0) / 8.0)}
-
-
 def test_the_textbook_case() -> None:
     """What one cannot use, because it is held up elsewhere, is for the others on its way; and so on down the line."""
     moved = Moved()

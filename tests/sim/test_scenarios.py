@@ -111,7 +111,7 @@ def test_one_seed_tells_one_story() -> None:
 
 
 def test_there_are_six_files_each_with_its_own_name() -> None:
-    assert sorted(path.stem for path in FILES.iterdir()) == sorted(NAMES)
+    assert sorted(path.stem for path in FILES.glob("*.yaml")) == sorted(NAMES)
     for name in NAMES:
         scenario = load(FILES / f"{name}.yaml")
         assert scenario.name == name
@@ -154,6 +154,10 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
     [
         (["compute.forward_s=[0.1]"], "compute.forward_s must be one number or 2 of them"),
         (["network.regions={names: [a, b], round_trip_ms: [[1, 2]]}"], "round_trip_ms must have 2 rows of 2 numbers"),
+        (["network.regions={names: [a, a], round_trip_ms: [[1, 2], [2, 1]]}"], "names must be different names"),
+        (["network.regions={names: [a], round_trip_ms: [[0]]}"], "network.regions.round_trip_ms"),
+        (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[-5]]}"], "network.regions.mbit_per_s"),
+        (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[1, 2]]}"], "mbit_per_s must have 1 rows"),
         (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs one of peers, region and share"),
         (["faults=[{at_s: 1, kind: crash, region: mars}]"], "the region 'mars', which is none of []"),
     ],

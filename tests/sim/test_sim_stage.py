@@ -13,6 +13,7 @@ from noloco_p2p.config import InnerSettings, RunManifest
 from noloco_p2p.core.messages import Advert, Gradient, HostTensor, LossSum, MicrobatchId
 from noloco_p2p.errors import LocalError, Unreachable, Violation
 from noloco_p2p.ports import StepLabel
+from noloco_p2p.sim import directory
 from noloco_p2p.sim.batches import IGNORED, SimBatches
 from noloco_p2p.sim.directory import Registry, SimDirectory
 from noloco_p2p.sim.linear_stage import LinearStage
@@ -355,9 +356,11 @@ def test_a_closed_device_ends_what_it_does_and_refuses_the_rest() -> None:
 # --- registry, batches, trace -----------------------------------------------------------------------------------------
 
 
-def test_the_registry_shows_views_of_the_past_and_forgets_what_expired() -> None:
+def test_the_registry_shows_views_of_the_past_and_forgets_what_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "DELAY_S", 0.0)
+
     async def main() -> None:
-        registry = Registry(view_age_s=10.0, delay_s=0.0)
+        registry = Registry(view_age_s=10.0)
         one, other = SimDirectory(registry, "a"), SimDirectory(registry, "b")
         await other.announce(Advert("b", "run", 0, (), step=1.0), 30.0)
         await asyncio.sleep(5.0)
@@ -385,12 +388,12 @@ def test_the_registry_shows_views_of_the_past_and_forgets_what_expired() -> None
 def test_a_dead_node_announces_nothing() -> None:
     async def main() -> None:
         registry = Registry()
-        directory = SimDirectory(registry, "a")
-        await directory.announce(Advert("a", "run", 0, (), state="training"), 30.0)
-        directory.dead = True
-        await directory.withdraw()
+        port = SimDirectory(registry, "a")
+        await port.announce(Advert("a", "run", 0, (), state="training"), 30.0)
+        port.dead = True
+        await port.withdraw()
         with pytest.raises(Unreachable):
-            await directory.announce(Advert("a", "run", 0, ()), 30.0)
+            await port.announce(Advert("a", "run", 0, ()), 30.0)
         assert [a.state for a in registry.view(now=1.0)] == ["training"]
 
     run(main())
