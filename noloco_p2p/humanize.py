@@ -25,10 +25,11 @@ def count(value: float) -> str:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """`0.0123`, `12,345`: significant digits, large numbers in full up to a million."""
+    """`0.0123`, `12,345`: significant digits, large numbers in full up to a million; a dash for None."""
     if value is None:
         return DASH
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.{digits}g}"
+    in_full = min(10.0**digits - 0.5, 1e3) <= abs(value) < 1e6
+    return f"{value:,.0f}" if in_full else f"{value:.{digits}g}"
 
 
 def compact(value: float | None, digits: int = 3) -> str:

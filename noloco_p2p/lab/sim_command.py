@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab import scenario_files, sim_runs, sim_table
 from noloco_p2p.lab.sim_runs import SimRequest, SimRun
+from noloco_p2p.observe import terminal
 from noloco_p2p.sim.figures import flat
 from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.telemetry import hash_of
@@ -23,8 +24,6 @@ from noloco_p2p.sim.telemetry import hash_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-WIDTH = 100
-"""Columns where there is no terminal."""
 OK, FAILED = 0, 1
 
 
@@ -220,8 +219,6 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _print(parts: "Iterable[RenderableType]") -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = terminal.console()
     for part in parts:
         console.print(part, markup=False)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from noloco_p2p import humanize
+from noloco_p2p.observe.terminal import plain_table
 from noloco_p2p.sim.figures import RunFigures, StageFigures
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def of_run(found: RunFigures) -> "list[RenderableType]":
 
 def of_seeds(runs: Sequence[Mapping[str, float]]) -> "list[RenderableType]":
     """Several runs that differ in their seed, as `figures.flat` has them: mean, standard deviation and extremes."""
-    table = _table(("figure", "mean", "std", "least", "most"), left=1)
+    table = plain_table(("figure", "mean", "std", "least", "most"), left=("figure",))
     for name, spread in spreads(runs).items():
         table.add_row(name, *(humanize.compact(spread[key], 4) for key in ("mean", "std", "least", "most")))
     return [table]
@@ -41,17 +42,8 @@ def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _table(columns: Sequence[str], left: int) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
-    return table
-
-
 def _summary(found: RunFigures) -> "Table":
-    table = _table(("", ""), left=2)
+    table = plain_table(("", ""), left=("",))
     table.show_header = False
     table.columns[1].no_wrap = False
     micro, rounds = found.microbatches, found.round_s
@@ -81,15 +73,9 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
     """Shares are of the time that a stage's nodes trained."""
     waits = causes(stages)
     real = any(one.replica_std is not None for one in stages)
-    columns = [
-        "stage",
-        "processes",
-        "inner\nsteps",
-        "micro-\nbatches",
-        "in use",
-        *(f"idle:\n{cause}" for cause in waits),
-    ]
-    table = _table([*columns, "replica\nstd"] if real else columns, left=0)
+    columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use"]
+    columns += [f"idle:\n{cause}" for cause in waits]
+    table = plain_table([*columns, "replica\nstd"] if real else columns, left=())
     for one in stages:
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
         cells += [humanize.percent(one.utilisation), *(humanize.percent(one.idle.get(cause)) for cause in waits)]
@@ -100,7 +86,7 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
 
 
 def _bytes(found: RunFigures) -> "Table":
-    table = _table(("bytes per node", "sent", "received", "lost in all"), left=1)
+    table = plain_table(("bytes per node", "sent", "received", "lost in all"), left=("bytes per node",))
     traffic = found.traffic
     for kind in traffic.sent_per_node:
         values = traffic.sent_per_node[kind], traffic.received_per_node[kind], traffic.lost[kind]

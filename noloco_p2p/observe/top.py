@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
 from noloco_p2p.humanize import DASH, compact, elapsed, finite, plural, short_id
-from noloco_p2p.observe import survey
+from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, Severity, line
 from noloco_p2p.observe.overview import ROUND_RESULTS, NodeRow, Overview, StageRow, overview
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.table import Table
 
-WIDTH = 100
-"""Columns where there is no terminal that has its own."""
 FINDINGS_SHOWN = 3
 STAGES_SHOWN = 12
 NODES_SHOWN = 200
@@ -64,7 +62,7 @@ async def _top(options: TopOptions) -> None:
         if options.as_json:
             print(json.dumps(found.as_json(), allow_nan=False))
         elif options.once or not sys.stdout.isatty():
-            _console().print(render(found, None), soft_wrap=False)
+            terminal.console().print(render(found, None), soft_wrap=False)
         else:
             await _live(read, found, options.interval_s)
 
@@ -73,7 +71,7 @@ async def _live(read: Readings, found: Overview, interval_s: float) -> None:
     """Draw it anew after each interval. While nobody answers the last view stays, and says so."""
     from rich.live import Live
 
-    console = _console()
+    console = terminal.console()
     loop = asyncio.get_running_loop()
     seen_at, note = loop.time(), ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -85,12 +83,6 @@ async def _live(read: Readings, found: Overview, interval_s: float) -> None:
                 found, seen_at, note = overview(await read()), loop.time(), ""
             except PeerError as error:
                 note = f"as it was {elapsed(loop.time() - seen_at)} ago: {line(str(error))}"
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
 
 
 # --- where the reports come from --------------------------------------------------------------------------------------
@@ -141,7 +133,7 @@ async def _readings(options: TopOptions) -> AsyncIterator[Readings]:
 
 
 def render(found: Overview, height: int | None, note: str = "") -> "RenderableType":
-    """All of it, at most `height` lines (None: as long as it is) of at most WIDTH columns."""
+    """All of it, at most `height` lines (None: as long as it is) of at most as many columns as the console has."""
     from rich.console import Group
     from rich.text import Text
 
@@ -168,18 +160,8 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     return Group(*parts, Text(LEGEND, style="dim"))
 
 
-def _table(columns: Sequence[str], left: Sequence[str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for column in columns:
-        aligned = "left" if column in left else "right"
-        table.add_column(column, justify=aligned, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
-    return table
-
-
 def _stages_table(stages: Sequence[StageRow]) -> "Table":
-    table = _table(("stage", "replicas", "tokens/s", "states"), ("states",))
+    table = terminal.plain_table(("stage", "replicas", "tokens/s", "states"), ("states",))
     for stage in stages[:STAGES_SHOWN]:
         states = ", ".join(f"{count} {state}" for state, count in stage.states.items()) or "nobody"
         table.add_row(str(stage.stage), str(stage.replicas), compact(stage.tokens_per_s), states)
@@ -191,7 +173,7 @@ def _stages_table(stages: Sequence[StageRow]) -> "Table":
 def _nodes_table(nodes: Sequence[NodeRow]) -> "Table":
     from rich.text import Text
 
-    table = _table(COLUMNS, ("node", "state", "rounds", "waits for"))
+    table = terminal.plain_table(COLUMNS, ("node", "state", "rounds", "waits for"))
     # Where the screen is narrow the columns that may wrap give way first: this one, whose text is cut instead.
     table.columns[-1].no_wrap = False
     for node in nodes:

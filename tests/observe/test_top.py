@@ -36,12 +36,12 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.io.telemetry import status_json
-from noloco_p2p.observe import top
+from noloco_p2p.observe import terminal, top
 from noloco_p2p.observe.diagnosis.findings import Report
 from noloco_p2p.observe.overview import Overview, overview
 
 
-def _drawn(found: Overview, height: int | None = None, note: str = "", width: int = top.WIDTH) -> list[str]:
+def _drawn(found: Overview, height: int | None = None, note: str = "", width: int = terminal.WIDTH) -> list[str]:
     console = Console(width=width, record=True, color_system=None, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(top.render(found, height, note))
     return [drawn.rstrip() for drawn in console.export_text().splitlines()]
@@ -99,7 +99,7 @@ def test_a_node_tells_what_it_waits_for() -> None:
     assert next(row for row in drawn if row.startswith("12D3…xS0R0")).endswith("20s 12D3…xS1R1: gradient")
     nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused" * 4)
     cut = next(row for row in _drawn(_overview(nodes)) if row.startswith("12D3…xS1R0"))
-    assert len(cut) == top.WIDTH
+    assert len(cut) == terminal.WIDTH
     assert cut.split()[1:4] == ["1", "training", "–"], "only the last column gives way"
     row = next(row for row in drawn if row.startswith("12D3…xS1R0"))
     assert row.split()[1:4] == ["1", "training", "–"]

@@ -64,7 +64,8 @@ def fitted(title: str, values: Iterable[float], scale: Scale = "linear", *, from
         margin = (high - low or abs(high) or 1.0) * 0.05
         return Axis(title, 0.0 if from_zero else low - margin, high + margin)
     factor = (high / low) ** 0.05 if high > low else 2.0
-    return Axis(title, low / factor, high * factor, scale)
+    label = humanize.figure if scale == "log2" else tick_label
+    return Axis(title, low / factor, high * factor, scale, label)
 
 
 def showable(value: float, scale: Scale) -> bool:

@@ -1,8 +1,6 @@
 """The page: charts, tables and the frame of page.html around them. Everything is escaped there."""
 
-import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -13,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from noloco_p2p import __version__, humanize
-from noloco_p2p.errors import LocalError
+from noloco_p2p.launch.run_files import write_whole
 from noloco_p2p.observe.plotting.palette import DARK, LIGHT, stylesheet
 from noloco_p2p.observe.report.charts import Panel, RunCharts
 from noloco_p2p.observe.report.journals import number
@@ -52,14 +50,7 @@ def make(directories: Sequence[Path], out: Path) -> int:
     Raises ConfigError when there is no journal, LocalError when it cannot be written.
     """
     page = render(read_run(directories)).encode()
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
-    try:
-        fresh.write_bytes(page)
-        fresh.replace(out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise LocalError(f"{out} cannot be written: {error.strerror or error}") from error
+    write_whole(out, page)
     return len(page)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch.node_probe import SUMMARY, read_json
+from noloco_p2p.launch.run_files import MANIFEST
 from noloco_p2p.observe.report.journals import node_dirs, number
 from noloco_p2p.observe.report.node_history import Incident, NodeHistory, read_history
 
-MANIFEST = "manifest.json"
 MOST_INCIDENTS = 100
 LARGEST_EXPONENT = 700.0
 
