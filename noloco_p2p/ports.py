@@ -29,42 +29,37 @@ from noloco_p2p.core.messages import (
 
 Body = Callable[[], Awaitable[Activation]]
 """Receives the rest of an activation whose header is known. Raises Violation (digest, length, order) or Unreachable."""
+TensorSpecs = tuple[TensorSpec, ...]
 
 
 class Handler(Protocol):
-    """What a transport calls when a peer calls this node; implemented by `Node`.
+    """What a transport calls when a peer calls this node; implemented by `node.rpc_handler`.
 
     `caller` is the peer id as the caller declares it. Every method may raise Busy, Declined or Violation, which the
     caller's transport raises again on the other side (a Violation with `ours` set); anything else is a bug and reaches
-    the caller as Declined.
-    The handler is cancelled when its caller is gone or its deadline has passed.
+    the caller as Declined. The handler is cancelled when its caller is gone or its deadline has passed.
     """
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """Serve one microbatch. Decides on the header; `body` is awaited at most once, and only if it is wanted."""
-        ...
 
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """Forward one held-out microbatch to its loss; leaves no trace."""
-        ...
 
     async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
         """The snapshot of `round`, or after at most `wait_s` the newest one held; None: the newest one at once.
 
         Of a `stage` that is not this node's own it is the newest one that it guards, at once.
         """
-        ...
 
     def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
-        """This replica's state, frozen, for as long as the context lasts; all who ask at about the same time share it.
+        """This replica's state, frozen, for as long as the context lasts; shared by all who ask at about the same time.
 
         `number` asks for the very copy of which the caller has a part already; Declined when it is gone.
         """
-        ...
 
     def describe(self, caller: PeerId) -> NodeDescription:
         """Who this node is and how far it has come."""
-        ...
 
 
 class Transport(Protocol):
@@ -76,50 +71,37 @@ class Transport(Protocol):
         Fills in the header's `specs` and `digest`. The gradient returned has the shape and dtype of the hidden state
         sent and the same microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
         """
-        ...
 
     async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
         """Send a held-out activation, wait for its loss at most `header.time_left_s`. Raises as propagate."""
-        ...
 
     async def fetch_snapshot(
-        self,
-        peer: Advert,
-        stage: int,
-        round: int | None,
-        wait_s: float,
-        deadline_s: float,
-        expected: tuple[TensorSpec, ...] | int,
+        self, peer: Advert, stage: int, round: int | None, wait_s: float, deadline_s: float, expected: TensorSpecs | int
     ) -> Snapshot:
-        """Fetch the frozen (φ, Δ) of a replica of `stage`, tensor by tensor, from itself or from who guards it.
+        """Fetch the frozen (φ, Δ) of a replica of `stage`, tensor by tensor, from itself or from a guardian.
 
         The peer may hold the answer back up to `wait_s` until it has reached `round`; after that `deadline_s` bounds
         the transfer, and a silence in it is taken for the end of the peer much earlier. Raises Violation unless the
-        tensors are exactly `expected`, in that order (or together have so many bytes, for a stage whose tensors this
-        node does not know), and digests agree. `Snapshot.peer` is whose weights they are, as told.
+        tensors are exactly `expected`, in that order (or together have that many bytes, for a stage whose tensors
+        this node does not know), and digests agree. `Snapshot.peer` is whose weights they are, as the peer claims.
         """
-        ...
 
-    async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
+    async def fetch_state(self, peer: Advert, deadline_s: float, expected: TensorSpecs) -> ReplicaState:
         """Fetch a replica's whole state, tensor by tensor, within `deadline_s`.
 
-        A transfer that is cut goes on where it was, with the same copy of the same peer; never with another one.
-        Raises Unreachable when the peer is gone for good, Declined when it has no state to give or the copy is gone,
-        Violation unless the tensors are exactly `expected` and digests agree.
+        A transfer that is cut goes on with the same copy of the same peer, never with another one. Raises Unreachable
+        when the peer is gone for good, Declined when it has no state to give or the copy is gone, Violation unless the
+        tensors are exactly `expected` and digests agree.
         """
-        ...
 
     async def describe(self, peer: Advert) -> NodeDescription:
         """Ask a peer who it is and how far it has come (a few seconds at most)."""
-        ...
 
     async def serve(self, handler: Handler) -> None:
         """Start to answer calls with `handler`. Raises LocalError when the port is in use."""
-        ...
 
     async def close(self) -> None:
         """Refuse new calls, end those in flight, free everything."""
-        ...
 
 
 class Directory(Protocol):
@@ -127,18 +109,15 @@ class Directory(Protocol):
 
     async def announce(self, advert: Advert, ttl_s: float) -> None:
         """Publish or renew this node's advert. Raises Unreachable when the directory cannot be written to."""
-        ...
 
     async def peers(self) -> Sequence[Advert]:
         """All live adverts of this run, own one included, with `announced_at`, sorted by peer id. Raises Unreachable.
 
-        Who has withdrawn is listed for a while in state `left`. Not to be changed: others may read the same list.
+        A node that has withdrawn is listed for a while in state `left`. Not to be changed: others read the same list.
         """
-        ...
 
     async def withdraw(self) -> None:
         """Announce that this node has left, so that nobody waits for its advert to expire."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +129,9 @@ class StageState:
     """Count of parameters that this stage holds."""
     hidden: TensorSpec
     """Name, wire dtype and B×T×D shape of the hidden states that enter or leave it."""
-    snapshot: tuple[TensorSpec, ...]
+    snapshot: TensorSpecs
     """The tensors of its snapshots, in order."""
-    replica: tuple[TensorSpec, ...]
+    replica: TensorSpecs
     """The tensors of its whole state, in order (ReplicaState)."""
     snapshot_bytes: tuple[int, ...]
     """Of every stage of the run: the bytes of one snapshot."""
@@ -205,7 +184,7 @@ class MergeResult:
     """What an outer round did to this replica."""
 
     replica_std: float | None
-    """Estimated from θ before the merge (method.md §5), None when alone."""
+    """Estimated from θ before the merge (METHOD.md, "Measures"), None when alone."""
 
 
 class Stage(Protocol):
@@ -223,59 +202,47 @@ class Stage(Protocol):
         `inputs` is B×T int32 tokens at stage 0, B×T×D hidden states later. Raises Violation when it is not finite or
         not of this run's shape.
         """
-        ...
 
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward through a kept graph, which is freed; adds gradients and tokens unless the id is spent here."""
-        ...
 
     async def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
     ) -> Contribution:
         """The last stage: forward, summed loss and backward in one operation. Raises Violation as forward."""
-        ...
 
     def discard(self, graph: int) -> None:
         """Free a graph that will not be used. Returns at once; unknown handles are ignored."""
-        ...
 
     async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """Forward without a graph: hidden states, or at the last stage the loss."""
-        ...
 
     async def inner_step(self, label: StepLabel) -> StepResult:
-        """Divide by the tokens, clip, AdamW (method.md §2), zero the accumulators."""
-        ...
+        """Divide by the tokens, clip, AdamW (METHOD.md, "Inner step"), zero the accumulators."""
 
     async def snapshot(self, round: int, step: int) -> Snapshot:
         """Freeze (φ, Δ = θ − φ) of now; later changes of θ and φ do not touch it. Audited if there is an audit."""
-        ...
 
     async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
-        """N1 and N2 of method.md §3 with the snapshot just taken and a partner's, or alone.
+        """N1 and N2 (METHOD.md, "Outer round") with the snapshot just taken and a partner's, or alone.
 
         Raises Violation, and changes nothing, when `theirs` is not finite or does not fit.
         """
-        ...
 
     async def adopt(self, theirs: Snapshot) -> None:
         """Start from a snapshot alone: φ = θ = φ_r + Δ_r, δ = 0, fresh optimizer. Raises Violation as merge."""
-        ...
 
     async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """Freeze everything of now but the inner step under way; later changes do not touch it."""
-        ...
 
     async def restore(self, theirs: ReplicaState) -> None:
         """Become that replica: weights, momentum, optimizer, spent ids; the inner step under way is forgotten.
 
         Raises Violation, and changes nothing, when it does not fit or is not finite.
         """
-        ...
 
     def close(self) -> None:
         """Free the device and its memory after the operation in hand; the stage is not used again."""
-        ...
 
 
 class Batches(Protocol):
@@ -283,20 +250,16 @@ class Batches(Protocol):
 
     async def next(self) -> Batch:
         """The next training microbatch; never ends. Raises LocalError when the data cannot be read."""
-        ...
 
     def validation(self) -> Iterator[Batch]:
         """The run's held-out microbatches: the same ones, in the same order, on every node and at every call."""
-        ...
 
     @property
     def cursor(self) -> dict[str, object]:
         """JSON-ready position after the last batch that `next` returned; a stream made from it goes on there."""
-        ...
 
     def close(self) -> None:
         """End the reading thread."""
-        ...
 
 
 class Checkpoints(Protocol):
@@ -304,27 +267,22 @@ class Checkpoints(Protocol):
 
     async def held(self) -> list[Holding]:
         """The checkpoints that look whole, oldest first; those of another run or node are passed over."""
-        ...
 
     async def save(self, checkpoint: Checkpoint) -> None:
         """Write one, all or nothing, and remove those too many. Raises LocalError (a full disk): the old ones stay."""
-        ...
 
     async def load(self, held: Holding) -> Checkpoint | None:
         """Read one. None when it turns out torn or corrupt: then the one before is the newest."""
-        ...
 
 
 class Telemetry(Protocol):
-    """What a node tells whoever watches it. Can never raise into its caller, never blocks."""
+    """Events and durations of a node, for its observers. Can never raise into its caller, never blocks."""
 
     def event(self, kind: str, /, **fields: object) -> None:
         """Something happened."""
-        ...
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Measures the seconds inside the `with`, by name (a phase of design.md §9)."""
-        ...
+        """Measures the seconds inside the `with`, by name (ARCHITECTURE.md, "Metrics")."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function`: why it is longer."""
 BROAD: dict[str, str] = {
     "compute/device.py:Device._run": "it is raised again in the task that waits for the call",
+    "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
 }
 """`file:function`: why it catches everything."""
 SAME_NAME = {

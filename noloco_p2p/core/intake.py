@@ -1,7 +1,7 @@
-"""Admission of microbatches into the inner steps of one replica, decided on the header alone (design.md §4).
+"""Admission of microbatches into inner steps of one replica, on the header alone (ARCHITECTURE.md, "Admission").
 
 The weights of forward and backward agree because a microbatch is admitted into one inner step and the step is taken
-only when everything admitted has ended. The replica that sends is told at once to wait in a short line or `busy`.
+only when everything admitted has ended. One that cannot be admitted now waits in a short line, or is answered Busy.
 
 Pure: the node calls `offer` when a header arrives, `leave` or `done` when the attempt ends, `open`, `seal` and `close`
 around its inner steps; what each call lets in is in its return value. No clock, no tasks, no tensors.
@@ -26,7 +26,7 @@ Slot = tuple[PeerId, int]
 """(origin, index): the place of a microbatch in a step under `balanced`."""
 
 
-class Key(NamedTuple):
+class AttemptKey(NamedTuple):
     """One way of one microbatch: the same id with another digest came through another replica."""
 
     microbatch: MicrobatchId
@@ -41,8 +41,8 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-class Answer(Enum):
-    """What a header is told."""
+class Admission(Enum):
+    """What happens to a microbatch when its header has come."""
 
     ADMIT = "admit"
     WAIT = "wait"
@@ -56,7 +56,7 @@ class Answer(Enum):
 class Verdict(NamedTuple, Generic[Reply]):
     """An answer, its reason, and the kept reply of a REPEAT."""
 
-    answer: Answer
+    answer: Admission
     reason: str
     reply: Reply | None = None
 
@@ -131,10 +131,11 @@ class _Step:
 
 
 class Intake(Generic[Reply]):
-    """The door of one replica.
+    """The admission of one replica.
 
     `max_in_flight` bounds the admitted attempts that have not ended (each may hold an autograd graph), `line_places`
-    those that wait; under `balanced`, labels ahead of the step have as many places again, of their own.
+    those that wait. Under `balanced`, labels ahead of the step have as many places again, of their own: an origin that
+    is ahead must not take the places of those for which this step waits.
     """
 
     def __init__(self, max_in_flight: int, line_places: int) -> None:
@@ -142,15 +143,15 @@ class Intake(Generic[Reply]):
         self._line_places = line_places
         self._phase = Phase.CLOSED
         self._step = _Step(number=0, target=0, due=None)
-        self._attempts: dict[Key, _Attempt] = {}
+        self._attempts: dict[AttemptKey, _Attempt] = {}
         self._in_flight = 0
         self._spent = SpentIds()
-        self._replies: OrderedDict[Key, tuple[int, Reply]] = OrderedDict()
+        self._replies: OrderedDict[AttemptKey, tuple[int, Reply]] = OrderedDict()
         self._steps_taken = 0
 
     # --- the node's own steps -------------------------------------------------------------------------------------
 
-    def open(self, step: int, target: int, due: Iterable[Slot] | None = None) -> list[Key]:
+    def open(self, step: int, target: int, due: Iterable[Slot] | None = None) -> list[AttemptKey]:
         """Begin inner step `step` with `target` places, or with the `due` slots; returns those now admitted."""
         self._step = _Step(step, target, None if due is None else set(due))
         self._phase = Phase.OPEN
@@ -165,8 +166,8 @@ class Intake(Generic[Reply]):
         while self._replies and next(iter(self._replies.values()))[0] <= self._steps_taken - REPLY_STEPS:
             self._replies.popitem(last=False)
 
-    def close(self) -> list[Key]:
-        """Answer Busy from now on; returns the waiting line, to be told Busy and to `leave`. Those in flight go on."""
+    def close(self) -> list[AttemptKey]:
+        """Answer Busy from now on; returns the waiting line, to hear Busy and `leave`. Those in flight go on."""
         self._phase = Phase.CLOSED
         return [key for key, attempt in self._attempts.items() if not attempt.running]
 
@@ -192,33 +193,33 @@ class Intake(Generic[Reply]):
 
     # --- what arrives ---------------------------------------------------------------------------------------------
 
-    def offer(self, key: Key, origin: Origin) -> Verdict[Reply]:
+    def offer(self, key: AttemptKey, origin: Origin) -> Verdict[Reply]:
         """A header has arrived. ADMIT and WAIT must be followed by exactly one `leave` or `done` of the same key."""
         if key in self._replies:
-            return Verdict(Answer.REPEAT, "kept", self._replies[key][1])
+            return Verdict(Admission.REPEAT, "kept", self._replies[key][1])
         if key in self._attempts:
-            return Verdict(Answer.JOIN, "in flight")
+            return Verdict(Admission.JOIN, "in flight")
         if self._phase is Phase.CLOSED:
-            return Verdict(Answer.BUSY, "closed")
+            return Verdict(Admission.BUSY, "closed")
         attempt = _Attempt(origin)
         obstacle = self._obstacle(key, attempt)
         if obstacle is None:
             self._attempts[key] = attempt
             self._run(key, attempt)
-            return Verdict(Answer.ADMIT, "place")
+            return Verdict(Admission.ADMIT, "place")
         ahead = self._ahead(attempt)
         line = sum(not other.running and self._ahead(other) == ahead for other in self._attempts.values())
         if line >= self._line_places:
-            return Verdict(Answer.BUSY, obstacle)
+            return Verdict(Admission.BUSY, obstacle)
         self._attempts[key] = attempt
-        return Verdict(Answer.WAIT, obstacle)
+        return Verdict(Admission.WAIT, obstacle)
 
-    def leave(self, key: Key) -> list[Key]:
+    def leave(self, key: AttemptKey) -> list[AttemptKey]:
         """An attempt failed or was cancelled, waiting or in flight: it leaves no trace. Returns those now admitted."""
         self._end(key)
         return self._admit_from_line()
 
-    def done(self, key: Key, *, counted: bool, reply: Reply) -> list[Key]:
+    def done(self, key: AttemptKey, *, counted: bool, reply: Reply) -> list[AttemptKey]:
         """An attempt gave its reply; `counted`: its gradients were added here. Returns those now admitted."""
         if counted:
             self._spent.spend(key.microbatch)
@@ -228,7 +229,7 @@ class Intake(Generic[Reply]):
         self._end(key)
         return self._admit_from_line()
 
-    def strike(self, has_left: Callable[[PeerId], bool]) -> list[Key]:
+    def drop_slots(self, has_left: Callable[[PeerId], bool]) -> list[AttemptKey]:
         """Drop due slots whose origin has left this step or is gone. Returns those now admitted (`balanced` only)."""
         if self._step.due:
             self._step.due = {slot for slot in self._step.due if not has_left(slot[0])}
@@ -245,14 +246,18 @@ class Intake(Generic[Reply]):
         due = self._step.due
         return slot if due is not None and attempt.origin.step == self._step.number and slot in due else None
 
-    def _wants_place(self, key: Key, attempt: _Attempt) -> bool:
+    def _wants_place(self, key: AttemptKey, attempt: _Attempt) -> bool:
         """Reply-only attempts and, under `balanced`, microbatches whose slot is not ours take no place."""
         if key.microbatch in self._step.places or key.microbatch in self._spent:
             return False
         return self._step.due is None or self._slot(attempt) is not None
 
-    def _obstacle(self, key: Key, attempt: _Attempt) -> str | None:
-        """Why an attempt cannot be admitted now, or None."""
+    def _obstacle(self, key: AttemptKey, attempt: _Attempt) -> str | None:
+        """Why an attempt cannot be admitted now, or None.
+
+        A label ahead of the step waits even while there is room: its slot belongs to a later step. One behind is
+        served, but takes no place: its origin still waits for its gradient.
+        """
         if self._phase is not Phase.OPEN:
             return "stepping"
         if self._ahead(attempt):
@@ -263,7 +268,7 @@ class Intake(Generic[Reply]):
             return "target"
         return None
 
-    def _run(self, key: Key, attempt: _Attempt) -> None:
+    def _run(self, key: AttemptKey, attempt: _Attempt) -> None:
         if self._wants_place(key, attempt):
             slot = self._slot(attempt)
             self._step.places[key.microbatch] = _Place(slot)
@@ -272,7 +277,7 @@ class Intake(Generic[Reply]):
         attempt.running = True
         self._in_flight += 1
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: AttemptKey) -> None:
         attempt = self._attempts.pop(key)
         if not attempt.running:
             return
@@ -285,7 +290,7 @@ class Intake(Generic[Reply]):
         if place.slot is not None and self._step.due is not None:
             self._step.due.add(place.slot)
 
-    def _admit_from_line(self) -> list[Key]:
+    def _admit_from_line(self) -> list[AttemptKey]:
         admitted = []
         for key, attempt in list(self._attempts.items()):
             if not attempt.running and self._obstacle(key, attempt) is None:

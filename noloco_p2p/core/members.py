@@ -1,7 +1,7 @@
 """The membership as one node sees it, the states of a node, and the choice of a stage.
 
-A snapshot of adverts that one task refreshes and everything else routes from (design.md §6). Pure: `now` is the
-caller's clock in seconds. Nothing here is on the way of a call to the DHT.
+A snapshot of adverts that one task refreshes and everything else routes from: no call has to wait for the DHT. Pure:
+`now` is the caller's clock in seconds (ARCHITECTURE.md, "Membership").
 """
 
 from collections.abc import Collection, Sequence, Set
@@ -39,7 +39,7 @@ that misses it is a bad reading: a loaded DHT gives some for seconds, and a node
 
 TRAINING = frozenset({"training"})
 READY = frozenset({"waiting", "syncing", "training"})
-"""They have their weights: a membership counts them, and who is not serving yet answers Busy."""
+"""They have their weights: a membership counts them, and those that do not serve yet answer Busy."""
 HOLDING = frozenset({"training", "finished"})
 """They have a replica's trained weights: newcomers start from them, evaluations go through them."""
 TRAINED = HOLDING | {"paused"}
@@ -48,7 +48,7 @@ IN_ROUNDS = READY | HOLDING
 """Partners of an outer round; with an old view of the membership a mate may still look as if it waited."""
 PRESENT = frozenset({"starting", "waiting", "syncing", "training", "paused", "finished"})
 STAGE_0_AT_WORK = frozenset({"training", "syncing", "draining"})
-"""The run has not ended while one of these is there; who pauses is not waited for."""
+"""The run has not ended while one of these is there; a node that pauses is not waited for."""
 
 
 def next_state(state: str, event: str) -> str:
@@ -81,7 +81,7 @@ class Members:
         self._adverts: dict[PeerId, Advert] = {}
         """Everybody else, sorted."""
         self._missed: dict[PeerId, int] = {}
-        """How many readings in a row have not listed a peer; who is not here was in the last one."""
+        """How many readings in a row have not listed a peer; the last one listed all that are not here."""
         self._heard: dict[PeerId, tuple[int, float]] = {}
         """The newest label that came from a peer: (step, when)."""
         self._failures: dict[PeerId, _Failures] = {}
@@ -123,7 +123,7 @@ class Members:
     def _renew(self, old: Advert, advert: Advert) -> None:
         failures = self._failures.get(advert.peer_id)
         if failures is not None and old.state != advert.state and advert.announced_at > failures.newest_at:
-            # Who has gone on to another state since is at work, maybe in a new process.
+            # A peer that has gone on to another state since is at work, maybe in a new process.
             del self._failures[advert.peer_id]
         self._adverts[advert.peer_id] = advert
 
@@ -240,7 +240,7 @@ class Members:
         return [stage for stage in range(stages) if stage != mine and not served(stage)]
 
     def anybody(self, stage: int) -> bool:
-        """Somebody else of a stage is there, whether it answers or not."""
+        """The stage has another replica than this node, whether it answers or not."""
         return bool(self.of_stage(stage, IN_ROUNDS))
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------

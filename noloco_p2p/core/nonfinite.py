@@ -1,4 +1,4 @@
-"""When results that are not finite are this node's own fault (design.md §4)."""
+"""When results that are not finite are this node's own fault (ARCHITECTURE.md, "Failure and timeouts")."""
 
 from collections.abc import Collection
 

@@ -1,6 +1,6 @@
 """How long a call may take before its peer is taken for hung: learnt from recent calls, nested hop by hop.
 
-Pure: durations come in, seconds go out; whoever calls holds the clock.
+Pure: durations come in, seconds go out; the caller holds the clock.
 """
 
 from collections import deque
@@ -11,16 +11,17 @@ WINDOW = 64
 FEWEST = 8
 """With fewer calls than this there is no deadline of their own yet."""
 SPREADS = 10.0
-"""k of median + k · median absolute deviation. Simulated for issue 4 of this project: k = 4 blamed healthy middle peers
-in 41–50 % of the cases, k = 10 in 0–1 %."""
+"""k of median + k · median absolute deviation. In simulations k = 4 blamed healthy middle peers in 41–50 % of the
+cases, k = 10 in 0–1 %."""
 SLOWER = 4.0
 """A replica that needs this many times the median is slow, not hung. Where most replicas are alike the deviation is
-next to nothing, and would say nothing of the one that is three times slower."""
+next to nothing, and would allow nothing for the one that is three times slower."""
 ANSWER_SHARE = 0.1
 """Part of the time it was given that a hop keeps for its own answer to travel up."""
-
 WAIT_SHARE = 0.5
-"""Part of a call's time for which it may wait at a door; then the answer is Busy, and nobody is taken for hung."""
+"""Part of a call's time for which it may wait for admission; then the answer is Busy, and no peer is taken for hung."""
+TIMER_S = 0.01
+"""Timers are as exact as this: a call that took all of its time but this was ended by it."""
 
 
 class AdaptiveTimeout:
@@ -40,6 +41,11 @@ class AdaptiveTimeout:
         typical = median(self._seconds)
         spread = median(abs(seconds - typical) for seconds in self._seconds)
         return max(floor_s, SLOWER * typical, typical + SPREADS * spread)
+
+    def was_hurried(self, given_s: float, took_s: float) -> bool:
+        """A call was ended by its `given_s`, and that is less than such calls need: no proof against its peer."""
+        needed_s = self.deadline_s()
+        return needed_s is not None and given_s < needed_s and took_s >= given_s - TIMER_S
 
 
 def attempt_s(left_s: float, hops_below: int, deadline_s: float | None) -> float:

@@ -96,7 +96,7 @@ async def run(options: NodeOptions) -> None:
         ports.telemetry.record(journal)
         node = _node(ports, manifest, local, options.dir, data, imports)
         ports.telemetry.watch(lambda: node.status(time.monotonic()), options.dir)
-        await ports.transport.serve(node.answers)
+        await ports.transport.serve(node.handler)
         await joining.check_reachable(libp2p, ports.advert.addresses[0])
         run_files.introduce(options.dir, ports.advert, libp2p, listen.host)
         if options.address_file is not None:
@@ -195,7 +195,7 @@ def _node(
 async def _until_the_end(node: Node, directory: SupervisedDirectory) -> None:
     """Run the node; raises LocalError when its libp2p daemon cannot be kept alive."""
     life = asyncio.create_task(node.run())
-    kept = asyncio.create_task(directory.keep(lambda message: node.trouble("libp2p", message)))
+    kept = asyncio.create_task(directory.keep(lambda message: node.state.trouble("libp2p", message)))
     try:
         await asyncio.wait([life, kept], return_when=asyncio.FIRST_COMPLETED)
         (life if life.done() else kept).result()

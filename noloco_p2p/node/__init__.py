@@ -1,21 +1,22 @@
-"""What a node does beside its main loop, one duty a file.
+"""The life of a node. Read it in this order.
 
-state     what the duties share: who the node is, how far it has come, whom it knows
-waits     where waits are made: each has a name
-telling   what the node tells of itself
-watch     announces the node and reads the membership
-arrival   chooses a stage, waits for the others, takes up a run that has begun
-weights   takes the weights that the node begins with from where they are
-moving    decides to go to another stage
-answers   what peers ask, and which duty answers
-origin    at stage 0: begins microbatches
-routes    sends on: one output to replicas of the next stage until one answers
-door      at later stages: admits and serves microbatches
-examiner  at later stages: serves held-out microbatches
-clock     moves the step
-rounds    outer rounds
-donor     lends this replica's state to newcomers
-guardian  holds the weights of other stages that have few replicas
-saving    writes checkpoints, hands the weights over before leaving
-ending    evaluation, and the end of the run
+loop            the main loop, in run order
+state           who the node is and how far it has come
+membership      what it knows of the others, and the task that speaks to the directory
+waits           what it waits for: every wait has a name
+join            chooses a stage, waits for the others, goes on with a run that has begun; moves to another stage
+restore         takes the weights that the node begins with from where they are
+pipeline/       the way of a microbatch
+    source      at stage 0: reads microbatches and begins them
+    dispatch    at every stage: forward, on through the next stage, backward
+    serve       at later stages: admits microbatches and answers them
+rpc_handler     what peers ask, and which duty answers
+outer_round     outer rounds, and the snapshots that partners pull
+state_donor     lends this replica's state to newcomers
+guardian        holds the weights of other stages that have few replicas
+checkpointing   writes checkpoints, hands the weights over before leaving
+shutdown        evaluation, and the end of the run
+
+`state`, `membership` and `waits` are shared by all the others, which are duties: each takes what it uses when it is
+made, and changes shared state only by its owner's methods.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints, and what a node does with its weights before it leaves (design.md §5 and §6)."""
+"""Checkpoints, and what a node does with its weights before it leaves (ARCHITECTURE.md, "Checkpoints")."""
 
 import asyncio
 
@@ -8,25 +8,33 @@ from noloco_p2p.core.guardians import guardians_of, holders
 from noloco_p2p.core.messages import Checkpoint, PeerId
 from noloco_p2p.core.status import ForRound, Resource, Task
 from noloco_p2p.errors import LocalError
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Checkpoints
 
 LAST_WORDS_S = 1.0
-"""Of the time to leave, so much is kept for telling the others."""
+"""Part of the time to leave that is kept for the announcement that this node has left."""
 
 
 class Checkpointer:
     """Writes this node's checkpoints, one at a time, while it goes on."""
 
-    def __init__(self, node: NodeState, rounds: OuterRounds) -> None:
+    def __init__(
+        self, node: NodeState, swarm: Membership, waits: Waits, checkpoints: Checkpoints, rounds: OuterRounds
+    ) -> None:
         self._node = node
+        self._swarm = swarm
+        self._waits = waits
+        self._checkpoints = checkpoints
         self._rounds = rounds
         self._writing: asyncio.Task[None] | None = None
         self.newest = 0
         """Outer round of the newest checkpoint."""
 
     async def save_if_due(self) -> None:
-        """Every so many outer rounds, and at the end. Called where θ = φ, right after a merge."""
+        """Every `every_rounds` outer rounds, and at the end. Called where θ = φ, right after a merge."""
         node, every = self._node, self._node.config.checkpoint.every_rounds
         manifest = node.manifest
         round = schedule.due_round(node.step, manifest.outer.inner_steps, self.newest, manifest.steps)
@@ -38,29 +46,29 @@ class Checkpointer:
     async def settle(self) -> None:
         """Wait until what is being written has been written."""
         if self._writing is not None:
-            with self._node.waiting("checkpoint", Resource.DISK):
+            with self._waits.waiting("checkpoint", Resource.DISK):
                 await asyncio.wait([self._writing])
 
     async def hand_over(self) -> None:
         """Before this node leaves: its checkpoint is written, and a last replica's weights are pulled by a guardian.
 
-        It is not waited for a guardian when there is none; leaving ends after `drain_s` in any case.
+        Without a guardian there is nothing to wait for; leaving ends after `drain_s` in any case.
         """
         node = self._node
         if node.inner_steps == 0:
             return
         if node.config.checkpoint.every_rounds is not None:
-            await self._save(max(self._rounds.done, self.newest))
+            await self._save(max(node.advert.outer_round, self.newest))
             await self.settle()
-        if node.members.of_stage(node.index, membership.HOLDING):
+        if self._swarm.members.of_stage(node.index, membership.HOLDING):
             return
         if node.manifest.outer.pairing == "none" or not self._guardians():
             return
-        final = await self._rounds.freeze(self._rounds.done + 1)
+        final = await self._rounds.freeze(node.advert.outer_round + 1)
         node.event("info", message=f"waits until a guardian has the weights of stage {node.index}")
-        assert node.drain_by is not None, "only who leaves hands over"
+        assert node.drain_by is not None, "only a node that leaves hands over"
         left_s = node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S
-        if not await node.until(
+        if not await self._waits.until(
             lambda: self._is_guarded(final.round),
             "guardian",
             Resource.SWARM,
@@ -71,19 +79,19 @@ class Checkpointer:
 
     def _is_guarded(self, round: int) -> bool:
         """A guardian has what I froze, or none is left that could pull it."""
-        held = holders(self._node.index, self._node.members.all())
+        held = holders(self._node.index, self._swarm.members.all())
         return not self._guardians() or any(holding.round >= round for _, holding in held)
 
     def _guardians(self) -> tuple[PeerId, ...]:
         node = self._node
-        return guardians_of(node.index, [*node.members.all(), node.advert], node.manifest.seed)
+        return guardians_of(node.index, self._swarm.everybody(), node.manifest.seed)
 
     async def _save(self, round: int) -> None:
         """Freeze everything now, write it in the background; the one before is written first."""
         node = self._node
         await self.settle()
         began = node.now()
-        with node.computing("copy of the state", Task.CHECKPOINT):
+        with self._waits.computing("copy of the state", Task.CHECKPOINT):
             state = await node.stage.capture(round, node.advert.step, node.inner_steps)
         cursor = node.batches.cursor if node.batches is not None else None
         checkpoint = Checkpoint(state, cursor, node.rng.getstate())
@@ -91,11 +99,11 @@ class Checkpointer:
         self._writing = asyncio.create_task(self._write(checkpoint, began))
 
     async def _write(self, checkpoint: Checkpoint, began: float) -> None:
-        """A checkpoint that cannot be written is told, and the node trains on: the next one may fit."""
+        """A checkpoint that cannot be written is reported, and the node trains on: the next one may fit."""
         node, state = self._node, checkpoint.state
         try:
-            with node.waiting("checkpoint", Resource.DISK, idle=True):
-                await node.world.checkpoints.save(checkpoint)
+            with self._waits.waiting("checkpoint", Resource.DISK, idle=True):
+                await self._checkpoints.save(checkpoint)
         except LocalError as error:
             node.trouble("disk", f"no checkpoint of outer round {state.round}: {error}")
             return

@@ -11,7 +11,10 @@ from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_
 from noloco_p2p.core.messages import Advert, Holding, Snapshot
 from noloco_p2p.core.status import ForGuarding, Resource
 from noloco_p2p.errors import PeerError, Unreachable, Violation
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Transport
 
 WAIT_S = 3.0
 """How long a ward is asked to hold its answer back until it has the round that this node has: replicas reach a round
@@ -23,10 +26,13 @@ AGAIN_S = 2.0
 class Guardian:
     """What one node holds for other stages. It outlives `run`, which goes on from it when it is called again."""
 
-    def __init__(self, node: NodeState) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, transport: Transport) -> None:
         self._node = node
+        self._swarm = swarm
+        self._waits = waits
+        self._transport = transport
         self._held: dict[int, Snapshot] = {}
-        self._asked: dict[int, tuple[int, int]] = {}
+        self._last_asked: dict[int, tuple[int, int]] = {}
         """By stage, when it last answered: my outer round, and the newest that its replicas announced."""
         self._read = True
 
@@ -34,22 +40,22 @@ class Guardian:
         """The newest snapshot of another stage that is held here."""
         return self._held.get(stage)
 
-    def noticed(self) -> None:
-        """The membership has been read anew."""
+    def membership_was_read(self) -> None:
+        """A reading of the membership has come."""
         self._read = True
 
     async def stand_by(self) -> None:
         """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
-        await self._node.until(
+        await self._waits.until(
             lambda: self._node.advert.state == "training", "training", Resource.INNER_STEP, idle=True
         )
         await self.run()
-        await self._node.until(lambda: False, "something to guard", Resource.SWARM, idle=True)
+        await self._waits.until(lambda: False, "something to guard", Resource.SWARM, idle=True)
 
     async def run(self) -> None:
         """Pull after each outer round and whenever the membership asks for it; until cancelled."""
         node = self._node
-        self._tell()
+        self._list_holdings()
         if node.manifest.stages == 1 or node.manifest.outer.pairing == "none":
             return
         while True:
@@ -58,7 +64,7 @@ class Guardian:
             for stage in self._wards():
                 await self._look_after(stage)
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
-            await node.until(
+            await self._waits.until(
                 lambda round=round: self._read or node.advert.outer_round != round,  # type: ignore[misc]
                 "something to guard",
                 Resource.SWARM,
@@ -68,13 +74,10 @@ class Guardian:
 
     # --- whom -------------------------------------------------------------------------------------------------------
 
-    def _everybody(self) -> list[Advert]:
-        return [*self._node.members.all(), self._node.advert]
-
     def _guardians(self, stage: int) -> tuple[str, ...]:
         if stage != self._node.index and len(self._replicas(stage)) > GUARDED_REPLICAS:
             return ()
-        return guardians_of(stage, self._everybody(), self._node.manifest.seed)
+        return guardians_of(stage, self._swarm.everybody(), self._node.manifest.seed)
 
     def _wards(self) -> list[int]:
         """The stages that this node guards now."""
@@ -82,7 +85,7 @@ class Guardian:
         return [s for s in range(node.manifest.stages) if s != node.index and node.me in self._guardians(s)]
 
     def _replicas(self, stage: int) -> Sequence[Advert]:
-        return self._node.members.of_stage(stage, WITH_WEIGHTS)
+        return self._swarm.members.of_stage(stage, WITH_WEIGHTS)
 
     @staticmethod
     def _leaving(replicas: Sequence[Advert]) -> bool:
@@ -104,10 +107,10 @@ class Guardian:
                 theirs = await self._fetch(donor, stage, round, wait_s)
             except PeerError as error:
                 if isinstance(error, Unreachable | Violation):
-                    node.members.failed(donor.peer_id, now=node.now())
+                    self._swarm.members.failed(donor.peer_id, now=node.now())
                 node.event("warning", message=f"no snapshot of stage {stage} from {donor.peer_id} to guard: {error}")
                 continue
-            self._asked[stage] = signs
+            self._last_asked[stage] = signs
             self._keep(stage, theirs)
             return
 
@@ -124,24 +127,24 @@ class Guardian:
                 return None
             return max(have, newest) + 1
         goal = max(mine, newest)
-        return goal if goal > have and self._asked.get(stage) != (mine, newest) else None
+        return goal if goal > have and self._last_asked.get(stage) != (mine, newest) else None
 
     def _in_turn(self, stage: int, replicas: Sequence[Advert], round: int) -> list[Advert]:
-        """In which order to ask: who stays and answers first; the rounds and the two guardians alternate."""
+        """The order in which to ask: first a replica that stays and answers; rounds and guardians alternate."""
         node = self._node
         guardians = self._guardians(stage)
         turn = round + (guardians.index(node.me) if node.me in guardians else 0)
         turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
         now = node.now()
-        return sorted(turned, key=lambda a: (node.members.is_aside(a.peer_id, now=now), a.state == "draining"))
+        return sorted(turned, key=lambda a: (self._swarm.members.is_aside(a.peer_id, now=now), a.state == "draining"))
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
         """Raises as Transport.fetch_snapshot, and Violation when the weights are not the donor's own."""
         node = self._node
         size = node.stage.state.snapshot_bytes[stage]
         deadline_s = node.manifest.outer.deadline_s
-        with node.waiting("snapshot", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
-            theirs = await node.world.transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
+        with self._waits.waiting("snapshot", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
+            theirs = await self._transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
         if theirs.peer != donor.peer_id:
             raise Violation(f"{donor.peer_id} sent the snapshot of {theirs.peer}")
         return theirs
@@ -153,16 +156,15 @@ class Guardian:
         self._held[stage] = theirs
         size = sum(t.spec.nbytes for t in theirs.tensors)
         self._node.event("guarded", stage=stage, round=theirs.round, bytes=size)
-        self._tell()
+        self._list_holdings()
 
     # --- what is held -----------------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
+    def _list_holdings(self) -> None:
         """The advert lists what is held, and nothing else once the node trains."""
         held = tuple(Holding(stage, one.round, one.step) for stage, one in sorted(self._held.items()))
         if held != self._node.advert.holds:
-            self._node.update(holds=held)
-            self._node.pulse()
+            self._node.publish(holds=held)
 
     def _drop(self) -> None:
         """Forget what others hold by now; of the stage that this node moved to, once it has its weights."""
@@ -171,15 +173,15 @@ class Guardian:
             taken = stage == node.index and node.advert.state in membership.HOLDING
             if taken or (stage != node.index and self._is_safe(stage)):
                 del self._held[stage]
-        self._tell()
+        self._list_holdings()
 
     def _is_safe(self, stage: int) -> bool:
-        """The stage has replicas enough, or all who guard it now list it as new as this node has it.
+        """The stage has replicas enough, or all its guardians of today list it as new as this node has it.
 
         A stage that nobody holds has no guardians: what is held of it stays until somebody has taken it.
         """
         node, held = self._node, self._held[stage]
-        if len(node.members.of_stage(stage, membership.TRAINING)) > GUARDED_REPLICAS:
+        if len(self._swarm.members.of_stage(stage, membership.TRAINING)) > GUARDED_REPLICAS:
             return True
         guardians = self._guardians(stage)
         if not guardians or node.me in guardians:
@@ -187,7 +189,7 @@ class Guardian:
         listed = {
             peer
             for peer in guardians
-            for theirs in (node.members.get(peer) or node.advert).holds
+            for theirs in (self._swarm.members.get(peer) or node.advert).holds
             if theirs.stage == stage and (theirs.round, theirs.step) >= (held.round, held.step)
         }
         return listed == set(guardians)

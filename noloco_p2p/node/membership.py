@@ -1,21 +1,133 @@
-"""Keeping up with the membership: the one task that speaks to the directory (design.md §6)."""
+"""What a node knows of the others, and the one task that speaks to the directory (ARCHITECTURE.md, "Membership")."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from noloco_p2p.core.status import Resource
+from noloco_p2p.core import members
+from noloco_p2p.core.messages import Advert, Origin, PeerId
+from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Directory
 
 BRISK_S = 0.5
 """Seconds between two readings of the membership while the node does not train."""
 ADVERTS_PER_S = 200
-"""At most so many are read in a second, on average: each is a signature to check, and a swarm can have thousands."""
+"""Adverts read per second, on average, at most: each is a signature to check, and a swarm can have thousands."""
 FIRST_S = 2.0
-"""And at stage 0 while the first inner steps have not been timed."""
+"""Seconds between two readings at stage 0 while the first inner steps have not been timed."""
 QUIET_S = 1.0
-"""Without a microbatch or a gradient for so long, and longer than an inner step with its outer round takes, a node in
-training looks who is still there."""
+"""A node in training that for this long, and for longer than an inner step with its outer round takes, has had no
+microbatch or gradient, reads the membership again."""
 RENEWALS_PER_TTL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The membership that an inner step started with, each sorted by id, mine included where I belong."""
+
+    origins: tuple[PeerId, ...] = ()
+    mates: tuple[PeerId, ...] = ()
+    following: tuple[PeerId, ...] = ()
+
+
+class Membership:
+    """The swarm as one node knows it. Its duties read it; it changes by the methods here only.
+
+    `members` holds the others' adverts, and the peers not to call for a while. A duty may report the outcome of a call
+    of its own to it (`failed`, `answered`); all else in it is changed here.
+    """
+
+    def __init__(self, node: NodeState, waits: Waits) -> None:
+        self._node = node
+        self._waits = waits
+        self.members = members.Members(node.me, node.config.directory.ttl_s)
+        self.view = StepView()
+        self.heard_at = float("-inf")
+        """When a microbatch, or at stage 0 a gradient, came last."""
+        self.deserted: dict[int, float] = {}
+        """Stages that nobody serves, as far as is known here: since when, on the loop's clock."""
+        self.run_ended = False
+        """Some node of stage 0 was seen finished; it may have left since."""
+
+    def read(self, adverts: Sequence[Advert]) -> None:
+        """Take over a reading of the directory."""
+        node = self._node
+        joined, departed = self.members.update(adverts, now=node.now())
+        own, counts = (node.advert.stage, node.advert.state), self.members.counts()
+        counts[own] = counts.get(own, 0) + 1
+        node.event("membership", counts=counts, joined=joined, departed=departed)
+        ended = self.members.left_at_step >= node.manifest.steps or self.members.of_stage(0, {"finished"})
+        self.run_ended = self.run_ended or bool(ended)
+
+    def everybody(self) -> list[Advert]:
+        """All adverts, mine included."""
+        return [*self.members.all(), self._node.advert]
+
+    def fix_view(self) -> None:
+        """Fix the membership that the coming inner step starts with."""
+        node = self._node
+
+        def ids(stage: int) -> tuple[PeerId, ...]:
+            found = self.members.ids(stage, members.READY)
+            return tuple(sorted([*found, node.me]) if stage == node.index else found)
+
+        self.view = StepView(ids(0), ids(node.index), ids(node.index + 1))
+
+    def heard(self, origin: Origin | None = None) -> None:
+        """A microbatch of `origin`, or at stage 0 a gradient, has come."""
+        self.heard_at = self._node.now()
+        if origin is not None:
+            self.members.heard(origin, now=self.heard_at)
+
+    def first_stage_is_done(self) -> bool:
+        """Some node of stage 0 was seen finished, and none of it is at work."""
+        first = self.members.of_stage(0, members.STAGE_0_AT_WORK | {"finished"})
+        return self.run_ended and all(a.state == "finished" for a in first)
+
+    # --- calls to the next stage, and stages without anybody --------------------------------------------------------
+
+    def answered(self, peer: PeerId) -> None:
+        """A replica of the next stage has answered, with whatever."""
+        self.members.answered(peer)
+        if self.deserted:
+            self.update_deserted()
+
+    def failed(self, peer: PeerId) -> None:
+        """A call to a replica of the next stage has failed."""
+        self.members.failed(peer, now=self._node.now())
+        self.update_deserted()
+
+    def update_deserted(self, *, reading: bool = False) -> None:
+        """Keep `deserted` true; report it when it changes, and at each `reading` while it is not empty."""
+        node, now = self._node, self._node.now()
+        found = self.members.deserted(node.manifest.stages, node.index) if node.advert.state == "training" else []
+        changed = found != sorted(self.deserted)
+        self.deserted = {stage: self.deserted.get(stage, now) for stage in found}
+        if changed or (reading and found):
+            node.event("deserted", stages={stage: now - since for stage, since in self.deserted.items()})
+        if changed:
+            self._waits.pulse()
+
+    def nobody_there(self) -> bool:
+        """A later stage has no replica at all, so that nothing that stage 0 sends could come back.
+
+        False once some node of stage 0 has finished: then nobody need come.
+        """
+        return not self.run_ended and any(not self.members.anybody(stage) for stage in self._later_deserted())
+
+    async def until_served(self) -> bool:
+        """Wait while a later stage is deserted and has no replica. False: none was deserted, or I leave."""
+        deserted = self._later_deserted()
+        if self.run_ended or not deserted:
+            return False
+        node = self._node
+        await self._waits.until(lambda: node.draining or not self.nobody_there(), "replica", AnyReplica(min(deserted)))
+        return not node.draining
+
+    def _later_deserted(self) -> list[int]:
+        return [stage for stage in self.deserted if stage > self._node.index]
 
 
 class MembershipLoop:
@@ -24,8 +136,13 @@ class MembershipLoop:
     `changed` is called after every reading.
     """
 
-    def __init__(self, node: NodeState, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, node: NodeState, swarm: Membership, waits: Waits, directory: Directory, changed: Callable[[], None]
+    ) -> None:
         self._node = node
+        self._swarm = swarm
+        self._waits = waits
+        self._directory = directory
         self._changed = changed
         self._announced: tuple[object, ...] = ()
         self._announced_at = float("-inf")
@@ -36,40 +153,60 @@ class MembershipLoop:
         """The one task that speaks to the directory; everything else routes from what it read."""
         while True:
             reading = self._reading_is_due()
-            if self._has_news() or (self._node.index >= 0 and self._renewal_is_due(reading)):
+            if self._has_news() or (self._node.chosen_stage is not None and self._renewal_is_due(reading)):
                 await self._announce()
             if reading:
                 await self._read()
-            calm = not self._node.deserted
-            await self._node.until(
-                lambda calm=calm: self._has_news() or (calm and bool(self._node.deserted)),  # type: ignore[misc]
+            calm = not self._swarm.deserted
+            await self._waits.until(
+                lambda calm=calm: self._has_news() or (calm and bool(self._swarm.deserted)),  # type: ignore[misc]
                 "time to look",
                 Resource.DIRECTORY,
-                self._sleeps_s(),
+                self._sleep_s(),
                 idle=True,
             )
 
+    async def withdraw(self) -> None:
+        """Tell the others that this node has left."""
+        try:
+            with self._waits.waiting("withdrawal", Resource.DIRECTORY, self._node.config.directory.ttl_s):
+                await self._directory.withdraw()
+        except PeerError as error:
+            self._node.event("warning", message=f"could not tell the others that this node leaves: {error}")
+
+    async def next_reading(self) -> None:
+        """Wait until the membership has been read anew, from now on."""
+        before = self._readings
+        await self._waits.until(
+            lambda: self._readings > before or self._node.draining, "next reading of the membership", Resource.DIRECTORY
+        )
+
+    # --- when -------------------------------------------------------------------------------------------------------
+
     def _reading_is_due(self) -> bool:
-        """While training once in `refresh_s`, and at stage 0 in an outer interval; briskly when nobody calls any more,
-        or while a stage is deserted: who takes it is to be seen soon.
+        """Every `refresh_s` in training, and at stage 0 every outer interval; briskly when nobody calls any more, or
+        while a stage is deserted: a node that takes it is to be seen soon.
 
         Clocks are projected two outer intervals at most, and may be one old when they are announced: what is older
         holds everybody back. Later stages learn the clocks from the labels of their microbatches.
         """
-        node = self._node
-        age_s = node.now() - self._read_at
-        if node.deserted or node.advert.state != "training" or node.now() - node.heard_at > self._quiet_s():
-            return age_s >= self._tick_s
-        return age_s >= self._refresh_s()
+        now = self._node.now()
+        if self._is_brisk or now - self._swarm.heard_at > self._quiet_s():
+            return now - self._read_at >= self._tick_s
+        return now - self._read_at >= self._refresh_s()
+
+    @property
+    def _is_brisk(self) -> bool:
+        return bool(self._swarm.deserted) or self._node.advert.state != "training"
 
     @property
     def _tick_s(self) -> float:
         """Shortest time between two readings."""
-        return max(min(BRISK_S, self._node.config.directory.refresh_s), len(self._node.members) / ADVERTS_PER_S)
+        return max(min(BRISK_S, self._node.config.directory.refresh_s), len(self._swarm.members) / ADVERTS_PER_S)
 
     def _quiet_s(self) -> float:
         # Two of them may have been odd: an evaluation, a stall.
-        usual = sorted(self._node.steps_took)[:-2]
+        usual = sorted(self._node.step_seconds)[:-2]
         return max(QUIET_S, usual[-1]) if usual else QUIET_S
 
     def _refresh_s(self) -> float:
@@ -81,69 +218,51 @@ class MembershipLoop:
             due_s = min(due_s, node.manifest.outer.inner_steps / speed if speed else FIRST_S)
         return max(due_s, self._tick_s)
 
-    def _sleeps_s(self) -> float:
+    @property
+    def _renewal_s(self) -> float:
+        return self._node.config.directory.ttl_s / RENEWALS_PER_TTL
+
+    def _sleep_s(self) -> float:
         """Until something may be due; news, or a stage that becomes deserted, come in between."""
-        node, now = self._node, self._node.now()
-        if node.deserted or node.advert.state != "training":
+        if self._is_brisk:
             return self._tick_s
-        quiet_at, read_at = node.heard_at + self._quiet_s(), self._read_at + self._refresh_s()
-        renewed_at = self._announced_at + node.config.directory.ttl_s / RENEWALS_PER_TTL
-        return max(self._tick_s, min(quiet_at, read_at, renewed_at) - now)
+        quiet_at, read_at = self._swarm.heard_at + self._quiet_s(), self._read_at + self._refresh_s()
+        return max(self._tick_s, min(quiet_at, read_at, self._announced_at + self._renewal_s) - self._node.now())
 
     def _renewal_is_due(self, reading: bool) -> bool:
         """The clocks of stage 0 are read from its adverts; those of other stages only have to stay alive."""
-        age_s = self._node.now() - self._announced_at
-        tells_the_clock = self._node.index == 0 and self._node.advert.state == "training"
-        return (tells_the_clock and reading) or age_s >= self._node.config.directory.ttl_s / RENEWALS_PER_TTL
+        carries_the_clock = self._node.index == 0 and self._node.advert.state == "training"
+        return (carries_the_clock and reading) or self._node.now() - self._announced_at >= self._renewal_s
 
     def _has_news(self) -> bool:
         """What others should know at once has changed since the last announcement."""
-        return self._node.index >= 0 and self._shown() != self._announced
+        return self._node.chosen_stage is not None and self._shown() != self._announced
 
     def _shown(self) -> tuple[object, ...]:
-        advert = self._node.advert
-        told = advert.stage, advert.state, advert.settled, advert.evaluated
-        return *told, advert.partner_from_round, advert.moving_to, advert.holds
+        a = self._node.advert
+        return a.stage, a.state, a.settled, a.evaluated, a.partner_from_round, a.moving_to, a.holds
+
+    # --- the directory ----------------------------------------------------------------------------------------------
 
     async def _announce(self) -> None:
-        node = self._node
+        node, ttl_s = self._node, self._node.config.directory.ttl_s
         self._announced, self._announced_at = self._shown(), node.now()
-        ttl_s = node.config.directory.ttl_s
         try:
-            with node.waiting("announcement", Resource.DIRECTORY, ttl_s, idle=True):
-                await node.world.directory.announce(node.advert, ttl_s)
+            with self._waits.waiting("announcement", Resource.DIRECTORY, ttl_s, idle=True):
+                await self._directory.announce(node.advert, ttl_s)
         except PeerError as error:
             self._announced_at = float("-inf")
             node.event("warning", message=f"this node could not be announced: {error}")
 
     async def _read(self) -> None:
-        node = self._node
-        self._read_at = node.now()
+        self._read_at = self._node.now()
         try:
-            with node.waiting("membership", Resource.DIRECTORY, node.config.directory.ttl_s, idle=True):
-                adverts = await node.world.directory.peers()
+            with self._waits.waiting("membership", Resource.DIRECTORY, self._node.config.directory.ttl_s, idle=True):
+                adverts = await self._directory.peers()
         except PeerError as error:
-            node.event("warning", message=f"the membership could not be read: {error}")
+            self._node.event("warning", message=f"the membership could not be read: {error}")
             return
-        joined, departed = node.members.update(adverts, now=node.now())
-        counts = node.members.counts()
-        counts[node.index, node.advert.state] = counts.get((node.index, node.advert.state), 0) + 1
-        node.event("membership", counts=counts, joined=joined, departed=departed)
+        self._swarm.read(adverts)
         self._readings += 1
         self._changed()
-        node.pulse()
-
-    async def withdraw(self) -> None:
-        """Tell the others that this node has left."""
-        try:
-            with self._node.waiting("withdrawal", Resource.DIRECTORY, self._node.config.directory.ttl_s):
-                await self._node.world.directory.withdraw()
-        except PeerError as error:
-            self._node.event("warning", message=f"could not tell the others that this node leaves: {error}")
-
-    async def next_reading(self) -> None:
-        """Wait until the membership has been read anew, from now on."""
-        seen = self._readings
-        await self._node.until(
-            lambda: self._readings > seen or self._node.draining, "next reading of the membership", Resource.DIRECTORY
-        )
+        self._waits.pulse()

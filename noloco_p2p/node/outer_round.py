@@ -1,7 +1,11 @@
-"""Outer rounds: freeze a snapshot, pull one peer's, merge, go on (design.md §5). Nobody waits for the swarm."""
+"""Outer rounds: freeze a snapshot, pull a partner's, merge, go on (ARCHITECTURE.md, "An outer round").
+
+A replica waits for one partner at most, and only for a while: never for the swarm.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
@@ -9,7 +13,10 @@ from noloco_p2p.core.messages import Advert, PeerId, Snapshot
 from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.core.timeouts import AdaptiveTimeout
 from noloco_p2p.errors import Declined, PeerError, Violation
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Transport
 
 KEPT_ROUNDS = 2
 """Snapshots that stay fetchable."""
@@ -27,39 +34,40 @@ class Pull:
 class OuterRounds:
     """The outer rounds of one replica, and the snapshots that it keeps for others."""
 
-    def __init__(self, node: NodeState) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, transport: Transport) -> None:
         self._node = node
+        self._swarm = swarm
+        self._waits = waits
+        self._transport = transport
         self._kept: dict[int, Snapshot] = {}
         self._step_busy_s = 0.0
-        self._patience = AdaptiveTimeout()
-        self.done = 0
-        """Number of the last outer round done."""
+        self._timeout = AdaptiveTimeout()
 
     async def freeze(self, round: int) -> Snapshot:
         """Take this replica's snapshot of `round` and keep it for others."""
-        with self._node.computing("snapshot"):
+        with self._waits.computing("snapshot"):
             mine = await self._node.stage.snapshot(round, self._node.step)
         self._kept[round] = mine
         for old in sorted(self._kept)[:-KEPT_ROUNDS]:
             del self._kept[old]
-        self._node.pulse()
+        self._waits.pulse()
         return mine
 
     def inner_step_took(self, busy_s: float) -> None:
         """Device-busy seconds of an inner step: the unit in which a partner is waited for."""
         self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
 
-    async def run_if_due(self, close_door: Callable[[], None]) -> None:
+    async def run_if_due(self, close_intake: Callable[[], None]) -> None:
         """One outer round, if the clock says so. Nothing is in flight.
 
-        No circular wait: from snapshot to merge the door answers Busy and its line is flushed.
+        No circular wait: from snapshot to merge the intake answers Busy, and its waiting line is flushed.
         """
         node, outer = self._node, self._node.manifest.outer
         if outer.pairing == "none":
             return
-        due = schedule.due_round(node.step, outer.inner_steps, self.done, node.manifest.steps)
+        due = schedule.due_round(node.step, outer.inner_steps, node.advert.outer_round, node.manifest.steps)
         if due is not None:
-            close_door()
+            close_intake()
             with node.span("outer"):
                 await self._run(due)
 
@@ -69,16 +77,13 @@ class OuterRounds:
         mine = await self.freeze(round)
         pull = await self._pull(round)
         node.event("idle", cause="partner", seconds=node.now() - began)
-        with node.computing("merge"):
+        with self._waits.computing("merge"):
             try:
                 merged = await node.stage.merge(mine, pull.theirs)
             except Violation as error:
                 pull = Pull("alone", f"refused: {error}")
                 merged = await node.stage.merge(mine, None)
-        self.done = round
-        node.update(outer_round=round)
-        node.pulse()
-        size = sum(t.spec.nbytes for t in pull.theirs.tensors) if pull.theirs else 0
+        node.publish(outer_round=round)
         node.event(
             "outer_round",
             round=round,
@@ -86,46 +91,49 @@ class OuterRounds:
             partner=pull.theirs.peer if pull.theirs else None,
             reason=pull.reason,
             seconds=node.now() - began,
-            bytes=size,
+            bytes=sum(t.spec.nbytes for t in pull.theirs.tensors) if pull.theirs else 0,
         )
         if merged.replica_std is not None:
             node.event("replica_std", value=merged.replica_std)
 
+    # --- pulling ----------------------------------------------------------------------------------------------------
+
     async def _pull(self, round: int) -> Pull:
         """The partner's snapshot of this round, else its newest, else another replica's, else none.
 
-        Who is new to the stage is nobody's partner before its first whole outer interval, and draws its own at random.
+        A replica that is new to the stage is nobody's partner before its first whole outer interval, and draws its own
+        partner at random: the others' pairing does not count it yet.
         """
-        node, outer = self._node, self._node.manifest.outer
-        found = node.members.of_stage(node.index, membership.IN_ROUNDS)
+        node, members, outer = self._node, self._swarm.members, self._node.manifest.outer
+        found = members.of_stage(node.index, membership.IN_ROUNDS)
         mates = {a.peer_id: a for a in found if a.partner_from_round <= round}
-        if outer.pairing == "none":
-            return Pull("alone", "none")
-        kind = outer.pairing if node.advert.partner_from_round <= round else "random"
+        kind: Literal["matched", "random"] = "random"
+        if outer.pairing == "matched" and node.advert.partner_from_round <= round:
+            kind = "matched"
         chosen, reason = pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng)
         if chosen is None:
             return Pull("alone", reason)
-        if node.members.is_aside(chosen, now=node.now()):
+        if members.is_aside(chosen, now=node.now()):
             failure = "aside"
         else:
             try:
                 theirs = await self._fetch(mates[chosen], round, self._partner_wait_s())
                 return Pull("partner" if theirs.round == round else "stale", reason, theirs)
             except PeerError as error:
-                failure = self._refused(chosen, error)
-        others = [p for p in sorted(mates) if p != chosen and not node.members.is_aside(p, now=node.now())]
+                failure = self._note_failure(chosen, error)
+        others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
             return Pull("alone", failure)
         other = node.rng.choice(others)
         try:
             return Pull("other", failure, await self._fetch(mates[other], round, 0.0))
         except PeerError as error:
-            return Pull("alone", self._refused(other, error))
+            return Pull("alone", self._note_failure(other, error))
 
-    def _refused(self, peer: PeerId, error: PeerError) -> str:
-        """Why a pull failed, as a label; what was said goes to the log."""
+    def _note_failure(self, peer: PeerId, error: PeerError) -> str:
+        """Why a pull failed, as a label; the peer's own words go to the log."""
         if not isinstance(error, Declined):
-            self._node.members.failed(peer, now=self._node.now())
+            self._swarm.members.failed(peer, now=self._node.now())
         self._node.event("warning", message=f"no snapshot from {peer}: {error}")
         return type(error).__name__.lower()
 
@@ -133,13 +141,13 @@ class OuterRounds:
         """A peer's snapshot near `round`. Raises Declined when it is too old, else as Transport.fetch_snapshot."""
         node, outer = self._node, self._node.manifest.outer
         floor_s = node.config.limits.patience_floor_s + wait_s
-        deadline_s = min(outer.deadline_s, self._patience.deadline_s(floor_s) or outer.deadline_s)
+        deadline_s = min(outer.deadline_s, self._timeout.deadline_s(floor_s) or outer.deadline_s)
         began = node.now()
-        with node.waiting("snapshot", peer.peer_id, wait_s + deadline_s, ForRound(round)):
-            theirs = await node.world.transport.fetch_snapshot(
+        with self._waits.waiting("snapshot", peer.peer_id, wait_s + deadline_s, ForRound(round)):
+            theirs = await self._transport.fetch_snapshot(
                 peer, node.index, round, wait_s, deadline_s, node.stage.state.snapshot
             )
-        self._patience.observe(node.now() - began)
+        self._timeout.observe(node.now() - began)
         if theirs.peer != peer.peer_id:
             raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
         if abs(theirs.round - round) > outer.max_stale_rounds:
@@ -157,7 +165,7 @@ class OuterRounds:
         """See ports.Handler.fetch_snapshot."""
         if round is not None:
             longest_s = min(wait_s, self._node.manifest.outer.deadline_s)
-            await self._node.until(
+            await self._waits.until(
                 lambda: any(kept >= round for kept in self._kept),
                 "outer round",
                 Resource.INNER_STEP,
@@ -170,8 +178,7 @@ class OuterRounds:
         return self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
 
     async def go_on_from(self, round: int) -> None:
-        """This replica's weights have become those of `round`; what was kept is no longer its own."""
-        self.done = round
+        """This replica's weights have become those of `round`; the snapshots kept are no longer its own."""
         self._node.update(outer_round=round)
         self._kept.clear()
         await self.freeze(round)

@@ -1,14 +1,17 @@
-"""The weights that a node begins with: where they come from, and what it has of its own (design.md §4 and §6)."""
+"""The weights that a node begins with, and what it has of its own (ARCHITECTURE.md, "Recovery")."""
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
-from noloco_p2p.core.messages import Checkpoint, Holding
+from noloco_p2p.core.messages import Advert, Checkpoint, Holding
 from noloco_p2p.core.resume import WeightsSource
 from noloco_p2p.core.status import Resource, Task
 from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.guardian import Guardian
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import World
 
 TRANSFER_DEADLINE_S = 1800.0
 """Longest transfer of a replica's whole state; a peer that falls silent is given up in seconds."""
@@ -19,129 +22,136 @@ HOLDINGS_SHOWN = 4
 class WeightRestorer:
     """Takes weights, and at stage 0 the place in the data, from one source at a time."""
 
-    def __init__(self, node: NodeState, rounds: OuterRounds, guardian: Guardian) -> None:
+    def __init__(
+        self, node: NodeState, swarm: Membership, waits: Waits, world: World, rounds: OuterRounds, guardian: Guardian
+    ) -> None:
         self._node = node
+        self._swarm = swarm
+        self._waits = waits
+        self._world = world
         self._rounds = rounds
         self._guardian = guardian
         self.own: list[Holding] = []
         """The checkpoints that this node has, of any stage."""
 
+    async def find_own(self) -> None:
+        """See which checkpoints this node has."""
+        with self._waits.waiting("own checkpoints", Resource.DISK):
+            self.own = await self._world.checkpoints.held()
+
+    def own_of_stage(self) -> list[Holding]:
+        """The checkpoints that this node has of its stage, oldest first."""
+        return [held for held in self.own if held.stage == self._node.chosen_stage]
+
     def show_own(self) -> None:
-        """Tell the others what I have, until I train."""
-        node = self._node
-        own = [held for held in self.own if held.stage == node.index]
-        node.update(holds=tuple(own[-HOLDINGS_SHOWN:]))
+        """List in the advert what I have, until I train."""
+        self._node.update(holds=tuple(self.own_of_stage()[-HOLDINGS_SHOWN:]))
 
     def guarded(self) -> Holding | None:
         """What this node holds, as a guardian, of the stage that it comes to."""
         held = self._guardian.snapshot_of(self._node.index)
         return None if held is None else Holding(self._node.index, held.round, held.step)
 
-    async def tried(self, source: WeightsSource) -> bool:
-        """Whether the source gave its weights; they are this replica's now."""
+    async def restore(self, source: WeightsSource) -> bool:
+        """Take the weights of the source. False: it could not give them."""
         node = self._node
         try:
             match source.kind:
                 case "peer":
-                    await self._from_peer(source)
+                    assert source.peer is not None
+                    await self._from_peer(source.peer)
                 case "shard":
-                    if not await self._from_shard(source):
+                    assert source.holding is not None
+                    if not await self._from_shard(source.holding):
                         return False
                 case "guardian":
-                    await self._from_guardian(source)
+                    await self._from_guardian(source.peer)
                 case _:
                     await self._fresh()
         except PeerError as error:
             node.event("warning", message=f"could not start from {source.kind}: {error}")
             return False
         peer = source.peer.peer_id if source.peer else None
-        node.event("resumed", source=source.kind, round=self._rounds.done, step=node.advert.step, peer=peer)
+        node.event("resumed", source=source.kind, round=node.advert.outer_round, step=node.advert.step, peer=peer)
         return True
+
+    async def open_data(self, checkpoint: Checkpoint | None) -> None:
+        """At stage 0: the data from where the checkpoint was, or from the beginning. What is open stays open."""
+        if self._node.index != 0 or self._node.batches is not None:
+            return
+        with self._waits.waiting("opened data", Resource.DATA):
+            batches = await self._world.make_batches(checkpoint.cursor if checkpoint is not None else None)
+        self._node.read_from(batches)
 
     # --- the sources ------------------------------------------------------------------------------------------------
 
-    async def _from_peer(self, source: WeightsSource) -> None:
+    async def _from_peer(self, donor: Advert) -> None:
         """Everything of a living replica; partners may pull from here after the first whole outer interval.
 
         The clock is that of the others: they went on while the weights came, and under `balanced` they would wait for
         every step that this node is behind.
         """
-        node, donor = self._node, source.peer
-        assert donor is not None
-        expected = node.stage.state.replica
-        with node.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
-            state = await node.world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, expected)
+        node = self._node
+        with self._waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
+            state = await self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
         if state.stage != node.index:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
-        with node.computing("restored state"):
+        with self._waits.computing("restored state"):
             await node.stage.restore(state)
         step = max(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
-        await self._stand_at(state.round, step, state.inner_steps, partner_from_round=from_round)
-        own = [held for held in self.own if held.stage == node.index]
+        await self._go_on_at(state.round, step, state.inner_steps, from_round)
+        own = self.own_of_stage()
         if node.index == 0 and own and node.batches is None:
-            with node.waiting("checkpoint", Resource.DISK):
-                mine = await node.world.checkpoints.load(own[-1])
-            await self.open_data(mine)
+            await self.open_data(await self._load(own[-1]))
 
-    async def _from_shard(self, source: WeightsSource) -> bool:
+    async def _from_shard(self, held: Holding) -> bool:
         """My own checkpoint, unless it turns out damaged."""
-        node = self._node
-        assert source.holding is not None
-        with node.waiting("checkpoint", Resource.DISK):
-            mine = await node.world.checkpoints.load(source.holding)
+        node, mine = self._node, await self._load(held)
         if mine is None:
-            self.own.remove(source.holding)
+            self.own.remove(held)
             self.show_own()
             return False
-        with node.computing("restored state"):
+        with self._waits.computing("restored state"):
             await node.stage.restore(mine.state)
         node.rng.setstate(mine.random_state)
-        state = mine.state
-        await self._stand_at(state.round, state.step, state.inner_steps)
+        await self._go_on_at(mine.state.round, mine.state.step, mine.state.inner_steps)
         await self.open_data(mine)
         return True
 
-    async def _from_guardian(self, source: WeightsSource) -> None:
-        """A lost stage's weights from who pulled them in time; the optimizer begins anew."""
+    async def _from_guardian(self, guardian: Advert | None) -> None:
+        """A lost stage's weights from a node that pulled them in time (None: this one); the optimizer begins anew."""
         node = self._node
         theirs = self._guardian.snapshot_of(node.index)
-        if source.peer is not None:
+        if guardian is not None:
             deadline_s = node.manifest.outer.deadline_s
-            with node.waiting("snapshot", source.peer.peer_id, deadline_s, Task.LOST_STAGE):
-                theirs = await node.world.transport.fetch_snapshot(
-                    source.peer, node.index, None, 0.0, deadline_s, node.stage.state.snapshot
+            with self._waits.waiting("snapshot", guardian.peer_id, deadline_s, Task.LOST_STAGE):
+                theirs = await self._world.transport.fetch_snapshot(
+                    guardian, node.index, None, 0.0, deadline_s, node.stage.state.snapshot
                 )
         assert theirs is not None, "a source without a peer is held here"
-        with node.computing("adopted snapshot"):
+        with self._waits.computing("adopted snapshot"):
             await node.stage.adopt(theirs)
-        step = max(float(theirs.step), self._clock_of_others())
-        await self._stand_at(theirs.round, step, node.inner_steps)
+        await self._go_on_at(theirs.round, max(float(theirs.step), self._clock_of_others()), node.inner_steps)
 
     async def _fresh(self) -> None:
         """Nobody has the weights: the stage begins with its initial ones, at the clock of the others."""
         node, step = self._node, self._clock_of_others()
-        await self._stand_at(int(step) // node.manifest.outer.inner_steps, step, node.inner_steps)
+        await self._go_on_at(int(step) // node.manifest.outer.inner_steps, step, node.inner_steps)
         node.event(
             "warning", message=f"nobody has the weights of stage {node.index}: it begins with its initial weights"
         )
 
+    async def _load(self, held: Holding) -> Checkpoint | None:
+        with self._waits.waiting("checkpoint", Resource.DISK):
+            return await self._world.checkpoints.load(held)
+
     def _clock_of_others(self) -> float:
         """The median over those who train, in steps: one liar among them does not move it."""
-        clocks = [a.step for a in self._node.members.all() if a.state in membership.TRAINED]
+        clocks = [a.step for a in self._swarm.members.all() if a.state in membership.TRAINED]
         median = schedule.clock_median(clocks)
         return 0.0 if median is None else min(median, float(self._node.manifest.steps))
 
-    async def _stand_at(self, round: int, step: float, inner_steps: int, partner_from_round: int = 0) -> None:
-        node = self._node
-        node.inner_steps = inner_steps
-        node.update(step=min(float(node.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
+    async def _go_on_at(self, round: int, step: float, inner_steps: int, partner_from_round: int = 0) -> None:
+        self._node.go_on_at(step, inner_steps, partner_from_round)
         await self._rounds.go_on_from(round)
-
-    async def open_data(self, checkpoint: Checkpoint | None) -> None:
-        """At stage 0: the data from where the checkpoint was, or from the beginning. What is open stays open."""
-        node = self._node
-        if node.index != 0 or node.batches is not None:
-            return
-        with node.waiting("opened data", Resource.DATA):
-            node.batches = await node.world.make_batches(checkpoint.cursor if checkpoint is not None else None)

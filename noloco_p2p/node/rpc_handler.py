@@ -1,12 +1,21 @@
 """What peers ask of this node, and which duty answers (ports.Handler)."""
 
 from contextlib import AbstractAsyncContextManager
+from math import isfinite
 
-from noloco_p2p.core.messages import Gradient, Header, LossSum, NodeDescription, PeerId, ReplicaState, Snapshot
-from noloco_p2p.errors import Declined, Violation
+from noloco_p2p.core.messages import (
+    Gradient,
+    Header,
+    LossSum,
+    NodeDescription,
+    PeerId,
+    ReplicaState,
+    Snapshot,
+    TensorSpec,
+)
+from noloco_p2p.errors import Busy, Declined, Violation
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.outer_round import OuterRounds
-from noloco_p2p.node.pipeline.evaluate import EvaluationServer
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import StateDonor
@@ -20,27 +29,25 @@ class RpcHandler:
         self._node = node
         self._guardian = guardian
 
-    def give_to(
-        self, door: MicrobatchServer, examiner: EvaluationServer, rounds: OuterRounds, donor: StateDonor
-    ) -> None:
-        """From now on these duties answer. Called before anybody can ask."""
-        self._door, self._examiner, self._rounds, self._donor = door, examiner, rounds, donor
+    def answer_with(self, server: MicrobatchServer, rounds: OuterRounds, donor: StateDonor) -> None:
+        """From now on these duties answer. Called before any peer can ask."""
+        self._server, self._rounds, self._donor = server, rounds, donor
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler."""
-        self._check_stage()
-        return await self._door.propagate(caller, header, body)
+        self._check(header)
+        return await self._server.propagate(caller, header, body)
 
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """See ports.Handler."""
-        self._check_stage()
-        return await self._examiner.evaluate(caller, header, body)
+        self._check(header)
+        return await self._server.evaluate(caller, header, body)
 
     async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
         """See ports.Handler."""
         if not (wait_s >= 0):
             raise Violation("a snapshot needs a wait of 0 s or more")
-        if stage == self._node.index:
+        if stage == self._node.chosen_stage:
             return await self._rounds.serve(round, wait_s)
         guarded = self._guardian.snapshot_of(stage)
         if guarded is None:
@@ -54,10 +61,32 @@ class RpcHandler:
     def describe(self, caller: PeerId) -> NodeDescription:
         """See ports.Handler."""
         me = self._node.advert
-        if me.stage < 0:
+        if self._node.chosen_stage is None:
             raise Declined("this node has not chosen its stage yet")
         return NodeDescription(me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version)
 
-    def _check_stage(self) -> None:
-        if self._node.index <= 0:
+    def _check(self, header: Header) -> None:
+        """Refuse a microbatch that is not for this node, on its header alone: the tensors are not read.
+
+        The order decides what the caller does next. Another run or stage is an error whatever this node is doing. On
+        its way into training it says Busy, for it will serve soon; on its way out Declined, so that the caller looks
+        for another replica. Shapes come last: they can be checked only once there is a stage.
+        """
+        node, state = self._node, self._node.advert.state
+        if not node.chosen_stage:
             raise Declined("this node holds stage 0, which nobody sends to")
+        if header.run_id != node.run_id:
+            raise Violation(f"this node works on run {node.run_id[:12]}, not {header.run_id[:12]}")
+        if header.stage != node.index:
+            raise Declined(f"this node holds stage {node.index}, not {header.stage}")
+        if state in ("starting", "waiting", "syncing"):
+            raise Busy(f"{node.replica} is {state}")
+        if node.draining or state not in ("training", "finished"):
+            raise Declined(f"{node.replica} is {'leaving' if node.draining else state}")
+        hidden = node.stage.state.hidden
+        rows = hidden.shape[:2]
+        expected = (hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))
+        if header.specs not in (expected, expected[:2]):
+            raise Violation(f"an activation of this run is {expected[:2]} with or without a mask, not {header.specs}")
+        if not (isfinite(header.time_left_s) and header.time_left_s > 0):
+            raise Violation("an activation needs a positive time left")

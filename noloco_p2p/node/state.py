@@ -1,99 +1,66 @@
-"""What the duties of one node share: who it is, how far it has come, whom it knows. The node owns it.
-
-Every wait of a duty for something inside this node goes through `until`, and every change ends in `pulse`. A wait for
-something else stands inside `waiting`.
-"""
+"""Who one node is and how far it has come. Its duties read it; it changes by the methods here only."""
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from math import floor
 from random import Random
-from typing import TypeVar
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.members import Members
+from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
-from noloco_p2p.core.status import Purpose, Resource, WaitTarget
-from noloco_p2p.node.waits import Waiting, Waits
-from noloco_p2p.ports import Batches, Stage, World
-
-R = TypeVar("R")
+from noloco_p2p.core.status import Trouble
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Batches, Stage, StepResult, Telemetry
 
 STEPS_TIMED = 32
 """Inner steps whose median is what a step takes."""
-
-
-async def to_the_end(awaitable: Awaitable[R]) -> R:
-    """Await something that must not be abandoned half-way: a cancellation of the waiter is dropped."""
-    task = asyncio.ensure_future(awaitable)
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise
-    return task.result()
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """The membership that an inner step started with, each sorted by id, mine included where I belong."""
-
-    origins: tuple[PeerId, ...] = ()
-    mates: tuple[PeerId, ...] = ()
-    following: tuple[PeerId, ...] = ()
+UNCHOSEN = -1
+"""In an advert: the stage of a node that has not chosen one yet."""
 
 
 class NodeState:
-    """The shared state of one node. `stage` exists once the weights are made, `batches` then at stage 0 only."""
+    """Identity and progress of one node. `stage` exists once the weights are made, `batches` then at stage 0 only."""
 
     stage: Stage
     batches: Batches | None = None
 
-    def __init__(self, advert: Advert, manifest: RunManifest, config: NodeConfig, world: World) -> None:
+    def __init__(
+        self, advert: Advert, manifest: RunManifest, config: NodeConfig, telemetry: Telemetry, waits: Waits
+    ) -> None:
         self.advert = advert
         self.manifest = manifest
         self.run_id = manifest.run_id
         self.config = config
-        self.world = world
-        self.members = Members(advert.peer_id, config.directory.ttl_s)
+        self.telemetry = telemetry
+        self._waits = waits
         self.rng: Random = generator(manifest.seed, "node", advert.peer_id)
-        self.view = StepView()
         self.inner_steps = 0
-        self.heard_at = float("-inf")
-        """When a microbatch, or at stage 0 a gradient, came last."""
         self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
         """Of each microbatch counted in this step: who sent it, and who served it next."""
         self.drain_by: float | None = None
-        """Once told to leave or to move: when, on the loop's clock, it stops to offer what it holds to others."""
+        """While draining: when, on the loop's clock, it stops offering what it holds to others."""
         self.next_stage: int | None = None
         """While draining in order to move: the stage to hold next."""
         self.pausing = False
         """The owner wants the device: no inner step is begun."""
-        self.deserted: dict[int, float] = {}
-        """Stages that nobody serves, as far as is known here: since when, on the loop's clock."""
-        self.saw_the_end = False
-        """Somebody of stage 0 was seen finished; by now it may be gone."""
         self.error: BaseException | None = None
-        self.waits = Waits()
-        self.calls: dict[object, tuple[PeerId, Purpose, float]] = {}
-        """Calls of peers that this node has in hand: (caller, on whose behalf, since when)."""
-        self.troubles: dict[str, tuple[str, float]] = {}
-        """What is wrong although the node goes on, by name: (message, since when)."""
         self.stepped_at: float | None = None
         """When the last inner step ended, or training began; None while not training."""
-        self.steps_took: deque[float] = deque(maxlen=STEPS_TIMED)
-        """Seconds from one inner step to the next."""
-        self._conditions: dict[asyncio.Future[bool], Callable[[], bool]] = {}
-        """What `until` waits for. They are looked at here, so that a pulse wakes nobody in vain."""
-        self._looking: asyncio.Handle | None = None
+        self.step_seconds: deque[float] = deque(maxlen=STEPS_TIMED)
+        """From one inner step to the next."""
+        self.evaluated_s = 0.0
+        """Seconds spent in evaluations while training."""
+        self._clocked_at: float | None = None
+        """When the clock was last moved at this stage."""
+        self._troubles: dict[str, tuple[str, float]] = {}
+        """What is wrong although the node goes on, by name: (message, since when)."""
 
-    # --- who and where ----------------------------------------------------------------------------------------------
+    # --- identity ---------------------------------------------------------------------------------------------------
 
     @property
     def me(self) -> PeerId:
@@ -101,14 +68,57 @@ class NodeState:
         return self.advert.peer_id
 
     @property
+    def chosen_stage(self) -> int | None:
+        """My stage; None while I have not chosen one."""
+        return None if self.advert.stage == UNCHOSEN else self.advert.stage
+
+    @property
     def index(self) -> int:
-        """My stage."""
+        """My stage, once I have chosen one."""
+        assert self.advert.stage != UNCHOSEN, "no stage has been chosen"
         return self.advert.stage
 
     @property
     def last(self) -> bool:
         """My stage has the head and the loss."""
-        return self.advert.stage == self.manifest.stages - 1
+        return self.index == self.manifest.stages - 1
+
+    @property
+    def replica(self) -> str:
+        """This replica, for messages."""
+        return f"stage {self.advert.stage} replica {self.me}"
+
+    def update(self, **changes: object) -> None:
+        """Change what the advert says; the next announcement carries it."""
+        self.advert = replace(self.advert, **changes)  # type: ignore[arg-type]
+
+    def publish(self, **changes: object) -> None:
+        """Change what the advert says, and let whoever waits for it know at once."""
+        self.update(**changes)
+        self._waits.pulse()
+
+    def enter(self, event: str, reason: str = "") -> None:
+        """Move to the next state on `event` (core/members.TRANSITIONS)."""
+        self.update(state=membership.next_state(self.advert.state, event))
+        self.stepped_at = self.now() if self.advert.state == "training" else None
+        self.event("state", state=self.advert.state, reason=reason or event)
+        self._waits.pulse()
+
+    def hold(self, stage: Stage) -> None:
+        """The weights of my stage have been made."""
+        self.stage = stage
+
+    def read_from(self, batches: Batches) -> None:
+        """The data of stage 0 have been opened."""
+        self.batches = batches
+
+    def close_batches(self) -> None:
+        """Give the data back, if they are open."""
+        if self.batches is not None:
+            self.batches.close()
+            self.batches = None
+
+    # --- begin and end ----------------------------------------------------------------------------------------------
 
     @property
     def draining(self) -> bool:
@@ -120,40 +130,95 @@ class NodeState:
         """Told to leave for good."""
         return self.draining and self.next_stage is None
 
-    @property
-    def step(self) -> int:
-        """Floor of my clock."""
-        return floor(self.advert.step)
-
-    def update(self, **changes: object) -> None:
-        """Change what the advert says; the next announcement carries it."""
-        self.advert = replace(self.advert, **changes)  # type: ignore[arg-type]
-
-    def enter(self, event: str, reason: str = "") -> None:
-        """Move to the next state on `event` (core/members.TRANSITIONS)."""
-        self.update(state=membership.next_state(self.advert.state, event))
-        self.stepped_at = self.now() if self.advert.state == "training" else None
-        self.event("state", state=self.advert.state, reason=reason or event)
-        self.pulse()
-
     def drain(self, reason: str, *, next_stage: int | None = None) -> None:
         """Finish what is held and begin nothing new: to leave, or to go on at `next_stage`."""
         self.drain_by = self.now() + self.config.limits.drain_s / 2
         self.next_stage = next_stage
         if self.advert.state != "draining":
             self.enter("drain", reason)
-        self.pulse()
+        self._waits.pulse()
 
-    def look(self) -> None:
-        """Fix the membership that the coming inner step starts with."""
+    def move(self, stage: int) -> None:
+        """What was held has been finished: this node comes to another stage, like a newcomer."""
+        self.close_batches()
+        self.stage.close()
+        self.drain_by = self.next_stage = self._clocked_at = None
+        self.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, outer_round=0)
 
-        def ids(stage: int) -> tuple[PeerId, ...]:
-            found = self.members.ids(stage, membership.READY)
-            return tuple(sorted([*found, self.me]) if stage == self.index else found)
+    def pause(self, pausing: bool) -> None:
+        """The owner wants the device, or gives it back."""
+        self.pausing = pausing
+        self._waits.pulse()
 
-        self.view = StepView(ids(0), ids(self.index), ids(self.index + 1))
+    def fail(self, error: BaseException) -> None:
+        """This node cannot go on; its main task raises `error`."""
+        if self.error is None:
+            self.error = error
+            self._waits.pulse()
 
-    # --- time and change --------------------------------------------------------------------------------------------
+    def trouble(self, name: str, message: str | None) -> None:
+        """Something is wrong from now on, or (None) is so no longer; the node goes on in any case."""
+        before = self._troubles.get(name)
+        if message is None:
+            self._troubles.pop(name, None)
+            return
+        self._troubles[name] = message, before[1] if before else self.now()
+        if before is None or before[0] != message:
+            self.event("warning", message=message)
+
+    def troubles(self, now: float) -> tuple[Trouble, ...]:
+        """What is wrong at `now`, by name; from any thread."""
+        found = sorted(self._troubles.copy().items())
+        return tuple(Trouble(name, message, max(0.0, now - since)) for name, (message, since) in found)
+
+    # --- progress ---------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Floor of my clock."""
+        return floor(self.advert.step)
+
+    def count(self, microbatch: MicrobatchId, sender: PeerId | None, next_hop: PeerId | None) -> None:
+        """A microbatch contributes to the inner step under way; `next_hop` served it at the next stage."""
+        self.routes[microbatch] = (sender, next_hop)
+
+    def go_on_at(self, step: float, inner_steps: int, partner_from_round: int) -> None:
+        """The weights have become those of `step`; partners may pull from `partner_from_round` on."""
+        self.inner_steps = inner_steps
+        self.update(step=min(float(self.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
+
+    def finish_inner_step(self, result: StepResult, clocks: Iterable[tuple[float, float, float]]) -> None:
+        """step ← step + 1 + ¼·(median − step − ½) over the `clocks` of stage 0 (Members.clocks), and my speeds.
+
+        The speed announced is that of inner steps: the clock's own would feed on itself, a slow clock would be
+        projected as slow. Microbatches count by the seconds that the device worked: in wall time all stages pass
+        equally many, whichever of them holds the others back.
+        """
+        self.inner_steps += 1
+        self.routes = {}
+        now, manifest = self.now(), self.manifest
+        samples = [schedule.project(*clock, manifest.outer.inner_steps) for clock in clocks]
+        if self.index == 0:
+            samples.append(self.advert.step + 0.5)
+        median = schedule.clock_median(samples)
+        step = schedule.advance(self.advert.step, median, manifest.steps, manifest.routing != "balanced")
+        if self._clocked_at is not None and now > self._clocked_at:
+            self.update(steps_per_s=_smooth(self.advert.steps_per_s, 1 / (now - self._clocked_at)))
+        if result.microbatches and result.busy_s > 0:
+            rate = result.microbatches / result.busy_s
+            self.update(microbatches_per_s=_smooth(self.advert.microbatches_per_s, rate))
+        self._clocked_at = now
+        if self.stepped_at is not None:
+            self.step_seconds.append(now - self.stepped_at)
+            self.stepped_at = now
+        self.update(step=step)
+
+    def spend_on_evaluation(self, seconds: float) -> None:
+        """An evaluation has taken so long."""
+        if self.advert.state == "training":
+            self.evaluated_s += seconds
+
+    # --- time and telemetry -----------------------------------------------------------------------------------------
 
     @staticmethod
     def now() -> float:
@@ -161,115 +226,14 @@ class NodeState:
         return asyncio.get_running_loop().time()
 
     def event(self, kind: str, /, **fields: object) -> None:
-        """Tell whoever watches this node."""
-        self.world.telemetry.event(kind, **fields)
+        """Report an event to telemetry."""
+        self.telemetry.event(kind, **fields)
 
     def span(self, phase: str) -> AbstractContextManager[None]:
-        """Measure a phase (design.md §9)."""
-        return self.world.telemetry.span(phase)
-
-    def pulse(self) -> None:
-        """Something changed that somebody may wait for: all conditions are looked at in the loop's next turn."""
-        if self._conditions and self._looking is None:
-            self._looking = asyncio.get_running_loop().call_soon(self._look_at_conditions)
-
-    def _look_at_conditions(self) -> None:
-        self._looking = None
-        for waiter, condition in tuple(self._conditions.items()):
-            if not waiter.done() and _may_hold(condition):
-                waiter.set_result(True)
-
-    def fail(self, error: BaseException) -> None:
-        """This node cannot go on; its main task raises `error`."""
-        if self.error is None:
-            self.error = error
-            self.pulse()
-
-    def stepped(self) -> None:
-        """An inner step has ended."""
-        now = self.now()
-        if self.stepped_at is not None:
-            self.steps_took.append(now - self.stepped_at)
-            self.stepped_at = now
-
-    def trouble(self, name: str, message: str | None) -> None:
-        """Something is wrong from now on, or (None) is so no longer; the node goes on in any case."""
-        before = self.troubles.get(name)
-        if message is None:
-            self.troubles.pop(name, None)
-            return
-        self.troubles[name] = message, before[1] if before else self.now()
-        if before is None or before[0] != message:
-            self.event("warning", message=message)
-
-    # --- waiting ----------------------------------------------------------------------------------------------------
-
-    def waiting(
-        self,
-        what: str,
-        whom: WaitTarget,
-        deadline_s: float | None = None,
-        why: Purpose | None = None,
-        *,
-        idle: bool = False,
-    ) -> Waiting:
-        """A `with` around an await that is not `until`; see core.status.Wait."""
-        return self.waits.waiting(what, whom, deadline_s, why, idle=idle)
-
-    def computing(self, what: str, why: Purpose | None = None) -> Waiting:
-        """A `with` around an operation of this node's device, which takes as long as a microbatch may at most."""
-        return self.waits.waiting(what, Resource.DEVICE, self.config.limits.microbatch_deadline_s, why)
-
-    @contextmanager
-    def serving(self, caller: PeerId, why: Purpose) -> Iterator[None]:
-        """Inside, a call of a peer is in hand."""
-        key = object()
-        self.calls[key] = caller, why, self.now()
-        try:
-            yield
-        finally:
-            del self.calls[key]
-
-    async def until(
-        self,
-        condition: Callable[[], bool],
-        what: str,
-        whom: WaitTarget,
-        timeout_s: float | None = None,
-        *,
-        why: Purpose | None = None,
-        idle: bool = False,
-    ) -> bool:
-        """Wait until `condition` holds (looked at after every pulse), at most `timeout_s`. False: the time was up.
-
-        `what`, `whom`, `why` and `idle` name the wait, see core.status.Wait.
-        """
-        if condition():
-            return True
-        loop = asyncio.get_running_loop()
-        ends_at = None if timeout_s is None else loop.time() + timeout_s
-        with self.waiting(what, whom, timeout_s, why, idle=idle):
-            while not condition():
-                waiter = loop.create_future()
-                timer = None if ends_at is None else loop.call_at(ends_at, _time_is_up, waiter)
-                self._conditions[waiter] = condition
-                try:
-                    if not await waiter:
-                        return condition()
-                finally:
-                    del self._conditions[waiter]
-                    if timer is not None:
-                        timer.cancel()
-        return True
+        """Measure a phase (ARCHITECTURE.md, "Metrics")."""
+        return self.telemetry.span(phase)
 
 
-def _may_hold(condition: Callable[[], bool]) -> bool:
-    """True also where it raises: it does so again for who waits, and there it belongs."""
-    with suppress(Exception):
-        return condition()
-    return True
-
-
-def _time_is_up(waiter: "asyncio.Future[bool]") -> None:
-    if not waiter.done():
-        waiter.set_result(False)
+def _smooth(old: float, new: float) -> float:
+    """A moving average over about ten inner steps, which begins with the first value."""
+    return 0.9 * old + 0.1 * new if old else new

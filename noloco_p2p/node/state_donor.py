@@ -1,4 +1,5 @@
-"""Lending this replica's state to newcomers: one frozen copy for all who ask at about the same time (design.md §6)."""
+"""Lending this replica's state to newcomers: those who ask at about the same time share one frozen copy
+(ARCHITECTURE.md, "Joining")."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.status import Task
 from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
 
 KEPT_S = 30.0
 """How long a copy is kept after its last user has ended: whoever was cut off comes back for the rest of it."""
@@ -36,8 +38,9 @@ class StateDonor:
     `incarnation` is the node's own: no two processes give a copy the same number.
     """
 
-    def __init__(self, node: NodeState, incarnation: int) -> None:
+    def __init__(self, node: NodeState, waits: Waits, incarnation: int) -> None:
         self._node = node
+        self._waits = waits
         self._incarnation = incarnation
         self._copies: list[_Copy] = []
         self._made = 0
@@ -61,7 +64,7 @@ class StateDonor:
                     copy.drop = asyncio.get_running_loop().call_later(KEPT_S, self._copies.remove, copy)
 
     def close(self) -> None:
-        """Forget every copy, the node ends. Who still reads one keeps it until the end of its call."""
+        """Forget every copy, the node ends. A call that still reads one keeps it until its end."""
         for copy in self._copies:
             copy.task.cancel()
             if copy.drop is not None:
@@ -103,7 +106,7 @@ class StateDonor:
     async def _capture(self, number: int) -> ReplicaState:
         """The labels are read when the copy is there: device operations before it have been counted by then."""
         node = self._node
-        with node.computing("copy of the state", Task.NEWCOMER):
+        with self._waits.computing("copy of the state", Task.NEWCOMER):
             state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)
         return replace(
             state,

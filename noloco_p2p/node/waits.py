@@ -1,19 +1,35 @@
-"""The open waits of a node: everything that it waits for has a name, and is listed here while it lasts.
+"""What a node waits for: every wait has a name, and is listed here while it lasts.
 
 The node awaits a port, a lock or a condition only inside `Waits.waiting`; tests/node/test_waits.py reads its source.
+A wait for something inside this node goes through `until`, and every change that may end one is followed by `pulse`.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
+from typing import TypeVar
 
-from noloco_p2p.core.status import Purpose, Wait, WaitTarget
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.status import Purpose, Resource, Serving, Wait, WaitTarget
+
+R = TypeVar("R")
 
 
 class Waits:
-    """The waits of one node. Changed by its event loop only, read from any thread."""
+    """The waits of one node. Changed by its event loop only, read from any thread.
 
-    def __init__(self) -> None:
+    `computing_s` is how long an operation of the device may take.
+    """
+
+    def __init__(self, computing_s: float | None = None) -> None:
+        self._computing_s = computing_s
         self._open: dict[Waiting, None] = {}
+        self._calls: dict[object, tuple[PeerId, Purpose, float]] = {}
+        """Calls of peers that this node has in hand: (caller, on whose behalf, since when)."""
+        self._conditions: dict[asyncio.Future[bool], Callable[[], bool]] = {}
+        """What `until` waits for. They are evaluated here, so that a pulse wakes nobody in vain."""
+        self._check: asyncio.Handle | None = None
 
     def waiting(
         self,
@@ -27,10 +43,72 @@ class Waits:
         """A `with` around an await; the arguments are those of core.status.Wait."""
         return Waiting(self._open, (what, whom, deadline_s, why, idle))
 
+    def computing(self, what: str, why: Purpose | None = None) -> "Waiting":
+        """A `with` around an operation of this node's device, which takes as long as a microbatch may at most."""
+        return self.waiting(what, Resource.DEVICE, self._computing_s, why)
+
+    @contextmanager
+    def serving(self, caller: PeerId, why: Purpose) -> Iterator[None]:
+        """Inside, a call of a peer is in hand."""
+        key = object()
+        self._calls[key] = caller, why, asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            del self._calls[key]
+
+    async def until(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        whom: WaitTarget,
+        timeout_s: float | None = None,
+        *,
+        why: Purpose | None = None,
+        idle: bool = False,
+    ) -> bool:
+        """Wait until `condition` holds (evaluated after every pulse), at most `timeout_s`. False: the time was up.
+
+        `what`, `whom`, `why` and `idle` name the wait, see core.status.Wait.
+        """
+        if condition():
+            return True
+        loop = asyncio.get_running_loop()
+        ends_at = None if timeout_s is None else loop.time() + timeout_s
+        with self.waiting(what, whom, timeout_s, why, idle=idle):
+            while not condition():
+                waiter = loop.create_future()
+                timer = None if ends_at is None else loop.call_at(ends_at, _time_is_up, waiter)
+                self._conditions[waiter] = condition
+                try:
+                    if not await waiter:
+                        return condition()
+                finally:
+                    del self._conditions[waiter]
+                    if timer is not None:
+                        timer.cancel()
+        return True
+
+    def pulse(self) -> None:
+        """Something changed that somebody may wait for: all conditions are evaluated in the loop's next turn."""
+        if self._conditions and self._check is None:
+            self._check = asyncio.get_running_loop().call_soon(self._check_conditions)
+
+    def _check_conditions(self) -> None:
+        self._check = None
+        for waiter, condition in tuple(self._conditions.items()):
+            if not waiter.done() and _may_hold(condition):
+                waiter.set_result(True)
+
     def current(self, now: float) -> tuple[Wait, ...]:
-        """All of them, longest first; `now` is on the loop's clock."""
+        """All open waits, longest first; `now` is on the loop's clock."""
         waits = [wait.as_wait(now) for wait in tuple(self._open)]
         return tuple(sorted(waits, key=lambda wait: (-wait.since_s, wait.what, str(wait.whom), str(wait.why or ""))))
+
+    def served(self, now: float) -> tuple[Serving, ...]:
+        """The calls of peers in hand, longest first; `now` is on the loop's clock."""
+        calls = sorted(self._calls.copy().values(), key=lambda call: (call[2], call[0], str(call[1])))
+        return tuple(Serving(caller, why, max(0.0, now - since)) for caller, why, since in calls)
 
 
 class Waiting:
@@ -58,3 +136,27 @@ class Waiting:
         """This wait as others read it."""
         what, whom, deadline_s, why, idle = self._named
         return Wait(what, whom, max(0.0, now - self._began), deadline_s, why, idle)
+
+
+async def to_the_end(awaitable: Awaitable[R]) -> R:
+    """Await something that must not be abandoned half-way: a cancellation of the waiter is dropped."""
+    task = asyncio.ensure_future(awaitable)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise
+    return task.result()
+
+
+def _may_hold(condition: Callable[[], bool]) -> bool:
+    """True also where it raises: it does so again in the task that waits, and there it belongs."""
+    with suppress(Exception):
+        return condition()
+    return True
+
+
+def _time_is_up(waiter: "asyncio.Future[bool]") -> None:
+    if not waiter.done():
+        waiter.set_result(False)

@@ -256,7 +256,7 @@ class SimSwarm:
             action()
 
     async def _run_process(self, process: SimProcess) -> None:
-        await process.ports.transport.serve(process.node.answers)
+        await process.ports.transport.serve(process.node.handler)
         try:
             await process.node.run()
         finally:

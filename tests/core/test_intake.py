@@ -8,24 +8,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS, Answer, Intake, Key, SpentIds
+from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS, Admission, AttemptKey, Intake, SpentIds
 from noloco_p2p.core.messages import MicrobatchId, Origin
 
 ORIGINS = ("a", "b", "c")
 
 
-def key(origin: str, counter: int, digest: int = 0) -> Key:
-    return Key(MicrobatchId(origin, 1, counter), digest)
+def key(origin: str, counter: int, digest: int = 0) -> AttemptKey:
+    return AttemptKey(MicrobatchId(origin, 1, counter), digest)
 
 
 def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
     intake: Intake[str] = Intake(max_in_flight=4, line_places=1)
     intake.open(0, target=2)
     first, second, third, fourth = (key("a", n) for n in range(4))
-    assert intake.offer(first, Origin("a", 0, 0)).answer is Answer.ADMIT
-    assert intake.offer(second, Origin("a", 0, 1)).answer is Answer.ADMIT
-    assert intake.offer(third, Origin("b", 0, 0)).answer is Answer.WAIT
-    assert intake.offer(fourth, Origin("b", 0, 1)).answer is Answer.BUSY
+    assert intake.offer(first, Origin("a", 0, 0)).answer is Admission.ADMIT
+    assert intake.offer(second, Origin("a", 0, 1)).answer is Admission.ADMIT
+    assert intake.offer(third, Origin("b", 0, 0)).answer is Admission.WAIT
+    assert intake.offer(fourth, Origin("b", 0, 1)).answer is Admission.BUSY
     assert not intake.ready
     assert intake.done(first, counted=True, reply="1") == []
     assert not intake.ready
@@ -49,14 +49,14 @@ def test_a_repeat_gets_the_kept_reply_for_two_steps() -> None:
     intake: Intake[str] = Intake(4, 1)
     intake.open(0, target=1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
-    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Answer.JOIN
+    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.JOIN
     intake.done(key("a", 0), counted=True, reply="kept")
     for step in (1, 2):
         assert intake.offer(key("a", 0), Origin("a", 0, 0)).reply == "kept"
         intake.seal()
         intake.open(step, target=0)
     verdict = intake.offer(key("a", 0), Origin("a", 0, 0))
-    assert verdict.answer is Answer.ADMIT, "without a kept reply it is computed for its reply only"
+    assert verdict.answer is Admission.ADMIT, "without a kept reply it is computed for its reply only"
     assert not intake.ready, "it holds the step open"
     intake.done(key("a", 0), counted=False, reply="again")
     assert intake.ready, "and took no place of the target"
@@ -66,11 +66,11 @@ def test_another_way_takes_no_second_place() -> None:
     intake: Intake[str] = Intake(4, 1)
     intake.open(0, target=2)
     for digest in (1, 2):
-        assert intake.offer(key("a", 0, digest), Origin("a", 0, 0)).answer is Answer.ADMIT
+        assert intake.offer(key("a", 0, digest), Origin("a", 0, 0)).answer is Admission.ADMIT
     intake.leave(key("a", 0, 1))
     intake.done(key("a", 0, 2), counted=True, reply="r")
     assert not intake.ready
-    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Answer.ADMIT
+    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.ADMIT
     intake.done(key("a", 1), counted=True, reply="r")
     assert intake.ready
 
@@ -78,8 +78,8 @@ def test_another_way_takes_no_second_place() -> None:
 def test_another_way_is_let_in_although_the_target_is_reached() -> None:
     intake: Intake[str] = Intake(4, 1)
     intake.open(0, target=1)
-    assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Answer.ADMIT
-    assert intake.offer(key("a", 0, 2), Origin("a", 0, 0)).answer is Answer.ADMIT
+    assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Admission.ADMIT
+    assert intake.offer(key("a", 0, 2), Origin("a", 0, 0)).answer is Admission.ADMIT
     intake.done(key("a", 0, 1), counted=True, reply="r")
     assert not intake.ready, "what was let in holds the step open"
     intake.done(key("a", 0, 2), counted=False, reply="r")
@@ -90,11 +90,11 @@ def test_balanced_labels() -> None:
     """A due slot is admitted, one that is not ours goes beyond the target, one ahead of the step waits apart."""
     intake: Intake[str] = Intake(8, 1)
     intake.open(5, target=1, due={("a", 0)})
-    assert intake.offer(key("b", 0), Origin("b", 6, 0)).answer is Answer.WAIT
-    assert intake.offer(key("b", 1), Origin("b", 6, 1)).answer is Answer.BUSY
-    assert intake.offer(key("c", 0), Origin("c", 5, 7)).answer is Answer.ADMIT
-    assert intake.offer(key("c", 1), Origin("c", 4, 0)).answer is Answer.ADMIT
-    assert intake.offer(key("a", 0), Origin("a", 5, 0)).answer is Answer.ADMIT
+    assert intake.offer(key("b", 0), Origin("b", 6, 0)).answer is Admission.WAIT
+    assert intake.offer(key("b", 1), Origin("b", 6, 1)).answer is Admission.BUSY
+    assert intake.offer(key("c", 0), Origin("c", 5, 7)).answer is Admission.ADMIT
+    assert intake.offer(key("c", 1), Origin("c", 4, 0)).answer is Admission.ADMIT
+    assert intake.offer(key("a", 0), Origin("a", 5, 0)).answer is Admission.ADMIT
     for name, number in (("c", 0), ("c", 1), ("a", 0)):
         assert not intake.ready
         intake.done(key(name, number), counted=True, reply="r")
@@ -106,9 +106,9 @@ def test_balanced_labels() -> None:
 def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
     intake: Intake[str] = Intake(1, 1)
     intake.open(0, 2, due={("a", 0), ("a", 1)})
-    assert intake.offer(key("b", 9), Origin("b", 1, 0)).answer is Answer.WAIT
-    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Answer.ADMIT
-    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Answer.WAIT
+    assert intake.offer(key("b", 9), Origin("b", 1, 0)).answer is Admission.WAIT
+    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT
+    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.WAIT
     assert intake.done(key("a", 0), counted=True, reply="r") == [key("a", 1)]
 
 
@@ -119,7 +119,7 @@ def test_a_struck_slot_is_not_waited_for() -> None:
     intake.done(key("a", 0), counted=True, reply="r")
     assert not intake.ready
     assert intake.missing_origins == ["b"]
-    intake.strike(lambda peer: peer == "b")
+    intake.drop_slots(lambda peer: peer == "b")
     assert intake.ready
 
 
@@ -130,7 +130,7 @@ def test_close_flushes_the_line_and_hears_nothing_new() -> None:
     intake.offer(key("a", 1), Origin("a", 0, 1))
     assert intake.close() == [key("a", 1)]
     intake.leave(key("a", 1))
-    assert intake.offer(key("a", 2), Origin("a", 0, 2)).answer is Answer.BUSY
+    assert intake.offer(key("a", 2), Origin("a", 0, 2)).answer is Admission.BUSY
     assert intake.in_flight == 1
     assert intake.waiting == 0
 
@@ -173,9 +173,9 @@ class MicrobatchServer(RuleBasedStateMachine):
         self.intake: Intake[int] = Intake(max_in_flight=3, line_places=2)
         self.version = 0
         self.step = 0
-        self.running: dict[Key, int] = {}
-        self.waiting: set[Key] = set()
-        self.origin: dict[Key, Origin] = {}
+        self.running: dict[AttemptKey, int] = {}
+        self.waiting: set[AttemptKey] = set()
+        self.origin: dict[AttemptKey, Origin] = {}
         self.counted: dict[MicrobatchId, int] = {}
         self.counted_in_step = 0
         self.placed: set[MicrobatchId] = set()
@@ -193,7 +193,7 @@ class MicrobatchServer(RuleBasedStateMachine):
         self.opened = True
         self.admit(self.intake.open(self.step, self.target, due))
 
-    def admit(self, keys: list[Key]) -> None:
+    def admit(self, keys: list[AttemptKey]) -> None:
         for one in keys:
             assert one in self.waiting, "only who waits is let in"
             self.waiting.remove(one)
@@ -205,17 +205,17 @@ class MicrobatchServer(RuleBasedStateMachine):
         one = key(origin, 2 * label.step + index, digest)
         verdict = self.intake.offer(one, label)
         match verdict.answer:
-            case Answer.ADMIT:
+            case Admission.ADMIT:
                 assert one not in self.running
                 self.running[one] = self.version
-            case Answer.WAIT:
+            case Admission.WAIT:
                 assert one not in self.waiting
                 self.waiting.add(one)
-            case Answer.JOIN:
+            case Admission.JOIN:
                 assert one in self.running or one in self.waiting
-            case Answer.REPEAT:
+            case Admission.REPEAT:
                 assert one.microbatch in self.counted
-            case Answer.BUSY:
+            case Admission.BUSY:
                 assert one not in self.running
         self.origin[one] = label
 
@@ -261,7 +261,7 @@ class MicrobatchServer(RuleBasedStateMachine):
     @rule()
     def origins_leave(self) -> None:
         gone = self.intake.missing_origins[0]
-        self.admit(self.intake.strike(lambda peer: peer == gone))
+        self.admit(self.intake.drop_slots(lambda peer: peer == gone))
         assert gone not in self.intake.missing_origins
 
     @invariant()
@@ -278,7 +278,7 @@ class MicrobatchServer(RuleBasedStateMachine):
             assert self.intake.missing_origins, "nothing runs, nothing is due, and the step is not ready"
         else:
             probe = key("a", 10_000)
-            assert self.intake.offer(probe, Origin("a", self.step, 0)).answer is Answer.ADMIT
+            assert self.intake.offer(probe, Origin("a", self.step, 0)).answer is Admission.ADMIT
             self.intake.leave(probe)
 
 
@@ -300,15 +300,15 @@ def test_under_pressure_every_step_ends(seed: int) -> None:
     intake: Intake[int] = Intake(max_in_flight=2, line_places=1)
     intake.open(0, target=4)
     outside = [key(rng.choice(ORIGINS), n) for n in range(40)]
-    running: list[Key] = []
+    running: list[AttemptKey] = []
     steps = served = 0
     while served < 40:
         if outside:
             one = outside.pop(0)
             verdict = intake.offer(one, Origin(one.microbatch.peer, 0, 0))
-            if verdict.answer is Answer.ADMIT:
+            if verdict.answer is Admission.ADMIT:
                 running.append(one)
-            elif verdict.answer is Answer.BUSY:
+            elif verdict.answer is Admission.BUSY:
                 outside.append(one)
         if running and rng.random() < 0.5:
             one = running.pop(rng.randrange(len(running)))

@@ -5,7 +5,6 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
@@ -82,7 +81,7 @@ def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytes
     def watch() -> None:
         for peer, telemetry in telemetries.items():
             node = swarm.process(peer).node.state
-            node.world = replace(node.world, telemetry=Both(node.world.telemetry, telemetry))
+            node.telemetry = Both(node.telemetry, telemetry)
 
     def look() -> None:
         gc.collect()
@@ -94,7 +93,7 @@ def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytes
             held[peer] += [(node, held_bytes([telemetry], [telemetry.registry]))]
 
     def meet() -> None:
-        met.update(advert.peer_id for advert in swarm.process("s0r0").node.state.members.all())
+        met.update(advert.peer_id for advert in swarm.process("s0r0").node.swarm.members.all())
 
     def come_and_go(number: int) -> None:
         at_s, place = 3.0 + EVERY_S * number, (number % 2, 100 + number)

@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.guardians import guardians_of
 from noloco_p2p.core.messages import Advert, Holding, Snapshot
 from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.node.guardian import Guardian
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.ports import World
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Stage, Telemetry, Transport
 from noloco_p2p.sim.virtual_time import run
 
 STAGES = 3
@@ -22,17 +24,17 @@ class Place:
     """A node of stage 0 that trains, whose peers answer what `answers` says, and its guardian at work."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, dict[str, object]]] = []
+        self.events: list[tuple[str, dict[str, object]]] = []
         self.asked: list[tuple[str, int, int | None]] = []
         self.answers: dict[str, Snapshot | Exception] = {}
         manifest = RunManifest(stages=STAGES)
-        world = SimpleNamespace(
-            telemetry=SimpleNamespace(event=lambda kind, **fields: self.told.append((kind, fields))), transport=self
-        )
+        telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
-        self.node = NodeState(advert, manifest, NodeConfig(), cast(World, world))
-        self.node.stage = cast(Any, SimpleNamespace(state=SimpleNamespace(snapshot_bytes=(10, 20, 30))))
-        self.guardian = Guardian(self.node)
+        self.waits = Waits()
+        self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), self.waits)
+        self.members = (swarm := Membership(self.node, self.waits)).members
+        self.node.hold(cast(Stage, SimpleNamespace(state=SimpleNamespace(snapshot_bytes=(10, 20, 30)))))
+        self.guardian = Guardian(self.node, swarm, self.waits, cast(Transport, self))
 
     async def fetch_snapshot(
         self, peer: Advert, stage: int, round: int | None, wait_s: float, deadline_s: float, expected: int
@@ -46,11 +48,11 @@ class Place:
 
     async def sees(self, *adverts: Advert) -> None:
         """The membership is read anew; who is not listed has left."""
-        gone = [a for a in self.node.members.all() if a.peer_id not in {b.peer_id for b in adverts}]
+        gone = [a for a in self.members.all() if a.peer_id not in {b.peer_id for b in adverts}]
         left = [self.advert(a.peer_id, a.stage, "left") for a in gone]
-        self.node.members.update([*adverts, *left], now=self.node.now())
-        self.guardian.noticed()
-        self.node.pulse()
+        self.members.update([*adverts, *left], now=self.node.now())
+        self.guardian.membership_was_read()
+        self.waits.pulse()
         await asyncio.sleep(0.1)
 
     def advert(self, peer: str, stage: int, state: str = "training", *holds: Holding, round: int = 3) -> Advert:
@@ -93,7 +95,7 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
         place.answers["w"] = snapshot("w", 5, 50)
         await place.sees(place.advert("w", WARD, round=5))
         assert place.holds == (Holding(WARD, 5, 50),)
-        assert [fields for kind, fields in place.told if kind == "guarded"] == [
+        assert [fields for kind, fields in place.events if kind == "guarded"] == [
             {"stage": WARD, "round": 3, "bytes": 0},
             {"stage": WARD, "round": 5, "bytes": 0},
         ]
@@ -119,14 +121,14 @@ def test_the_other_replica_is_asked_when_one_fails_or_gives_what_is_not_its_own(
             place.asked.clear()
             await place.sees(place.advert("v", WARD), place.advert("w", WARD))
             assert sorted(peer for peer, _, _ in place.asked) == ["v", "w"]
-            assert place.node.members.is_aside("v", now=place.node.now())
+            assert place.members.is_aside("v", now=place.node.now())
             place.answers["v"] = snapshot("v", round)
             place.asked.clear()
             await place.sees(place.advert("v", WARD), place.advert("w", WARD))
             assert place.holds == (Holding(WARD, round, 30),)
-            place.node.members.answered("v")
-            place.node.members.answered("w")
-        assert all(kind in ("warning", "guarded") for kind, _ in place.told)
+            place.members.answered("v")
+            place.members.answered("w")
+        assert all(kind in ("warning", "guarded") for kind, _ in place.events)
 
     at(scenario)
 

@@ -107,7 +107,7 @@ def test_an_evaluation_goes_round_a_hung_replica() -> None:
     for origin in ("s0r0", "s0r1", "s0r2"):
         evaluations = outcome.trace.of("evaluation", origin)
         assert len(evaluations) == 2, origin
-        assert swarm.process(origin).node.evaluated_s < 4.0, origin
+        assert swarm.process(origin).node.state.evaluated_s < 4.0, origin
 
 
 @pytest.mark.parametrize("replicas", [(2, 2, 1), (2, 1)])

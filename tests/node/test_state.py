@@ -1,95 +1,47 @@
-"""Waiting inside a node: who is woken, when, and what a condition that fails does."""
+"""State has owners: what a node knows of itself and of the swarm is changed by its owner's methods only."""
 
-import asyncio
-from functools import partial
+import ast
+from pathlib import Path
 
 import pytest
 
-from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import Resource
-from noloco_p2p.errors import LocalError
-from noloco_p2p.node.state import NodeState
-from noloco_p2p.sim.virtual_time import run
-from noloco_p2p.sim.world import SimPlan, SimSwarm
+import noloco_p2p
+
+NODE = Path(noloco_p2p.__file__).parent / "node"
+OWNED = ("node", "swarm", "waits", "state")
+"""Names under which duties hold a NodeState, a Membership and Waits."""
 
 
-def _node_state() -> NodeState:
-    manifest = RunManifest(stages=1, start_replicas=1)
-    swarm = SimSwarm(SimPlan(manifest, (1,)))
-    swarm.start(0, 0)
-    return NodeState(Advert("me", manifest.run_id, 0, ()), manifest, NodeConfig(), swarm.process("s0r0").world)
+def written_from_outside(source: str) -> list[str]:
+    """Assignments to an attribute, or to an item of an attribute, of an owned object."""
+    found = []
+    for statement in ast.walk(ast.parse(source)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AugAssign | ast.AnnAssign):
+            targets = [statement.target]
+        for target in (part for one in targets for part in (one.elts if isinstance(one, ast.Tuple) else [one])):
+            inner = target.value if isinstance(target, ast.Subscript) else target
+            if isinstance(inner, ast.Attribute):
+                owner = ast.unparse(inner.value).removeprefix("self.").lstrip("_")
+                found += [ast.unparse(target)] if owner.split(".")[0] in OWNED else []
+    return found
 
 
-def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulses() -> None:
-    async def main() -> None:
-        node, state, looks = _node_state(), {"a": False, "b": False}, dict.fromkeys("ab", 0)
-
-        def condition(name: str) -> bool:
-            looks[name] += 1
-            return state[name]
-
-        waits = {name: asyncio.create_task(node.until(partial(condition, name), name, Resource.OWNER)) for name in "ab"}
-        await asyncio.sleep(1.0)
-        before = dict(looks)
-        state["a"] = True
-        for _ in range(5):
-            node.pulse()
-        await asyncio.sleep(0.1)
-        assert waits["a"].done()
-        assert waits["a"].result()
-        assert not waits["b"].done()
-        assert looks["b"] == before["b"] + 1, "five pulses at one moment are one look"
-        assert [wait.what for wait in node.waits.current(node.now())] == ["b"]
-        waits["b"].cancel()
-        await asyncio.gather(waits["b"], return_exceptions=True)
-        assert node.waits.current(node.now()) == ()
-
-    run(main())
+def test_nobody_writes_to_another_ones_state() -> None:
+    found = {path.name: written_from_outside(path.read_text("utf-8")) for path in sorted(NODE.rglob("*.py"))}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_a_condition_that_holds_for_a_moment_only_is_missed_not_believed() -> None:
-    async def main() -> None:
-        node, state = _node_state(), {"is": False}
-        wait = asyncio.create_task(node.until(lambda: state["is"], "it", Resource.OWNER, 5.0))
-        await asyncio.sleep(1.0)
-        state["is"] = True
-        node.pulse()
-        loop = asyncio.get_running_loop()
-        # After the look, before the waiter's own turn.
-        loop.call_soon(state.update, {"is": False})
-        assert not await wait
-        assert loop.time() == pytest.approx(5.0)
-
-    run(main())
-
-
-def test_what_a_condition_raises_reaches_who_waits_and_nobody_else() -> None:
-    async def main() -> None:
-        node, broken = _node_state(), {"is": False}
-
-        def condition() -> bool:
-            if broken["is"]:
-                raise LocalError("broken")
-            return False
-
-        wait = asyncio.create_task(node.until(condition, "it", Resource.OWNER))
-        other = asyncio.create_task(node.until(lambda: broken["is"], "other", Resource.OWNER))
-        await asyncio.sleep(1.0)
-        broken["is"] = True
-        node.pulse()
-        assert await other
-        with pytest.raises(LocalError, match="broken"):
-            await wait
-
-    run(main())
-
-
-def test_the_time_is_up_without_a_pulse() -> None:
-    async def main() -> None:
-        node = _node_state()
-        assert not await node.until(lambda: False, "nothing", Resource.OWNER, 2.5)
-        assert asyncio.get_running_loop().time() == pytest.approx(2.5)
-        assert await node.until(lambda: asyncio.get_running_loop().time() > 3.0, "a late hour", Resource.OWNER, 1.0)
-
-    run(main())
+@pytest.mark.parametrize(
+    "line",
+    [
+        "node.inner_steps += 1",
+        "self._node.routes[microbatch] = (None, None)",
+        "self.state.stage = stage",
+        "a, self._swarm.deserted = 1, {}",
+        "self._swarm.view.origins = ()",
+    ],
+)
+def test_a_foreign_write_is_found(line: str) -> None:
+    assert len(written_from_outside(line)) == 1
+    assert not written_from_outside("self._swarm = swarm\nnow = node.now()\nself.routes[1] = 2")

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -12,7 +12,8 @@ from noloco_p2p.core.messages import Advert, ReplicaState
 from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import KEPT_S, STALE_INTERVALS, StateDonor
-from noloco_p2p.ports import World
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Stage, Telemetry
 from noloco_p2p.sim.virtual_time import run
 
 CAPTURE_S = 0.5
@@ -36,20 +37,19 @@ class FakeStage:
 
 
 class Place:
-    """One node's node with a fake stage, and its donor."""
+    """One node with a fake stage, and its donor."""
 
     def __init__(self, incarnation: int = 1) -> None:
-        told: list[tuple[str, dict[str, object]]] = []
-        telemetry = SimpleNamespace(event=lambda kind, **fields: told.append((kind, fields)))
+        events: list[tuple[str, dict[str, object]]] = []
+        telemetry = SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields)))
         manifest = RunManifest(outer=OuterSettings(inner_steps=M))
-        world = cast(World, SimpleNamespace(telemetry=telemetry))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=25.0, outer_round=2)
-        self.node = NodeState(advert, manifest, NodeConfig(), world)
+        self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), waits := Waits())
         self.stage = FakeStage()
-        self.node.stage = cast(Any, self.stage)
+        self.node.hold(cast(Stage, self.stage))
         self.node.inner_steps = 25
-        self.donor = StateDonor(self.node, incarnation)
-        self.told = told
+        self.donor = StateDonor(self.node, waits, incarnation)
+        self.events = events
 
     async def ask(self, number: int | None = None, reads_s: float = 0.0) -> ReplicaState:
         async with self.donor.lend_state("newcomer", number) as state:
@@ -76,7 +76,7 @@ def test_all_who_ask_at_about_the_same_time_share_one_copy() -> None:
         assert all(state is first[0] for state in [*first, later])
         assert place.stage.captures == 1, "also when they asked before the first copy was there"
         assert (first[0].round, first[0].step, first[0].inner_steps) == (2, 25.0, 25)
-        assert [kind for kind, _ in place.told] == ["info"]
+        assert [kind for kind, _ in place.events] == ["info"]
 
     at(scenario)
 

@@ -222,7 +222,7 @@ def test_a_trouble_stands_until_it_is_over() -> None:
 
     def say(message: str | None) -> None:
         node = swarm.process("s1r0").node
-        node.trouble("disk", message)
+        node.state.trouble("disk", message)
         found.append(node.status(asyncio.get_running_loop().time()).troubles)
 
     swarm.at(1.0, lambda: say("no checkpoint of outer round 1: the disk is full"))

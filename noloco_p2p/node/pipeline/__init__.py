@@ -1,0 +1,8 @@
+"""The way of a microbatch.
+
+source ── train ──▶ dispatch ── propagate ──▶ (wire) ──▶ rpc_handler ──▶ serve ── train ──▶ dispatch ──▶ …
+                      │  ▲                                                 │
+              forward │  │ backward                                        │ admission: one inner step
+                      ▼  │                                                 ▼
+                    the device                                           core/intake
+"""

@@ -1,10 +1,15 @@
-"""Sending on: one output to replicas of the next stage until one of them answers (design.md §4).
+"""One stage's part in a microbatch: forward here, through the later stages and back, backward here.
 
-The sender keeps its output and its graph; a peer that fails costs another call, never the microbatch.
+Every stage goes this way: the source of stage 0 and the server of the later ones call `Dispatcher.train`. The
+dispatcher keeps its output and its graph, so a peer that fails costs another call, never the microbatch
+(ARCHITECTURE.md, "A microbatch").
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, TypeVar
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import routing
@@ -22,275 +27,272 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.core.status import AnyReplica, for_microbatch
 from noloco_p2p.core.timeouts import ANSWER_SHARE, AdaptiveTimeout, attempt_s
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits, to_the_end
+from noloco_p2p.ports import Contribution, Transport
 
 FIRST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.1
-"""Pause after everybody said Busy; it doubles from the first to the longest."""
+"""Pause after every replica said Busy; it doubles from the first to the longest."""
 LONGEST_WITH_NOBODY_S = 0.5
-"""The longest one when everybody failed."""
+"""The longest one when every replica failed."""
 SHORTEST_CALL_S = 0.05
 """With less time than this left, a call is not begun."""
-TIMER_S = 0.01
-"""Timers are as exact as this: a call that took all of its time but this was ended by it."""
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class StageOutput:
-    """A stage's output, kept until the gradient is back. Shapes as in `Activation`."""
+class StageInput:
+    """What a stage is given of a microbatch. Shapes as in `Activation`; at stage 0 `inputs` are B×T tokens."""
 
     microbatch: MicrobatchId
     origin: Origin
-    hidden: HostTensor
+    inputs: HostTensor
     targets: HostTensor
     mask: HostTensor | None
+
+
+class StageResult(NamedTuple):
+    """What came of a microbatch at this stage and after it."""
+
+    contribution: Contribution
+    next_hop: PeerId | None = None
+    """The replica of the next stage that served it."""
+    served: tuple[PeerId, ...] = ()
+    """All who served it, from the next stage to the last."""
+    finite_below: bool = True
+    """Everything was finite at the later stages."""
+
+    @property
+    def finite(self) -> bool:
+        """Everything was finite, here and later."""
+        return self.contribution.finite and self.finite_below
 
 
 @dataclass(slots=True)
 class _Attempts:
     """What one delivery has heard so far."""
 
-    busy: set[PeerId]
-    failed: set[PeerId]
+    busy: set[PeerId] = field(default_factory=set)
+    failed: set[PeerId] = field(default_factory=set)
+    skipped: int = 0
+    """Replicas that cannot serve it for no fault of theirs, or had too little time."""
     pause_s: float = FIRST_PAUSE_S
-    heard_busy: bool = False
-    busy_at: float = 0.0
+    busy_at: float | None = None
     """When Busy was first heard, on the loop's clock."""
     fell_back: bool = False
     failure: str = ""
+    """The last one, in words."""
 
-    def give_up(self, stage: int, waited_for: MicrobatchId) -> PeerError:
-        """The error for whoever waits above: Busy if that was all that was heard."""
-        if self.heard_busy and not self.failure:
-            return Busy(f"every replica of stage {stage} is busy")
-        why = self.failure or "none is in the membership"
-        return Declined(f"no replica of stage {stage} served microbatch {waited_for.counter} in time: {why}")
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy(Generic[R]):
+    """One kind of call to the next stage, and how it is retried."""
+
+    reply: str
+    """What is waited for."""
+    send: Callable[[Advert, Activation], Awaitable[R]]
+    choose: Callable[[Origin, _Attempts], Advert | None]
+    """The replica to call now; None when all have just said Busy or failed."""
+    trains: bool
+    """A microbatch that is lost costs gradients: it goes on while the node drains, tries another replica at once, and
+    says Busy to its caller if it heard nothing else. An evaluation pauses after each failure: it may come late."""
+    timeout: AdaptiveTimeout = field(default_factory=AdaptiveTimeout)
 
 
 class Dispatcher:
-    """Sends to the next stage for one node, and knows how long its answers take. A node that moves begins anew."""
+    """Takes microbatches through this stage and the later ones, and knows how long the next one takes to answer."""
 
-    def __init__(self, node: NodeState) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, transport: Transport) -> None:
         self._node = node
-        self._patience = AdaptiveTimeout()
-        self._evaluations = AdaptiveTimeout()
+        self._swarm = swarm
+        self._waits = waits
+        self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, self._routed, True)
+        self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, self._in_turn, False)
 
-    async def deliver(self, parcel: StageOutput, deadline: float) -> tuple[Gradient, PeerId]:
-        """The gradient of an output, and the replica that served it; `deadline` is on the loop's clock.
+    async def train(self, task: StageInput, deadline: float | None = None) -> StageResult:
+        """Forward, the later stages, backward; at the last stage the loss. The graph is freed however it ends.
 
-        Raises Busy when until then only Busy was heard, Declined when nobody could serve it, and Violation when what
-        we send breaks the protocol: then nobody retries it.
+        `deadline` is on the loop's clock; None at stage 0: as long as it takes. Raises Busy when until then only Busy
+        was heard, Declined when no replica could serve it, and Violation when what we send breaks the protocol.
         """
-        node, heard = self._node, _Attempts(set(), set())
-        patience, why = self._patience, for_microbatch(parcel.microbatch)
-        deadline = self._before_my_caller(deadline)
-        while True:
-            if node.drain_by is not None:
-                deadline = min(deadline, node.drain_by)
-            began = node.now()
-            longest_s = self._attempt_s(deadline - began, patience)
-            if longest_s < SHORTEST_CALL_S or (node.index == 0 and self.nobody_there()):
-                raise heard.give_up(node.index + 1, parcel.microbatch)
-            peer = self._choose(parcel.origin, heard)
-            if peer is None:
-                await self._pause(heard)
-                continue
-            try:
-                with node.span("send"), node.waiting("gradient", peer.peer_id, longest_s, why):
-                    gradient = await node.world.transport.propagate(peer, self._activation(parcel, longest_s))
-            except Busy:
-                self._answered(peer)
-                node.event("busy", direction="out")
-                heard.busy.add(peer.peer_id)
-                heard.busy_at = heard.busy_at if heard.heard_busy else node.now()
-                heard.heard_busy = True
-                if self._comes_late(peer.peer_id, heard):
-                    heard.failed.add(peer.peer_id)
-            except (Unreachable, Declined, Violation) as error:
-                hurried = self._was_hurried(longest_s, node.now() - began, patience)
-                self._blame(peer, error, heard, hurried=hurried)
-            else:
-                patience.observe(node.now() - began)
-                self._answered(peer)
-                return gradient, peer.peer_id
+        node, stage, why = self._node, self._node.stage, for_microbatch(task.microbatch)
+        if node.last:
+            with node.span("backward"), self._waits.computing("backward", why):
+                done = await to_the_end(stage.loss_backward(task.microbatch, task.inputs, task.targets, task.mask))
+            return StageResult(done)
+        with node.span("forward"), self._waits.computing("forward", why):
+            graph, hidden = await stage.forward(task.inputs, task.mask)
+        try:
+            gradient, peer = await self._deliver(replace(task, inputs=hidden), self._training, deadline)
+            with node.span("backward"), self._waits.computing("backward", why):
+                # Once the device has it, it counts there: a caller that goes away now must not leave it uncounted here.
+                done = await to_the_end(stage.backward(graph, task.microbatch, gradient))
+        except BaseException:
+            stage.discard(graph)
+            raise
+        return StageResult(done, peer, gradient.served, gradient.finite)
 
-    def _blame(self, peer: Advert, error: PeerError, heard: _Attempts, *, hurried: bool) -> None:
-        """A call failed: set aside whose fault it is, go on with another; raise what nobody may retry."""
+    async def evaluate(self, task: StageInput, deadline: float | None = None) -> LossSum:
+        """The loss of a held-out microbatch. Raises Declined when nobody could evaluate it in time."""
+        with self._waits.computing("evaluation", for_microbatch(task.microbatch)):
+            result = await self._node.stage.evaluate(task.inputs, task.targets, task.mask)
+        if isinstance(result, LossSum):
+            return result
+        loss, _ = await self._deliver(replace(task, inputs=result), self._evaluation, deadline)
+        return loss
+
+    # --- the retry loop ---------------------------------------------------------------------------------------------
+
+    async def _deliver(self, output: StageInput, policy: RetryPolicy[R], deadline: float | None) -> tuple[R, PeerId]:
+        """The reply of the later stages to an output, and the replica that gave it.
+
+        At stage 0 nobody waits for the reply but this node: Busy is no failure, and a stage that nobody serves comes
+        back, so it tries again as long as the node trains.
+        """
+        node, left_s = self._node, None if deadline is None else deadline - self._node.now()
+        with self._waits.waiting(policy.reply, AnyReplica(node.index + 1), left_s, for_microbatch(output.microbatch)):
+            while True:
+                give_up_at = node.now() + node.config.limits.microbatch_deadline_s
+                if deadline is not None and left_s is not None:
+                    # My answer must still reach my caller, or it takes me for hung.
+                    give_up_at = deadline - ANSWER_SHARE * max(0.0, left_s)
+                try:
+                    return await self._try_replicas(output, policy, give_up_at)
+                except Busy:
+                    if deadline is not None or node.draining:
+                        raise
+                except Declined:
+                    if deadline is not None or node.draining or not await self._swarm.until_served():
+                        raise
+
+    async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], deadline: float) -> tuple[R, PeerId]:
+        """Call one replica of the next stage after the other until one answers, or the time is up."""
+        node, heard, why = self._node, _Attempts(), for_microbatch(output.microbatch)
+        while True:
+            began = node.now()
+            if node.drain_by is not None:
+                deadline = min(deadline, node.drain_by if policy.trains else began)
+            # An adaptive timeout for evaluations comes late, there are few: that of training will do, it takes longer.
+            timeout = self._training.timeout if policy.timeout.deadline_s() is None else policy.timeout
+            hops_below = node.manifest.stages - 2 - node.index
+            longest_s = attempt_s(deadline - began, hops_below, timeout.deadline_s(node.config.limits.patience_floor_s))
+            if longest_s < SHORTEST_CALL_S or (node.index == 0 and self._swarm.nobody_there()):
+                raise self._give_up(output.microbatch, policy.trains, heard)
+            peer = policy.choose(output.origin, heard)
+            if peer is None:
+                await self._pause(heard, policy.trains)
+                continue
+            header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
+            activation = Activation(header, output.inputs, output.targets, output.mask)
+            span = node.span("send") if policy.trains else nullcontext()
+            try:
+                with span, self._waits.waiting(policy.reply, peer.peer_id, longest_s, why):
+                    reply = await policy.send(peer, activation)
+            except PeerError as error:
+                hurried = timeout.was_hurried(longest_s, node.now() - began)
+                self._note_failure(peer, error, heard, hurried=hurried, trains=policy.trains)
+                if not policy.trains:
+                    await self._pause(heard, policy.trains)
+            else:
+                policy.timeout.observe(node.now() - began)
+                self._swarm.answered(peer.peer_id)
+                return reply, peer.peer_id
+
+    def _note_failure(self, peer: Advert, error: PeerError, heard: _Attempts, *, hurried: bool, trains: bool) -> None:
+        """A call failed: set the peer aside if it is at fault; raise what must not be retried.
+
+        A peer that says Busy or Declined is alive. One that had less time than such calls take is neither praised nor
+        blamed: it may have been about to answer.
+        """
+        swarm, id = self._swarm, peer.peer_id
+        if isinstance(error, Violation) and not trains:
+            raise Declined(str(error)) from error
         if isinstance(error, Violation) and error.ours:
             raise error
+        if isinstance(error, Busy):
+            swarm.answered(id)
+            self._note_busy(id, heard, trains)
+            return
         reason = type(error).__name__.lower()
         if isinstance(error, Declined):
-            self._answered(peer)
+            swarm.answered(id)
         elif isinstance(error, Unreachable) and hurried:
             reason = "hurried"
         else:
-            self._failed(peer)
-        heard.failed.add(peer.peer_id)
+            swarm.failed(id)
+        heard.skipped += reason in ("declined", "hurried")
+        heard.failed.add(id)
         heard.failure = str(error)
-        self._node.event("reroute", reason=reason, peer=peer.peer_id, message=str(error))
+        if trains:
+            self._node.event("reroute", reason=reason, peer=id, message=str(error))
 
-    # --- how long a call may take -----------------------------------------------------------------------------------
+    def _note_busy(self, peer: PeerId, heard: _Attempts, trains: bool) -> None:
+        if not trains:
+            heard.failure = "busy"
+            return
+        node, newest = self._node, self._swarm.members.get(peer)
+        node.event("busy", direction="out")
+        heard.busy.add(peer)
+        heard.busy_at = node.now() if heard.busy_at is None else heard.busy_at
+        # `balanced` and `fixed` wait for the replica that they name. One that is still fetching its weights may take
+        # minutes: others serve meanwhile.
+        waited_s = node.now() - heard.busy_at
+        named = node.manifest.routing != "random" and waited_s > node.config.limits.patience_floor_s
+        if named and newest is not None and newest.state != "training":
+            heard.failed.add(peer)
 
-    def _before_my_caller(self, deadline: float) -> float:
-        """Until when I try: my answer must still reach who called me, or it takes me for hung."""
-        if self._node.index == 0:
-            return deadline
-        return deadline - ANSWER_SHARE * max(0.0, deadline - self._node.now())
+    def _give_up(self, microbatch: MicrobatchId, trains: bool, heard: _Attempts) -> PeerError:
+        """The error for the caller above: in training Busy if that was all that was heard."""
+        stage, why = self._node.index + 1, heard.failure or "none is in the membership"
+        if heard.busy_at is not None and not heard.failure:
+            return Busy(f"every replica of stage {stage} is busy")
+        done = f"served microbatch {microbatch.counter}" if trains else "evaluated a microbatch"
+        return Declined(f"no replica of stage {stage} {done} in time: {why}")
 
-    def _attempt_s(self, left_s: float, patience: AdaptiveTimeout) -> float:
-        """How long the next call may take, with the calls nested in it."""
-        hops_below = self._node.manifest.stages - 2 - self._node.index
-        return attempt_s(left_s, hops_below, patience.deadline_s(self._node.config.limits.patience_floor_s))
+    async def _pause(self, heard: _Attempts, trains: bool) -> None:
+        """Let time pass, then every replica may be asked again."""
+        with self._waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
+            await asyncio.sleep(heard.pause_s)
+        heard.pause_s = min(2 * heard.pause_s, LONGEST_PAUSE_S if heard.busy or not trains else LONGEST_WITH_NOBODY_S)
+        if not heard.busy:
+            heard.failed.clear()
+        heard.busy.clear()
 
-    @staticmethod
-    def _was_hurried(longest_s: float, took_s: float, patience: AdaptiveTimeout) -> bool:
-        """The call was ended by its time, and had less of it than such calls need: no proof against the peer."""
-        needed_s = patience.deadline_s()
-        return needed_s is not None and longest_s < needed_s and took_s >= longest_s - TIMER_S
+    # --- which replica ----------------------------------------------------------------------------------------------
 
-    # --- whom to trust ----------------------------------------------------------------------------------------------
-
-    def _answered(self, peer: Advert) -> None:
-        self._node.members.answered(peer.peer_id)
-        if self._node.deserted:
-            self.look_for_deserted()
-
-    def _failed(self, peer: Advert) -> None:
-        self._node.members.failed(peer.peer_id, now=self._node.now())
-        self.look_for_deserted()
-
-    def look_for_deserted(self, *, reading: bool = False) -> None:
-        """Keep `node.deserted` true; tell of it when it changes, and at each `reading` while it is not empty."""
-        node, now = self._node, self._node.now()
-        found = node.members.deserted(node.manifest.stages, node.index) if node.advert.state == "training" else []
-        changed = found != sorted(node.deserted)
-        node.deserted = {stage: node.deserted.get(stage, now) for stage in found}
-        if changed or (reading and found):
-            node.event("deserted", stages={stage: now - since for stage, since in node.deserted.items()})
-        if changed:
-            node.pulse()
-
-    def nobody_there(self) -> bool:
-        """A later stage has no replica at all, so that nothing that stage 0 sends could come back.
-
-        False once somebody of stage 0 has finished: then nobody need come.
-        """
-        node = self._node
-        return not node.saw_the_end and any(
-            stage > node.index and not node.members.anybody(stage) for stage in node.deserted
-        )
-
-    async def until_served(self) -> bool:
-        """Wait while a later stage is deserted and nobody of it is there. False: none was deserted, or I leave."""
-        node = self._node
-        if node.saw_the_end or not any(stage > node.index for stage in node.deserted):
-            return False
-        empty = min(stage for stage in node.deserted if stage > node.index)
-        await node.until(lambda: node.draining or not self.nobody_there(), "replica", AnyReplica(empty))
-        return not node.draining
-
-    def _comes_late(self, peer: PeerId, heard: _Attempts) -> bool:
-        """The replica that the policy names is still fetching its weights: others serve meanwhile."""
-        node, newest = self._node, self._node.members.get(peer)
-        waits_s = node.now() - heard.busy_at
-        named = node.manifest.routing != "random" and waits_s > node.config.limits.patience_floor_s
-        return named and newest is not None and newest.state != "training"
-
-    def _choose(self, origin: Origin, heard: _Attempts) -> Advert | None:
-        """The replica to call now, or None when everybody has just said Busy or failed."""
-        node = self._node
+    def _routed(self, origin: Origin, heard: _Attempts) -> Advert | None:
+        """Training: the replica that the run's policy chooses."""
+        node, view, members = self._node, self._swarm.view, self._swarm.members
         stage, policy = node.index + 1, node.manifest.routing
-        usable = node.members.usable(stage, now=node.now(), without=heard.failed)
+        usable = members.usable(stage, now=node.now(), without=heard.failed)
         if policy == "random":
             usable = [peer for peer in usable if peer not in heard.busy] if heard.busy else usable
         elif heard.busy:
             return None
         if not usable:
             return None
+        seed, me = node.manifest.seed, node.me
         chosen, reason = routing.next_hop(
-            policy,
-            node.manifest.seed,
-            stage,
-            origin,
-            node.view.origins,
-            node.me,
-            node.view.mates,
-            node.view.following,
-            usable,
-            node.rng,
+            policy, seed, stage, origin, view.origins, me, view.mates, view.following, usable, node.rng
         )
         if reason == "fallback" and not heard.fell_back:
             heard.fell_back = True
             node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
-        return node.members.get(chosen)
+        return members.get(chosen)
 
-    async def _pause(self, heard: _Attempts) -> None:
-        """Let time pass, then everybody may be asked again."""
-        with self._node.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
-            await asyncio.sleep(heard.pause_s)
-        heard.pause_s = min(2 * heard.pause_s, LONGEST_PAUSE_S if heard.busy else LONGEST_WITH_NOBODY_S)
-        if not heard.busy:
-            heard.failed.clear()
-        heard.busy.clear()
+    def _in_turn(self, origin: Origin, heard: _Attempts) -> Advert | None:
+        """Evaluation: replica i of stage 0 (`origin.index` is i) goes through replica i mod n of each later stage.
 
-    def _activation(self, parcel: StageOutput, left_s: float) -> Activation:
-        node = self._node
-        header = Header(node.run_id, parcel.microbatch, parcel.origin, node.index + 1, left_s)
-        return Activation(header, parcel.hidden, parcel.targets, parcel.mask)
-
-    # --- evaluation -------------------------------------------------------------------------------------------------
-
-    async def evaluate(self, parcel: StageOutput, deadline: float) -> LossSum:
-        """The loss of a held-out microbatch; replica i of stage 0 goes through replica i mod n (`origin.index` is i).
-
-        The next one in turn stands in for a replica that is set aside. Raises Declined when nobody of the next stage
-        could serve it until `deadline`.
+        The next one in turn stands in for a replica that is set aside or has declined.
         """
-        node = self._node
-        pause_s, failure, skip = FIRST_PAUSE_S, "none is in the membership", 0
-        patience = self._evaluations
-        deadline = self._before_my_caller(deadline)
-        while not node.draining:
-            began = node.now()
-            # Until enough evaluations were seen, what is known of training will do: it takes longer.
-            known = patience if patience.deadline_s() is not None else self._patience
-            longest_s = self._attempt_s(deadline - began, known)
-            if longest_s < SHORTEST_CALL_S or (node.index == 0 and self.nobody_there()):
-                break
-            peer = self._evaluator(parcel.origin.index + skip)
-            if peer is not None:
-                try:
-                    with node.waiting("loss", peer.peer_id, longest_s, for_microbatch(parcel.microbatch)):
-                        loss = await node.world.transport.evaluate(peer, self._activation(parcel, longest_s))
-                except Busy:
-                    self._answered(peer)
-                    failure = "busy"
-                except Violation as error:
-                    raise Declined(str(error)) from error
-                except Declined as error:
-                    self._answered(peer)
-                    failure, skip = str(error), skip + 1
-                except Unreachable as error:
-                    failure = str(error)
-                    if self._was_hurried(longest_s, node.now() - began, known):
-                        skip += 1
-                    else:
-                        self._failed(peer)
-                else:
-                    patience.observe(node.now() - began)
-                    self._answered(peer)
-                    return loss
-            with node.waiting("free replica", AnyReplica(node.index + 1), pause_s):
-                await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        raise Declined(f"no replica of stage {node.index + 1} evaluated a microbatch in time: {failure}")
-
-    def _evaluator(self, turn: int) -> Advert | None:
-        """The replica whose turn it is, or the next one that is not set aside; None when nobody is there."""
-        node = self._node
-        replicas = node.members.of_stage(node.index + 1, membership.HOLDING)
+        node, members = self._node, self._swarm.members
+        replicas = members.of_stage(node.index + 1, membership.HOLDING)
         if not replicas:
             return None
-        in_turn = [replicas[(turn + more) % len(replicas)] for more in range(len(replicas))]
-        free = [a for a in in_turn if not node.members.is_aside(a.peer_id, now=node.now())]
+        turn = (origin.index + heard.skipped) % len(replicas)
+        in_turn = [*replicas[turn:], *replicas[:turn]]
+        free = [a for a in in_turn if not members.is_aside(a.peer_id, now=node.now())]
         return (free or in_turn)[0]

@@ -1,32 +1,33 @@
-"""Serving microbatches of the stage before: admission, the nested call, exactly once per id (design.md §4).
+"""Serving microbatches of the stage before: admission, this stage's part, exactly once per id.
 
 A call in flight is one task per (id, digest). Its callers wait for it; when the last one is gone it is cancelled, and
-leaves no trace unless its backward pass has been handed to the device: from there on it runs to its end.
+leaves no trace unless its backward pass has been handed to the device: from there on it runs to its end
+(ARCHITECTURE.md, "Exactly once").
 """
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from noloco_p2p.core import members as membership
-from noloco_p2p.core import routing
-from noloco_p2p.core.intake import Answer, Intake, Key
-from noloco_p2p.core.messages import Activation, Gradient, Header, PeerId
+from noloco_p2p.core import members, routing
+from noloco_p2p.core.intake import Admission, AttemptKey, Intake
+from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, PeerId
 from noloco_p2p.core.nonfinite import NonFiniteStreak
 from noloco_p2p.core.status import AnyReplica, Resource, for_microbatch
 from noloco_p2p.core.timeouts import WAIT_SHARE, AdaptiveTimeout
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
-from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageOutput
-from noloco_p2p.node.pipeline.evaluate import check
-from noloco_p2p.node.state import NodeState, to_the_end
-from noloco_p2p.ports import Body, Contribution
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageInput, StageResult
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Body
 
 SILENT_READINGS = 2
 """Origins in training announce themselves at each reading of the membership; one may miss, or come late."""
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _ServedCall:
     header: Header
     body: Body
     task: asyncio.Task[Gradient] | None = None
@@ -36,76 +37,61 @@ class _Call:
 
 
 class MicrobatchServer:
-    """Serves `propagate` for one node of a later stage."""
+    """Serves `propagate` and `evaluate` for one node of a later stage."""
 
-    def __init__(self, node: NodeState, sender: Dispatcher) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, dispatcher: Dispatcher) -> None:
         limits = node.config.limits
         self._node = node
-        self._sender = sender
+        self._swarm = swarm
+        self._waits = waits
+        self._dispatcher = dispatcher
         self.intake: Intake[Gradient] = Intake(limits.max_in_flight, limits.waiting_places)
-        self._calls: dict[Key, _Call] = {}
+        self._calls: dict[AttemptKey, _ServedCall] = {}
+        self._evaluating = 0
         self._streak = NonFiniteStreak()
-        self._patience = AdaptiveTimeout()
+        self._timeout = AdaptiveTimeout()
         self._given_up: dict[PeerId, float] = {}
         """Origins that were silent for too long, and since when."""
 
-    # --- the node's side --------------------------------------------------------------------------------------------
+    # --- the node's own steps ---------------------------------------------------------------------------------------
 
     def may_open(self) -> bool:
-        """Look who is there. Under `balanced` a step has slots only while stage 0 is there."""
-        self._node.look()
-        return self._node.manifest.routing != "balanced" or bool(self._node.view.origins)
+        """Fix the membership of the coming step. Under `balanced` it has slots only while stage 0 is there."""
+        self._swarm.fix_view()
+        return self._node.manifest.routing != "balanced" or bool(self._swarm.view.origins)
 
     def open(self) -> None:
         """Begin to admit into the coming inner step."""
         target, due = self._target()
         self._admit(self.intake.open(self._node.step, target, due))
-        self.strike()
+        self.drop_departed()
 
     async def until_ready(self, over: Callable[[], bool]) -> None:
         """Until the step can be taken, or it is `over`.
 
-        Under `balanced` an origin that has said nothing for as long as steps never take is not waited for any more:
-        it hangs, or is dead and still listed. Nor in the steps that follow, until something is heard of it.
+        Under `balanced` a step is complete when the slots that are this replica's have been filled, and each names its
+        origin. So an origin from which nothing has been heard for as long as steps never take is not waited for any
+        more: it hangs, or is dead and still listed. Nor in the steps that follow, until something is heard from it.
         """
         node, began, limits = self._node, self._node.now(), self._node.config.limits
-        silence_s = self._patience.deadline_s(SILENT_READINGS * node.config.directory.refresh_s)
+        silence_s = self._timeout.deadline_s(SILENT_READINGS * node.config.directory.refresh_s)
         silence_s = silence_s or limits.microbatch_deadline_s
-        with node.waiting("microbatches", AnyReplica(node.index - 1)):
-            while not await node.until(
+        with self._waits.waiting("microbatches", AnyReplica(node.index - 1)):
+            while not await self._waits.until(
                 lambda: self.intake.ready or over(), "word of the origins", AnyReplica(0), silence_s, idle=True
             ):
                 since = node.now() - (silence_s or 0.0)
                 silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
                 self._given_up |= dict.fromkeys(silent, since)
-                self._admit(self.intake.strike(silent.__contains__))
+                self._admit(self.intake.drop_slots(silent.__contains__))
                 if not self.intake.missing_origins:
                     silence_s = None
         if self.intake.ready:
-            self._patience.observe(node.now() - began)
+            self._timeout.observe(node.now() - began)
 
     async def until_empty(self) -> None:
-        """Until what was admitted has ended; the door is closed."""
-        await self._node.until(lambda: self.intake.in_flight == 0, "end of what was admitted", Resource.INNER_STEP)
-
-    def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
-        """How many microbatches this step takes, and under `balanced` which.
-
-        After the last step there are no slots any more; origins that came late are served as they come.
-        """
-        node, manifest, view = self._node, self._node.manifest, self._node.view
-        count = routing.target(manifest.microbatches_per_step, max(1, len(view.origins)), len(view.mates))
-        if manifest.routing != "balanced" or node.step >= manifest.steps:
-            return count, None
-        due = routing.balanced_slots(
-            manifest.seed, node.index, node.step, manifest.microbatches_per_step, view.origins, view.mates, node.me
-        )
-        return len(due), due
-
-    def _admit(self, keys: list[Key]) -> None:
-        """Tell those who waited that they may run."""
-        for key in keys:
-            self._calls[key].admitted.set()
+        """After `close`: until what was admitted has ended."""
+        await self._waits.until(lambda: self.intake.in_flight == 0, "end of what was admitted", Resource.INNER_STEP)
 
     def close(self) -> None:
         """Answer Busy from now on, and flush the waiting line with Busy."""
@@ -116,69 +102,89 @@ class MicrobatchServer:
                 call.task.cancel()
         self._gauge()
 
-    def strike(self) -> None:
+    def drop_departed(self) -> None:
         """Forget the due slots of origins that have left this step or are gone (`balanced`)."""
         if self.intake.missing_origins:
-            self._admit(self.intake.strike(self._has_left))
-            self._node.pulse()
+            self._admit(self.intake.drop_slots(self._has_left))
+            self._waits.pulse()
+
+    def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
+        """How many microbatches this step takes, and under `balanced` which.
+
+        After the last step there are no slots any more; origins that came late are served as they come.
+        """
+        node, manifest, view = self._node, self._node.manifest, self._swarm.view
+        count = routing.target(manifest.microbatches_per_step, max(1, len(view.origins)), len(view.mates))
+        if manifest.routing != "balanced" or node.step >= manifest.steps:
+            return count, None
+        due = routing.balanced_slots(
+            manifest.seed, node.index, node.step, manifest.microbatches_per_step, view.origins, view.mates, node.me
+        )
+        return len(due), due
+
+    def _admit(self, keys: list[AttemptKey]) -> None:
+        """Let those run that have waited."""
+        for key in keys:
+            self._calls[key].admitted.set()
 
     def _was_heard(self, origin: PeerId, since: float) -> bool:
-        """A microbatch of it came by, or its advert is younger. Who still fetches its weights sends nothing."""
-        advert, at = self._node.members.get(origin), self._node.members.last_sign(origin)
+        """A microbatch of it came by, or its advert is younger. One that still fetches its weights sends nothing."""
+        advert, at = self._swarm.members.get(origin), self._swarm.members.last_sign(origin)
         return advert is not None and advert.state not in ("waiting", "syncing") and at is not None and at >= since
 
     def _has_left(self, origin: PeerId) -> bool:
-        advert = self._node.members.get(origin)
-        reached = self._node.members.step_of(origin)
+        """Nothing of it will come any more in this step."""
         if origin in self._given_up and not self._was_heard(origin, self._given_up[origin]):
             return True
-        # Who pauses is not at work: it has begun nothing that is still under way.
-        at_work = advert is not None and advert.state in membership.STAGE_0_AT_WORK | membership.READY
+        advert, reached = self._swarm.members.get(origin), self._swarm.members.step_of(origin)
+        # An origin that pauses is not at work: it has begun nothing that is still under way.
+        at_work = advert is not None and advert.state in members.STAGE_0_AT_WORK | members.READY
         return not at_work or (reached is not None and int(reached) > self._node.step)
 
     # --- propagate --------------------------------------------------------------------------------------------------
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
-        """See ports.Handler."""
-        check(self._node, header)
+        """See ports.Handler; the header has been checked."""
         node = self._node
-        node.heard_at = node.now()
-        node.members.heard(header.origin, now=node.heard_at)
+        self._swarm.heard(header.origin)
         if header.origin.step > node.step:
-            self.strike()
-        key = Key(header.microbatch, header.digest)
+            self.drop_departed()
+        key = AttemptKey(header.microbatch, header.digest)
         verdict = self.intake.offer(key, header.origin)
         match verdict.answer:
-            case Answer.REPEAT:
+            case Admission.REPEAT:
                 assert verdict.reply is not None
                 node.event("microbatch", result="repeat")
                 return verdict.reply
-            case Answer.BUSY:
+            case Admission.BUSY:
                 node.event("busy", direction="in")
-                raise Busy(f"stage {node.index} replica {node.me} is busy: {verdict.reason}")
-            case Answer.JOIN:
+                raise Busy(f"{node.replica} is busy: {verdict.reason}")
+            case Admission.JOIN:
                 call = self._calls[key]
-            case Answer.ADMIT | Answer.WAIT:
-                self._calls[key] = call = _Call(header, body)
-                if verdict.answer is Answer.ADMIT:
+            case Admission.ADMIT | Admission.WAIT:
+                self._calls[key] = call = _ServedCall(header, body)
+                if verdict.answer is Admission.ADMIT:
                     call.admitted.set()
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(key, call, task))
         self._gauge()
-        with node.serving(caller, for_microbatch(header.microbatch)):
+        with self._waits.serving(caller, for_microbatch(header.microbatch)):
             return await self._wait(call)
 
-    def _ended(self, key: Key, call: _Call, task: asyncio.Task[Gradient]) -> None:
+    def _ended(self, key: AttemptKey, call: _ServedCall, task: asyncio.Task[Gradient]) -> None:
         """An attempt's task is over. One that was cancelled before its first line ran still holds its place."""
         if not task.cancelled():
             task.exception()
         if self._calls.get(key) is call:
-            del self._calls[key]
             self._admit(self.intake.leave(key))
-            self._gauge()
-            self._node.pulse()
+            self._forget(key)
 
-    async def _wait(self, call: _Call) -> Gradient:
+    def _forget(self, key: AttemptKey) -> None:
+        del self._calls[key]
+        self._gauge()
+        self._waits.pulse()
+
+    async def _wait(self, call: _ServedCall) -> Gradient:
         """One caller's wait. The call ends when its last caller is gone."""
         assert call.task is not None
         call.callers += 1
@@ -189,19 +195,18 @@ class MicrobatchServer:
             if not call.callers and not call.task.done():
                 call.task.cancel()
 
-    async def _serve(self, key: Key, call: _Call, caller: PeerId) -> Gradient:
+    async def _serve(self, key: AttemptKey, call: _ServedCall, caller: PeerId) -> Gradient:
         """One attempt from its body to its reply."""
-        node = self._node
-        deadline = node.now() + call.header.time_left_s
+        node, header = self._node, call.header
+        deadline = node.now() + header.time_left_s
         try:
-            with node.waiting("activation", caller, call.header.time_left_s, for_microbatch(key.microbatch)):
-                activation = await call.body()
+            activation = await self._receive(caller, header, call.body)
             await self._admission(call, deadline)
-            contribution, reply, below_finite = await self._compute(activation, deadline)
+            result = await self._dispatcher.train(_task(activation), deadline)
         except BaseException as error:
             self._admit(self.intake.leave(key))
             if call.flushed:
-                raise Busy(f"stage {node.index} replica {node.me} is in an outer round or leaving") from error
+                raise Busy(f"{node.replica} is in an outer round or leaving") from error
             if not isinstance(error, PeerError | asyncio.CancelledError):
                 node.fail(error)
                 raise Declined("this replica has failed") from error
@@ -209,65 +214,66 @@ class MicrobatchServer:
                 node.event("microbatch", result="violation", peer=caller, message=str(error))
             raise
         else:
-            if contribution.counted:
-                served = reply.served[1] if len(reply.served) > 1 else None
-                node.routes[key.microbatch] = (caller, served)
+            reply, counted = self._reply(key, result), result.contribution.counted
+            if counted:
+                node.count(key.microbatch, caller, result.next_hop)
                 node.event("microbatch", result="done" if reply.finite else "nonfinite")
-            self._admit(self.intake.done(key, counted=contribution.counted, reply=reply))
-            self._judge(contribution.finite or not below_finite, call.header.origin.peer)
+            self._admit(self.intake.done(key, counted=counted, reply=reply))
+            self._judge(result, header.origin.peer)
             return reply
         finally:
-            del self._calls[key]
-            self._gauge()
-            node.pulse()
+            self._forget(key)
 
-    async def _admission(self, call: _Call, deadline: float) -> None:
-        """Wait at the door, but not so long that the caller takes this node for hung: Busy is an answer too."""
-        node = self._node
-        longest_s, why = WAIT_SHARE * (deadline - node.now()), for_microbatch(call.header.microbatch)
-        with node.span("wait"), node.waiting("place in the inner step", Resource.INNER_STEP, longest_s, why):
+    async def _receive(self, caller: PeerId, header: Header, body: Body) -> Activation:
+        """The tensors that belong to a header."""
+        with self._waits.waiting("activation", caller, header.time_left_s, for_microbatch(header.microbatch)):
+            return await body()
+
+    async def _admission(self, call: _ServedCall, deadline: float) -> None:
+        """Wait for a place, but not so long that the caller takes this node for hung: Busy is an answer too."""
+        longest_s, why = WAIT_SHARE * (deadline - self._node.now()), for_microbatch(call.header.microbatch)
+        with (
+            self._node.span("wait"),
+            self._waits.waiting("place in the inner step", Resource.INNER_STEP, longest_s, why),
+        ):
             try:
                 async with asyncio.timeout(longest_s):
                     await call.admitted.wait()
             except TimeoutError:
-                raise Busy(f"stage {node.index} replica {node.me} has not come so far yet") from None
+                raise Busy(f"{self._node.replica} has not come so far yet") from None
 
-    async def _compute(self, activation: Activation, deadline: float) -> tuple[Contribution, Gradient, bool]:
-        """What this stage added, its reply, and whether everything further on was finite."""
-        node, header, stage = self._node, activation.header, self._node.stage
-        why = for_microbatch(header.microbatch)
-        served: tuple[PeerId, ...]
-        if node.last:
-            with node.span("backward"), node.computing("backward", why):
-                done = await to_the_end(
-                    stage.loss_backward(header.microbatch, activation.hidden, activation.targets, activation.mask)
-                )
-            served, below_finite = (node.me,), True
-        else:
-            with node.span("forward"), node.computing("forward", why):
-                graph, hidden = await stage.forward(activation.hidden, activation.mask)
-            try:
-                parcel = StageOutput(header.microbatch, header.origin, hidden, activation.targets, activation.mask)
-                with node.waiting("gradient", AnyReplica(node.index + 1), deadline - node.now(), why):
-                    gradient, _ = await self._sender.deliver(parcel, deadline)
-                with node.span("backward"), node.computing("backward", why):
-                    done = await to_the_end(stage.backward(graph, header.microbatch, gradient))
-            except BaseException:
-                stage.discard(graph)
-                raise
-            served, below_finite = (node.me, *gradient.served), gradient.finite
+    def _reply(self, key: AttemptKey, result: StageResult) -> Gradient:
+        done = result.contribution
         assert done.grad is not None, "a later stage has an input gradient"
-        finite = done.finite and below_finite
-        reply = Gradient(header.microbatch, done.grad, done.loss_sum, done.tokens, served, finite)
-        return done, reply, below_finite
+        served = (self._node.me, *result.served)
+        return Gradient(key.microbatch, done.grad, done.loss_sum, done.tokens, served, result.finite)
 
-    def _judge(self, finite: bool, origin: PeerId) -> None:
+    def _judge(self, result: StageResult, origin: PeerId) -> None:
         """Stop the node when one result after the other is not finite and it cannot be the others' fault."""
-        self._streak.record(finite, origin)
-        reason = self._streak.reason_to_stop(self._node.view.origins)
+        self._streak.record(result.contribution.finite or not result.finite_below, origin)
+        reason = self._streak.reason_to_stop(self._swarm.view.origins)
         if reason is not None:
             self._node.fail(LocalError(reason))
 
     def _gauge(self) -> None:
         self._node.event("gauge", name="in_flight", value=self.intake.in_flight)
         self._node.event("gauge", name="waiting", value=self.intake.waiting)
+
+    # --- evaluate ---------------------------------------------------------------------------------------------------
+
+    async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
+        """See ports.Handler; the header has been checked. It goes past the intake, within a small limit."""
+        if self._evaluating >= self._node.config.limits.evaluations:
+            raise Busy(f"{self._node.replica} evaluates as many microbatches as it may")
+        self._evaluating += 1
+        try:
+            with self._waits.serving(caller, for_microbatch(header.microbatch)):
+                deadline = self._node.now() + header.time_left_s
+                return await self._dispatcher.evaluate(_task(await self._receive(caller, header, body)), deadline)
+        finally:
+            self._evaluating -= 1
+
+
+def _task(activation: Activation) -> StageInput:
+    header = activation.header
+    return StageInput(header.microbatch, header.origin, activation.hidden, activation.targets, activation.mask)

@@ -51,7 +51,7 @@ def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, cal
     async def ask() -> None:
         node = swarm.process("s1r0").node
         assert node.state.advert.state == "training"
-        serve = node.answers.propagate if call == "propagate" else node.answers.evaluate
+        serve = node.handler.propagate if call == "propagate" else node.handler.evaluate
         try:
             await serve("stranger", header, body)
         except PeerError as error:
@@ -77,7 +77,7 @@ def test_nobody_sends_to_stage_0() -> None:
 
     async def ask() -> None:
         try:
-            await swarm.process("s0r0").node.answers.propagate("stranger", replace(RIGHT, stage=0), body)
+            await swarm.process("s0r0").node.handler.propagate("stranger", replace(RIGHT, stage=0), body)
         except Declined as error:
             heard.append(str(error))
 

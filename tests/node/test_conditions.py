@@ -1,0 +1,85 @@
+"""Waiting inside a node: who is woken, when, and what a condition that fails does."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from noloco_p2p.core.status import Resource
+from noloco_p2p.errors import LocalError
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.sim.virtual_time import run
+
+
+def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulses() -> None:
+    async def main() -> None:
+        waits, state, looks = Waits(), {"a": False, "b": False}, dict.fromkeys("ab", 0)
+
+        def condition(name: str) -> bool:
+            looks[name] += 1
+            return state[name]
+
+        tasks = {n: asyncio.create_task(waits.until(partial(condition, n), n, Resource.OWNER)) for n in "ab"}
+        await asyncio.sleep(1.0)
+        before = dict(looks)
+        state["a"] = True
+        for _ in range(5):
+            waits.pulse()
+        await asyncio.sleep(0.1)
+        assert tasks["a"].done()
+        assert tasks["a"].result()
+        assert not tasks["b"].done()
+        assert looks["b"] == before["b"] + 1, "five pulses at one moment are one look"
+        assert [wait.what for wait in waits.current(asyncio.get_running_loop().time())] == ["b"]
+        tasks["b"].cancel()
+        await asyncio.gather(tasks["b"], return_exceptions=True)
+        assert waits.current(asyncio.get_running_loop().time()) == ()
+
+    run(main())
+
+
+def test_a_condition_that_holds_for_a_moment_only_is_missed_not_believed() -> None:
+    async def main() -> None:
+        waits, state = Waits(), {"is": False}
+        wait = asyncio.create_task(waits.until(lambda: state["is"], "it", Resource.OWNER, 5.0))
+        await asyncio.sleep(1.0)
+        state["is"] = True
+        waits.pulse()
+        loop = asyncio.get_running_loop()
+        # After the look, before the waiter's own turn.
+        loop.call_soon(state.update, {"is": False})
+        assert not await wait
+        assert loop.time() == pytest.approx(5.0)
+
+    run(main())
+
+
+def test_what_a_condition_raises_reaches_who_waits_and_nobody_else() -> None:
+    async def main() -> None:
+        waits, broken = Waits(), {"is": False}
+
+        def condition() -> bool:
+            if broken["is"]:
+                raise LocalError("broken")
+            return False
+
+        wait = asyncio.create_task(waits.until(condition, "it", Resource.OWNER))
+        other = asyncio.create_task(waits.until(lambda: broken["is"], "other", Resource.OWNER))
+        await asyncio.sleep(1.0)
+        broken["is"] = True
+        waits.pulse()
+        assert await other
+        with pytest.raises(LocalError, match="broken"):
+            await wait
+
+    run(main())
+
+
+def test_the_time_is_up_without_a_pulse() -> None:
+    async def main() -> None:
+        waits = Waits()
+        assert not await waits.until(lambda: False, "nothing", Resource.OWNER, 2.5)
+        assert asyncio.get_running_loop().time() == pytest.approx(2.5)
+        assert await waits.until(lambda: asyncio.get_running_loop().time() > 3.0, "a late hour", Resource.OWNER, 1.0)
+
+    run(main())
