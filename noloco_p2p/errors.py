@@ -34,7 +34,7 @@ class Unreachable(PeerError):
 
 
 class Busy(PeerError):
-    """The peer has no place now. Nobody is at fault and nobody is set aside."""
+    """The peer has no room now. Neither side is at fault, and no peer is set aside."""
 
 
 class Declined(PeerError):
@@ -44,7 +44,7 @@ class Declined(PeerError):
 class Violation(PeerError):
     """The bytes that arrived are truncated, corrupt, of the wrong shape, of another run, or not finite.
 
-    `ours`: the peer says so of what *we* sent, so another replica would say the same; else it is the peer's fault.
+    `ours`: the peer refused what *we* sent, so another replica would refuse it too; else the peer is at fault.
     """
 
     def __init__(self, message: str, *, ours: bool = False) -> None:

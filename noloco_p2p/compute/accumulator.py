@@ -38,7 +38,7 @@ class GradientAccumulator:
             parameter.grad = grad
 
     def is_spent(self, microbatch: MicrobatchId) -> bool:
-        """It has been added before, in this step or an earlier one."""
+        """The microbatch was added before, in this step or an earlier one."""
         return microbatch in self._spent
 
     def add(self, added: AccumulatedMicrobatch, grads: Sequence[Tensor | None]) -> None:

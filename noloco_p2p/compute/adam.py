@@ -12,7 +12,7 @@ Named = dict[str, Tensor]
 
 
 class Adam:
-    """Steps on the `.grad` of the parameters. Moments lie where the parameters lie, in their dtype."""
+    """Steps on the `.grad` of the parameters. Moments are on the parameters' device, in their dtype."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings) -> None:
         self._parameters = parameters
@@ -20,7 +20,7 @@ class Adam:
         self.reset()
 
     def reset(self) -> None:
-        """Begin afresh: no moments, no steps."""
+        """Start over: no moments, no steps."""
         settings = self._settings
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -48,7 +48,7 @@ class Adam:
         return self._named("exp_avg"), self._named("exp_avg_sq")
 
     def restore(self, means: Mapping[str, Tensor], squares: Mapping[str, Tensor], steps: int) -> None:
-        """Go on with copies of these moments, after so many steps."""
+        """Continue with copies of these moments, after `steps` updates."""
         self.reset()
         for name, parameter in self._parameters.items():
             self._optimizer.state[parameter] = {

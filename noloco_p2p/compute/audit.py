@@ -1,4 +1,4 @@
-"""The files from which anybody can recompute a run (ARCHITECTURE.md, "Files").
+"""The files from which a run can be recomputed (ARCHITECTURE.md, "Files").
 
 They only ever take what the stage really used.
 """

@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 @dataclass(order=True, slots=True)
 class DeviceCall:
-    """A call in the queue. `future` is None when nobody waits for it."""
+    """A call in the queue. `future` is None when its result is not waited for."""
 
     priority: int
     number: int
@@ -75,7 +75,7 @@ class Device:
             del future, work  # an error holds this frame: with the future in it, work (and weights) would outlive both
 
     def post(self, work: Callable[[], object]) -> None:
-        """Run `work`, urgently, with nobody waiting; after `close` it is dropped."""
+        """Run `work`, urgently, without waiting for it; after `close` it is dropped."""
         self._push(URGENT, work)
 
     def take_busy_s(self) -> float:
@@ -84,7 +84,7 @@ class Device:
         return busy_s
 
     def close(self) -> None:
-        """End the thread after the job in hand; what still waits gets LocalError. Returns at once; may be repeated."""
+        """End the thread after the job in hand; waiting calls get LocalError. Returns at once; may be repeated."""
         with self._wake:
             self._closed = True
             waiting, self._queue = self._queue, []
@@ -128,8 +128,10 @@ class Device:
 
 
 def _compute_in_batches() -> None:
-    """Where the system can (Linux): this thread computes and is in no hurry, so it never cuts in on others when it
-    wakes up. Several nodes on few cores then spoil each other's caches less, and event loops still run at once.
+    """Schedule the calling thread as SCHED_BATCH, where the system has it (Linux).
+
+    It then never preempts another thread when it wakes up: several nodes on few cores spoil each other's caches less,
+    and event loops still run at once.
     """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a sandbox may forbid it; it is slower without, nothing else
@@ -137,7 +139,7 @@ def _compute_in_batches() -> None:
 
 
 def _deliver(job: DeviceCall, result: Any, error: BaseException | None) -> None:
-    """Have the outcome handed to the waiter, on its loop; a loop that has ended meanwhile has nobody left who waits."""
+    """Schedule the hand-over on the waiter's loop. When that loop is closed, nothing waits any more."""
     if job.future is None:
         return
     loop = job.future.get_loop()
@@ -238,7 +240,7 @@ class DeviceStage:
     def close(self) -> None:
         """End the device thread after the job in hand and let go of the stage; may be repeated.
 
-        What waits, and what is asked later, gets LocalError. The stage's memory is free once the job in hand has ended.
+        Calls that wait, and later calls, get LocalError. The stage's memory is free once the job in hand has ended.
         """
         self._device.close()
         self._stage = None
@@ -251,7 +253,7 @@ class DeviceStage:
 
 
 async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_id: PeerId) -> DeviceStage:
-    """Make stage `index` with its initial weights on a device thread of its own; the loop stays alive meanwhile.
+    """Make stage `index` with its initial weights on a device thread of its own, without blocking the loop.
 
     Raises ConfigError (the model cannot be split so) and LocalError (no such device, no memory, no audit directory).
     """

@@ -1,4 +1,4 @@
-"""An exported model, loaded by plain transformers in float32: its loss, and what it says.
+"""An exported model, loaded by plain transformers in float32: its loss, and text that it generates.
 
 Shape legend: B microbatch, T sequence, V vocabulary.
 """
@@ -64,9 +64,9 @@ class ExportedModel:
         return LossSum(float(loss), int((targets_BT != IGNORED).sum()))
 
     def continuation(self, prompt: Sequence[int], window: int, temperature: float, seed: int) -> Iterator[int]:
-        """Token ids that follow `prompt` (at least one id), one after the other, without end.
+        """Token ids that follow `prompt` (at least one id), one after the other, endlessly.
 
-        At most `window` ids are looked back upon; when so many are reached, the later half of them is read anew.
+        The context is at most `window` ids; when it is full, its later half is read again and the cache starts over.
         `temperature` 0 takes the likeliest id every time; otherwise the draws follow from `seed`.
         """
         generator = torch.Generator().manual_seed(seed)

@@ -49,7 +49,7 @@ def make_torch_stage(
 def check_model(manifest: RunManifest) -> Any:
     """The configuration of a model that exists, fits its stages and splits exactly. Raises ConfigError.
 
-    It takes as long as importing the family's code, and a fraction of a second.
+    Takes as long as importing the family's code, plus a fraction of a second.
     """
     config = model_family.checked_config(manifest)
     check_architecture(config, manifest.stages, DTYPES[manifest.compute_dtype])

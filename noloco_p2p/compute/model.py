@@ -1,8 +1,8 @@
-"""The slice of a causal language model that one stage holds, cut out of the model class of transformers.
+"""The part of a causal language model that one stage holds, cut out of the model class of transformers.
 
 The model's own forward keeps doing masks, rotary angles and layer types; what a stage does not own is replaced by
-modules that pass their input through, and the names of what it owns stay the model's global names, so that the union of
-the stages' parameters is the whole checkpoint. Semi-private parts of transformers are used here and nowhere else.
+modules that pass their input through, and what it owns keeps the model's global names, so that the union of the stages'
+parameters is the whole checkpoint. Semi-private parts of transformers are used here and nowhere else.
 
 Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
@@ -26,11 +26,11 @@ INPUT_MODULES = frozenset(
 
 
 Replacement = tuple[nn.Module, str, nn.Module]
-"""A child that another stage holds: its parent, its name there, and what stands in its place."""
+"""A child that another stage holds: its parent, its name there, and the module that replaces it."""
 
 
 class PassthroughLayer(nn.Module):
-    """Stands for a layer, norm or projection of another stage."""
+    """Replaces a layer, norm or projection of another stage."""
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         """Its first argument, untouched."""
@@ -38,7 +38,7 @@ class PassthroughLayer(nn.Module):
 
 
 class ZeroPositions(nn.Module):
-    """Stands for the learned positions, which stage 0 has added already."""
+    """Replaces the learned positions, which stage 0 has added already."""
 
     def forward(self, positions: Tensor, *_: object, **__: object) -> Tensor:
         """A zero without dimensions."""
@@ -85,7 +85,7 @@ def make_stage_module(config: Any, index: int, stages: int, *, seed: int, dtype:
 
 
 def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> StageModule:
-    """The slice without memory: all its tensors are on the meta device. Raises ConfigError as `make_stage_module`."""
+    """The module without memory: all its tensors are on the meta device. Raises ConfigError as `make_stage_module`."""
     from transformers.initialization import no_init_weights
 
     try:
@@ -115,7 +115,7 @@ def _count_without(causal: Any, foreign: list[Replacement]) -> int:
 
 
 def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacement]:
-    """What stage `index` does not own, and what is to stand in its place. Raises ConfigError."""
+    """The children that stage `index` does not own, and what replaces them. Raises ConfigError."""
     names = {module: name for name, module in causal.named_modules()}
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     if embedding not in names or head not in names or head is embedding:

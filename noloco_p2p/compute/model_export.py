@@ -1,7 +1,7 @@
-"""The trained model as others know it: the stages of a run put together into a Hugging Face directory.
+"""The stages of a run put together into a Hugging Face model directory.
 
-The parameters keep their global names on every stage, so that the union of the stages is the whole state dict; what
-is left to do is to average replicas, to see that nothing is missing, and to let transformers write its own format.
+The parameters keep their global names on every stage, so the union of the stages is the whole state dict. What
+remains is to average replicas, to check that nothing is missing, and to let transformers write its own format.
 Nothing here knows where the weights come from.
 """
 
@@ -23,7 +23,7 @@ Weights = Mapping[str, Tensor]
 
 
 def quiet() -> None:
-    """transformers shows no progress bars of its own and warns of nothing, in this process, from now on."""
+    """Turn off transformers' progress bars and warnings, for this process."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -71,7 +71,7 @@ def mean(replicas: Sequence[Weights]) -> Weights:
 def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Path, eos: int | None = None) -> None:
     """Write config.json, generation_config.json and the safetensors of the whole model into an existing directory.
 
-    `eos` is the id with which generation ends, where that is known. Raises ConfigError when the stages are not the
+    `eos` is the id that ends generation, where it is known. Raises ConfigError when the stages are not the
     whole model, LocalError when the disk refuses.
     """
     causal = _outlined(manifest, 0, 1)
@@ -101,7 +101,7 @@ def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
 def write_tokenizer(source: str | None, directory: Path) -> None:
     """Write a tokenizer's files: ByT5's for None, else those that AutoTokenizer loads from `source`, name or path.
 
-    A `source` has to be tried beforehand (`tokenizers.load_tokenizer`). Raises LocalError when the disk refuses.
+    `tokenizers.load_tokenizer` has to accept `source` first. Raises LocalError when the disk refuses.
     """
     from transformers import AutoTokenizer
     from transformers.models.byt5 import ByT5Tokenizer

@@ -1,7 +1,7 @@
 """A model family of transformers: from the manifest's `model` to a checked configuration and its model class.
 
-Together with `model.py` this is the only file that knows transformers. Its modules are imported when they are needed,
-and only those of the family in question.
+This file, `model.py` and those of exported models are the only ones that know transformers. Its modules are imported
+when they are needed, and only those of the family in question.
 """
 
 import copy
@@ -16,13 +16,13 @@ from noloco_p2p.config import ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError
 
 EAGER_FAMILIES = frozenset({"gemma2"})
-"""Families whose split is exact with eager attention only."""
+"""Families that split exactly only with eager attention."""
 FIXED_FIELDS = frozenset({"use_cache", "pretraining_tp", "gradient_checkpointing"})
 """Fields that a training stage decides itself."""
 UNUSED_DROPOUT = frozenset({"summary_first_dropout", "classifier_dropout"})
-"""Dropout of heads that a causal language model does not have."""
+"""Dropout of heads that causal language models lack."""
 LEGACY_FIELDS = frozenset({"rope_theta", "partial_rotary_factor"})
-"""Fields that stand inside `rope_parameters` since transformers 5 and are still taken flat."""
+"""Fields that belong in `rope_parameters` since transformers 5 and are still accepted at the top level."""
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 MOST_LAYERS = 1024
 """A manifest comes from strangers: even without weights, layers cost memory."""
@@ -59,8 +59,8 @@ def make_config(settings: ModelSettings) -> Any:
         known |= LEGACY_FIELDS
     unknown = sorted(set(settings.config) - known)
     if unknown:
-        told = "; ".join(f"{name!r}{_nearest(name, known)}" for name in unknown)
-        raise ConfigError(f"model.config: not a field of the family {family}: {told}")
+        listed = "; ".join(f"{name!r}{_nearest(name, known)}" for name in unknown)
+        raise ConfigError(f"model.config: not a field of the family {family}: {listed}")
     try:
         config = config_class(**_without_foreign_ids(config_class, settings.config))
     except (StrictDataclassError, *FOREIGN_ERRORS) as error:
@@ -141,7 +141,7 @@ def model_class(config: Any) -> Any:
 
 
 def attention(config: Any) -> str:
-    """The attention implementation whose split is exact."""
+    """The attention implementation with which the split is exact."""
     usable = getattr(model_class(config), "_supports_sdpa", False) and config.model_type not in EAGER_FAMILIES
     return "sdpa" if usable else "eager"
 

@@ -1,6 +1,6 @@
 """The tensors of a replica by kind and parameter, as they travel and are saved: `<kind>/<name>`, kind after kind.
 
-What comes from a peer or a file is checked here before the stage goes on from it.
+What comes from a peer or a file is checked here before the stage continues from it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ def unpack(
 
 
 def unpack_state(state: ReplicaState, index: int, expected: Sequence[TensorSpec]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a state that stage `index` can go on from; they may share memory with it.
+    """The tensors of a state that stage `index` can continue from; they may share memory with it.
 
     Raises Violation as `unpack`, and for another stage, a mean square or a step count below zero.
     """

@@ -1,4 +1,4 @@
-"""At start-up: does the split of this architecture compute what the whole model computes?
+"""The check at start-up that the split of an architecture computes what the whole model computes.
 
 A tiny random model of the same architecture is cut at every layer boundary; the parts, chained, must give the whole's
 initial weights, logits and gradients. A family that scales its embeddings inside the decoder (granite) fails here, with

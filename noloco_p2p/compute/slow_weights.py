@@ -1,6 +1,6 @@
 """Slow weights φ and outer momentum δ of one replica, on the host, and the outer round (METHOD.md, "Outer round").
 
-They are held in compute_dtype, never less than float32. What reads and writes θ is handed in.
+They are held in compute_dtype, which is at least float32.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class SlowWeights:
         """The tensors of a snapshot, in order."""
 
     def snapshot(self) -> tuple[HostTensor, ...]:
-        """φ and Δ = θ − φ of now, frozen: `slow/<name>` for each parameter, then `delta/<name>`."""
+        """The present φ and Δ = θ − φ, frozen: `slow/<name>` for each parameter, then `delta/<name>`."""
         deltas = {name: host_tensor.copy(self._fast[name]).sub_(phi) for name, phi in self.slow.items()}
         return replica_tensors.pack({"slow": self.slow, "delta": deltas})
 
@@ -68,18 +68,18 @@ class SlowWeights:
             self._set(name, phi + delta)
 
     def capture(self) -> dict[str, dict[str, Tensor]]:
-        """φ, θ and δ of now, in host memory; nothing writes to them later."""
+        """The present φ, θ and δ, in host memory; nothing writes to them later."""
         fast = {name: host_tensor.copy(theta) for name, theta in self._fast.items()}
         return {"slow": dict(self.slow), "fast": fast, "momentum": dict(self.momentum)}
 
     def restore(self, kinds: replica_tensors.Kinds) -> None:
-        """Go on with copies of φ and δ, and θ in place; they have been checked."""
+        """Continue with copies of φ and δ, and θ in place; they have been checked."""
         for name in self.slow:
             self.momentum[name] = kinds["momentum"][name].clone()
             self._set(name, kinds["slow"][name].clone(), kinds["fast"][name])
 
     def _set(self, name: str, phi: Tensor, theta: Tensor | None = None) -> None:
-        """φ, and θ where it is not φ."""
+        """Set φ, and θ to `theta`, or to φ where it is None."""
         self.slow[name] = phi
         with torch.no_grad():
             self._fast[name].copy_(phi if theta is None else theta)

@@ -1,11 +1,11 @@
 """One pipeline stage in plain synchronous torch: the methods of the Stage port, not awaited.
 
-`device.py` gives it a thread and the port; the simulator calls it in line. Weights, Adam, φ and δ are in compute_dtype,
-hidden states and gradients travel in wire_dtype; on CUDA the passes run under bfloat16 autocast.
+`device.py` gives it a thread and the port; the simulator calls it directly. Weights, Adam, φ and δ are in
+compute_dtype, hidden states and gradients travel in wire_dtype; on CUDA the passes run under bfloat16 autocast.
 
-**Nothing of a microbatch that is not finite stays behind.** Its parameter gradients are computed apart from the
-accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. That costs one more reading of
-the gradients than `.backward()`, and a second set of them for the moment.
+**A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed apart from the
+accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. Compared with `.backward()` that
+costs one more pass over the gradients, and a second set of them while it lasts.
 
 Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
@@ -168,7 +168,7 @@ class TorchStage:
         return StepResult(tokens, sum(one.loss_sum for one in added), len(added), norm, 0.0)
 
     def snapshot(self, round: int, step: int) -> Snapshot:
-        """Freeze (φ, Δ) of now."""
+        """Freeze the present (φ, Δ), as in the port."""
         return Snapshot(self._peer_id, round, step, self._slow.snapshot())
 
     def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
@@ -191,7 +191,7 @@ class TorchStage:
         self._sums.restart(())
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
-        """Freeze φ, θ, δ, Adam and the spent ids of now, as in the port, in host memory. `number` is left 0."""
+        """Freeze the present φ, θ, δ, Adam and spent ids in host memory, as in the port. `number` is left 0."""
         means, squares = self._adam.moments()
         moments = {"adam_mean": means, "adam_square": squares}
         copies = {kind: {name: host_tensor.copy(one) for name, one in named.items()} for kind, named in moments.items()}
@@ -210,7 +210,7 @@ class TorchStage:
     def _contribute(
         self, added: AccumulatedMicrobatch, leaf: Tensor, output: Tensor, grad_output: Tensor | None
     ) -> Contribution:
-        """Backward from `output`; gradients that are finite and whose id is not spent are added."""
+        """Backward from `output`; the gradients are added if they are finite and the id is not spent."""
         counted = not self._sums.is_spent(added.microbatch)
         wanted = ([] if self._first else [leaf]) + (self._parameters if counted else [])
         grads = list(torch.autograd.grad(output, wanted, grad_output, allow_unused=True)) if wanted else []

@@ -1,7 +1,7 @@
-"""Which stage a node should hold: the choice of a newcomer, and the move of one that trains (design.md §6). Pure.
+"""Which stage a node should hold: the choice of a newcomer, and the move of a node that trains.
 
-Every microbatch passes every stage once, so the swarm is as fast as its slowest stage. The capacity of a stage is the
-sum over its replicas of the microbatches per second that their devices can do.
+ARCHITECTURE.md, "Rebalancing". Every microbatch passes every stage once, so the swarm is as fast as its slowest stage.
+The capacity of a stage is the sum over its replicas of the microbatches per second that their devices can do.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,10 +18,10 @@ LEAST_ROUNDS = 4.0
 """Outer rounds that must be left: a mover is no partner before its first whole outer interval, and should then stay
 for longer than it took to come."""
 OTHERS_LEFT = 2
-"""Others in training that a mover leaves behind: with one alone, its death would lose the stage."""
+"""Other replicas in training that a mover must leave behind: the death of a single one would lose the stage."""
 
 COUNTED = PRESENT - {"paused"}
-"""Who works at its stage or will soon."""
+"""Nodes in these states work at their stage or will soon."""
 ON_THE_WAY = frozenset({"starting", "waiting"})
 UNSETTLED = frozenset({"syncing", "draining"})
 
@@ -52,7 +52,7 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 
 
 def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
-    """Of all stages. A replica that has not measured its speed counts as the mean of those that have."""
+    """The capacities of all stages. A replica that has not measured its speed counts as the mean of those that have."""
     counted = sorted((a for a in adverts if a.state in COUNTED and 0 <= a.stage < stages), key=lambda a: a.peer_id)
     overall = _mean([a.microbatches_per_s for a in counted if _measured(a)], 1.0)
     of_stage, replicas, one_more = [], [], []
@@ -68,17 +68,17 @@ def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
 def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
     """The stage that `me` should hold before it has made its weights: the same answer for the same view everywhere.
 
-    A node that has not chosen yet (`stage` −1) takes the stage of least capacity. Then, starting from where everybody
-    stands, the largest peer id that may still choose moves from the strongest stage to the weakest one, as long as the
-    weaker of the two gains by it. Nodes that are settled never move.
+    A node that has not chosen yet (`stage` −1) takes the stage of least capacity. Then, starting from
+    everybody's present stage, the largest peer id that may still choose moves from the strongest stage to the weakest
+    one, as long as the weaker of the two gains by it. Nodes that are settled never move.
     """
-    standing = {a.peer_id: a for a in others if a.state in COUNTED and 0 <= a.stage < stages}
+    placed = {a.peer_id: a for a in others if a.state in COUNTED and 0 <= a.stage < stages}
     if me.stage < 0:
-        return capacities(standing.values(), stages).slowest()
-    standing[me.peer_id] = me
-    now = capacities(standing.values(), stages)
+        return capacities(placed.values(), stages).slowest()
+    placed[me.peer_id] = me
+    now = capacities(placed.values(), stages)
     strength, counts = list(now.of_stage), list(now.replicas)
-    movable = sorted((a for a in standing.values() if not a.settled), key=lambda a: a.peer_id, reverse=True)
+    movable = sorted((a for a in placed.values() if not a.settled), key=lambda a: a.peer_id, reverse=True)
     while movable:
         low = min(range(stages), key=lambda s: (strength[s], counts[s], s))
         mover = max(movable, key=lambda a: (strength[a.stage], a.peer_id))
@@ -95,7 +95,7 @@ def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
 
 
 def may_go(me: Advert, others: Iterable[Advert]) -> bool:
-    """Of several nodes that announce a move, the one with the lowest id goes, and the others give way."""
+    """Of several nodes that announce a move, the one with the lowest id moves, and the others give up theirs."""
     return all(a.peer_id > me.peer_id for a in others if a.moving_to is not None)
 
 
@@ -103,9 +103,9 @@ def move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float =
     """The stage that this node should leave its own for while it trains, None to stay; and why.
 
     Equal for everybody with the same view: one node of the whole swarm moves at a time, to the slowest stage, from the
-    strongest one that can spare somebody, and of that one's replicas the one with the lowest id that can be spared. It
-    is asked again until the node goes: with `me.moving_to` set it is the reason to keep to the announced move, unless
-    somebody with a lower id announced one too. `rounds_left`: outer rounds until the run ends.
+    strongest one that can spare a replica, and of that one's replicas the one with the lowest id that can be spared. It
+    is asked again until the node moves: with `me.moving_to` set it is the reason to keep to the announced move, unless
+    a node with a lower id announced one too. `rounds_left`: outer rounds until the run ends.
 
     With fixed speeds, moves come to an end: the slowest stage gains, and no other one falls as low as it was, so
     the sorted capacities grow with every move.
@@ -134,7 +134,7 @@ def move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float =
 
 
 def _mover(everybody: Sequence[Advert], now: StageCapacities, target: int) -> Advert | None:
-    """Who should move to `target`: nobody, unless the slower of the two stages is well above what `target` is now."""
+    """The node that should move to `target`: none, unless both stages are then well above what `target` is now."""
     wanted = LEAST_GAIN * now.of_stage[target]
     if now.of_stage[target] + now.one_more[target] < wanted:
         return None

@@ -1,7 +1,8 @@
-"""Who guards the weights of a stage that has few replicas, and who can give them back (design.md §6). Pure.
+"""Which nodes guard the weights of a stage that has few replicas, and which can give them back.
 
-A guardian is a node of another stage that pulls the snapshots of its ward, so that a stage whose replicas all die at
-once is not lost. Everybody with the same view of the membership names the same guardians.
+ARCHITECTURE.md, "Guardians". A guardian is a node of another stage that pulls the snapshots of its ward, so that a
+stage whose replicas all die at once is not lost. Everybody with the same view of the membership names the same
+guardians.
 """
 
 from collections.abc import Iterable

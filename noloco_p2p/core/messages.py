@@ -67,7 +67,7 @@ class MicrobatchId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The label that a microbatch carries: who read it, in which of its steps, as which microbatch of that step."""
+    """The label that a microbatch carries: the node that read it, in which of its steps, and its place in that step."""
 
     peer: PeerId
     step: int
@@ -147,7 +147,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The frozen slow weights φ and outer delta Δ of one replica at one outer round (method.md §3)."""
+    """The frozen slow weights φ and outer delta Δ of one replica at one outer round (METHOD.md, "Outer round")."""
 
     peer: PeerId
     round: int
@@ -184,12 +184,12 @@ class ReplicaState:
     number: int = 0
     """64 bits drawn by the donor when it froze this copy: two parts of a transfer with one number fit together."""
     spent: tuple[MicrobatchId, ...] = ()
-    """Ids counted of late, oldest first. In checkpoints only; they do not travel."""
+    """Ids counted recently, oldest first. In checkpoints only; they do not travel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a node needs beyond the code and the data to go on as if it had never stopped."""
+    """What a node needs beyond the code and the data to continue as if it had never stopped."""
 
     state: ReplicaState
     cursor: Mapping[str, object] | None
@@ -199,7 +199,7 @@ class Checkpoint:
 
 
 class Holding(NamedTuple):
-    """Weights that a node can give to whoever takes a stage: its own checkpoints, or what it guards for others."""
+    """Weights that a node can give to a node that takes a stage: its own checkpoints, or what it guards for others."""
 
     stage: int
     round: int
@@ -233,13 +233,13 @@ class Advert:
     evaluated: bool = False
     """A finished stage-0 node that has done its last evaluation."""
     settled: bool = False
-    """It will not choose another stage any more (it was told one, or has made its weights)."""
+    """It will not choose another stage any more (its stage was given, or it has made its weights)."""
     partner_from_round: int = 0
     """The first outer round in which it may be pulled from: that after its first whole outer interval."""
     moving_to: int | None = None
-    """The stage that it means to move to, if nobody else does."""
+    """The stage that it will move to unless another node does."""
     holds: tuple[Holding, ...] = ()
-    """Weights that it can give: before its first step those of its own checkpoints, later those that it guards."""
+    """Weights that it can give: those of its own checkpoints before its first step, later those that it guards."""
     version: str = ""
     announced_at: float = 0.0
     """When it was announced, on the clock of the event loop that read it; filled in by the directory, never sent."""

@@ -1,4 +1,5 @@
-"""The outer round: N1 and N2 of method.md §3, and the stability bound S1. On any type with + - *.
+"""The outer round: N1 and N2 (METHOD.md, "Outer round"), and the stability bound S1 (METHOD.md,
+"Stability"). On any type with + - *.
 
 Source: NoLoCo (arXiv 2506.10911) eq. 1–3 and A.2. The paper prints eq. 2 with a minus before β, which would be
 gradient *ascent* for its own Δ = θ − φ; its proofs (eq. 32) and its code use the plus, and so do we (N1).
@@ -36,7 +37,7 @@ def outer_step(
 
     `phi` and `momentum` are φ_i and δ_i; `group` is (φ_j, Δ_j) of every member of the group, mine included, in any
     order; a group of mine alone is plain momentum. 1/n goes into the coefficients, so that fractions stay exact, and
-    each mean is summed before it is added, so that the two of a pair, who sum in opposite orders, round alike: equal
+    each mean is summed before it is added, so that the two of a pair, which sum in opposite orders, round alike: equal
     φ and δ stay equal bit for bit. Raises ValueError for an empty group.
     """
     if not group:
@@ -61,7 +62,7 @@ def largest_gamma(*, alpha: float, group: int = 2) -> float:
 
 
 def instability(*, alpha: float, gamma: float, group: int = 2) -> str | None:
-    """None if S1 of method.md §3 holds, else one line that quotes S1 and the numbers."""
+    """None if S1 (METHOD.md, "Stability") holds, else one line that quotes S1 and the numbers."""
     bound = largest_gamma(alpha=alpha, group=group)
     if 0 < gamma < bound:
         return None

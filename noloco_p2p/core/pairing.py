@@ -1,4 +1,4 @@
-"""Who pulls whose snapshot in an outer round (method.md §3, Pairing)."""
+"""Which replica pulls which one's snapshot in an outer round (METHOD.md, "Pairing")."""
 
 import random
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""Where a replica's weights come from when the run has begun before it: pure decisions on adverts (design.md §4, §6).
+"""Where a replica's weights come from when the run has begun before it: pure decisions on adverts.
 
-A living replica of the stage comes first, or the node's own checkpoint when that is hardly older. A stage that nobody
-holds any more is taken up from the newest weights that exist of it: a checkpoint or what a guardian holds.
+ARCHITECTURE.md, "Recovery". A living replica of the stage comes first, or the node's own checkpoint when that is hardly
+older. A stage without a living replica resumes from the newest weights that exist of it: those of a checkpoint, or
+those that a guardian holds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,34 +13,34 @@ from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, Holding
 
 NEAR_ROUNDS = 1
-"""A checkpoint so many outer rounds behind the living replicas still goes on by itself."""
+"""A checkpoint at most this many outer rounds behind the living replicas is resumed from, without a transfer."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsSource:
+class RestoreSource:
     """Where weights can be had: of a living `peer`, from a `shard` (my checkpoint), from a `guardian`, or `fresh`.
 
-    `wait`: a replica of my stage is about to go on with newer weights than I could find.
+    `wait`: a replica of my stage is about to resume from newer weights than I could find.
     """
 
     kind: str
     reason: str
     peer: Advert | None = None
-    """Of `peer` and `guardian`: whom to ask; None for a guardian: this node guards it itself."""
+    """Of `peer` and `guardian`: the node to ask; None for a guardian: this node guards it itself."""
     holding: Holding | None = None
     """Of `shard` and `guardian`: what it is."""
 
 
 def run_has_begun(adverts: Iterable[Advert]) -> bool:
-    """Somebody trains or has trained, now or before everybody was stopped."""
+    """A node trains or has trained, now or before all were stopped."""
     return any(a.state in TRAINED or a.step > 0 or a.holds for a in adverts)
 
 
 def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
-    """The newest outer round that every stage can go on from: the least over stages of what the stage's nodes have.
+    """The newest outer round that every stage can resume from: the least over stages of what the stage's nodes have.
 
     Living replicas have the round that they announce, others what they hold of their own stage, guardians what they
-    hold of another. Stages of which nobody has anything do not count. None: nobody has anything.
+    hold of another. Stages without any weights do not count. None: there are no weights at all.
     """
     held = [holding for advert in adverts for holding in advert.holds]
     held += [Holding(a.stage, a.outer_round, int(a.step)) for a in adverts if a.state in TRAINED]
@@ -56,10 +57,10 @@ def least_newest(held: Iterable[Holding]) -> int | None:
 
 def sources(
     me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages: int, guarded: Holding | None = None
-) -> list[WeightsSource]:
+) -> list[RestoreSource]:
     """Where to look for the weights of my stage, best first; never empty.
 
-    `own` are my checkpoints of this stage, `guarded` is what I hold of it as a guardian who comes to it now. With a
+    `own` are my checkpoints of this stage, `guarded` is what I hold of it as its guardian that moves to it. With a
     living replica in the stage, fresh weights are no choice.
     """
     shards = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
@@ -67,24 +68,25 @@ def sources(
     living = sorted((a for a in mates if a.state in TRAINED), key=lambda a: (-a.outer_round, a.peer_id))
     if living:
         ahead = living[0].outer_round
-        pulls = [WeightsSource("peer", "a living replica has it", peer) for peer in living]
+        pulls = [RestoreSource("peer", "a living replica has it", peer) for peer in living]
         near = [_shard(h, "hardly behind the others") for h in shards[:1] if ahead - h.round <= NEAR_ROUNDS]
         return near + pulls
     limit = common_round([me, *others], stages)
     strangers = [a for a in others if a.stage != me.stage]
-    guards = [WeightsSource("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers)]
+    guards = [RestoreSource("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers)]
     if guarded is not None:
-        guards.append(WeightsSource("guardian", "guarded by this node", holding=guarded))
+        guards.append(RestoreSource("guardian", "guarded by this node", holding=guarded))
     return _of_a_lost_stage(me.stage, shards, guards, mates, limit)
 
 
 def _of_a_lost_stage(
-    stage: int, shards: Sequence[Holding], guards: Sequence[WeightsSource], mates: Sequence[Advert], limit: int | None
-) -> list[WeightsSource]:
-    """Nobody of my stage trains: the newest weights that there are.
+    stage: int, shards: Sequence[Holding], guards: Sequence[RestoreSource], mates: Sequence[Advert], limit: int | None
+) -> list[RestoreSource]:
+    """No replica of my stage trains: the newest weights that exist.
 
-    Checkpoints count up to the round from which all stages can go on together: everybody may have been stopped at once.
-    Guardians have outlived the stage, so what they hold is the newest there is, the last words of a replica that left.
+    Checkpoints count up to the round from which all stages can resume together: all nodes may have been stopped at
+    once. Guardians have outlived the stage, so what they hold is the newest that exists: the last state of a replica
+    that left.
     """
 
     def fits(holding: Holding) -> bool:
@@ -95,16 +97,16 @@ def _of_a_lost_stage(
     best = found[0].holding.round if found and found[0].holding else -1 - NEAR_ROUNDS
     theirs = [h.round for a in mates for h in a.holds if h.stage == stage and fits(h)]
     if theirs and max(theirs) - best > NEAR_ROUNDS:
-        return [WeightsSource("wait", f"another node has round {max(theirs)} of stage {stage}")]
+        return [RestoreSource("wait", f"another node has round {max(theirs)} of stage {stage}")]
     beyond = [_shard(h, "no older one is left") for h in reversed(shards) if not fits(h)]
-    return [*found, *beyond, WeightsSource("fresh", "nobody has its weights")]
+    return [*found, *beyond, RestoreSource("fresh", "nobody has its weights")]
 
 
-def _shard(holding: Holding, reason: str) -> WeightsSource:
-    return WeightsSource("shard", reason, holding=holding)
+def _shard(holding: Holding, reason: str) -> RestoreSource:
+    return RestoreSource("shard", reason, holding=holding)
 
 
-def _newest_first(source: WeightsSource) -> tuple[int, int, bool, str]:
+def _newest_first(source: RestoreSource) -> tuple[int, int, bool, str]:
     """A checkpoint before a guarded snapshot of the same round: it has the optimizer's state too."""
     assert source.holding is not None
     peer = source.peer.peer_id if source.peer else ""

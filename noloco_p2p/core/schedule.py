@@ -1,6 +1,7 @@
-"""What follows the step clock: learning rate, outer rounds, the clock itself (method.md §2; design.md §4 and §5).
+"""What follows the step clock: learning rate, outer rounds, the clock itself.
 
-A clock is a number of steps, from 0 to the run's `steps`; learning rate and rounds follow its floor.
+METHOD.md, "Inner step"; ARCHITECTURE.md, "The step clock". A clock is a number of steps, from 0 to the run's `steps`;
+learning rate and rounds follow its floor.
 """
 
 import math
@@ -23,8 +24,8 @@ def learning_rate(t: int, steps: int, peak: float, warmup_steps: int, final_frac
 def due_round(step_floor: int, m: int, last_round: int, steps: int) -> int | None:
     """The number of the outer round that is due, or None.
 
-    One is due when step // m exceeds the last round done: a jump of the clock over several does one, a standing clock
-    none. At `steps` the last round is ⌈steps / m⌉, so that the last step is always an outer round.
+    One is due when step // m exceeds the last round done: a jump of the clock over several does one, a clock that does
+    not move none. At `steps` the last round is ⌈steps / m⌉, so that the last step is always an outer round.
     """
     number = -(-steps // m) if step_floor >= steps else step_floor // m
     return number if number > last_round else None

@@ -1,7 +1,7 @@
 """How tensors are cut into frames and put together again: values in, values out, no I/O and no hashing of its own.
 
 A tensor travels as `Chunk`s in order, closed by an `End` with its length and digest; tensors travel one after the
-other, as declared beforehand. What arrives is not trusted: anything else than exactly the declared stream is a
+other, as declared in advance. What arrives is not trusted: anything but exactly the declared stream is a
 `Violation`, and memory for a tensor is taken only when its first chunk comes.
 """
 
@@ -23,7 +23,7 @@ MAX_NAME_CHARACTERS = 512
 Digest = Callable[[memoryview | bytes], int]
 """A 64-bit digest of bytes."""
 Allocate = Callable[[int], memoryview]
-"""A writable, flat buffer of so many bytes, with any content."""
+"""A writable, flat buffer of this many bytes, with any content."""
 
 
 class Chunk(NamedTuple):

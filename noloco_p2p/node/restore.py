@@ -3,7 +3,7 @@
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Advert, Checkpoint, Holding
-from noloco_p2p.core.resume import WeightsSource
+from noloco_p2p.core.resume import RestoreSource
 from noloco_p2p.core.status import Resource, Task
 from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.guardian import Guardian
@@ -52,7 +52,7 @@ class WeightRestorer:
         held = self._guardian.snapshot_of(self._node.index)
         return None if held is None else Holding(self._node.index, held.round, held.step)
 
-    async def restore(self, source: WeightsSource) -> bool:
+    async def restore(self, source: RestoreSource) -> bool:
         """Take the weights of the source. False: it could not give them."""
         node = self._node
         try:

@@ -137,9 +137,9 @@ def routes_of_step(record: Record, number: int) -> dict[str, Route]:
         require(not absent, f"inner step {number}: {microbatch} was lost, not counted at stages {absent}")
         route = tuple(at[stage][0] for stage in range(record.depth))
         for stage, (before, after) in enumerate(zip((None, *route[:-1]), (*route[1:], None), strict=True)):
-            told = (at[stage][1].previous, at[stage][1].next)
+            recorded = (at[stage][1].previous, at[stage][1].next)
             where = f"inner step {number}: {microbatch} at {route[stage]} (stage {stage})"
-            require(told == (before, after), f"{where} has neighbours {told}, but {(before, after)} counted it")
+            require(recorded == (before, after), f"{where} has neighbours {recorded}, but {(before, after)} counted it")
         routes[microbatch] = route
     return routes
 
@@ -177,13 +177,14 @@ def read_pairs(record: Record, number: int, constants: tuple[float, float, float
     for peer in record.stages:
         where = f"round {number}, {peer} (stage {record.stages[peer]})"
         with safe_open(record.audit / f"round-{number:06}-{peer}.safetensors", framework="pt") as file:
-            told = file.metadata()
-        require((told["round"], told["peer_id"]) == (str(number), peer), f"{where}: says it is {told}")
-        used = tuple(float(told[key]) for key in ("alpha", "beta", "gamma"))
+            metadata = file.metadata()
+        require((metadata["round"], metadata["peer_id"]) == (str(number), peer), f"{where}: says it is {metadata}")
+        used = tuple(float(metadata[key]) for key in ("alpha", "beta", "gamma"))
         require(used == constants, f"{where}: α, β, γ were {used}, the manifest has {constants}")
-        partners[peer] = told["partner_id"] or None
+        partners[peer] = metadata["partner_id"] or None
         if partners[peer] is not None:
-            require(int(told["partner_round"]) == number, f"{where}: partner's snapshot is of {told['partner_round']}")
+            round = metadata["partner_round"]
+            require(int(round) == number, f"{where}: partner's snapshot is of {round}")
     for stage in range(record.depth):
         own = {peer: partners[peer] for peer in record.replicas(stage)}
         for peer, partner in own.items():

@@ -89,8 +89,8 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
     replica, tensor and round where the run is not the algorithm; KeyError or OSError when files are not as documented.
     """
     report = Report(clip_norm=manifest["inner"]["clip_norm"])
-    told = (manifest["routing"], manifest["outer"]["pairing"], manifest["wire_dtype"], manifest["compute_dtype"])
-    require(told == ("balanced", "matched", "float64", "float64"), f"this run cannot be replayed: {told}")
+    settings = (manifest["routing"], manifest["outer"]["pairing"], manifest["wire_dtype"], manifest["compute_dtype"])
+    require(settings == ("balanced", "matched", "float64", "float64"), f"this run cannot be replayed: {settings}")
     record = read_record(audit, manifest, stages)
     with float64_rmsnorm():
         model = whole_model(manifest)
@@ -169,9 +169,11 @@ def microbatch_gradients(
             report.tokens.add(tokens)
             for peer in routes[name]:
                 what = f"inner step {number}, {peer} (stage {record.stages[peer]}), {name}"
-                told = servings[peer, name]
-                require(told.tokens == tokens, f"{what}: {told.tokens} tokens recorded, {tokens} in the data")
-                report.compare("loss", f"{what}: loss", torch.tensor(told.loss_sum, dtype=torch.float64), loss.detach())
+                recorded = servings[peer, name]
+                require(recorded.tokens == tokens, f"{what}: {recorded.tokens} tokens recorded, {tokens} in the data")
+                report.compare(
+                    "loss", f"{what}: loss", torch.tensor(recorded.loss_sum, dtype=torch.float64), loss.detach()
+                )
     return gradients
 
 

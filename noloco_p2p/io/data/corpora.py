@@ -21,7 +21,7 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import Ids, Tokenizer
 
 HELD_OUT_EVERY = 50
-"""One file (document, piece) in so many is held out for validation."""
+"""One file (document, piece) in this many is held out for validation."""
 
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests"})
 
@@ -30,11 +30,11 @@ MOST_PIECES = 65_536
 """Files are read in pieces of 8 KiB, or a 65,536th of the whole, so that a permutation of pieces mixes even a few."""
 
 BLOCK_BYTES = 1 << 20
-"""A .gz file cannot be entered in the middle: it is one unit, which gives documents of so many bytes."""
+"""A .gz file cannot be entered in the middle: it is one unit, which gives documents of this many bytes."""
 
 FEW_UNITS = 64
 THIN_SHARE = 0.125
-"""With fewer units that can only be read from their start, a replica takes each document of a pass with this
+"""With few units (FEW_UNITS) that can only be read from their start, a replica takes each document of a pass with this
 probability; otherwise replicas that happen to read the same unit would all read the same documents."""
 
 READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error)

@@ -23,10 +23,10 @@ from noloco_p2p.io.data import corpora
 
 POOL_TOKENS = 1 << 19
 VALIDATION_TOKENS = 1 << 17
-"""The held-out samples are drawn from so many tokens, or as many as they need."""
+"""The held-out samples are drawn from this many tokens, or as many as they need."""
 
 EMPTY_PASSES = 100
-"""After so many passes over the data that gave no sample there is none in it."""
+"""After this many passes over the data without a sample, there is none in it."""
 
 IGNORED_TARGET = -100
 
@@ -35,7 +35,7 @@ Mask = npt.NDArray[np.uint8]
 
 
 class StreamPosition(NamedTuple):
-    """Where a stream stands: the pool's first document, and the samples of that pool that are used."""
+    """A position in the stream: the pool's first document, and how many samples of that pool are used."""
 
     pass_number: int = 0
     unit: int = 0

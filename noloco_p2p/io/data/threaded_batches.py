@@ -13,7 +13,7 @@ from noloco_p2p.io.data import corpora, hub_corpora, tokenizers
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 
 READ_AHEAD = 8
-"""Microbatches that wait in memory; the reading thread stops when so many do."""
+"""Most microbatches that wait in memory; at that number the reading thread pauses."""
 
 
 class ThreadedBatches:
@@ -87,9 +87,9 @@ class ThreadedBatches:
             self._wake()
 
     def _wake(self) -> None:
-        """With the lock held: let every waiter look again."""
+        """With the lock held: wake every waiter."""
         for loop, arrival in self._waiters:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 loop.call_soon_threadsafe(_set, arrival)
         self._waiters.clear()
 

@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
     """Text in, token ids out."""
 
     eos: int
-    """Id that stands between two documents."""
+    """Id between two documents."""
 
     def encode(self, text: bytes) -> Ids:
         """Token ids of UTF-8 text, without special tokens; what is not UTF-8 is left out by all but `bytes`."""
@@ -52,7 +52,7 @@ class HubTokenizer:
         self.eos = eos
 
     def encode(self, text: bytes) -> Ids:
-        """Ids of the text as it stands: what looks like a special token is text. ValueError for an id too large."""
+        """Ids of the text taken literally: what looks like a special token is text. ValueError for an id too large."""
         decoded = text.decode("utf-8", errors="ignore")
         encoded = self._tokenizer(
             decoded,

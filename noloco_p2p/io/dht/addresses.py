@@ -18,7 +18,7 @@ _NOWHERE = "192.0.2.1"
 
 @dataclass(frozen=True, slots=True)
 class JoinAddress:
-    """Where a libp2p daemon listens, and whose it is: `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or `ip6`, `dns4`)."""
+    """Where a libp2p daemon listens, and its peer id: `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or `ip6`, `dns4`)."""
 
     host: str
     """IP address or DNS name."""
@@ -42,7 +42,7 @@ class JoinAddress:
 
     @property
     def multiaddress(self) -> str:
-        """The part that says where, without whose: `/ip4/HOST/tcp/PORT`."""
+        """The address without the peer id: `/ip4/HOST/tcp/PORT`."""
         return f"/{_kind(self.host)}/{self.host}/tcp/{self.port}"
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def announced_host(host: str, announce_host: str | None, join: JoinAddress | Non
 
 
 def from_here(host: str) -> str:
-    """How a process of this machine reaches what listens on `host`, as it stands in a URL."""
+    """The host, as written in a URL, by which a process of this machine reaches what listens on `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -107,7 +107,7 @@ def from_here(host: str) -> str:
 
 
 def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.socket:
-    """A socket bound to (host, port), 0 picks one. It does not listen: keep it until the real listener stands.
+    """A socket bound to (host, port), 0 picks one. It does not listen: keep it until the real listener is up.
 
     The libp2p daemon shares a port silently with another one, so the check has to be made here. `key` sets the port.
     Raises LocalError naming the port when it is in use, or the host when it is not one of this machine's.
@@ -133,5 +133,5 @@ def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.s
 
 
 def port_in_use(host: str, port: int, key: str) -> str:
-    """The line that a user sees."""
+    """The message for the user."""
     return f"port {port} on {host} is in use by another process: choose another {key}, or 0 to pick one"

@@ -1,4 +1,4 @@
-"""The signed form in which adverts lie in the DHT, and the check that every storing and reading node makes.
+"""The signed form of adverts in the DHT, and the check that every storing and reading node makes.
 
 A record is a signature of 64 bytes and then the payload, a JSON object as one msgpack byte string. Peer id, run id and
 stage are not in the payload: the subkey *is* the peer id, and the key is the hash of run and stage. The signature
@@ -31,7 +31,7 @@ HOLDS_LIMIT = 8
 _CONTEXT = b"noloco advert 1\x00"
 """Goes before what is signed, so that a signature made for one purpose is worth nothing for another."""
 _CHECKED_LIMIT = 16_384
-"""Records whose check is remembered; the replicas of a record come back at every reading."""
+"""Checks that are remembered; the replicas of a record come back at every reading."""
 
 Text = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]
 Texts = Annotated[tuple[Text, ...], Field(max_length=ADDRESSES_LIMIT)]

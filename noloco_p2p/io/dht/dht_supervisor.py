@@ -1,4 +1,4 @@
-"""This node's place among the others, kept when its libp2p daemon dies: daemon, directory, and what it offers there."""
+"""The directory of a node, kept when its libp2p daemon dies: daemon, DHT, and the calls that are answered there."""
 
 import asyncio
 import contextlib
@@ -12,26 +12,26 @@ from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 PAUSES_S = (0.0, 2.0, 8.0)
-"""What is waited before each start; a daemon that is to be started oftener without having recovered is given up."""
+"""Pause before each restart, seconds; a daemon that would need another one without having recovered is given up."""
 RECOVERED_S = 60.0
-"""A daemon that has lived so long is well again."""
+"""A restarted daemon that has lived this long has recovered."""
 
 T = TypeVar("T")
 RegisterHandlers = Callable[[Libp2pDaemon], Awaitable[None]]
-"""Begins to answer the calls of others on a fresh daemon."""
+"""Registers the handlers of peers' calls on a fresh daemon."""
 
 
 class SupervisedDirectory:
     """`ports.Directory` of a node, on a daemon that is started again when it dies.
 
     While there is none every call raises Unreachable. Identity, address, adverts, known peers and the records that this
-    node keeps for others outlive the daemon, so nobody has to notice.
+    node keeps for others outlive the daemon, so its peers need not notice.
     """
 
     def __init__(self, libp2p: Libp2pDaemon, directory: HivemindDirectory, offer: RegisterHandlers) -> None:
         """See `open`."""
         self.libp2p = libp2p
-        """The daemon of now."""
+        """The current daemon."""
         self._directory = directory
         self._offer = offer
 
@@ -39,9 +39,9 @@ class SupervisedDirectory:
     async def open(
         cls, libp2p: Libp2pDaemon, *, run_id: str, stages: int, known_path: Path, offer: RegisterHandlers
     ) -> "SupervisedDirectory":
-        """The directory of a run on a daemon that runs, and then the offers: who gets them finds a DHT as well.
+        """The directory of a run on a running daemon. `offer` comes last: a peer that is answered finds a DHT as well.
 
-        Raises as `HivemindDirectory.open`. The daemon given stays its owner's; the ones after it are closed here.
+        Raises as `HivemindDirectory.open`. The given daemon stays its owner's; later ones are closed here.
         """
         directory = await HivemindDirectory.open(libp2p, run_id=run_id, stages=stages, known_path=known_path)
         try:
@@ -52,7 +52,7 @@ class SupervisedDirectory:
         return cls(libp2p, directory, offer)
 
     async def announce(self, advert: Advert, ttl_s: float) -> None:
-        """See `ports.Directory`. Raises ConfigError for an advert that nobody would accept."""
+        """See `ports.Directory`. Raises ConfigError for an advert that no peer would accept."""
         await self._asked(self._directory.announce(advert, ttl_s))
 
     async def peers(self) -> Sequence[Advert]:
@@ -66,7 +66,7 @@ class SupervisedDirectory:
     async def keep(self, trouble: Callable[[str | None], None]) -> None:
         """Start the daemon again whenever it dies. Ends only with a LocalError: it could not be kept alive.
 
-        `trouble` is told what is wrong, from the death until RECOVERED_S after the return, and then None.
+        `trouble` gets what is wrong, from the death until RECOVERED_S after the restart, and then None.
         """
         starts = 0
         while True:
@@ -86,7 +86,7 @@ class SupervisedDirectory:
             trouble(f"{died}; {_again(starts)}: find out what kills it (a lack of memory? see dmesg)")
 
     async def close(self) -> None:
-        """End the directory and the daemon of now. Does not withdraw."""
+        """Close the directory and the current daemon. Does not withdraw."""
         await self._directory.close()
         await self.libp2p.close()
 
@@ -97,13 +97,13 @@ class SupervisedDirectory:
             raise Unreachable(f"{error}") from error
 
     async def _death(self, within_s: float | None) -> str | None:
-        """What the daemon died of; None when it is alive after so many seconds."""
+        """Why the daemon died; None when it is still alive after `within_s`."""
         failed = self.libp2p.failed
         await asyncio.wait([failed], timeout=within_s)
         return str(failed.exception()) if failed.done() else None
 
     async def _start(self) -> str:
-        """Everything anew, on a fresh daemon: why that failed, or nothing."""
+        """Restart everything on a fresh daemon; returns why that failed, or an empty text."""
         await self.close()
         async with contextlib.AsyncExitStack() as closing:
             try:

@@ -1,6 +1,6 @@
 """The real directory: adverts in a Hivemind DHT, which runs in this process's own event loop beside the daemon.
 
-Nothing on the way of a microbatch waits for it. hivemind is imported where it is used (two seconds).
+No microbatch ever waits for it. hivemind is imported where it is used (two seconds).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ DIALS_PER_REJOIN = 8
 ADVERTS_PER_STAGE_LIMIT = 2048
 """More adverts of one stage are passed over when reading: those with the largest peer ids."""
 LEFT_TTL_S = 15.0
-"""Shortest life of the word that a node has left."""
+"""Shortest lifetime of the record that a node has left."""
 _LEAST_GROWTH_S = 0.001
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,9 @@ class HivemindDirectory:
     async def open(cls, libp2p: Libp2pDaemon, *, run_id: str, stages: int, known_path: Path) -> "HivemindDirectory":
         """Start a DHT node for the run on the daemon of `libp2p`, and find the others.
 
-        Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable when peers
-        were joined and none of them answers as a DHT node; finding nobody without a join address is a first node.
+        Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable when peers were
+        joined and none of them answers as a DHT node; without a join address it is normal to find no peer: this is then
+        the first node.
         """
         node = await _dht_node(libp2p, run_id, stages, None)
         known = KnownPeers(known_path)
@@ -91,7 +92,7 @@ class HivemindDirectory:
         return fresh
 
     async def announce(self, advert: Advert, ttl_s: float) -> None:
-        """See `ports.Directory`. Raises ConfigError for an advert that nobody would accept, LocalError (no daemon)."""
+        """See `ports.Directory`. Raises ConfigError for an advert that no peer would accept, LocalError (no daemon)."""
         if (advert.peer_id, advert.run_id) != (self._libp2p.peer_id, self._run_id):
             raise ConfigError(f"advert of {advert.peer_id}, run {advert.run_id[:12]}, announced by another node or run")
         if stage_key(self._run_id, advert.stage) not in self._keys or not 0.0 < ttl_s <= LONGEST_TTL_S:
@@ -130,7 +131,7 @@ class HivemindDirectory:
         return [replace(record.advert, announced_at=now - max(0.0, unix_s - record.announced_at)) for record in records]
 
     async def rejoin(self) -> None:
-        """Dial some known peers that are not linked, make all linked ones known to the DHT, note who is there.
+        """Dial some known peers that are not linked, make all linked ones known to the DHT, remember those that answer.
 
         Raises LocalError (no daemon, or known peers cannot be written).
         """
@@ -157,16 +158,16 @@ class HivemindDirectory:
         for _ in range(2):
             if await self._put(advert, expires):
                 return
-            standing = await self._standing(advert.stage)  # one peer's refusal says little: see what the others hold
-            if standing == expires:
+            held = await self._held_until(advert.stage)  # one peer's refusal says little: see what the others hold
+            if held == expires:
                 return
-            if standing is None or standing < expires:
+            if held is None or held < expires:
                 break
-            expires = standing + _LEAST_GROWTH_S  # an earlier process of this node announced for longer
+            expires = held + _LEAST_GROWTH_S  # an earlier process of this node announced for longer
         raise Unreachable("the directory does not take this node's advert: no peer stored it")
 
-    async def _standing(self, stage: int) -> float | None:
-        """When this node's record under a stage's key expires, as others hold it; None when nobody holds one."""
+    async def _held_until(self, stage: int) -> float | None:
+        """When this node's record under a stage's key expires, as others hold it; None when no peer holds one."""
         reading = self._node.get(stage_key(self._run_id, stage), latest=True)
         entry = await self._libp2p.guard(reading, READ_TIMEOUT_S, "the directory's answer")
         mine = entry.value.get(self._libp2p.peer_id) if entry is not None and isinstance(entry.value, dict) else None

@@ -1,5 +1,5 @@
-"""What a node that joins asks the peer that it joins, before it has a directory: the run manifest, the time, and
-whether its gRPC address can be reached. Both ends of these calls; they go over libp2p, which authenticates the peers.
+"""What a joining node asks the peer that it joins, before it has a directory: the run manifest, the time, and whether
+its gRPC address can be reached. Both ends of these calls, which go over libp2p, which authenticates the peers.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
-"""Dials (`host:port`) and asks who is there: None when it is that peer, else the reason in a few words."""
+"""Dials (`host:port`) and checks which peer answers: None when it is the expected one, else the reason."""
 
 MANIFEST_CALL = "noloco/manifest/1"
 DIAL_BACK_CALL = "noloco/dial-back/1"
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve_manifest(libp2p: Libp2pDaemon, manifest: bytes) -> None:
-    """Answer everybody who asks for the run manifest (canonical JSON) with it and the time. Once per `libp2p`."""
+    """Answer every request for the run manifest (canonical JSON) with it and the time. Once per `libp2p`."""
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         return struct.pack(">d", dht_time()) + manifest
@@ -97,7 +97,8 @@ async def serve_dial_back(
 ) -> None:
     """Let linked peers ask whether their gRPC address can be reached from here; `probe` finds out.
 
-    A peer can only ask for itself: libp2p says who asks. `probe` may raise Unreachable instead of returning a reason.
+    A peer can only ask for itself: libp2p authenticates the caller. `probe` may raise Unreachable instead of returning
+    a reason.
     """
     allowed = DialRateLimit() if allowance is None else allowance
 
@@ -163,4 +164,4 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str) -> None:
                 "or set listen.announce_host and listen.grpc_port to what leads here"
             )
     if failure:
-        log.warning("nobody could be asked whether others reach this node at %s: %s", address, failure)
+        log.warning("no peer could be asked whether others reach this node at %s: %s", address, failure)

@@ -26,7 +26,7 @@ class KnownPeers:
     def load(self) -> None:
         """Read the file if there is one. What is not an address in it is passed over: it is only a help.
 
-        Raises LocalError when the file is there and cannot be read.
+        Raises LocalError when the file exists and cannot be read.
         """
         try:
             with open(self._path, "rb") as file:
@@ -47,7 +47,7 @@ class KnownPeers:
                 continue
 
     def remember(self, addresses: Iterable[JoinAddress]) -> None:
-        """Note peers that answer now, and write the file when that changes who is known or where.
+        """Remember peers that answer now, and write the file when a peer or an address is new.
 
         Raises LocalError when the file cannot be written.
         """

@@ -1,6 +1,6 @@
-"""What the libp2p daemon of this node does: links to peers, small authenticated calls, its death, its end.
+"""The libp2p daemon of this node: links to peers, small authenticated calls, and what happens when it dies.
 
-hivemind is imported where it is used, because that takes two seconds. None of its calls has a timeout, and a dead
+hivemind is imported where it is used, because the import takes two seconds. None of its calls has a timeout, and a dead
 daemon leaves them waiting for ever, so every one goes through `guard`. Foreign exceptions are mapped to ours here.
 """
 
@@ -18,7 +18,7 @@ from noloco_p2p.io.dht.identity import Identity
 
 T = TypeVar("T")
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
-"""Answers one call: (authenticated caller, request) → response. A PeerError's text is told to the caller."""
+"""Answers one call: (authenticated caller, request) → response. A PeerError's text reaches the caller."""
 
 DIAL_TIMEOUT_S = 5.0
 DAEMON_TIMEOUT_S = 5.0
@@ -33,7 +33,7 @@ class Libp2pDaemon:
     """A running daemon, owned by this object from `open` to `close`."""
 
     def __init__(self, identity: Identity, host: str, p2p: Any, address: JoinAddress, metrics_port: int | None) -> None:
-        """See `open`; `address` is what it tells others."""
+        """See `open`; `address` is what it announces."""
         self.identity = identity
         self.p2p = p2p
         """hivemind's `P2P`; for the DHT node only."""
@@ -63,17 +63,17 @@ class Libp2pDaemon:
 
         With `metrics_port`, 0 picks one too, it serves its own metrics there. One live address among those given
         suffices. Raises LocalError (port in use, daemon does not start), ConfigError (malformed address, another peer
-        at the address) or Unreachable (nobody answers), within 10 s.
+        at the address) or Unreachable (no answer), within 10 s.
         """
         targets = [JoinAddress.parse(text) for text in join]
         others = [target for target in targets if target.peer_id != identity.peer_id]
         if targets and not others:
             raise ConfigError(f"join address {targets[0]} is this node's own: give the address of another node")
         p2p_daemon.sweep_stale_sockets()
-        told = announced_host(host, announce_host, others[0] if others else None)
+        announced = announced_host(host, announce_host, others[0] if others else None)
         with contextlib.ExitStack() as held:
             own = held.enter_context(reserve_port(host, port, "listen.dht_port"))
-            address = JoinAddress(told, own.getsockname()[1], identity.peer_id)
+            address = JoinAddress(announced, own.getsockname()[1], identity.peer_id)
             if metrics_port is not None:
                 metrics = held.enter_context(reserve_port(host, metrics_port, "listen.libp2p_metrics_port"))
                 metrics_port = metrics.getsockname()[1]
@@ -89,12 +89,12 @@ class Libp2pDaemon:
 
     async def reopened(self) -> "Libp2pDaemon":
         """A fresh daemon in place of this one, which has ended: the same peer on the same ports. Raises LocalError."""
-        told = self._address
+        address = self._address
         return await Libp2pDaemon.open(
             self.identity,
             host=self._host,
-            port=told.port,
-            announce_host=told.host,
+            port=address.port,
+            announce_host=address.host,
             metrics_port=self.metrics_port,
         )
 

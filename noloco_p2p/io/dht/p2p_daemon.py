@@ -1,6 +1,6 @@
 """The process of the libp2p daemon, `p2pd`: its start, its end, and the sockets that it may leave behind.
 
-hivemind starts it; what it has no parameter for is added to the daemon's command line here.
+hivemind starts it; what hivemind has no parameter for is added to the daemon's command line here.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _SOCKETS = "hivemind-p2p*.sock"
 
 
 def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKETS_MIN_AGE_S) -> int:
-    """Remove the daemon sockets of this user that nobody listens on any more; returns how many.
+    """Remove the daemon sockets of this user that have no listener any more; returns how many.
 
     hivemind puts them into /tmp by name. Young ones are left alone: their daemon may be about to listen.
     """

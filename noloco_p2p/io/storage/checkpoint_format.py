@@ -74,7 +74,7 @@ class StoredCheckpoint:
     """One checkpoint on disk."""
 
     path: Path
-    """The manifest's file; the tensors lie beside it."""
+    """The manifest's file; the file of tensors is beside it."""
     manifest: CheckpointManifest
 
     @property

@@ -19,14 +19,14 @@ def mapped(peer: PeerId, what: str, seconds: float, give_up_at: float) -> Iterat
         yield
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.INTERNAL and asyncio.get_running_loop().time() >= give_up_at - 0.01:
-            # The deadline made a pending write fail, and gRPC tells of that instead.
+            # The deadline made a pending write fail, and gRPC reports that instead.
             raise Unreachable(f"no {what} from {peer} within {seconds:g} s") from None
         raise _translated(error, peer, what, seconds) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # gRPC cancelled the call, not somebody this task: the connection was closed under it.
+        # gRPC cancelled the call, and nobody this task: the connection was closed under it.
         raise Unreachable(f"the call to {peer} was ended while it waited for a {what}") from None
     except (asyncio.InvalidStateError, grpc.aio.UsageError):
         raise Unreachable(f"the connection to {peer} was closed before the {what} came") from None

@@ -1,7 +1,7 @@
 """The Transport port over gRPC: what a node calls at its peers, and the server that answers theirs (`servicer`).
 
-An activation goes out as one streamed call whose reply is its gradient. Nothing waits for a yes: the tensors follow
-the header at once, and the sending ends with the reply, early or not.
+An activation goes out as one streamed call, and the reply is its gradient. The sender does not wait to be admitted: the
+tensors follow the header at once, and sending ends with the reply, early or not.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ CAPTURE_S = 20.0
 RESUMES = 3
 """Calls in a row that may bring nothing new before a cut transfer of a state is given up."""
 RESUME_PAUSE_S = 0.5
-"""Pause before a cut transfer goes on, seconds: a link that flaps gets the time to come back."""
+"""Pause before a cut transfer resumes, seconds: time for a flapping link to come back."""
 
 T = TypeVar("T")
 Weights = TypeVar("Weights", Snapshot, ReplicaState)
@@ -54,7 +54,7 @@ Weights = TypeVar("Weights", Snapshot, ReplicaState)
 def tune_allocator() -> None:
     """Keeps freed message buffers in the process instead of giving them back to the system page by page.
 
-    Doubles the transfer rate (every message would be mapped and page-faulted anew). For the entry point of a process;
+    Doubles the transfer rate (else every message is mapped and page-faulted again). For the entry point of a process;
     does nothing where the C library is not glibc.
     """
     libc = ctypes.CDLL(None)
@@ -142,7 +142,7 @@ class GrpcTransport:
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
         """Fetch a replica's whole state. Raises Violation unless it is as `expected`, else as propagate.
 
-        A transfer that is cut after its header goes on at the byte where it was, with the same copy: after a pause,
+        A transfer that is cut after its header resumes at the byte where it was, with the same copy: after a pause,
         over a new connection, until RESUMES calls in a row brought nothing.
         """
         clock = asyncio.get_running_loop().time
@@ -255,7 +255,7 @@ async def _stream(call: Any, messages: Iterator[bytes], feed: Callable[[bytes], 
 
 
 async def _next(call: Any, seconds: float, what: str, peer: Advert) -> bytes:
-    """The next message of a stream. Raises Unreachable when none comes for so long, Violation when there is none."""
+    """The next message of a stream. Raises Unreachable after `seconds`, Violation at the end of the stream."""
     try:
         async with asyncio.timeout(seconds):
             message: bytes = _some(await call.read())

@@ -153,12 +153,12 @@ class GrpcServicer:
             await context.write(pb.StateMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
             return
         except grpc.aio.InternalError:
-            # gRPC could not write: the link to the caller is broken, and there is nobody to tell.
+            # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.
             return
         self._count(direction="out", kind="state", bytes=size)
 
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
-        """Say who this is."""
+        """Describe this node."""
         reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
         try:
             caller, handler = self._admit(context)
@@ -173,7 +173,7 @@ class GrpcServicer:
         return reply
 
     def _admit(self, context: Any) -> tuple[PeerId, Handler]:
-        """Who calls, and who answers. Raises Violation: a stranger to this run; Declined: there is no handler yet."""
+        """The caller, and the handler. Raises Violation: a stranger to this run; Declined: there is no handler yet."""
         sent = dict(context.invocation_metadata())
         protocol, run_id = sent.get("noloco-protocol"), sent.get("noloco-run")
         if protocol != PROTOCOL:

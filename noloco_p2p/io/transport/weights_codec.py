@@ -126,7 +126,7 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
         header = message.header
         if self._head is not None:
             if header != self._head:
-                raise Violation(f"{self._peer.peer_id} goes on with another copy of its state than it began with")
+                raise Violation(f"{self._peer.peer_id} continues with another copy of its state than it began with")
             return self._expected
         if header.peer != self._peer.peer_id:
             raise Violation(f"the state is of {header.peer[:64]!r}, not of {self._peer.peer_id!r}")

@@ -44,7 +44,7 @@ async def body() -> Activation:
 @pytest.mark.parametrize("call", ["propagate", "evaluate"])
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, call: str) -> None:
-    header, kind, told = WRONG[case]
+    header, kind, expected = WRONG[case]
     swarm = SimSwarm(SimPlan(MANIFEST, (1, 1), seed=2))
     heard: list[BaseException | None] = []
 
@@ -63,7 +63,7 @@ def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, cal
     assert not outcome.bugs
     (error,) = heard
     assert type(error) is kind
-    assert told in str(error)
+    assert expected in str(error)
     assert len(str(error).splitlines()) == 1
     assert tasks[0].exception() is None
     last = outcome.nodes["s1r0"]

@@ -71,7 +71,7 @@ def messages(sent: Activation) -> list[pb.ActivationMessage]:
 
 
 async def refused(call: Any, sent: list[pb.ActivationMessage]) -> str:
-    """Sends these messages and the end of the stream; the text of the Violation that is told."""
+    """Sends these messages and the end of the stream; the text of the Violation that comes back."""
     for message in sent:
         await call.write(message)
     await call.done_writing()
