@@ -28,6 +28,10 @@ LONG_FUNCTIONS: dict[str, str] = {}
 BROAD: dict[str, str] = {
     "compute/device.py:Device._run": "it is raised again in the task that waits for the call",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
+    "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",
+    "io/telemetry/metrics.py:NodeMetrics.collect": "a bug in the status may not cost the other metrics",
+    "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.event": "an instrument may never stop what it watches",
+    "io/telemetry/watchdog.py:Watchdog._run": "an instrument may never stop what it watches",
 }
 """`file:function`: why it catches everything."""
 SAME_NAME = {
