@@ -27,6 +27,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function`: why it is longer."""
 BROAD: dict[str, str] = {
     "compute/device.py:Device._run": "it is raised again in the task that waits for the call",
+    "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
     "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",
     "io/telemetry/metrics.py:NodeMetrics.collect": "a bug in the status may not cost the other metrics",

@@ -19,7 +19,7 @@ ROUND_RESULTS = ("partner", "stale", "other", "alone")
 
 
 @dataclass(frozen=True, slots=True)
-class StageRow:
+class StageSummary:
     """One stage."""
 
     stage: int
@@ -31,7 +31,7 @@ class StageRow:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRow:
+class NodeSummary:
     """One node. None: not known."""
 
     peer: PeerId
@@ -72,8 +72,8 @@ class Overview:
     progress: str
     """How far the swarm has come, whatever is wrong."""
     findings: tuple[Finding, ...]
-    stages: tuple[StageRow, ...]
-    nodes: tuple[NodeRow, ...]
+    stages: tuple[StageSummary, ...]
+    nodes: tuple[NodeSummary, ...]
     """Sorted by stage, then by peer id."""
 
     def as_json(self) -> dict[str, Any]:
@@ -99,20 +99,20 @@ def overview(reports: Sequence[Report]) -> Overview:
     return Overview(name, sentence, severity, diagnose.progress(reports), tuple(found), rows, tuple(nodes))
 
 
-def _stage(stage: int, nodes: Sequence[NodeRow]) -> StageRow:
+def _stage(stage: int, nodes: Sequence[NodeSummary]) -> StageSummary:
     states = Counter(node.state if node.answers and node.state else "silent" for node in nodes)
     rate = sum(finite(node.tokens_per_s) for node in nodes)
-    return StageRow(stage, len(nodes), dict(sorted(states.items())), rate)
+    return StageSummary(stage, len(nodes), dict(sorted(states.items())), rate)
 
 
-def _node(report: Report) -> NodeRow:
+def _node(report: Report) -> NodeSummary:
     advert, status = report.newest, report.status
     stage = advert.stage if advert is not None and advert.stage >= 0 else None
     state = advert.state if advert is not None else None
     if status is None:
-        return NodeRow(report.peer, stage, state, False, report.failure)
+        return NodeSummary(report.peer, stage, state, False, report.failure)
     figures = status.figures
-    return NodeRow(
+    return NodeSummary(
         peer=report.peer,
         stage=stage,
         state=state,

@@ -13,7 +13,7 @@ from noloco_p2p.errors import ConfigError, PeerError
 from noloco_p2p.humanize import DASH, compact, elapsed, finite, plural, short_id
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, Severity, line
-from noloco_p2p.observe.overview import ROUND_RESULTS, NodeRow, Overview, StageRow, overview
+from noloco_p2p.observe.overview import ROUND_RESULTS, NodeSummary, Overview, StageSummary, overview
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -160,7 +160,7 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     return Group(*parts, Text(LEGEND, style="dim"))
 
 
-def _stages_table(stages: Sequence[StageRow]) -> "Table":
+def _stages_table(stages: Sequence[StageSummary]) -> "Table":
     table = terminal.plain_table(("stage", "replicas", "tokens/s", "states"), ("states",))
     for stage in stages[:STAGES_SHOWN]:
         states = ", ".join(f"{count} {state}" for state, count in stage.states.items()) or "nobody"
@@ -170,7 +170,7 @@ def _stages_table(stages: Sequence[StageRow]) -> "Table":
     return table
 
 
-def _nodes_table(nodes: Sequence[NodeRow]) -> "Table":
+def _nodes_table(nodes: Sequence[NodeSummary]) -> "Table":
     from rich.text import Text
 
     table = terminal.plain_table(COLUMNS, ("node", "state", "rounds", "waits for"))
@@ -183,7 +183,7 @@ def _nodes_table(nodes: Sequence[NodeRow]) -> "Table":
     return table
 
 
-def cells(node: NodeRow) -> tuple[str, ...]:
+def cells(node: NodeSummary) -> tuple[str, ...]:
     """A node's row, in the order of COLUMNS."""
     place = (short_id(node.peer), DASH if node.stage is None else str(node.stage))
     state = line(node.state or DASH)
@@ -216,7 +216,7 @@ def _fixed(value: float | None, form: str) -> str:
     return DASH if value is None else f"{min(finite(value), 9999.0):{form}}"
 
 
-def _waits_for(node: NodeRow) -> str:
+def _waits_for(node: NodeSummary) -> str:
     wait = node.waits_for
     if wait is None:
         return ""
