@@ -48,7 +48,7 @@ def mean_std(values: Sequence[float], digits: int = 4) -> str:
     if not values:
         return humanize.DASH
     mean = humanize.figure(statistics.fmean(values), digits)
-    return f"{mean} ± {statistics.stdev(values):.2g}" if len(values) > 1 else mean
+    return f"{mean} ± {humanize.figure(statistics.stdev(values), 2)}" if len(values) > 1 else mean
 
 
 def mean_column(

@@ -16,6 +16,7 @@ WIDTH, HEIGHT = 640.0, 330.0
 COLOUR_BAR = LEFT + RIGHT + 18.0
 """Width of the bar beside a heatmap, its numbers included."""
 COLOUR_STEPS = 64
+CURVE_COLOURS = (*SERIES_COLOURS, Colour.YELLOW, Colour.GREY)
 MOST_MARKED = 40
 """Points of a line that has a dot at each."""
 COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
@@ -107,7 +108,7 @@ def svg(chart: Chart) -> str:
         left = CHARACTER * max(len(label) for label, _ in chart.rows) + 10
         return document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
     axes, *beside = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
-    coloured = list(zip(chart.curves, itertools.cycle(SERIES_COLOURS), strict=False))
+    coloured = list(zip(chart.curves, itertools.cycle(CURVE_COLOURS), strict=False))
     for curve, colour in coloured:
         _draw(axes, curve, colour)
     keys_of_curves = [LegendKey(curve.label, colour, curve.style) for curve, colour in coloured]
@@ -167,10 +168,8 @@ def _colour(position: float) -> str:
     """The colour between two of COLOUR_MAP."""
     place = position * (len(COLOUR_MAP) - 1)
     n = min(int(place), len(COLOUR_MAP) - 2)
-    mixed = [
-        round(low + (high - low) * (place - n)) for low, high in zip(COLOUR_MAP[n], COLOUR_MAP[n + 1], strict=True)
-    ]
-    return f"#{bytes(mixed).hex()}"
+    ends = zip(COLOUR_MAP[n], COLOUR_MAP[n + 1], strict=True)
+    return "#" + bytes(round(low + (high - low) * (place - n)) for low, high in ends).hex()
 
 
 def _borders(points: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ from noloco_p2p.launch.node_probe import ENDPOINTS, read_json
 from noloco_p2p.observe.plotting.time_bins import Increment
 from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean, read_processes
 
-TALLIES = ("microbatches", "dropped", "rerouted", "busy", "rounds", "idle_s", "bytes", "phase_s", "held")
+TALLIES = ("microbatches", "dropped", "rerouted", "rounds", "idle_s", "bytes", "phase_s")
 INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moves"}
 """Events in the list of what went wrong, and what they are called there."""
 UNKNOWN = "unknown"
@@ -55,7 +55,6 @@ class NodeHistory:
     peer_id: str = ""
     run_id: str = ""
     run_name: str = ""
-    version: str = ""
     stage: int | None = None
     """The last one that it held."""
     processes: list[ProcessHistory] = field(default_factory=list)
@@ -162,7 +161,7 @@ class _ProcessReader:
     def _read_start(self, event: JournalEvent) -> None:
         history = self._history
         history.peer_id, history.run_id = event.text("peer_id"), event.text("run_id")
-        history.run_name, history.version = event.text("name"), event.text("version")
+        history.run_name = event.text("name")
         self._read_stage(event)
 
     def _read_stage(self, event: JournalEvent) -> None:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from noloco_p2p import __version__, humanize
 from noloco_p2p.launch.run_files import write_whole
+from noloco_p2p.launch.swarm_summary import perplexity
 from noloco_p2p.observe.plotting.palette import DARK, LIGHT, stylesheet
 from noloco_p2p.observe.report.charts import Panel, RunCharts
 from noloco_p2p.observe.report.journals import number
@@ -88,7 +89,7 @@ def _headline(run: RecordedRun) -> list[tuple[str, str]]:
         ("tokens/s", humanize.figure(run.tokens_per_s)),
         ("final loss", humanize.loss(run.final_loss)),
         ("validation loss", humanize.loss(run.validation_loss)),
-        ("validation perplexity", humanize.figure(run.validation_perplexity)),
+        ("validation perplexity", humanize.figure(perplexity(run.validation_loss))),
         ("wall time", humanize.duration(run.wall_s)),
     ]
 

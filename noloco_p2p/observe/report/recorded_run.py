@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import exp
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +14,6 @@ from noloco_p2p.observe.report.journals import node_dirs, number
 from noloco_p2p.observe.report.node_history import Incident, NodeHistory, read_history
 
 MOST_INCIDENTS = 100
-LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +89,6 @@ class RecordedRun:
     def validation_loss(self) -> float | None:
         """Of the last evaluation, mean over the replicas of stage 0, nats per token."""
         return _mean(node.validation_loss for node in self.of_stage(0))
-
-    @property
-    def validation_perplexity(self) -> float | None:
-        """exp of it, where that is a number."""
-        loss = self.validation_loss
-        return None if loss is None or not loss < LARGEST_EXPONENT else exp(loss)
 
     def replica_std(self, stage: int) -> float | None:
         """Of the last outer round, mean over the replicas of the stage."""
