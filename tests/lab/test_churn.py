@@ -11,7 +11,7 @@ import pytest
 from processes import SMALL, wait_until, working_below
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab.bench import churn, churn_stats, churn_watch
+from noloco_p2p.lab.bench import churn, churn_schedule, churn_stats, churn_watch
 from noloco_p2p.lab.bench.churn_result import loss_ratio, rounds_lost
 from noloco_p2p.lab.bench.churn_stats import InnerStepLine, WeightsSource
 from noloco_p2p.lab.bench.node_fleet import Fleet, NodeSlot
@@ -97,7 +97,7 @@ def test_a_line_that_was_cut_off_is_left_out() -> None:
     assert churn_stats.events('peer id  X\n{"event": "resumed"}\n{"event": "out') == [{"event": "resumed"}]
 
 
-def test_the_shape_is_told_as_stages_by_replicas() -> None:
+def test_the_shape_is_written_as_stages_by_replicas() -> None:
     assert churn.shape_of("3x2") == (3, 2)
     for wrong in ("3", "x3", "0x2", "2x-1", "3x3x3"):
         with pytest.raises(ConfigError, match="STAGESxREPLICAS"):
@@ -136,7 +136,7 @@ for n in range(1, 10_000):
         file.write(json.dumps(line) + "\n")
     time.sleep(0.02)
 """
-"""A node as the bench sees it: it tells where it is, steps, and has a process of its own below it."""
+"""A node as the bench sees it: it writes its endpoints, steps, and has a process of its own below it."""
 
 
 def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_whatever_happens_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     wait_until(lambda: not working_below(run_dir), "the end of all that was started", 10.0)
 
 
-def test_a_node_that_ends_by_itself_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_ends_by_itself_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "node"
     program.write_text("#!/bin/sh\necho no luck\nexit 3\n")
     program.chmod(0o755)
@@ -204,7 +204,7 @@ def test_a_node_that_ends_by_itself_is_told(tmp_path: Path, monkeypatch: pytest.
         fleet.start()
 
 
-def test_who_hangs_and_who_only_came_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hangs_and_nodes_that_only_came_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr(NodeProcess, "running", property(lambda child: child.name in running))
@@ -227,7 +227,7 @@ def test_who_hangs_and_who_only_came_too_late(tmp_path: Path, monkeypatch: pytes
     now[0] += 2.0
     seen.tick(now[0])
     seen.tick(now[0])
-    assert seen.hangs == ["0-1: no inner step for 30 s"], "a stopped node does not hang, and a hang is told once"
+    assert seen.hangs == ["0-1: no inner step for 30 s"], "a stopped node does not hang, and a hang is reported once"
     fleet.nodes["1-1"].stopped_until, fleet.nodes["1-1"].trains = None, False
     fleet.step = 99
     seen.tick(now[0])
@@ -241,20 +241,38 @@ def resumptions(log: str) -> int:
     return sum(one.get("event") == "resumed" for one in churn_stats.events(log))
 
 
+class UntilItIsBack(churn_watch.ChurnWatch):
+    """Lets the run go on until the killed node has returned, however slow the machine is, then tells all to leave."""
+
+    asked = False
+
+    def near_the_end(self, now: float) -> bool:
+        return False
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        nodes = self._fleet.nodes.values()
+        if len(self._fleet.back_s) > len(nodes) and not self.asked:
+            self.asked = True
+            for node in nodes:
+                node.child.terminate()
+
+
 def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
-    monkeypatch.setattr(churn_watch.ChurnWatch, "near_the_end", lambda *_: False)
-    plan = churn.ChurnPlan((2, 2), 1.0, 1.8 / 60, False, 3, 1, 400, False, tuple(SMALL[1::2]))
-    found = churn.one_run(tmp_path / "run", plan, 400, 3, lambda line: None, disturbed=True)
+    """Two real nodes, one of them killed: the run ends, all is counted, nothing is left."""
+    monkeypatch.setattr(churn, "ChurnWatch", UntilItIsBack)
+    monkeypatch.setattr(churn_schedule, "PAUSE_S", (0.1, 0.2))
+    steps, sets = 100_000, (*SMALL[1::2], "evaluation.every_steps=10", "inner.warmup_steps=10")
+    plan = churn.ChurnPlan((1, 2), 1.0, 1.8 / 60, False, 3, 1, steps, False, sets)
+    found = churn.one_run(tmp_path / "run", plan, steps, 3, lambda line: None, disturbed=True)
     assert (found["kills"], found["stops"], found["duplicates"], found["crashes"], found["hangs"]) == (1, 0, 0, [], [])
     assert len(found["back_s"]) == len(found["stall_after_kill_s"]) == 1
     logs = [path.read_text("utf-8") for path in sorted((tmp_path / "run").glob("*-*.log"))]
     (lives,) = [log.split("peer id  ")[1:] for log in logs if log.count("peer id  ") == 2]
     assert resumptions(lives[1]) == 1, "the killed node came back to a run that has begun"
-    # Others may have taken up weights too: who looks late at the start finds the run begun.
+    # Others may have taken up weights too: a node that looks late at the start finds the run begun.
     assert sum(found["resumed_from"].values()) == sum(map(resumptions, logs))
-    assert found["tokens"] == found["microbatches_done"] * 2 * 32
-    assert found["microbatches_done"] > 400
+    assert found["tokens"] == found["microbatches_done"] * 2 * 32 > 0
     assert found["curve"][-1][0] <= found["tokens"]
     assert 0 < found["validation_loss"] < 6
     wait_until(lambda: not working_below(tmp_path), "the end of all that was started", 10.0)
