@@ -19,6 +19,7 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.io.telemetry import log
 from noloco_p2p.io.telemetry.counters import EVENTS
 from noloco_p2p.io.telemetry.event_log import LINES
+from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.ports import Telemetry
 
@@ -222,6 +223,36 @@ def test_totals_for_the_summary(telemetry: PrometheusTelemetry) -> None:
     assert totals["replica_std"] == 0.01
     assert totals["state"] == "training"
     assert 0 <= totals["last_step_at"] - totals["training_at"] < 60
+
+
+def test_metrics_summary_status_and_journal_say_the_same(telemetry: PrometheusTelemetry) -> None:
+    lines: list[str] = []
+    journal = Journal(lines.append, telemetry.counters)
+    telemetry.record(journal)
+    everything(telemetry)
+    everything(telemetry)
+    telemetry.event("inner_step", step=9.0, tokens=7, busy_s="malformed", loss_sum=1.0, loss_tokens=1.0)
+    journal.end()
+    metrics, totals, status = scraped(telemetry), telemetry.totals(), telemetry.figures()
+    (progress,) = [line for line in map(json.loads, lines) if line["event"] == "progress"]
+
+    def metric(name: str) -> dict[str, float]:
+        """Its series by their label, those at 0 left out."""
+        return {" ".join(v for _, v in labels): n for (each, labels), n in metrics.items() if each == name and n}
+
+    assert metric("noloco_outer_rounds_total") == totals["results"] == status.rounds == progress["rounds"]
+    ended = totals["microbatch_results"]
+    assert metric("noloco_microbatches_total") == ended == status.microbatches == progress["microbatches"]
+    assert metric("noloco_rerouted_total") == totals["reroutes"] == status.rerouted == progress["rerouted"]
+    assert metric("noloco_dropped_total") == totals["dropped"] == progress["dropped"] == {"drained": 2}
+    assert metric("noloco_busy_replies_total") == totals["busy_replies"] == progress["busy"] == {"in": 2}
+    assert metric("noloco_idle_seconds_total") == totals["idle_s"] == status.idle_s == progress["idle_s"]
+    assert metric("noloco_tokens_total") == {"": totals["tokens"]} == {"": status.tokens} == {"": progress["tokens"]}
+    assert metric("noloco_inner_steps_total") == {"": totals["inner_steps"]} == {"": progress["inner_steps"]} == {"": 2}
+    assert metric("noloco_device_seconds_total") == {"": status.device_s} == {"": progress["device_s"]} == {"": 0.5}
+    assert metric("noloco_bytes_total") == progress["bytes"] == {"out activation": 2000, "in gradient": 600}
+    assert (totals["bytes_sent"], totals["bytes_received"]) == (status.bytes_out, status.bytes_in) == (2000, 600)
+    assert metrics["noloco_loss", ()] == totals["final_loss"] == status.loss == progress["loss"] == 5.5
 
 
 def test_nothing_has_happened_yet(telemetry: PrometheusTelemetry) -> None:
