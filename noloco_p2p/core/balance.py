@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from noloco_p2p.core.members import PRESENT
-from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.messages import NO_STAGE, Advert
 
 LEAST_GAIN = 1.2
 """A move must raise the slower of the two stages by a fifth: measured speeds vary by about a tenth from one reading to
@@ -68,12 +68,12 @@ def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
 def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
     """The stage that `me` should hold before it has made its weights: the same answer for the same view everywhere.
 
-    A node that has not chosen yet (`stage` −1) takes the stage of least capacity. Then, starting from
+    A node that has not chosen yet (NO_STAGE) takes the stage of least capacity. Then, starting from
     everybody's present stage, the largest peer id that may still choose moves from the strongest stage to the weakest
     one, as long as the weaker of the two gains by it. Nodes that are settled never move.
     """
     placed = {a.peer_id: a for a in others if a.state in COUNTED and 0 <= a.stage < stages}
-    if me.stage < 0:
+    if me.stage == NO_STAGE:
         return capacities(placed.values(), stages).slowest()
     placed[me.peer_id] = me
     now = capacities(placed.values(), stages)

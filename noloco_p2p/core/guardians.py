@@ -8,7 +8,7 @@ guardians.
 from collections.abc import Iterable
 
 from noloco_p2p.core.members import HOLDING, TRAINED
-from noloco_p2p.core.messages import Advert, Holding, PeerId
+from noloco_p2p.core.messages import NO_STAGE, Advert, Holding, PeerId
 from noloco_p2p.core.seeds import generator
 
 GUARDIANS = 2
@@ -31,7 +31,7 @@ def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[Peer
     replicas = {a.peer_id for a in everybody if a.stage == stage and a.state in WITH_WEIGHTS}
     if not 1 <= len(replicas) <= GUARDED_REPLICAS:
         return ()
-    candidates = {a.peer_id for a in everybody if a.stage not in (stage, -1) and a.state in HOLDING}
+    candidates = {a.peer_id for a in everybody if a.stage not in (stage, NO_STAGE) and a.state in HOLDING}
 
     def place(peer: PeerId) -> tuple[int, PeerId]:
         return generator(seed, "guardian", stage, peer).getrandbits(64), peer

@@ -207,6 +207,10 @@ class Holding(NamedTuple):
     """Floor of the replica's clock."""
 
 
+NO_STAGE = -1
+"""`Advert.stage` of a node that has not chosen one yet; such an advert is never announced."""
+
+
 @dataclass(frozen=True, slots=True)
 class Advert:
     """What a node says of itself in the DHT. Signed by its identity; everything in it is a claim."""

@@ -18,7 +18,7 @@ import uvloop
 
 from noloco_p2p import __version__
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
-from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.messages import NO_STAGE, Advert
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import announced_host
@@ -129,7 +129,7 @@ async def _open_ports(
     advert = Advert(
         libp2p.peer_id,
         manifest.run_id,
-        -1,
+        NO_STAGE,
         (f"{host}:{transport.port}",),
         metrics=f"http://{host}:{metrics_port}/metrics",
         libp2p_metrics=f"http://{host}:{libp2p.metrics_port}/metrics" if libp2p.metrics_port else "",

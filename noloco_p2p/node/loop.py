@@ -13,7 +13,7 @@ from statistics import median
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import schedule
-from noloco_p2p.core.messages import Advert, Batch, MicrobatchId
+from noloco_p2p.core.messages import NO_STAGE, Advert, Batch, MicrobatchId
 from noloco_p2p.core.status import AnyReplica, Resource, Status
 from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.guardian import Guardian
@@ -26,7 +26,7 @@ from noloco_p2p.node.pipeline.source import MicrobatchSource
 from noloco_p2p.node.restore import WeightRestorer
 from noloco_p2p.node.rpc_handler import RpcHandler
 from noloco_p2p.node.shutdown import Shutdown
-from noloco_p2p.node.state import UNCHOSEN, NodeState
+from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import StateDonor
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import StepLabel, World
@@ -42,7 +42,7 @@ class Node:
     def __init__(
         self, advert: Advert, manifest: RunManifest, config: NodeConfig, world: World, incarnation: int
     ) -> None:
-        stage = UNCHOSEN if config.stage is None else config.stage
+        stage = NO_STAGE if config.stage is None else config.stage
         advert = replace(advert, stage=stage, state="starting", settled=config.stage is not None)
         self.waits = Waits(config.limits.microbatch_deadline_s)
         self.state = NodeState(advert, manifest, config, world.telemetry, self.waits)

@@ -115,7 +115,9 @@ class Membership:
 
         False once some node of stage 0 has finished: then nobody need come.
         """
-        return not self.run_ended and any(not self.members.anybody(stage) for stage in self._later_deserted())
+        if not self.deserted or self.run_ended:
+            return False
+        return any(not self.members.anybody(stage) for stage in self._later_deserted())
 
     async def until_served(self) -> bool:
         """Wait while a later stage is deserted and has no replica. False: none was deserted, or I leave."""

@@ -11,7 +11,7 @@ from random import Random
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
-from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
+from noloco_p2p.core.messages import NO_STAGE, Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.status import Trouble
 from noloco_p2p.node.waits import Waits
@@ -19,8 +19,6 @@ from noloco_p2p.ports import Batches, Stage, StepResult, Telemetry
 
 STEPS_TIMED = 32
 """Inner steps whose median is what a step takes."""
-UNCHOSEN = -1
-"""In an advert: the stage of a node that has not chosen one yet."""
 
 
 class NodeState:
@@ -70,12 +68,12 @@ class NodeState:
     @property
     def chosen_stage(self) -> int | None:
         """My stage; None while I have not chosen one."""
-        return None if self.advert.stage == UNCHOSEN else self.advert.stage
+        return None if self.advert.stage == NO_STAGE else self.advert.stage
 
     @property
     def index(self) -> int:
         """My stage, once I have chosen one."""
-        assert self.advert.stage != UNCHOSEN, "no stage has been chosen"
+        assert self.advert.stage != NO_STAGE, "no stage has been chosen"
         return self.advert.stage
 
     @property

@@ -1,4 +1,4 @@
-"""N1, N2 and S1 of method.md §3: the recorded rounds, the laws, the stability bound."""
+"""N1, N2 and S1 (METHOD.md, "Outer round" and "Stability"): the recorded rounds, the laws, the stability bound."""
 
 import json
 import random

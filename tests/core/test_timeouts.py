@@ -1,4 +1,4 @@
-"""Patience: what recent calls say of the next one, and deadlines that nest (issue 4, hung nodes)."""
+"""Adaptive timeouts: what recent calls say about the next one, and deadlines that nest."""
 
 import random
 from statistics import median

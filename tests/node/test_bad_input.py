@@ -1,4 +1,4 @@
-"""What bad input gets: one line that names it, exit code 2, nothing started and nothing left (issue 3, §5)."""
+"""What bad input gets: one line that names it, exit code 2, nothing started and nothing left."""
 
 import resource
 import socket
@@ -38,10 +38,10 @@ class Refused:
         self._monkeypatch.setattr(sys, "argv", ["noloco-node", *arguments])
         with pytest.raises(SystemExit) as ended:
             run_app(app, "noloco-node")
-        told = self._capfd.readouterr()
-        assert ended.value.code == 2, told.err
-        assert told.out == "", "nobody was told how to join"
-        return told.err.splitlines()
+        output = self._capfd.readouterr()
+        assert ended.value.code == 2, output.err
+        assert output.out == "", "no join command is printed"
+        return output.err.splitlines()
 
     def one_line(self, *arguments: str) -> str:
         (line,) = self(*arguments)
@@ -60,7 +60,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     sys.setswitchinterval(interval)
 
 
-def test_all_mistyped_keys_are_told_at_once_with_file_line_and_nearest_key(refused: Refused) -> None:
+def test_all_mistyped_keys_are_named_at_once_with_file_line_and_nearest_key(refused: Refused) -> None:
     (refused.home / "run.yaml").write_text("stagess: 3\nouter:\n  inner_stepz: 3\nsteps: many\n")
     assert refused("--config", "run.yaml", "--set", "sede=4", "--set", "seed") == [
         "error: --set seed: write it as --set key=value",
@@ -94,21 +94,21 @@ def test_a_run_that_cannot_be_is_refused_before_anybody_can_join(
     case: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Libp2pDaemon, "open", None)
-    arguments, told = BAD_RUNS[case]
-    assert told in refused.one_line(*arguments)
+    arguments, message = BAD_RUNS[case]
+    assert message in refused.one_line(*arguments)
 
 
 @pytest.mark.parametrize(
-    ("address", "told"),
+    ("address", "message"),
     [
         ("127.0.0.1:4000", "it is not of the form /ip4/HOST/tcp/PORT/p2p/PEER_ID"),
         (f"/ip4/127.0.0.1/tcp/4000/p2p/{SOMEBODY[:-3]}", "its peer id is mistyped or cut off"),
         (f"/ip4/127.0.0.1/tcp/70000/p2p/{SOMEBODY}", "there is no port 70000"),
     ],
 )
-def test_a_malformed_address_is_told_what_is_wrong_with_it(address: str, told: str, refused: Refused) -> None:
+def test_a_malformed_address_is_refused_and_named(address: str, message: str, refused: Refused) -> None:
     line = refused.one_line("--join", address)
-    assert f"malformed join address '{address}': {told}; copy the address that a running node prints" in line
+    assert f"malformed join address '{address}': {message}; copy the address that a running node prints" in line
 
 
 def test_a_dead_address_and_a_silent_one_each_get_their_line_within_ten_seconds(refused: Refused) -> None:
@@ -156,8 +156,8 @@ def test_processes_that_join_wrongly_end_with_one_line_and_exit_code_2(tmp_path:
                 "--join", address, *settings(listen__grpc_port=taken)
             ),
         }
-        for told, node in wrong.items():
-            assert one_line_of(node).startswith(f"error: {told}")
+        for message, node in wrong.items():
+            assert one_line_of(node).startswith(f"error: {message}")
         assert first.process.poll() is None, "the swarm does not mind"
         first.process.terminate()
         assert first.end() == 0
@@ -189,7 +189,7 @@ def test_a_full_disk_ends_a_node_with_one_line(tmp_path: Path) -> None:
         line = last_line_of(audit)
         assert f"the audit cannot write {tmp_path}/audit/round-000001-" in line
         assert "free some space or set another audit.dir" in line
-        assert audit.summary()["inner_steps"] == 4, "what was done is told all the same"
+        assert audit.summary()["inner_steps"] == 4, "what was done is reported all the same"
         nodes.nothing_left()
 
 

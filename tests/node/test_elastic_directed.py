@@ -126,10 +126,10 @@ def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
     assert first.source == "guardian"
     before = max(number for process in outcome.processes if process.crashed for number, _ in process.rounds)
     assert first.round >= before - 1
-    told = [h.get("stages") for h in outcome.trace.of("deserted", "s0r0")]
+    events = [h.get("stages") for h in outcome.trace.of("deserted", "s0r0")]
     if for_s > 5.0:
-        assert isinstance(told[0], dict)
-        assert (list(told[0]), told[-1]) == ([1], {})
+        assert isinstance(events[0], dict)
+        assert (list(events[0]), events[-1]) == ([1], {})
     assert sum(process.microbatches["dropped"] for process in outcome.of_stage(0)) == 0, (
         "what waits for a stage is kept"
     )
@@ -187,8 +187,8 @@ def test_a_hung_replica_costs_a_deadline_that_was_learnt_and_nobody_else_is_blam
         steps = [at_s for at_s in times(outcome, "inner_step", process.peer) if at_s > 10.0]
         assert max(after - before for before, after in pairwise(steps)) < 9.0, "two calls in a row, not the whole hang"
         assert process.microbatches["dropped"] == 0
-    told = [h for h in outcome.trace.of("reroute") if h.get("reason") == "unreachable" and h.peer != peer]
-    assert {h.get("peer") for h in told} == {peer}
+    events = [h for h in outcome.trace.of("reroute") if h.get("reason") == "unreachable" and h.peer != peer]
+    assert {h.get("peer") for h in events} == {peer}
 
 
 # --- pausing ----------------------------------------------------------------------------------------------------------

@@ -166,8 +166,8 @@ def test_a_hung_ward_holds_nobody_up() -> None:
     done = max(round for at_s, round in rounds_of(outcome.trace, "s1r1") if at_s < 10.0)
     pulled = [round for at_s, _, round in guarded(outcome.trace, 1) if 5.0 < at_s < 10.0]
     assert done - max(pulled) <= 1, "the other replica gives its snapshots"
-    told = [(h.at_s, h.peer) for h in outcome.trace.of("warning") if "from s1r0 to guard" in str(h.get("message"))]
-    (failed_at_s, guardian), *_ = told
+    failures = [(h.at_s, h.peer) for h in outcome.trace.of("warning") if "from s1r0 to guard" in str(h.get("message"))]
+    (failed_at_s, guardian), *_ = failures
     after = [at_s for at_s, peer, _ in guarded(outcome.trace, 1) if peer == guardian and at_s > failed_at_s]
     assert after[0] - failed_at_s < 0.1, "asked at once after the first one failed"
     assert {one.step for one in outcome.processes} == {60.0}

@@ -1,4 +1,4 @@
-"""Hung nodes and deserted stages in the simulator (issue 4): who is blamed, how long it stalls, what is lost."""
+"""Hung nodes and deserted stages in the simulator: who is blamed, how long it stalls, what is lost."""
 
 from collections import Counter
 from itertools import pairwise
@@ -132,8 +132,8 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
     assert graphs == [0] * len(graphs), "the graphs of what waits at stage 0 are freed in the middle"
     assert longest_stall_s(outcome) < away_s + 3.0, "it goes on soon"
 
-    told = [h.get("stages") for h in outcome.trace.of("deserted") if h.peer.startswith(f"s{last - 1}")]
-    stages = [mapping for mapping in told if isinstance(mapping, dict)]
+    deserted = [h.get("stages") for h in outcome.trace.of("deserted") if h.peer.startswith(f"s{last - 1}")]
+    stages = [mapping for mapping in deserted if isinstance(mapping, dict)]
     assert {stage for mapping in stages for stage in mapping} == {last}, "which stage"
     assert away_s - 8.0 < max(mapping.get(last, 0.0) for mapping in stages) < away_s + 1.0, "since when"
     assert stages[-1] == {}, "and that it is over"

@@ -136,10 +136,10 @@ def test_one_is_skipped_and_counted_and_the_step_goes_on(peer: PeerId) -> None:
 @pytest.mark.parametrize("peer", ["s0r1", "s1r1", "s2r1"])
 def test_a_broken_device_stops_its_own_node_and_no_other(peer: PeerId, routing: str) -> None:
     outcome = run((2, 2, 2), {peer: always}, routing=routing)
-    told = stopped(outcome)
-    assert list(told) == [peer]
-    assert told[peer].startswith(f"{LONGEST_STREAK} microbatches in a row had a loss or gradient that is not finite")
-    assert "inner.peak_learning_rate" in told[peer]
+    reasons = stopped(outcome)
+    assert list(reasons) == [peer]
+    assert reasons[peer].startswith(f"{LONGEST_STREAK} microbatches in a row had a loss or gradient that is not finite")
+    assert "inner.peak_learning_rate" in reasons[peer]
     assert LONGEST_STREAK <= outcome.nodes[peer].microbatches["nonfinite"] < LONGEST_STREAK + 4, "those in flight end"
     check_the_others_finished(outcome, peer)
 

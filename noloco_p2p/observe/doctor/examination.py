@@ -11,7 +11,7 @@ from pathlib import Path
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.balance import stage_to_take
 from noloco_p2p.core.members import READY
-from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.messages import NO_STAGE, Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
@@ -170,7 +170,7 @@ class _SwarmExamination:
         report.group("run")
         stage = examination.stage_of(manifest)
         if stage is None:  # the one that a node without a stage of its own would take
-            me = Advert(libp2p.peer_id, manifest.run_id, -1, ())
+            me = Advert(libp2p.peer_id, manifest.run_id, NO_STAGE, ())
             stage = stage_to_take(me, present, manifest.stages)
         links = await self._measure_links(manifest, present, stage)
         sizes = await examination.check_needs(manifest, stage)
