@@ -1,8 +1,8 @@
 """The two kinds of settings: `RunManifest`, equal on all nodes and hashed into the run id, and `NodeConfig`, local.
 
-One flat YAML file may hold both; no key stands in both. What reads files, the environment and the command line is
-`cli/settings.py`; here are only the values and their checks. A manifest comes from strangers: it names no local path
-and is bounded in size.
+One flat YAML file may hold both; no key belongs to both. `launch/settings.py` reads files, the environment and the
+command line; here are only the values and their checks. A manifest comes from strangers: it names no local path and
+is bounded in size.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ HubName = Annotated[str, Field(pattern=f"^{HUB_NAME.pattern}$")]
 
 
 class Settings(BaseModel):
-    """Frozen data; unknown keys are refused."""
+    """Frozen values; unknown keys are refused."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
@@ -35,10 +35,10 @@ class Settings(BaseModel):
 
 
 class ModelSettings(Settings):
-    """The model, as Hugging Face transformers knows it."""
+    """The model, in the terms of Hugging Face transformers."""
 
     family: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")] = "llama"
-    """Model type of transformers (llama, gpt2, qwen3, …); it must pass the split self-test at start-up."""
+    """Model type of transformers (llama, gpt2, qwen3, …); it must pass the split self-test at start."""
     config: dict[str, bool | int | float | str | list[bool | int | float | str | None] | None] = {
         "hidden_size": 128,
         "num_hidden_layers": 4,
@@ -48,104 +48,104 @@ class ModelSettings(Settings):
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
     }
-    """Fields of the family's configuration class, by its own names; what is left out has the class's default."""
+    """Fields of the family's configuration class; a field that is left out has the default of that class."""
 
 
 class DataSettings(Settings):
-    """What the swarm trains on. Local paths stand in the node's `data_files`."""
+    """What the swarm trains on. Local paths are in the node's `data_files`."""
 
     kind: Literal["stdlib", "text", "c4", "parquet"] = "stdlib"
     """`stdlib`: the running Python's own library; `text`: files; `c4`: JSON lines with `text`; `parquet`: token ids."""
     dataset: HubName | None = None
-    """Name of a data set on the Hugging Face hub, read as a stream; none: the node's `data_files` are read."""
+    """Name of a data set on the Hugging Face hub, read as a stream; none: the node reads its `data_files`."""
     subset: HubName | None = None
     """Configuration name of the hub data set (for C4: `en`)."""
     tokenizer: HubName = "bytes"
-    """`bytes` (ByT5's 384 ids, no file) or a hub name for AutoTokenizer; the node's `tokenizer_dir` may stand in."""
+    """`bytes` (ByT5's 384 ids, no file) or a hub name for AutoTokenizer; the node's `tokenizer_dir` replaces it."""
 
 
 class InnerSettings(Settings):
-    """The inner optimizer, AdamW on the fast weights, and its schedule (method.md §2)."""
+    """The inner optimizer, AdamW on the fast weights, and its schedule (METHOD.md, "Inner step")."""
 
     peak_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     """Learning rate at the end of the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 100
-    """Length of the linear warm-up in steps; a tenth of `steps` when that is less."""
+    """Length of the linear warm-up in steps, at most a tenth of `steps`."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate of the last step, as a fraction of the peak (cosine in between)."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Adam's decay of the mean."""
+    """Decay rate of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Adam's decay of the mean square."""
+    """Decay rate of Adam's second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's ε."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Largest L2 norm of a stage's gradient."""
+    """Gradients of a stage are clipped to this L2 norm."""
 
 
 class OuterSettings(Settings):
-    """The outer round (method.md §3)."""
+    """The outer round (METHOD.md, "Outer round")."""
 
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """α, momentum."""
+    """α, the outer momentum."""
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.7
-    """β, outer learning rate."""
+    """β, the outer learning rate."""
     gamma: Finite = 0.7
-    """γ, consensus pull; must satisfy S1: 0 < γ < 2(1−α²)."""
+    """γ, the pull towards the partner's weights; must satisfy S1: 0 < γ < 2(1−α²)."""
     inner_steps: Positive = 10
-    """m: steps of the clock from one outer round to the next."""
+    """m: clock steps from one outer round to the next."""
     pairing: Literal["matched", "random", "none"] = "matched"
-    """How the partner is drawn; `none`: no outer rounds."""
+    """How partners are drawn: `matched` in pairs, `random` by each replica for itself; `none`: no outer rounds."""
     max_stale_rounds: Annotated[int, Field(ge=0)] = 2
-    """Largest distance in rounds of a snapshot that is still merged."""
+    """A snapshot from up to this many rounds away is still merged."""
     partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Longest wait for a partner that has not reached the round, seconds; none: device time of two inner steps."""
+    """Longest wait for a partner that has not reached the round, seconds; none: the device time of two inner steps."""
     deadline_s: Seconds = 60.0
     """Longest transfer of one snapshot, seconds."""
     allow_unstable: bool = False
-    """Accept α and γ outside the stability bound S1 (for experiments)."""
+    """Accept α and γ that violate the stability bound S1 (for experiments)."""
 
 
 class EvaluationSettings(Settings):
     """Validation on held-out data."""
 
     every_steps: Positive | None = 250
-    """Steps between evaluations; none: only at the end."""
+    """Steps between evaluations; none: only one, at the end."""
     microbatches: Positive = 16
-    """Held-out microbatches per evaluation, the same for everybody."""
+    """Held-out microbatches per evaluation; every node uses the same ones."""
 
 
 class RunManifest(Settings):
-    """The immutable settings of a run: equal on all nodes, their hash is the run id."""
+    """The immutable settings of a run: equal on all nodes; their hash is the run id."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "tiny"
-    """What people call the run."""
+    """Name of the run for people; it names the directory of `noloco swarm`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, data order, routes and pairs."""
     start_replicas: Positive = 2
-    """Replicas that every stage must have before anybody takes step 1."""
+    """Replicas that every stage must have before step 1."""
     stages: Positive = 2
-    """Pipeline stages; the layers are split over them, contiguously and evenly."""
+    """Pipeline stages; the layers are split over them contiguously and evenly."""
     model: ModelSettings = ModelSettings()
     """The model."""
     data: DataSettings = DataSettings()
     """The data."""
     sequence_length: Positive = 128
-    """T: tokens of a sample that are inputs."""
+    """T: input tokens per sample."""
     microbatch_size: Positive = 4
-    """B: samples of a microbatch."""
+    """B: samples per microbatch."""
     microbatches_per_step: Positive = 2
     """Microbatches that each stage-0 replica reads per inner step."""
     steps: Positive = 1000
-    """Length of the run in steps of the clock."""
+    """Length of the run in clock steps."""
     inner: InnerSettings = InnerSettings()
     """The inner optimizer."""
     outer: OuterSettings = OuterSettings()
     """The outer round."""
     routing: Literal["random", "balanced", "fixed"] = "random"
-    """How the next replica of a microbatch is chosen: at random, in even turns by the seed, or always the same."""
+    """How the next replica for a microbatch is chosen: at random, in even turns from the seed, or always the same."""
     wire_dtype: Dtype = "float32"
     """Element type of hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
@@ -175,10 +175,10 @@ class RunManifest(Settings):
 
 
 class ListenSettings(Settings):
-    """Where this node listens, and what it tells others."""
+    """Where this node listens, and what it announces."""
 
     host: str = "127.0.0.1"
-    """Address that the sockets are bound to; `0.0.0.0` for all."""
+    """Address to which the sockets are bound; `0.0.0.0` for all."""
     announce_host: str | None = None
     """Address or name under which others reach this node; none: the address that leads to the peer it joins."""
     dht_port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -188,53 +188,53 @@ class ListenSettings(Settings):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of /metrics, /sd, /health and /status; 0 picks one."""
     libp2p_metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """TCP port on which the libp2p daemon serves its own /metrics; 0 picks one, none: it serves none."""
+    """TCP port on which the libp2p daemon serves its own /metrics; 0 picks one; none: no such page."""
 
 
 class DirectorySettings(Settings):
-    """How often the node speaks to the DHT."""
+    """How often the node writes to the DHT and reads it."""
 
     ttl_s: Seconds = 30.0
-    """How long an advert lives that is not renewed, seconds; it is renewed every third of this."""
+    """Lifetime of an advert in the DHT, seconds; it is renewed every third of this."""
     refresh_s: Seconds = 5.0
-    """Longest time between two readings of the membership, seconds; an outer interval when that is less."""
+    """Longest time between two readings of the membership, seconds; an outer interval where that is shorter."""
 
 
 class LimitSettings(Settings):
     """Bounds on what this node holds and how long it waits."""
 
     max_in_flight: Positive = 4
-    """Autograd graphs at once."""
+    """Largest number of autograd graphs held at once."""
     waiting_places: Annotated[int, Field(ge=0, le=64)] = 2
-    """Microbatches that may wait at the door; longer lines hide a slow replica from its senders."""
+    """Microbatches that may wait for admission; a longer queue would hide a slow replica from its senders."""
     evaluations: Positive = 2
-    """Held-out microbatches served at once."""
+    """Largest number of held-out microbatches served at once."""
     microbatch_deadline_s: Seconds = 60.0
-    """Longest life of one microbatch on its way through all stages, seconds."""
+    """Longest time for one microbatch to pass through all stages and back, seconds."""
     patience_floor_s: Seconds = 2.0
-    """Shortest deadline of a call to the next stage, however quick the recent ones were, seconds."""
+    """Shortest timeout of a call to the next stage, however fast recent calls were, seconds."""
     drain_s: Seconds = 20.0
-    """Longest time to finish what is held when the node is told to leave, seconds."""
+    """Longest time to finish the microbatches in hand when the node has to leave, seconds."""
     linger_s: Seconds = 30.0
-    """Longest wait for the others at the end of the run, seconds."""
+    """Longest wait for the other nodes at the end of the run, seconds."""
 
 
 class CheckpointSettings(Settings):
-    """What the node writes for itself below its directory."""
+    """The checkpoints that the node writes into its directory."""
 
     every_rounds: Positive | None = 5
-    """Outer rounds from one checkpoint to the next; none: no checkpoints."""
+    """Outer rounds between checkpoints; none: no checkpoints."""
     keep: Annotated[int, Field(ge=2, le=1000)] = 3
-    """Checkpoints that are kept."""
+    """Number of checkpoints kept."""
 
 
 class AuditSettings(Settings):
-    """Files from which anybody can recompute the run (design.md §5)."""
+    """Files from which anybody can recompute the run (ARCHITECTURE.md, "Files")."""
 
     dir: str | None = None
     """Directory for the audit files; none: no audit."""
     weights: bool = True
-    """Write weights, momenta and data too; else only the inner steps with their microbatches."""
+    """Also write weights, momenta and data; otherwise only the inner steps with their microbatches."""
 
 
 class NodeConfig(Settings):
@@ -245,9 +245,9 @@ class NodeConfig(Settings):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`cpu`, `cuda`, `cuda:1`, …; `auto`: CUDA if there is any."""
     threads: Positive | None = None
-    """CPU threads for compute; none: torch's own choice (OMP_NUM_THREADS)."""
+    """CPU threads for compute; none: torch's own choice, OMP_NUM_THREADS."""
     stage: Annotated[int, Field(ge=0)] | None = None
-    """Stage to hold; none: the one with the fewest replicas."""
+    """Stage to hold; none: that of the newest checkpoint, else the one with the least capacity."""
     data_files: tuple[str, ...] = ()
     """Files or globs to read instead of a hub data set."""
     tokenizer_dir: str | None = None
@@ -259,6 +259,6 @@ class NodeConfig(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
     rebalance: bool = True
-    """Move to another stage while training when that one holds the swarm back and this one has replicas to spare."""
+    """Move to another stage while training, when that one limits the swarm and this one has replicas to spare."""
     audit: AuditSettings = AuditSettings()
     """Audit files."""

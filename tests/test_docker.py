@@ -125,13 +125,13 @@ def test_every_service_is_bounded_locked_in_and_starts_again_only_after_a_failur
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_a_node_understands_what_it_is_told(name: str) -> None:
+def test_a_node_understands_its_command_line(name: str) -> None:
     service = SERVICES[name]
     context = typer.main.get_command(app).make_context("noloco-node", [*service["command"]], resilient_parsing=True)
-    told = (context.params["dir"], [*context.params["join"]], context.params["address_file"])
+    given = (context.params["dir"], [*context.params["join"]], context.params["address_file"])
     first: object = (Path("/data"), [], Path("/join/address"))
     # Without --dir, the first directory below the working directory that no other node holds.
-    assert told == (first if name == "bootstrap" else (None, ["@/join/address"], None))
+    assert given == (first if name == "bootstrap" else (None, ["@/join/address"], None))
     assert dict(stages()[-1])["WORKDIR"] == "/data"
     assert service["healthcheck"]["test"] == ["CMD", "noloco-node", "health", "--url", "http://127.0.0.1:9464"]
     own = {key: str(value) for key, value in service["environment"].items() if key.startswith("NOLOCO__")}

@@ -28,7 +28,7 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
         fail(f"{text}; see {name} --help", USER_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
-    except Exception as error:  # the last place: a bug is told in one line, and whole with --debug
+    except Exception as error:  # the last resort: a bug ends with one line, or a traceback with --debug
         if debug:
             raise
         fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)

@@ -62,7 +62,7 @@ def resume(dir: NodeDir) -> None:
 
 def _print_signalled(what: str, nodes: list[str]) -> None:
     for node in nodes:
-        print(f"told to {what}: {node}")
+        print(f"asked to {what}: {node}")
 
 
 @app.command()

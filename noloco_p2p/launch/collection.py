@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaWeights:
+class CollectedReplica:
     """The weights of one replica at one outer round."""
 
     peer: PeerId
@@ -49,7 +49,7 @@ class CollectedWeights:
 
     manifest: RunManifest
     round: int
-    stages: tuple[tuple[ReplicaWeights, ...], ...]
+    stages: tuple[tuple[CollectedReplica, ...], ...]
     """By stage, each sorted by peer id, at least one."""
 
 
@@ -156,11 +156,13 @@ def _home(checkpoint: StoredCheckpoint) -> Path:
     return checkpoint.path.parents[2]
 
 
-def _read(manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]) -> tuple[tuple[ReplicaWeights, ...], ...]:
+def _read(
+    manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]
+) -> tuple[tuple[CollectedReplica, ...], ...]:
     """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
     from noloco_p2p.compute import model_export
 
-    stages: list[tuple[ReplicaWeights, ...]] = []
+    stages: list[tuple[CollectedReplica, ...]] = []
     with progress_bar("reading checkpoints", sum(len(mine) for mine in used)) as done:
         for stage, mine in enumerate(used):
             parameters = model_export.stage_specs(manifest, stage)
@@ -168,7 +170,7 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]) -> 
             for checkpoint in mine:
                 m = checkpoint.manifest
                 replicas.append(
-                    ReplicaWeights(m.peer_id, stage, m.round, int(m.step), _weights(checkpoint, parameters))
+                    CollectedReplica(m.peer_id, stage, m.round, int(m.step), _weights(checkpoint, parameters))
                 )
                 done()
             stages.append(tuple(replicas))

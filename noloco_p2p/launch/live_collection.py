@@ -12,7 +12,7 @@ from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
-from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights, Say, progress_bar
+from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say, progress_bar
 from noloco_p2p.launch.observer import NullTelemetry, observing
 from noloco_p2p.node.outer_round import KEPT_ROUNDS
 
@@ -101,7 +101,7 @@ class _Fetching:
         stages = ", ".join(str(stage) for stage in sorted(missing))
         raise LocalError(f"nobody in the swarm has trained weights of stage {stages} to give: try again later")
 
-    async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> ReplicaWeights | None:
+    async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
         from noloco_p2p.compute import model_export, replica_tensors
 
@@ -120,10 +120,10 @@ class _Fetching:
             return None
         finally:
             done()
-        return ReplicaWeights(advert.peer_id, advert.stage, snapshot.round, snapshot.step, weights)
+        return CollectedReplica(advert.peer_id, advert.stage, snapshot.round, snapshot.step, weights)
 
 
-def common(manifest: RunManifest, found: Sequence[ReplicaWeights]) -> CollectedWeights | None:
+def common(manifest: RunManifest, found: Sequence[CollectedReplica]) -> CollectedWeights | None:
     """The replicas of the newest round of which every stage has one; None when there is no such round."""
     for round in sorted({replica.round for replica in found}, reverse=True):
         here = sorted((replica for replica in found if replica.round == round), key=lambda replica: replica.peer)

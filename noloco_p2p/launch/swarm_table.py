@@ -23,11 +23,11 @@ COLUMNS = {
     "tokens/s": ",.0f",
     "peers": "",
 }
-"""Heading → format of the value, in the order of `NodeRow`."""
+"""Heading → format of the value, in the order of `TableRow`."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRow:
+class TableRow:
     """One node's line. None: not known yet."""
 
     name: str
@@ -62,26 +62,26 @@ class ReadingHistory:
         if reading is not None:
             self._readings.append(reading)
 
-    def last_row(self, summary: Mapping[str, Any] | None) -> NodeRow:
+    def last_row(self, summary: Mapping[str, Any] | None) -> TableRow:
         """The node's line once it has ended, from the summary that it wrote; None: it wrote none."""
         if summary is None:
             return self.row()
         loss = self._readings[-1].total("loss") if self._readings else None
         loss = loss if summary["final_loss"] is None else summary["final_loss"]
         state, inner_steps, outer_rounds = (summary[name] for name in ("state", "inner_steps", "outer_rounds"))
-        return NodeRow(self._name, self._stage, state, inner_steps, outer_rounds, loss)
+        return TableRow(self._name, self._stage, state, inner_steps, outer_rounds, loss)
 
-    def row(self) -> NodeRow:
+    def row(self) -> TableRow:
         """The node's line, from the last readings."""
         if not self._readings:
-            return NodeRow(self._name, self._stage)
+            return TableRow(self._name, self._stage)
         old, new = self._readings[0], self._readings[-1]
         inner_steps = int(new.total("inner_steps_total"))
         rate = None
         if new.at > old.at and inner_steps:
             rate = (new.total("tokens_total") - old.total("tokens_total")) / (new.at - old.at)
         seen = sum(count for state, count in new.by("state", "peers").items() if state not in GONE)
-        return NodeRow(
+        return TableRow(
             self._name,
             self._stage,
             next((state for state, on in new.by("state", "state").items() if on), None),
@@ -115,7 +115,7 @@ class Display:
         self.interval_s = LIVE_INTERVAL_S if live else PLAIN_INTERVAL_S
         """Seconds between two readings of the nodes."""
 
-    def show(self, rows: Sequence[NodeRow], notes: Sequence[str]) -> None:
+    def show(self, rows: Sequence[TableRow], notes: Sequence[str]) -> None:
         """The nodes as they are now, and lines about the whole swarm."""
         if self._live is None:
             lines = [*map(_plain_line, rows), *notes]
@@ -137,14 +137,14 @@ class Display:
             self._live.stop()
 
 
-def _plain_line(row: NodeRow) -> str:
+def _plain_line(row: TableRow) -> str:
     node, _, state, *cells = row.cells()
     if row.inner_step is None:
         return f"{node}  starting"
     return "  ".join([node, state, *(f"{column} {cell}" for column, cell in zip([*COLUMNS][3:], cells, strict=True))])
 
 
-def _table(title: str, rows: Sequence[NodeRow], notes: Sequence[str]) -> Any:
+def _table(title: str, rows: Sequence[TableRow], notes: Sequence[str]) -> Any:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")

@@ -18,7 +18,7 @@ from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
-from noloco_p2p.launch.swarm_table import Display, NodeRow, ReadingHistory, deserted
+from noloco_p2p.launch.swarm_table import Display, ReadingHistory, TableRow, deserted
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
 
@@ -29,7 +29,7 @@ def noloco(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["swarm", "--bogus"], "--bogus"),
         (["swarm", "--stages", "0"], "--stages"),
@@ -40,10 +40,10 @@ def noloco(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
         ([], "command"),
     ],
 )
-def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], told: str, tmp_path: Path) -> None:
+def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], expected: str, tmp_path: Path) -> None:
     done = noloco(*arguments, cwd=tmp_path)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert expected in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "noloco-runs").exists()
 
@@ -86,26 +86,26 @@ def reading(at: float, steps: float, tokens: float) -> MetricsReading:
 
 def test_a_row_comes_from_readings() -> None:
     history = ReadingHistory("0-1", 0)
-    assert history.row() == NodeRow("0-1", 0)
+    assert history.row() == TableRow("0-1", 0)
     history.add(reading(10.0, 0.0, 0.0))
-    assert history.row() == NodeRow("0-1", 0, "training", 0, 3, None, None, 3)
+    assert history.row() == TableRow("0-1", 0, "training", 0, 3, None, None, 3)
     history.add(None)
     history.add(reading(12.0, 4.0, 3000.0))
-    assert history.row() == NodeRow("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
+    assert history.row() == TableRow("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
     summary = {"state": "finished", "inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25}
-    assert history.last_row(summary) == NodeRow("0-1", 0, "finished", 5, 4, 2.25, None, None)
+    assert history.last_row(summary) == TableRow("0-1", 0, "finished", 5, 4, 2.25, None, None)
 
 
-def test_a_deserted_stage_is_told_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     def seen(*stages: tuple[str, float]) -> MetricsReading:
         return MetricsReading(0.0, tuple(("noloco_stage_deserted_seconds", {"stage": s}, value) for s, value in stages))
 
     notes = deserted([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
     assert notes == ["stage 1 has had no replica for 42 s"]
     assert deserted([seen(("0", 0.0))]) == []
-    Display("tiny", plain=True).show([NodeRow("0-0", 0), NodeRow("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
-    told = capsys.readouterr().out.splitlines()
-    assert told == [
+    Display("tiny", plain=True).show([TableRow("0-0", 0), TableRow("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
         "0-0  starting",
         "0-1  paused  inner step 4  outer round 3  loss 2.500  tokens/s 1,500  peers 3",
         "stage 1 has had no replica for 42 s",
@@ -132,16 +132,16 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
         written(tmp_path, 1, 0, tokens=2000, inner_steps=11, outer_rounds=3, replica_std=0.3, validation_loss=None),
         NodeProcess(tmp_path, 1, 1),
     ]
-    told = swarm_summary.summarise(nodes, RunManifest(stages=2, start_replicas=2, steps=10), 4, 30.0)
-    assert (told["stages"], told["replicas"], told["steps"], told["resumed_from_step"]) == (2, 2, 10, 4)
-    assert told["tokens"] == 2000
-    assert told["tokens_per_s"] == pytest.approx(2000 / (111 - 100 - 1))
-    assert told["validation_loss"] == 2.5
-    assert told["validation_perplexity"] == pytest.approx(exp(2.5))
-    assert (told["inner_steps"], told["outer_rounds"]) == (10, 3)
-    assert told["replica_std"] == [pytest.approx(0.1), 0.3]
-    assert told["completed"] is False, "one node wrote nothing"
-    assert told["nodes"][3]["peer_id"] is None
+    summary = swarm_summary.summarise(nodes, RunManifest(stages=2, start_replicas=2, steps=10), 4, 30.0)
+    assert (summary["stages"], summary["replicas"], summary["steps"], summary["resumed_from_step"]) == (2, 2, 10, 4)
+    assert summary["tokens"] == 2000
+    assert summary["tokens_per_s"] == pytest.approx(2000 / (111 - 100 - 1))
+    assert summary["validation_loss"] == 2.5
+    assert summary["validation_perplexity"] == pytest.approx(exp(2.5))
+    assert (summary["inner_steps"], summary["outer_rounds"]) == (10, 3)
+    assert summary["replica_std"] == [pytest.approx(0.1), 0.3]
+    assert summary["completed"] is False, "one node wrote nothing"
+    assert summary["nodes"][3]["peer_id"] is None
 
 
 STUBBORN = """#!/bin/sh
@@ -220,9 +220,9 @@ def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.Mon
         "0-0": moment(1, 110.0, 25000.0, 58.0, {1: 11.0, 2: 98.0, 3: 2.0}),
         "1-0": moment(5, 110.0, 29000.0, 56.0, {5: 12.0, 6: 87.0}),
     }
-    told = pipeline.figures(begin, end)
-    assert told["tokens_per_s"] == pytest.approx(2000.0), "of stage 0 only"
-    assert told["device_busy"] == pytest.approx((0.8 + 0.6) / 2)
-    assert told["idle_by_cause"] == {"partner": pytest.approx(0.1)}
+    found = pipeline.figures(begin, end)
+    assert found["tokens_per_s"] == pytest.approx(2000.0), "of stage 0 only"
+    assert found["device_busy"] == pytest.approx((0.8 + 0.6) / 2)
+    assert found["idle_by_cause"] == {"partner": pytest.approx(0.1)}
     shares = {"compute": 15 / 40, "loop": 3 / 40, "wire": 2 / 40, "others": 10 / 40, "idle": 10 / 40}
-    assert told["core_shares"] == pytest.approx(shares)
+    assert found["core_shares"] == pytest.approx(shares)

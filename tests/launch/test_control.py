@@ -46,8 +46,8 @@ def heard(process: "subprocess.Popen[str]") -> str:
 
 
 def introduce(node_dir: Path, pid: int) -> None:
-    told = {"peer_id": "P", "run_id": "r", "pid": pid, "join": [], "metrics": ""}
-    (node_dir / "endpoints.json").write_text(json.dumps(told))
+    endpoints = {"peer_id": "P", "run_id": "r", "pid": pid, "join": [], "metrics": ""}
+    (node_dir / "endpoints.json").write_text(json.dumps(endpoints))
 
 
 def noloco(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -55,17 +55,17 @@ def noloco(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_node_is_told(tmp_path: Path) -> None:
+def test_a_node_gets_the_signal(tmp_path: Path) -> None:
     with running(tmp_path) as process:
         paused = noloco("pause", "--dir", str(tmp_path))
         assert (paused.returncode, heard(process)) == (0, "SIGUSR1")
-        assert paused.stdout == f"told to pause: {tmp_path} (process {process.pid})\n"
+        assert paused.stdout == f"asked to pause: {tmp_path} (process {process.pid})\n"
         resumed = noloco("resume", "--dir", str(tmp_path))
         assert (resumed.returncode, heard(process)) == (0, "SIGUSR2")
-        assert resumed.stdout == f"told to go on: {tmp_path} (process {process.pid})\n"
+        assert resumed.stdout == f"asked to go on: {tmp_path} (process {process.pid})\n"
 
 
-def test_all_nodes_of_a_swarm_are_told(tmp_path: Path) -> None:
+def test_all_nodes_of_a_swarm_get_the_signal(tmp_path: Path) -> None:
     (tmp_path / "0-1.log").write_text("")
     with running(tmp_path / "0-0") as first, running(tmp_path / "1-0") as second:
         assert len(control.send_signal(tmp_path, control.PAUSE)) == 2
@@ -73,10 +73,10 @@ def test_all_nodes_of_a_swarm_are_told(tmp_path: Path) -> None:
 
 
 def test_without_a_node_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    for directory, told in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, "no node runs in")):
+    for directory, endpoints in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, "no node runs in")):
         done = noloco("pause", "--dir", str(directory))
         assert done.returncode == 2
-        assert told in done.stderr
+        assert endpoints in done.stderr
         assert len(done.stderr.splitlines()) == 1
 
 
@@ -89,7 +89,7 @@ def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: P
         introduce(tmp_path, somebody.pid)
         with pytest.raises(ConfigError, match="no node runs in"):
             control.send_signal(tmp_path, control.PAUSE)
-        with running(tmp_path):  # the node was started again and has not told yet where it is
+        with running(tmp_path):  # the node was started again and has not written yet where it is
             introduce(tmp_path, somebody.pid)
             with pytest.raises(ConfigError, match="no node runs in"):
                 control.send_signal(tmp_path, control.PAUSE)
@@ -99,7 +99,7 @@ def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: P
     assert somebody.returncode == 0
 
 
-def test_a_signal_that_the_system_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_the_system_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 

@@ -85,9 +85,9 @@ def test_the_record_says_what_was_used(tmp_path: Path, capsys: pytest.CaptureFix
     assert record["run_id"] == manifest.run_id
     assert (record["round"], record["step"], record["replicas"]) == (4, 40, 0)
     assert record["stages"] == [[{"peer_id": "a", "step": 40}], [{"peer_id": "c", "step": 40}]]
-    told = capsys.readouterr().out
-    assert "not used: b of stage 0: its newest checkpoint is of round 2" in told
-    assert f"run {manifest.run_id}, outer round 4" in told
+    output = capsys.readouterr().out
+    assert "not used: b of stage 0: its newest checkpoint is of round 2" in output
+    assert f"run {manifest.run_id}, outer round 4" in output
 
 
 def test_the_last_checkpoint_of_a_round_counts(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.launch.collection import CollectedWeights, ReplicaWeights
+from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights
 from noloco_p2p.launch.live_collection import better, chosen, common, from_swarm, next_target
 
 MANIFEST = make_manifest(dtype="float32")
@@ -202,7 +202,7 @@ def test_who_is_asked() -> None:
 
 def test_the_newest_round_that_all_stages_have() -> None:
     def found(*at: tuple[str, int, int]) -> CollectedWeights | None:
-        return common(MANIFEST, [ReplicaWeights(peer, stage, round, 1, {}) for peer, stage, round in at])
+        return common(MANIFEST, [CollectedReplica(peer, stage, round, 1, {}) for peer, stage, round in at])
 
     newer = found(("b", 0, 5), ("a", 0, 5), ("c", 1, 5), ("d", 1, 6))
     assert newer is not None

@@ -13,7 +13,7 @@ from noloco_p2p.observe.health_check import ask
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 TERMINALS = "terminals"
 LOCAL = settings(limits__drain_s="60", directory__ttl_s="8")
-"""A node that is told to leave may take long; one that is killed is soon forgotten."""
+"""A node that is asked to leave may take long; one that is killed is soon forgotten."""
 
 
 def join_command(node: NodeProcess) -> list[str]:
@@ -49,13 +49,13 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
     assert address.read_text() == f"{pasted[1]}\n"
     homes = sorted((terminals / "noloco-runs").iterdir())
     assert [home.name for home in homes] == ["node-1", "node-2", "node-3", "node-4"]
-    told = [NodeProcess(first.process, home, first.out, first.err).summary() for home in homes]
+    summaries = [NodeProcess(first.process, home, first.out, first.err).summary() for home in homes]
     assert by_file.logged().count("nobody answers") == 1, "said once"
-    assert sorted(str(one["stage"]) for one in told) == ["0", "0", "1", "1"]
-    assert len({one["peer_id"] for one in told}) == 4
-    assert {one["state"] for one in told} == {"finished"}
-    assert all(one["outer_rounds"] == 2 for one in told)
-    losses = [one["validation_loss"] for one in told if one["stage"] == 0]
+    assert sorted(str(one["stage"]) for one in summaries) == ["0", "0", "1", "1"]
+    assert len({one["peer_id"] for one in summaries}) == 4
+    assert {one["state"] for one in summaries} == {"finished"}
+    assert all(one["outer_rounds"] == 2 for one in summaries)
+    losses = [one["validation_loss"] for one in summaries if one["stage"] == 0]
     assert len(losses) == 2
     assert all(isinstance(loss, float) and 0 < loss < 6.1 for loss in losses)
 
@@ -98,10 +98,10 @@ def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
         assert stays.end() == 0, stays.logged()
         assert serves.end() == 0, serves.logged()
         nodes.nothing_left()
-        told = stays.summary()
-        assert told["state"] == serves.summary()["state"] == "finished"
-        assert told["outer_rounds"] == 60
-        assert int(str(told["rerouted"])) > 0, "what the killed replica had was sent to the other one"
+        summary = stays.summary()
+        assert summary["state"] == serves.summary()["state"] == "finished"
+        assert summary["outer_rounds"] == 60
+        assert int(str(summary["rerouted"])) > 0, "what the killed replica had was sent to the other one"
 
 
 def test_unequal_stages_train_and_a_second_signal_or_a_closed_input_ends_a_node_at_once(tmp_path: Path) -> None:

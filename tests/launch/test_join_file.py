@@ -45,7 +45,7 @@ def test_white_space_is_no_address_and_an_empty_file_has_none(path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         (f"{ONE}\nbootstrap:9466\n".encode(), ":2: malformed join address 'bootstrap:9466'"),
         (f"{ONE} {OTHER}".encode(), ":1: malformed join address"),
@@ -53,12 +53,12 @@ def test_white_space_is_no_address_and_an_empty_file_has_none(path: Path) -> Non
         (b"\n" * (FILE_LIMIT_BYTES + 1), "no list of join addresses"),
     ],
 )
-def test_other_content_is_one_line_that_names_the_place(path: Path, content: bytes, told: str) -> None:
+def test_other_content_is_one_line_that_names_the_place(path: Path, content: bytes, expected: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         asyncio.run(JoinAddresses([f"@{path}"]).come())
     assert str(caught.value).startswith(str(path))
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -39,7 +39,7 @@ def test_numbers_are_read_as_people_mean_them(text: str, value: float) -> None:
     assert settings.load(None, {}, [f"inner.peak_learning_rate={text}"])[0].inner.peak_learning_rate == value
 
 
-def test_all_faults_are_told_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "name: a\n"
@@ -210,6 +210,6 @@ def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == [".".join(key) for key in settings.KNOWN.keys]
     assert all(len(row) == 4 and len(row[3]) > 10 for row in rows)
-    assert "| `outer.alpha` | number ≥ 0, < 1 | `0.5` | α, momentum. |" in text
+    assert "| `outer.alpha` | number ≥ 0, < 1 | `0.5` | α, the outer momentum. |" in text
     assert "| `evaluation.every_steps` | whole number ≥ 1 or none | `250` |" in text
     assert '| `wire_dtype` | `float64`, `float32`, `bfloat16` | `"float32"` |' in text

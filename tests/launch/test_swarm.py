@@ -142,14 +142,14 @@ def launched(command: list[str], run_dir: Path) -> Iterator[Launched]:
             os.kill(pid, signal.SIGKILL)
 
 
-def the_report_agrees(run_dir: Path, told: dict[str, Any]) -> None:
+def the_report_agrees(run_dir: Path, summary: dict[str, Any]) -> None:
     """What the nodes wrote into their journals comes to the same figures as their summaries."""
     run = report_of([run_dir])
-    assert (run.tokens, run.tokens_per_s, run.wall_s) == (told["tokens"], told["tokens_per_s"], told["wall_s"])
-    assert run.final_loss == pytest.approx(told["final_loss"], rel=1e-5)
-    assert run.validation_loss == pytest.approx(told["validation_loss"], rel=1e-5)
-    assert [run.replica_std(stage) for stage in (0, 1)] == pytest.approx(told["replica_std"], rel=1e-5)
-    for history, node in zip(run.nodes, told["nodes"], strict=True):
+    assert (run.tokens, run.tokens_per_s, run.wall_s) == (summary["tokens"], summary["tokens_per_s"], summary["wall_s"])
+    assert run.final_loss == pytest.approx(summary["final_loss"], rel=1e-5)
+    assert run.validation_loss == pytest.approx(summary["validation_loss"], rel=1e-5)
+    assert [run.replica_std(stage) for stage in (0, 1)] == pytest.approx(summary["replica_std"], rel=1e-5)
+    for history, node in zip(run.nodes, summary["nodes"], strict=True):
         assert (history.peer_id, history.stage, history.inner_steps) == (
             node["peer_id"],
             node["stage"],
@@ -167,38 +167,38 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     with launched(command, run_dir) as swarm:
         code, out, err = swarm.end()
     assert code == 0, err + out
-    told = swarm.summary()
-    assert list(told) == KEYS
-    assert (told["completed"], told["stages"], told["replicas"], told["steps"]) == (True, 2, 2, 16)
-    assert told["resumed_from_step"] is None
-    assert told["outer_rounds"] == 4
-    assert told["first_loss"] == pytest.approx(log(384), abs=0.3)
-    assert told["validation_perplexity"] == pytest.approx(exp(told["validation_loss"]))
-    assert told["validation_loss"] < told["first_loss"]
-    assert all(std > 0 for std in told["replica_std"])
-    assert len(told["replica_std"]) == 2
-    assert 0 < told["tokens"] / told["tokens_per_s"] < told["wall_s"]
-    assert [node["stage"] for node in told["nodes"]] == [0, 0, 1, 1]
-    for node in told["nodes"]:
+    summary = swarm.summary()
+    assert list(summary) == KEYS
+    assert (summary["completed"], summary["stages"], summary["replicas"], summary["steps"]) == (True, 2, 2, 16)
+    assert summary["resumed_from_step"] is None
+    assert summary["outer_rounds"] == 4
+    assert summary["first_loss"] == pytest.approx(log(384), abs=0.3)
+    assert summary["validation_perplexity"] == pytest.approx(exp(summary["validation_loss"]))
+    assert summary["validation_loss"] < summary["first_loss"]
+    assert all(std > 0 for std in summary["replica_std"])
+    assert len(summary["replica_std"]) == 2
+    assert 0 < summary["tokens"] / summary["tokens_per_s"] < summary["wall_s"]
+    assert [node["stage"] for node in summary["nodes"]] == [0, 0, 1, 1]
+    for node in summary["nodes"]:
         assert list(node) == NODE_KEYS
         assert node["exit_code"] == 0
         assert node["outer_rounds"] == node["pulled"] + node["alone"]
         assert node["bytes_sent"] > 0
         assert node["bytes_received"] > 0
-    first, last = told["nodes"][:2], told["nodes"][2:]
+    first, last = summary["nodes"][:2], summary["nodes"][2:]
     tokens = sum(node["microbatches"] for node in first) * 2 * 32
-    assert told["tokens"] == tokens, "every microbatch that stage 0 began was trained on"
+    assert summary["tokens"] == tokens, "every microbatch that stage 0 began was trained on"
     assert sum(node["microbatches"] for node in last) >= sum(node["microbatches"] for node in first)
-    assert len({node["peer_id"] for node in told["nodes"]}) == 4
+    assert len({node["peer_id"] for node in summary["nodes"]}) == 4
     assert f"summary: {run_dir / 'summary.json'}" in out
     for name in ("0-0", "0-1", "1-0", "1-1"):
         assert re.search(rf"^{name}  finished  inner step", out, re.M)
-    the_report_agrees(run_dir, told)
+    the_report_agrees(run_dir, summary)
     with launched(command, run_dir) as again:
         code, _, err = again.end()
     assert (code, len(err.splitlines())) == (2, 1)
     assert "finished run" in err
-    assert again.summary() == told
+    assert again.summary() == summary
 
 
 def test_one_node_is_a_swarm(tmp_path: Path) -> None:
@@ -206,9 +206,9 @@ def test_one_node_is_a_swarm(tmp_path: Path) -> None:
     with launched(arguments(run_dir, 1, 1, 8), run_dir) as swarm:
         code, out, err = swarm.end()
     assert code == 0, err + out
-    told = swarm.summary()
-    assert (told["completed"], told["inner_steps"], told["replica_std"]) == (True, 8, [None])
-    assert told["nodes"][0]["alone"] == told["outer_rounds"] == 2
+    summary = swarm.summary()
+    assert (summary["completed"], summary["inner_steps"], summary["replica_std"]) == (True, 8, [None])
+    assert summary["nodes"][0]["alone"] == summary["outer_rounds"] == 2
 
 
 def test_ctrl_c_ends_it_with_a_summary(tmp_path: Path) -> None:
@@ -218,10 +218,10 @@ def test_ctrl_c_ends_it_with_a_summary(tmp_path: Path) -> None:
         swarm.process.send_signal(signal.SIGINT)
         code, _, err = swarm.end()
     assert code == 130, err
-    told = swarm.summary()
-    assert told["completed"] is False
-    assert told["tokens"] > 0
-    assert [node["exit_code"] for node in told["nodes"]] == [0, 0]
+    summary = swarm.summary()
+    assert summary["completed"] is False
+    assert summary["tokens"] > 0
+    assert [node["exit_code"] for node in summary["nodes"]] == [0, 0]
 
 
 def test_a_node_that_dies_is_shown_and_the_others_are_stopped(tmp_path: Path) -> None:
@@ -235,10 +235,10 @@ def test_a_node_that_dies_is_shown_and_the_others_are_stopped(tmp_path: Path) ->
     assert code == 1
     assert "node 0-1 was ended by signal 9" in err
     assert (run_dir / "0-1.log").read_text().splitlines()[-1] in err, "the end of its log"
-    told = swarm.summary()
-    assert told["completed"] is False
-    assert [node["exit_code"] for node in told["nodes"]] == [0, -9]
-    assert told["nodes"][1]["peer_id"] == victim.peer_id
+    summary = swarm.summary()
+    assert summary["completed"] is False
+    assert [node["exit_code"] for node in summary["nodes"]] == [0, -9]
+    assert summary["nodes"][1]["peer_id"] == victim.peer_id
 
 
 def test_a_node_that_refuses_its_settings_gives_exit_code_2(tmp_path: Path) -> None:
@@ -277,9 +277,9 @@ def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) 
     step, outer_round = int(found[1]), int(found[2])
     assert 0 < step < steps
     assert outer_round == step // 4
-    told = again.summary()
-    assert (told["completed"], told["resumed_from_step"]) == (True, step)
-    assert 0 < told["outer_rounds"] <= steps // 4 - outer_round + 1, "only what this launch did"
+    summary = again.summary()
+    assert (summary["completed"], summary["resumed_from_step"]) == (True, step)
+    assert 0 < summary["outer_rounds"] <= steps // 4 - outer_round + 1, "only what this launch did"
     assert peers == {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
     assert (run_dir / "0-0.log").read_text().count("holds stage 0 of 2") == 2, "the log is carried on"
 

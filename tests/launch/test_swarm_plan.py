@@ -21,8 +21,14 @@ def test_options_come_after_the_file_and_after_set(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("name: mine\nstages: 3\nsteps: 7\nstart_replicas: 5\nlimits:\n  drain_s: 3\n")
     plan = make_plan(SwarmOptions(config, None, 1, 9, ("stages=2", "steps=8")), None, {"NOLOCO__SEED": "4"})
-    told = plan.manifest
-    assert (told.name, told.stages, told.start_replicas, told.steps, told.seed) == ("mine", 2, 1, 9, 4)
+    manifest = plan.manifest
+    assert (manifest.name, manifest.stages, manifest.start_replicas, manifest.steps, manifest.seed) == (
+        "mine",
+        2,
+        1,
+        9,
+        4,
+    )
     assert plan.local.limits.drain_s == 3.0
     assert plan.nodes == [(0, 0), (1, 0)]
 
@@ -78,7 +84,7 @@ def test_an_unfinished_run_is_resumed_with_the_settings_it_had(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("asked", "environ", "told"),
+    ("asked", "environ", "expected"),
     [
         (
             SwarmOptions(None, 3, None, None, ()),
@@ -92,10 +98,10 @@ def test_an_unfinished_run_is_resumed_with_the_settings_it_had(tmp_path: Path) -
     ],
 )
 def test_a_conflicting_setting_is_refused_by_name(
-    asked: SwarmOptions, environ: dict[str, str], told: str, tmp_path: Path
+    asked: SwarmOptions, environ: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
     unfinished(tmp_path / "run", "seed=5")
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(ConfigError, match=expected) as refused:
         make_plan(asked, tmp_path / "run", environ)
     assert len(str(refused.value).splitlines()) == 1
 
