@@ -26,6 +26,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function`: why it is longer."""
 BROAD: dict[str, str] = {
+    "cli/exits.py:run_app": "the last resort: a bug ends with one line, or a traceback with --debug",
     "compute/device.py:Device._run": "it is raised again in the task that waits for the call",
     "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",

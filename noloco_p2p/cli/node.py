@@ -12,7 +12,7 @@ import typer
 
 from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
-from noloco_p2p.cli.options import NodeConfigFile, Settings
+from noloco_p2p.cli.options import NodeConfigFile, Settings, SwarmAddresses
 
 if TYPE_CHECKING:
     from noloco_p2p.launch.settings import Overrides
@@ -21,34 +21,24 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
-def node(  # as long as it has options
+def node(
     context: typer.Context,
     config: NodeConfigFile = None,
-    join: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ADDR",
-            help="Address of a node of the swarm, /ip4/…/tcp/…/p2p/…, or @FILE: waits for a file with it; repeatable.",
-        ),
-    ] = None,
+    join: SwarmAddresses = None,
     address_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the address for --join there, as soon as others can join."),
     ] = None,
-    run: Annotated[
-        str | None, typer.Option(metavar="ID", help="Insist on this run id (sha256 of the manifest).")
-    ] = None,
+    run: Annotated[str | None, typer.Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
     stage: Annotated[
-        int | None, typer.Option(min=0, help="Pipeline stage to hold; default: that of before, else the neediest.")
+        int | None, typer.Option(min=0, help="Stage to hold; default: as before, or the neediest.")
     ] = None,
     dir: Annotated[
-        Path | None, typer.Option(help="Directory of this node: identity, peers, checkpoints; its run goes on there.")
+        Path | None, typer.Option(help="Directory of this node: identity, peers, checkpoints. It continues its run.")
     ] = None,
     set: Settings = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
-    describe: Annotated[
-        bool, typer.Option("--describe", help="Print the sizes of the model and its stages, and stop.")
-    ] = False,
+    describe: Annotated[bool, typer.Option("--describe", help="Print the sizes of all stages, and stop.")] = False,
     debug: Annotated[bool, typer.Option(DEBUG, help="Show a traceback with an error.")] = False,
     watch_stdin: Annotated[bool, typer.Option("--watch-stdin", hidden=True)] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version, and stop.")] = False,

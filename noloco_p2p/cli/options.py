@@ -15,7 +15,7 @@ Settings = Annotated[
 ]
 SwarmAddresses = Annotated[
     list[str] | None,
-    typer.Option("--join", metavar="ADDR", help="Address of a node of the swarm, or @FILE with it; repeatable."),
+    typer.Option("--join", metavar="ADDR", help="Address of a node, /ip4/…/tcp/…/p2p/…, or @FILE with it; repeatable."),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
