@@ -10,13 +10,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import SeenPeer
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
-from noloco_p2p.humanize import finite, short_id
+from noloco_p2p.humanize import short_id
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
@@ -30,40 +30,28 @@ HEAD_LIMIT_BYTES = 16_384
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a node answers over HTTP."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, url: str) -> "Address":
-        """Of `http://HOST:PORT`, with or without a path, which is passed over. Raises ConfigError quoting it."""
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname or "", parts.port
-        except ValueError:
-            host, port = "", None
-        if not host or port is None or parts.scheme != "http" or "@" in parts.netloc or not _HOST.fullmatch(host):
-            raise ConfigError(f"malformed address {line(url)[:100]!r}: it is not of the form http://HOST:PORT")
-        return cls(host, port)
-
-    def __str__(self) -> str:
-        """`http://HOST:PORT`."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+def base_url(url: str) -> str:
+    """`http://HOST:PORT` of the same, with or without a path, which is passed over. Raises ConfigError quoting it."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host, port = "", None
+    if port is None or parts.scheme != "http" or "@" in parts.netloc or not _HOST.fullmatch(host):
+        raise ConfigError(f"malformed address {line(url)[:100]!r}: it is not of the form http://HOST:PORT")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def ask(address: Address) -> Report:
-    """One node's status, and how far its wall clock is ahead at about the same moment.
+async def ask(base: str) -> Report:
+    """One node's status, asked at its `base_url`, and how far its wall clock is ahead at about the same moment.
 
     Raises Unreachable (no answer in TIMEOUT_S) or Violation (it is none).
     """
     before = time.time()
-    body = await _get(address, "/status", status_json.LIMIT_BYTES)
+    body = await _get(base, "/status", status_json.LIMIT_BYTES)
     middle = (before + time.time()) / 2
     status = status_json.decode(body)
-    unix_time_s = finite(status.figures.unix_time_s)
+    unix_time_s = status.figures.unix_time_s
     ahead_s = unix_time_s - middle if unix_time_s else None
     return Report(status.advert.peer_id, status.advert, status, "", ahead_s)
 
@@ -73,11 +61,11 @@ async def by_url(url: str) -> list[Report]:
 
     Raises ConfigError (malformed), Unreachable or Violation when that node does not answer as one.
     """
-    address = Address.parse(url)
+    base = base_url(url)
     try:
-        first = await ask(address)
+        first = await ask(base)
     except Violation as error:
-        raise Violation(f"{address} does not answer as a node of this program: {error}") from None
+        raise Violation(f"{base} does not answer as a node of this program: {error}") from None
     except Unreachable as error:
         raise Unreachable(f"{error}: give the metrics address that a running node prints") from None
     assert first.status is not None
@@ -130,11 +118,11 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
         report = replace(failed, failure="it announces no metrics address")
     else:
         try:
-            address = Address.parse(advert.metrics)
+            base = base_url(advert.metrics)
             async with places:
-                report = replace(await ask(address), advert=advert)
+                report = replace(await ask(base), advert=advert)
             if report.peer != advert.peer_id:
-                report = replace(failed, failure=f"another node answers at {address}: {short_id(report.peer)}")
+                report = replace(failed, failure=f"another node answers at {base}: {short_id(report.peer)}")
         except (PeerError, ConfigError) as error:
             report = replace(failed, failure=line(str(error)))
     return replace(report, age_s=max(0.0, asyncio.get_running_loop().time() - advert.announced_at))
@@ -143,25 +131,24 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
 # --- one request ------------------------------------------------------------------------------------------------------
 
 
-async def _get(address: Address, path: str, limit: int) -> bytes:
+async def _get(base: str, path: str, limit: int) -> bytes:
     """The body of a page of at most `limit` bytes. Raises Unreachable, Violation."""
+    at = urlsplit(base)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(address.host, address.port, limit=HEAD_LIMIT_BYTES)
+            reader, writer = await asyncio.open_connection(at.hostname, at.port, limit=HEAD_LIMIT_BYTES)
             try:
-                host = str(address).removeprefix("http://")
-                writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\nAccept: application/json\r\n\r\n".encode())
-                head = await reader.readuntil(b"\r\n\r\n")
-                return await _body(head, reader, limit)
+                writer.write(f"GET {path} HTTP/1.0\r\nHost: {at.netloc}\r\nAccept: application/json\r\n\r\n".encode())
+                return await _body(await reader.readuntil(b"\r\n\r\n"), reader, limit)
             finally:
                 writer.close()
     except TimeoutError:
-        raise Unreachable(f"no answer from {address} within {TIMEOUT_S:g} s") from None
+        raise Unreachable(f"no answer from {base} within {TIMEOUT_S:g} s") from None
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else "it cannot be reached"
-        raise Unreachable(f"no answer from {address}: {reason}") from None
+        raise Unreachable(f"no answer from {base}: {reason}") from None
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, UnicodeError):
-        raise Violation(f"what {address} answers is not HTTP") from None
+        raise Violation(f"what {base} answers is not HTTP") from None
 
 
 async def _body(head: bytes, reader: asyncio.StreamReader, limit: int) -> bytes:

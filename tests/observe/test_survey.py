@@ -63,7 +63,7 @@ def _asked(answering: Answering) -> str:
     async def go() -> str:
         async with _server(answering) as url:
             with pytest.raises((Unreachable, Violation)) as caught:
-                await survey.ask(survey.Address.parse(url))
+                await survey.ask(survey.base_url(url))
             return f"{type(caught.value).__name__}: {caught.value}"
 
     return asyncio.run(go())
@@ -77,7 +77,7 @@ def test_a_status_and_a_clock() -> None:
 
     async def go() -> Report:
         async with _server(_saying(_page(report, time.time() + 120.0))) as url:
-            return await survey.ask(survey.Address.parse(url))
+            return await survey.ask(survey.base_url(url))
 
     answer = asyncio.run(go())
     assert answer.status is not None
@@ -90,7 +90,7 @@ def test_a_status_and_a_clock() -> None:
 def test_without_a_time_there_is_no_clock() -> None:
     async def go() -> Report:
         async with _server(_saying(_page(swarm()["S1R0"], 0.0))) as url:
-            return await survey.ask(survey.Address.parse(url))
+            return await survey.ask(survey.base_url(url))
 
     assert asyncio.run(go()).clock_ahead_s is None
 
@@ -131,7 +131,7 @@ def test_a_redirect_is_not_followed() -> None:
             redirect = _http(b"", "301 Moved", f"Location: {elsewhere}/status\r\n")
             async with _server(_saying(redirect)) as url:
                 with pytest.raises(Violation):
-                    await survey.ask(survey.Address.parse(url))
+                    await survey.ask(survey.base_url(url))
 
     asyncio.run(go())
     assert asked == []
@@ -170,7 +170,7 @@ def test_who_drips_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nobody_listens() -> None:
     with pytest.raises(Unreachable, match=r"no answer from http://127\.0\.0\.1:1: Connection refused"):
-        asyncio.run(survey.ask(survey.Address("127.0.0.1", 1)))
+        asyncio.run(survey.ask("http://127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ def test_nobody_listens() -> None:
 )
 def test_malformed_addresses(url: str) -> None:
     with pytest.raises(ConfigError, match="not of the form http://HOST:PORT"):
-        survey.Address.parse(url)
+        survey.base_url(url)
 
 
 def test_addresses() -> None:
-    assert str(survey.Address.parse("http://10.0.0.1:9100/metrics")) == "http://10.0.0.1:9100"
-    assert str(survey.Address.parse("http://[::1]:9100")) == "http://[::1]:9100"
+    assert survey.base_url("http://10.0.0.1:9100/metrics") == "http://10.0.0.1:9100"
+    assert survey.base_url("http://[::1]:9100") == "http://[::1]:9100"
 
 
 # --- a swarm ----------------------------------------------------------------------------------------------------------

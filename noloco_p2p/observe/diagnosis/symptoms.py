@@ -4,7 +4,7 @@ Every rule gives what is wrong of its kind: those of NODE_RULES look at one node
 compare nodes. Thresholds are at the top, with their reasons.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Resource, Status, Wait
@@ -109,14 +109,7 @@ def _paused_or_leaving(swarm: SwarmView, peer: PeerId, status: Status) -> Iterat
         yield at_node("ok", "draining", peer, f"{swarm.name(peer)} finishes its work and leaves", "nothing to do")
 
 
-NODE_RULES: tuple[Callable[[SwarmView, PeerId, Status], Iterator[Cause]], ...] = (
-    _silent_loop,
-    _stuck_device,
-    _troubles,
-    _disk,
-    _non_finite,
-    _paused_or_leaving,
-)
+NODE_RULES = (_silent_loop, _stuck_device, _troubles, _disk, _non_finite, _paused_or_leaving)
 
 
 # --- nodes compared ---------------------------------------------------------------------------------------------------
@@ -200,10 +193,4 @@ def _slow(swarm: SwarmView) -> Iterator[Cause]:
                 yield at_node("warning", "slow-node", peer, sentence, advice)
 
 
-SWARM_RULES: tuple[Callable[[SwarmView], Iterator[Cause]], ...] = (
-    _clocks,
-    _unreachable,
-    _of_another_run,
-    _versions,
-    _slow,
-)
+SWARM_RULES = (_clocks, _unreachable, _of_another_run, _versions, _slow)
