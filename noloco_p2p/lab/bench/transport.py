@@ -10,12 +10,13 @@ import asyncio
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import torch
 import uvloop
 
+from noloco_p2p.compute.host_tensor import from_torch, to_torch
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import (
     REPLICA_KINDS,
@@ -57,32 +58,25 @@ WAIT_S = 60.0
 """Longest time for any one step."""
 
 
-def landed(tensor: HostTensor) -> torch.Tensor:
-    """The received bytes as a torch tensor, without a copy."""
-    return torch.frombuffer(tensor.data, dtype=torch.float32).view(tensor.shape)
-
-
-def host(name: str, values: torch.Tensor) -> HostTensor:
-    """A float32 or int32 tensor to send, without a copy."""
-    data = values.reshape(-1).view(torch.uint8).numpy().data
-    return HostTensor(name, str(values.dtype).removeprefix("torch."), tuple(values.shape), data)
-
-
 def activation(shape_BTD: tuple[int, int, int]) -> Activation:
     """An activation of ones."""
     header = Header(RUN, MicrobatchId("client", 1, 1), Origin("client", 1, 0), 1, WAIT_S)
-    targets = host("targets", torch.zeros(shape_BTD[:2], dtype=torch.int32))
-    return Activation(header, host("hidden", torch.ones(shape_BTD)), targets)
+    targets = from_torch("targets", torch.zeros(shape_BTD[:2], dtype=torch.int32))
+    return Activation(header, from_torch("hidden", torch.ones(shape_BTD)), targets)
 
 
 LARGE = activation((8, 16, TENSOR_BYTES // 512))
 SMALL = activation((2, 8, 64))
 SNAPSHOT_SPECS = tuple(TensorSpec(f"slow/{i}", "float32", (TENSOR_BYTES // 4,)) for i in range(SNAPSHOT_TENSORS))
-STATE_SPECS = tuple(
-    TensorSpec(f"{kind}/{i}", "float32", (STATE_TENSOR_BYTES // 4,))
-    for kind in REPLICA_KINDS
-    for i in range(STATE_PARAMETERS)
-)
+STATE_NAMES = [f"{kind}/{i}" for kind in REPLICA_KINDS for i in range(STATE_PARAMETERS)]
+STATE_SPECS = tuple(TensorSpec(name, "float32", (STATE_TENSOR_BYTES // 4,)) for name in STATE_NAMES)
+MOVED_BYTES = {
+    "propagate": 2 * TENSOR_BYTES,
+    "snapshot": SNAPSHOT_TENSORS * TENSOR_BYTES,
+    "state": sum(spec.nbytes for spec in STATE_SPECS),
+    "tcp": 2 * TENSOR_BYTES,
+}
+"""Tensor bytes of one transfer of each kind; there and back for `propagate` and `tcp`."""
 
 
 class BenchPeer:
@@ -94,8 +88,8 @@ class BenchPeer:
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """The hidden state itself."""
-        hidden = landed((await body()).hidden)
-        return Gradient(header.microbatch, host("grad", hidden), 0.0, 1, (PEER,))
+        hidden = to_torch((await body()).hidden)
+        return Gradient(header.microbatch, from_torch("grad", hidden), 0.0, 1, (PEER,))
 
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """Not measured."""
@@ -122,12 +116,15 @@ def make_transport(me: PeerId, largest_bytes: int = 1 << 20) -> GrpcTransport:
     return GrpcTransport(me, RUN, ListenSettings(), NullTelemetry(), largest_bytes)
 
 
+def _ones(specs: Sequence[TensorSpec]) -> tuple[HostTensor, ...]:
+    return tuple(from_torch(spec.name, torch.ones(spec.shape)) for spec in specs)
+
+
 async def serve(ready: Callable[[tuple[int, int]], None]) -> None:
-    """The far process: tells its two ports (gRPC, bare TCP) and serves until it is killed."""
-    snapshot = Snapshot(PEER, 1, 1, tuple(host(spec.name, torch.ones(spec.shape)) for spec in SNAPSHOT_SPECS))
-    tensors = tuple(host(spec.name, torch.ones(spec.shape)) for spec in STATE_SPECS)
+    """The far process: passes on its two ports (gRPC, bare TCP) and serves until it is killed."""
+    state = ReplicaState(PEER, 1, 1, 10.0, 10, 10, _ones(STATE_SPECS), number=1)
     transport = make_transport(PEER, 2 * TENSOR_BYTES)
-    await transport.serve(BenchPeer(snapshot, ReplicaState(PEER, 1, 1, 10.0, 10, 10, tensors, number=1)))
+    await transport.serve(BenchPeer(Snapshot(PEER, 1, 1, _ones(SNAPSHOT_SPECS)), state))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         ready((transport.port, listener.getsockname()[1]))
@@ -140,40 +137,28 @@ async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, 
     mine = make_transport("client", 2 * TENSOR_BYTES)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{ports[0]}",))
     _, view = bare_links.tensor_and_bytes(TENSOR_BYTES)
-    propagate_s, snapshot_s, state_s, tcp_s = [], [], [], []
+    took_s: dict[str, list[float]] = {kind: [] for kind in MOVED_BYTES}
     with socket.create_connection(("127.0.0.1", ports[1]), WAIT_S) as connection:
         connection.setblocking(False)
         for _ in range(rounds + 1):
-            began = time.perf_counter()
-            landed((await mine.propagate(far, LARGE)).grad)
-            propagate_s.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            snapshot = await mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, SNAPSHOT_SPECS)
-            weights = [landed(tensor) for tensor in snapshot.tensors]
-            snapshot_s.append(time.perf_counter() - began)
-            del snapshot, weights
-            state_s.append(await state_seconds(mine, far))
-            tcp_s.append(await bare_links.tcp_seconds(connection, view))
+            took_s["propagate"].append(await landed_s(mine.propagate(far, LARGE)))
+            took_s["snapshot"].append(await landed_s(mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, SNAPSHOT_SPECS)))
+            took_s["state"].append(await landed_s(mine.fetch_state(far, WAIT_S, STATE_SPECS)))
+            took_s["tcp"].append(await bare_links.tcp_seconds(connection, view))
     latency_ms = await small_calls_ms(mine, far, calls)
     await mine.close()
-    return {
-        "propagate_mib_per_s": 2 * TENSOR_BYTES / MIB / statistics.median(propagate_s[1:]),
-        "snapshot_mib_per_s": SNAPSHOT_TENSORS * TENSOR_BYTES / MIB / statistics.median(snapshot_s[1:]),
-        "state_mib_per_s": sum(spec.nbytes for spec in STATE_SPECS) / MIB / statistics.median(state_s[1:]),
-        "tcp_mib_per_s": 2 * TENSOR_BYTES / MIB / statistics.median(tcp_s[1:]),
-        "p50_ms": latency_ms[len(latency_ms) // 2],
-        "p99_ms": latency_ms[len(latency_ms) * 99 // 100],
-    }
+    # The first transfer of each kind warms up.
+    rates = {f"{kind}_mib_per_s": MOVED_BYTES[kind] / MIB / statistics.median(took_s[kind][1:]) for kind in took_s}
+    return rates | {"p50_ms": latency_ms[calls // 2], "p99_ms": latency_ms[calls * 99 // 100]}
 
 
-async def state_seconds(mine: GrpcTransport, far: Advert) -> float:
-    """Time of one transfer of a whole state, until it is in torch tensors."""
+async def landed_s(call: Awaitable[Gradient | Snapshot | ReplicaState]) -> float:
+    """Seconds until what a call brings is in torch tensors."""
     began = time.perf_counter()
-    state = await mine.fetch_state(far, WAIT_S, STATE_SPECS)
-    weights = [landed(tensor) for tensor in state.tensors]
-    taken = time.perf_counter() - began
-    del state, weights
-    return taken
+    reply = await call
+    for tensor in (reply.grad,) if isinstance(reply, Gradient) else reply.tensors:
+        to_torch(tensor)
+    return time.perf_counter() - began
 
 
 async def small_calls_ms(mine: GrpcTransport, far: Advert, calls: int) -> list[float]:
