@@ -22,7 +22,7 @@ Weights = Mapping[str, Tensor]
 """θ of one replica or of their mean, by global name, in compute_dtype, in host memory."""
 
 
-def quiet() -> None:
+def silence_transformers() -> None:
     """Turn off transformers' progress bars and warnings, for this process."""
     from transformers.utils import logging
 
@@ -45,7 +45,7 @@ def fast_weights(snapshot: Snapshot, parameters: Sequence[TensorSpec]) -> Weight
     return {name: phi + kinds["delta"][name] for name, phi in kinds["slow"].items()}
 
 
-def checked(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:
+def check_weights(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:
     """Tensors in the order of `parameters`, by its names. Raises Violation when one does not fit or is not finite."""
     weights = {}
     for tensor, spec in zip(tensors, parameters, strict=True):

@@ -65,7 +65,7 @@ def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
     return StageCapacities(tuple(of_stage), tuple(replicas), tuple(one_more))
 
 
-def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
+def choose_stage(me: Advert, others: Sequence[Advert], stages: int) -> int:
     """The stage that `me` should hold before it has made its weights: the same answer for the same view everywhere.
 
     A node that has not chosen yet (NO_STAGE) takes the stage of least capacity. Then, starting from
@@ -94,12 +94,12 @@ def stage_to_take(me: Advert, others: Sequence[Advert], stages: int) -> int:
     return me.stage
 
 
-def may_go(me: Advert, others: Iterable[Advert]) -> bool:
+def may_move(me: Advert, others: Iterable[Advert]) -> bool:
     """Of several nodes that announce a move, the one with the lowest id moves, and the others give up theirs."""
     return all(a.peer_id > me.peer_id for a in others if a.moving_to is not None)
 
 
-def move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float = inf) -> tuple[int | None, str]:
+def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float = inf) -> tuple[int | None, str]:
     """The stage that this node should leave its own for while it trains, None to stay; and why.
 
     Equal for everybody with the same view: one node of the whole swarm moves at a time, to the slowest stage, from the
@@ -114,7 +114,7 @@ def move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float =
         return None, "not for this node"
     if rounds_left < LEAST_ROUNDS or any(a.state == "finished" for a in others):
         return None, "the run is near its end"
-    if not may_go(me, others) if me.moving_to is not None else any(a.moving_to is not None for a in others):
+    if not may_move(me, others) if me.moving_to is not None else any(a.moving_to is not None for a in others):
         return None, "somebody else moves"
     everybody = [*others, me]
     if any(a.state in UNSETTLED or (a.state == "starting" and not a.settled) for a in others):

@@ -55,7 +55,7 @@ def least_newest(held: Iterable[Holding]) -> int | None:
     return min(newest.values(), default=None)
 
 
-def sources(
+def restore_sources(
     me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages: int, guarded: Holding | None = None
 ) -> list[RestoreSource]:
     """Where to look for the weights of my stage, best first; never empty.
@@ -63,24 +63,30 @@ def sources(
     `own` are my checkpoints of this stage, `guarded` is what I hold of it as its guardian that moves to it. With a
     living replica in the stage, fresh weights are no choice.
     """
-    shards = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
+    checkpoints = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
     mates = [a for a in others if a.stage == me.stage]
     living = sorted((a for a in mates if a.state in TRAINED), key=lambda a: (-a.outer_round, a.peer_id))
     if living:
         ahead = living[0].outer_round
         pulls = [RestoreSource("peer", "a living replica has it", peer) for peer in living]
-        near = [_shard(h, "hardly behind the others") for h in shards[:1] if ahead - h.round <= NEAR_ROUNDS]
+        near = [
+            _own_checkpoint(h, "hardly behind the others") for h in checkpoints[:1] if ahead - h.round <= NEAR_ROUNDS
+        ]
         return near + pulls
     limit = common_round([me, *others], stages)
     strangers = [a for a in others if a.stage != me.stage]
     guards = [RestoreSource("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers)]
     if guarded is not None:
         guards.append(RestoreSource("guardian", "guarded by this node", holding=guarded))
-    return _of_a_lost_stage(me.stage, shards, guards, mates, limit)
+    return _of_a_lost_stage(me.stage, checkpoints, guards, mates, limit)
 
 
 def _of_a_lost_stage(
-    stage: int, shards: Sequence[Holding], guards: Sequence[RestoreSource], mates: Sequence[Advert], limit: int | None
+    stage: int,
+    checkpoints: Sequence[Holding],
+    guards: Sequence[RestoreSource],
+    mates: Sequence[Advert],
+    limit: int | None,
 ) -> list[RestoreSource]:
     """No replica of my stage trains: the newest weights that exist.
 
@@ -92,17 +98,17 @@ def _of_a_lost_stage(
     def fits(holding: Holding) -> bool:
         return limit is None or holding.round <= limit
 
-    mine = [_shard(h, "the newest that all stages have") for h in shards if fits(h)]
+    mine = [_own_checkpoint(h, "the newest that all stages have") for h in own if fits(h)]
     found = sorted([*mine, *guards], key=_newest_first)
     best = found[0].holding.round if found and found[0].holding else -1 - NEAR_ROUNDS
     theirs = [h.round for a in mates for h in a.holds if h.stage == stage and fits(h)]
     if theirs and max(theirs) - best > NEAR_ROUNDS:
         return [RestoreSource("wait", f"another node has round {max(theirs)} of stage {stage}")]
-    beyond = [_shard(h, "no older one is left") for h in reversed(shards) if not fits(h)]
+    beyond = [_own_checkpoint(h, "no older one is left") for h in reversed(own) if not fits(h)]
     return [*found, *beyond, RestoreSource("fresh", "nobody has its weights")]
 
 
-def _shard(holding: Holding, reason: str) -> RestoreSource:
+def _own_checkpoint(holding: Holding, reason: str) -> RestoreSource:
     return RestoreSource("shard", reason, holding=holding)
 
 

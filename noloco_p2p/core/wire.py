@@ -62,22 +62,22 @@ def frames(
         begin = 0
 
 
-def packs(stream: Iterable[Frame]) -> Iterator[list[Frame]]:
+def group_frames(stream: Iterable[Frame]) -> Iterator[list[Frame]]:
     """Groups frames into messages of at most PACK_BYTES of tensor bytes."""
-    pack: list[Frame] = []
+    group: list[Frame] = []
     size = 0
     for frame in stream:
         length = len(frame.data) if isinstance(frame, Chunk) else 0
-        if pack and size + length > PACK_BYTES:
-            yield pack
-            pack, size = [], 0
-        pack.append(frame)
+        if group and size + length > PACK_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(frame)
         size += length
-    if pack:
-        yield pack
+    if group:
+        yield group
 
 
-def combined(specs: Sequence[TensorSpec], digests: Sequence[int], digest: Digest) -> int:
+def combined_digest(specs: Sequence[TensorSpec], digests: Sequence[int], digest: Digest) -> int:
     """One digest over names, element types, shapes and contents: equal activations have equal ones."""
     parts = [
         f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{d:016x}\n" for s, d in zip(specs, digests, strict=True)
@@ -183,12 +183,12 @@ class Assembler:
     def finish(self, digest: int | None = None) -> tuple[HostTensor, ...]:
         """The tensors, which are the caller's from now on.
 
-        Raises Violation when some are missing, or when `digest` is given and is not their `combined` one.
+        Raises Violation when some are missing, or when `digest` is given and is not their `combined_digest` one.
         """
         try:
             if not self.complete:
                 raise Violation(f"the stream is truncated: {self._progress()}")
-            if digest is not None and combined(self._specs, self._digests, self._digest) != digest:
+            if digest is not None and combined_digest(self._specs, self._digests, self._digest) != digest:
                 raise Violation("the tensors do not have the digest that was declared for all of them")
             return tuple(self._done)
         finally:

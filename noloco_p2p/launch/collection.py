@@ -186,7 +186,7 @@ def _weights(checkpoint: StoredCheckpoint, parameters: tuple[TensorSpec, ...]) -
             raise LocalError(
                 f"{checkpoint.tensors_path} does not hold the parameters of stage {checkpoint.manifest.stage}"
             )
-        return model_export.checked(tensors, parameters)
+        return model_export.check_weights(tensors, parameters)
     except DamagedCheckpoint as error:
         if not checkpoint.path.exists():
             raise

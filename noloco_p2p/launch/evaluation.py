@@ -39,7 +39,7 @@ def run_eval(
     from noloco_p2p.compute import model_export
 
     manifest, replicas = read_record(out)
-    model_export.quiet()
+    model_export.silence_transformers()
     batches = _batches(manifest, out, data, held_out, microbatches)
     with progress_bar("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
@@ -81,7 +81,7 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
     from noloco_p2p.compute.exported_model import ExportedModel, load_decoder
 
     manifest, _ = read_record(out)
-    model_export.quiet()
+    model_export.silence_transformers()
     tokenizer = _tokenizer(manifest, out)
     decode = load_decoder(out)
     given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]
@@ -155,7 +155,7 @@ def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer)
 
 def _documents(files: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Ids]:
     """Token ids of each file, and the end-of-text id after it. Raises ConfigError, LocalError."""
-    for name, path in sorted(corpora.matching(files).items()):
+    for name, path in sorted(corpora.matching_files(files).items()):
         try:
             stop = None if path.suffix == ".gz" else path.stat().st_size
         except OSError as error:

@@ -73,7 +73,7 @@ def _write(options: ExportOptions, found: "CollectedWeights", directory: Path) -
     from noloco_p2p.compute import model_export
     from noloco_p2p.launch.collection import progress_bar
 
-    model_export.quiet()
+    model_export.silence_transformers()
     manifest = found.manifest
     eos = _write_tokenizer(manifest, options.tokenizer_dir, directory)
     chains = max(len(stage) for stage in found.stages)

@@ -52,7 +52,7 @@ class Joining:
         self._weights.show_own()
         await self._membership_loop.next_reading()
         while not (node.advert.settled or node.draining):
-            stage = balance.stage_to_take(node.advert, self._swarm.members.all(), manifest.stages)
+            stage = balance.choose_stage(node.advert, self._swarm.members.all(), manifest.stages)
             missing = self._missing(manifest.start_replicas, membership.PRESENT)
             if stage != node.chosen_stage:
                 node.publish(stage=stage)
@@ -109,7 +109,7 @@ class Joining:
         ahead = max((a.outer_round for a in members.of_stage(node.index, membership.HOLDING)), default=0)
         if ahead - node.advert.outer_round <= resume.NEAR_ROUNDS:
             return
-        for source in resume.sources(node.advert, members.all(), [], node.manifest.stages):
+        for source in resume.restore_sources(node.advert, members.all(), [], node.manifest.stages):
             if source.kind == "peer" and await self._weights.restore(source):
                 return
 
@@ -136,7 +136,9 @@ class Joining:
         node, began = self._node, self._node.now()
         while not node.draining:
             others, own = await self._ask_around(), self._weights.own_of_stage()
-            for source in resume.sources(node.advert, others, own, node.manifest.stages, self._weights.guarded()):
+            for source in resume.restore_sources(
+                node.advert, others, own, node.manifest.stages, self._weights.guarded()
+            ):
                 if node.draining:
                     return ""
                 if source.kind == "wait":
@@ -214,12 +216,12 @@ class Rebalancer:
             return
         others = self._swarm.members.all()
         rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
-        target, reason = balance.move(node.advert, others, manifest.stages, rounds_left)
+        target, reason = balance.choose_move(node.advert, others, manifest.stages, rounds_left)
         if target != node.advert.moving_to:
             self._readings = 0
             node.publish(moving_to=target)
             return
         self._readings += 1
-        if target is not None and self._readings >= READINGS_BEFORE and balance.may_go(node.advert, others):
+        if target is not None and self._readings >= READINGS_BEFORE and balance.may_move(node.advert, others):
             node.event("moved", stage=target, reason=reason)
             node.drain(f"moves to stage {target}: {reason}", next_stage=target)

@@ -15,7 +15,7 @@ from noloco_p2p.io.transport import message_codec, servicer
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import ChannelPool
 from noloco_p2p.io.transport.frame_codec import unpacked
-from noloco_p2p.io.transport.grpc_errors import mapped
+from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 
 ANSWER_S = 3.0
@@ -56,7 +56,7 @@ class LinkProbe:
         for number in range(calls + 1):
             async with self._channels.acquire(peer, ANSWER_S) as channel:
                 describe = NodeStub(channel.channel).Describe
-                with mapped(peer.peer_id, "description", ANSWER_S, clock() + ANSWER_S):
+                with translated_errors(peer.peer_id, "description", ANSWER_S, clock() + ANSWER_S):
                     began = clock()
                     await describe(pb.DescribeRequest(), timeout=ANSWER_S, metadata=self._metadata)
             if number:
@@ -69,7 +69,7 @@ class LinkProbe:
         request = pb.SnapshotRequest(round=None, wait_s=0.0, stage=peer.stage)
         size, began, ended, whole = 0, 0.0, 0.0, False
         async with self._channels.acquire(peer, ANSWER_S) as channel:
-            with mapped(peer.peer_id, "snapshot", ANSWER_S + limit_s, clock() + ANSWER_S + limit_s):
+            with translated_errors(peer.peer_id, "snapshot", ANSWER_S + limit_s, clock() + ANSWER_S + limit_s):
                 call = channel.fetch("FetchSnapshot", request, timeout=ANSWER_S + limit_s, metadata=self._metadata)
                 try:
                     async with asyncio.timeout(ANSWER_S):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_p2p.core.balance import LEAST_ROUNDS, OTHERS_LEFT, capacities, may_go, move, stage_to_take
+from noloco_p2p.core.balance import LEAST_ROUNDS, OTHERS_LEFT, capacities, choose_move, choose_stage, may_move
 from noloco_p2p.core.messages import Advert
 
 
@@ -36,7 +36,7 @@ def settle(adverts: list[Advert], stages: int, views: random.Random | None = Non
         moved = False
         for me in list(seen.values()):
             others = [a for a in (base or seen).values() if a.peer_id != me.peer_id]
-            stage = stage_to_take(me, others, stages)
+            stage = choose_stage(me, others, stages)
             if stage != me.stage and not me.settled:
                 seen[me.peer_id] = replace(me, stage=stage)
                 moved = True
@@ -63,30 +63,30 @@ def test_simultaneous_joiners_end_even(nodes: int, stages: int) -> None:
 def test_settled_nodes_stay_and_the_others_make_room() -> None:
     start = [advert(p, 0, "starting", settled=p < "c") for p in "abcd"]
     assert counts(settle(start, 2), 2) == [2, 2]
-    assert stage_to_take(advert("x", -1, "starting"), start, 2) == 1
-    assert stage_to_take(start[0], start[1:], 2) == 0
+    assert choose_stage(advert("x", -1, "starting"), start, 2) == 1
+    assert choose_stage(start[0], start[1:], 2) == 0
 
 
 def test_a_newcomer_takes_the_slowest_stage_not_the_smallest() -> None:
     fast = advert("a", 0, microbatches_per_s=9.0, settled=True)
     slow = [advert(p, 1, microbatches_per_s=2.0, settled=True) for p in "bcd"]
     new = advert("x", -1, "starting")
-    assert stage_to_take(new, [fast, *slow], 2) == 1
-    assert stage_to_take(new, [fast, *slow], 3) == 2, "an empty one first"
-    assert stage_to_take(replace(new, stage=1), [fast, *slow], 2) == 1, "and stays there"
+    assert choose_stage(new, [fast, *slow], 2) == 1
+    assert choose_stage(new, [fast, *slow], 3) == 2, "an empty one first"
+    assert choose_stage(replace(new, stage=1), [fast, *slow], 2) == 1, "and stays there"
     unmeasured = replace(fast, microbatches_per_s=0.0)
-    assert stage_to_take(new, [unmeasured, *slow], 2) == 0, "who has not measured counts as the mean of those who have"
+    assert choose_stage(new, [unmeasured, *slow], 2) == 0, "who has not measured counts as the mean of those who have"
     claims = replace(fast, microbatches_per_s=float("inf"))
-    assert stage_to_take(new, [claims, *slow], 2) == 0, "a speed that is no number is none"
+    assert choose_stage(new, [claims, *slow], 2) == 0, "a speed that is no number is none"
     pausing = [replace(fast, state="paused"), *slow]
-    assert stage_to_take(new, pausing, 2) == 0, "a paused replica does nothing for its stage"
+    assert choose_stage(new, pausing, 2) == 0, "a paused replica does nothing for its stage"
 
 
 def test_ties_go_to_the_fewest_replicas_then_to_the_first_stage() -> None:
     new = advert("x", -1, "starting")
     one, two = advert("a", 1, microbatches_per_s=4.0), [advert(p, 0, microbatches_per_s=2.0) for p in "bc"]
-    assert stage_to_take(new, [one, *two], 2) == 1
-    assert stage_to_take(new, trainers("a", "b"), 2) == 0
+    assert choose_stage(new, [one, *two], 2) == 1
+    assert choose_stage(new, trainers("a", "b"), 2) == 0
 
 
 def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
@@ -100,7 +100,7 @@ def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
         new = [advert(f"n{i}", -1, "starting") for i in range(rng.randrange(1, 6))]
         placed: list[Advert] = []
         for one in new:  # all look before anybody has been seen: the worst view
-            placed.append(replace(one, stage=stage_to_take(one, working, stages)))
+            placed.append(replace(one, stage=choose_stage(one, working, stages)))
         before = capacities(working, stages)
         ended = settle([*working, *placed], stages, rng)
         after = capacities(ended, stages)
@@ -115,8 +115,8 @@ def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
 
 def test_one_node_of_the_strong_stage_moves_to_the_slow_one() -> None:
     adverts = trainers("dcba", "x")
-    assert [a.peer_id for a in adverts if move(*without(adverts, a.peer_id), 2)[0] == 1] == ["a"]
-    target, reason = move(*without(adverts, "a"), 2)
+    assert [a.peer_id for a in adverts if choose_move(*without(adverts, a.peer_id), 2)[0] == 1] == ["a"]
+    target, reason = choose_move(*without(adverts, "a"), 2)
     assert (target, reason) == (1, "stage 1 can do 1 microbatches/s, mine 4")
 
 
@@ -126,9 +126,9 @@ def test_one_node_of_the_strong_stage_moves_to_the_slow_one() -> None:
 ])  # fmt: skip
 def test_a_deserted_stage_is_taken(stages: tuple[str, ...], why: str) -> None:
     adverts = trainers(*stages)
-    assert move(*without(adverts, "a"), 3)[0] == 2, why
+    assert choose_move(*without(adverts, "a"), 3)[0] == 2, why
     idle = [replace(a, microbatches_per_s=0.0) for a in adverts]
-    assert move(*without(idle, "a"), 3)[0] == 2, "nobody can measure while a stage is missing"
+    assert choose_move(*without(idle, "a"), 3)[0] == 2, "nobody can measure while a stage is missing"
 
 
 @pytest.mark.parametrize(("stages", "reason"), [
@@ -140,7 +140,7 @@ def test_a_deserted_stage_is_taken(stages: tuple[str, ...], why: str) -> None:
 def test_nobody_leaves_fewer_than_two_others_or_gains_less_than_a_fifth(stages: tuple[str, ...], reason: str) -> None:
     adverts = trainers(*stages)
     for one in adverts:
-        assert move(*without(adverts, one.peer_id), len(stages)) == (None, reason)
+        assert choose_move(*without(adverts, one.peer_id), len(stages)) == (None, reason)
 
 
 BUSY: dict[str, tuple[Advert, str]] = {
@@ -160,25 +160,25 @@ def test_nobody_moves_while_another_one(what: str) -> None:
     other, reason = BUSY[what]
     adverts = [*trainers("abcd", "x"), other]
     for peer in "abcdx":
-        assert move(*without(adverts, peer), 2) == (None, reason)
+        assert choose_move(*without(adverts, peer), 2) == (None, reason)
 
 
 def test_nobody_moves_near_the_end_or_while_it_does_not_train() -> None:
     adverts = trainers("abcd", "x")
     me, others = without(adverts, "a")
-    assert move(me, others, 2, LEAST_ROUNDS)[0] == 1
-    assert move(me, others, 2, LEAST_ROUNDS - 0.1) == (None, "the run is near its end")
-    assert move(replace(me, state="paused"), others, 2) == (None, "not for this node")
+    assert choose_move(me, others, 2, LEAST_ROUNDS)[0] == 1
+    assert choose_move(me, others, 2, LEAST_ROUNDS - 0.1) == (None, "the run is near its end")
+    assert choose_move(replace(me, state="paused"), others, 2) == (None, "not for this node")
 
 
 def test_of_several_announcers_the_lowest_goes_and_the_others_give_way() -> None:
     adverts = [replace(a, moving_to=1) if a.peer_id in "ac" else a for a in trainers("abcde", "x")]
     a, c = without(adverts, "a"), without(adverts, "c")
-    assert may_go(*a)
-    assert not may_go(*c)
-    assert move(*a, 2)[0] == 1, "who has announced keeps to it"
-    assert move(*c, 2) == (None, "somebody else moves")
-    assert move(*without(adverts, "b"), 2) == (None, "somebody else moves")
+    assert may_move(*a)
+    assert not may_move(*c)
+    assert choose_move(*a, 2)[0] == 1, "who has announced keeps to it"
+    assert choose_move(*c, 2) == (None, "somebody else moves")
+    assert choose_move(*without(adverts, "b"), 2) == (None, "somebody else moves")
 
 
 def drawn(seed: int) -> tuple[list[Advert], int, dict[tuple[str, int], float]]:
@@ -199,12 +199,12 @@ def test_moves_end_and_the_slowest_stage_never_gets_slower(block: int) -> None:
     for seed in range(block, block + 50):
         adverts, stages, speeds = drawn(seed)
         for _ in range(200):
-            wanting = [a for a in adverts if move(*without(adverts, a.peer_id), stages)[0] is not None]
+            wanting = [a for a in adverts if choose_move(*without(adverts, a.peer_id), stages)[0] is not None]
             assert len(wanting) <= 1, f"seed {seed}: {wanting} move at once"
             if not wanting:
                 break
             mover = wanting[0]
-            target = move(*without(adverts, mover.peer_id), stages)[0]
+            target = choose_move(*without(adverts, mover.peer_id), stages)[0]
             assert target is not None
             before = min(capacities(adverts, stages).of_stage)
             arrived = replace(mover, stage=target, microbatches_per_s=speeds[mover.peer_id, target])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from noloco_p2p.core.messages import Advert, Holding
-from noloco_p2p.core.resume import NEAR_ROUNDS, RestoreSource, common_round, run_has_begun, sources
+from noloco_p2p.core.resume import NEAR_ROUNDS, RestoreSource, common_round, restore_sources, run_has_begun
 
 STAGES = 3
 
@@ -39,41 +39,45 @@ def test_a_run_has_begun_when_somebody_has_trained(state: str) -> None:
 def test_a_living_replica_comes_first_the_furthest_one_before_all() -> None:
     mates = [advert("b", 1, round=19), advert("c", 1, "finished", 20), advert("d", 1, "paused", 20)]
     guard = advert("g", 0, round=20, holds=held(1, 20))
-    found = kinds(sources(ME, [*OTHERS, *mates, guard], held(1, 3, 4), STAGES))
+    found = kinds(restore_sources(ME, [*OTHERS, *mates, guard], held(1, 3, 4), STAGES))
     assert found == [("peer", "c"), ("peer", "d"), ("peer", "b")], "and never what is old, or fresh"
 
 
 @pytest.mark.parametrize(("behind", "first"), [(0, "shard"), (NEAR_ROUNDS, "shard"), (NEAR_ROUNDS + 1, "peer")])
 def test_an_own_checkpoint_will_do_while_it_is_hardly_behind(behind: int, first: str) -> None:
     mate = advert("b", 1, round=20)
-    found = sources(ME, [*OTHERS, mate], held(1, 10, 20 - behind), STAGES)
+    found = restore_sources(ME, [*OTHERS, mate], held(1, 10, 20 - behind), STAGES)
     assert found[0].kind == first
     assert ("peer", "b") in kinds(found), "should the checkpoint be damaged"
 
 
 def test_a_lost_stage_is_taken_up_from_the_newest_that_anybody_has() -> None:
     guards = [advert("f", 0, round=20, holds=held(1, 18)), advert("g", 2, round=20, holds=(*held(0, 19), *held(1, 19)))]
-    assert kinds(sources(ME, [*OTHERS, *guards], (), STAGES)) == [("guardian", "g"), ("guardian", "f"), ("fresh", "")]
-    own = kinds(sources(ME, [*OTHERS, *guards], held(1, 17, 19), STAGES))
+    assert kinds(restore_sources(ME, [*OTHERS, *guards], (), STAGES)) == [
+        ("guardian", "g"),
+        ("guardian", "f"),
+        ("fresh", ""),
+    ]
+    own = kinds(restore_sources(ME, [*OTHERS, *guards], held(1, 17, 19), STAGES))
     assert own == [("shard", 19), ("guardian", "g"), ("guardian", "f"), ("shard", 17), ("fresh", "")], "it has Adam too"
     mine = Holding(1, 20, 205)
-    assert kinds(sources(ME, [*OTHERS, *guards], (), STAGES, mine))[0] == ("guardian", 20)
+    assert kinds(restore_sources(ME, [*OTHERS, *guards], (), STAGES, mine))[0] == ("guardian", 20)
 
 
 def test_the_last_words_of_a_replica_count_even_beyond_the_round_of_the_others() -> None:
     guard = advert("g", 0, round=20, holds=held(1, 21))
-    assert kinds(sources(ME, [*OTHERS, guard], (), STAGES))[0] == ("guardian", "g")
+    assert kinds(restore_sources(ME, [*OTHERS, guard], (), STAGES))[0] == ("guardian", "g")
 
 
 def test_after_everybody_was_stopped_all_go_on_from_one_round() -> None:
     waiting = [advert("a", 0, "waiting", holds=held(0, 3, 4)), advert("z", 2, "waiting", holds=held(2, 3))]
     me = replace(ME, holds=held(1, 3, 4, 5))
     assert common_round([me, *waiting], STAGES) == 3
-    found = kinds(sources(me, waiting, me.holds, STAGES))
+    found = kinds(restore_sources(me, waiting, me.holds, STAGES))
     assert found == [("shard", 3), ("shard", 4), ("shard", 5), ("fresh", "")]
     # One of them has begun already: it says with which round, and the answer stays the same.
     begun = [advert("a", 0, "training", 3), waiting[1]]
-    assert kinds(sources(me, begun, me.holds, STAGES))[0] == ("shard", 3)
+    assert kinds(restore_sources(me, begun, me.holds, STAGES))[0] == ("shard", 3)
 
 
 def test_stages_of_which_nobody_has_anything_do_not_count() -> None:
@@ -85,10 +89,10 @@ def test_stages_of_which_nobody_has_anything_do_not_count() -> None:
 def test_who_has_nothing_waits_for_a_mate_that_has() -> None:
     mate = advert("b", 1, "waiting", holds=held(1, 8, 9))
     rest = [advert("a", 0, "waiting", holds=held(0, 9)), advert("z", 2, "waiting", holds=held(2, 9))]
-    assert kinds(sources(ME, [mate, *rest], (), STAGES)) == [("wait", "")]
-    assert kinds(sources(ME, [mate, *rest], held(1, 7), STAGES)) == [("wait", "")], "two rounds are too many"
-    assert kinds(sources(ME, [mate, *rest], held(1, 8), STAGES))[0] == ("shard", 8)
+    assert kinds(restore_sources(ME, [mate, *rest], (), STAGES)) == [("wait", "")]
+    assert kinds(restore_sources(ME, [mate, *rest], held(1, 7), STAGES)) == [("wait", "")], "two rounds are too many"
+    assert kinds(restore_sources(ME, [mate, *rest], held(1, 8), STAGES))[0] == ("shard", 8)
 
 
 def test_fresh_weights_are_what_is_left_when_there_is_nothing() -> None:
-    assert kinds(sources(ME, OTHERS, (), STAGES)) == [("fresh", "")]
+    assert kinds(restore_sources(ME, OTHERS, (), STAGES)) == [("fresh", "")]

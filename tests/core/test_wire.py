@@ -55,8 +55,8 @@ long_tensors = [
 @given(some_tensors)
 def test_round_trip_over_element_types_and_shapes(tensors: list[HostTensor]) -> None:
     specs = [t.spec for t in tensors]
-    total = wire.combined(specs, [digest(t.data) for t in tensors], digest)
-    received = assemble(specs, [frame for pack in wire.packs(stream(tensors)) for frame in pack], total)
+    total = wire.combined_digest(specs, [digest(t.data) for t in tensors], digest)
+    received = assemble(specs, [frame for pack in wire.group_frames(stream(tensors)) for frame in pack], total)
     assert [t.spec for t in received] == specs
     assert [bytes(t.data) for t in received] == [bytes(t.data) for t in tensors]
 
@@ -70,11 +70,13 @@ def test_round_trip_of_tensors_longer_than_a_chunk() -> None:
 
 def test_packs_keep_the_order_and_the_bound() -> None:
     frames = stream(long_tensors)
-    grouped = list(wire.packs(frames))
+    grouped = list(wire.group_frames(frames))
     assert [f for pack in grouped for f in pack] == frames
     assert all(sum(len(f.data) for f in pack if isinstance(f, Chunk)) <= wire.PACK_BYTES for pack in grouped)
     hidden = tensor("hidden", "float32", (4, 64, 1024))
-    assert len(list(wire.packs(stream([hidden, tensor("targets", "int32", (4, 128))])))) == 1, "1 MiB and its targets"
+    assert len(list(wire.group_frames(stream([hidden, tensor("targets", "int32", (4, 128))])))) == 1, (
+        "1 MiB and its targets"
+    )
 
 
 @settings(max_examples=300)
@@ -140,14 +142,14 @@ def test_each_fault_is_named(frames: list[Frame], message: str) -> None:
 
 def test_the_digest_over_all_binds_contents_names_types_and_shapes() -> None:
     specs = [HIDDEN, HIDDEN._replace(name="targets")]
-    total = wire.combined(specs, [1, 2], digest)
+    total = wire.combined_digest(specs, [1, 2], digest)
     others = [
-        wire.combined(specs, [2, 1], digest),
-        wire.combined(specs[::-1], [1, 2], digest),
-        wire.combined([HIDDEN._replace(shape=(3, 2)), specs[1]], [1, 2], digest),
-        wire.combined([HIDDEN._replace(dtype="int32"), specs[1]], [1, 2], digest),
+        wire.combined_digest(specs, [2, 1], digest),
+        wire.combined_digest(specs[::-1], [1, 2], digest),
+        wire.combined_digest([HIDDEN._replace(shape=(3, 2)), specs[1]], [1, 2], digest),
+        wire.combined_digest([HIDDEN._replace(dtype="int32"), specs[1]], [1, 2], digest),
     ]
-    assert total == wire.combined(tuple(specs), (1, 2), digest)
+    assert total == wire.combined_digest(tuple(specs), (1, 2), digest)
     assert total not in others
     with pytest.raises(Violation, match="declared for all of them"):
         assemble([HIDDEN], GOOD, total=total)

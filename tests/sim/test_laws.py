@@ -68,7 +68,7 @@ def test_a_round_done_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fresh_weights_where_there_were_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "sources", lambda *_: [resume.RestoreSource("fresh", "planted")])
+    monkeypatch.setattr(resume, "restore_sources", lambda *_: [resume.RestoreSource("fresh", "planted")])
     assert "s1r0 began afresh, although there was" in str(planted(WIPED))
 
 

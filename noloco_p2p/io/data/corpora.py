@@ -146,10 +146,10 @@ def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
 
 def text_corpus(patterns: tuple[str, ...], tokenizer: Tokenizer) -> FileCorpus:
     """Text files by glob. A file is named by its path relative to the part of the glob without wildcards."""
-    return file_corpus(matching(patterns), tokenizer)
+    return file_corpus(matching_files(patterns), tokenizer)
 
 
-def matching(patterns: tuple[str, ...]) -> dict[str, Path]:
+def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
     """Relative path → path of the files that the globs name. Raises ConfigError for a glob that names none."""
     if not patterns:
         raise ConfigError("this kind of data needs data_files (files or globs), or data.dataset for a hub data set")

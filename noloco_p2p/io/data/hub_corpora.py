@@ -20,7 +20,7 @@ from noloco_p2p.io.data.corpora import (
     THIN_SHARE,
     TakeDocument,
     TokenizedDocument,
-    matching,
+    matching_files,
 )
 from noloco_p2p.io.data.tokenizers import Tokenizer, first_line
 
@@ -90,7 +90,7 @@ def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: in
 def _streams(layout: str, data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None]:
     """The training stream and the validation stream, None where the data has no such part."""
     if patterns:
-        found = matching(patterns)
+        found = matching_files(patterns)
         names = sorted(found)
         chosen = [name for name in names if "validation" in Path(name).name]
         train = [str(found[name]) for name in names if name not in chosen]

@@ -105,36 +105,36 @@ def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
     Sorted by run, peer and the order in which they were saved. Raises LocalError when the directory cannot be read.
     """
     try:
-        found = list(whole(sorted(directory.glob("**/checkpoints/*/stage-*.json"))))
+        found = list(complete_checkpoints(sorted(directory.glob("**/checkpoints/*/stage-*.json"))))
     except OSError as error:
         raise LocalError(f"checkpoints below {directory}: {error.strerror}") from error
     return sorted(found, key=lambda one: (one.manifest.run_id, one.manifest.peer_id, one.manifest.saved))
 
 
-def read_tensors(shard: StoredCheckpoint, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
+def read_tensors(stored: StoredCheckpoint, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
     """The tensors of some kinds (`slow`, `fast`, …; None: all), in the stage's order. Raises DamagedCheckpoint.
 
     Only what is asked for is read and verified; it takes as much memory as it has bytes.
     """
     try:
-        with safe_open(shard.tensors_path, framework="numpy") as file:
-            wanted = [t for t in shard.manifest.tensors if kinds is None or t.name.partition("/")[0] in kinds]
+        with safe_open(stored.tensors_path, framework="numpy") as file:
+            wanted = [t for t in stored.manifest.tensors if kinds is None or t.name.partition("/")[0] in kinds]
             return tuple(_verified(file.get_tensor(tensor.name), tensor) for tensor in wanted)
     except (OSError, SafetensorError, ValueError) as error:
-        raise DamagedCheckpoint(f"checkpoint {shard.tensors_path} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"checkpoint {stored.tensors_path} is damaged: {error}") from error
 
 
-def read_checkpoint(shard: StoredCheckpoint) -> Checkpoint:
+def read_checkpoint(stored: StoredCheckpoint) -> Checkpoint:
     """All of a checkpoint. Raises DamagedCheckpoint."""
-    m = shard.manifest
+    m = stored.manifest
     try:
         spent = tuple(MicrobatchId(*m.origins[origin], counter) for origin, counter in m.spent)
     except IndexError:
         raise DamagedCheckpoint(
-            f"checkpoint {shard.path} is damaged: spent ids of an origin that it does not name"
+            f"checkpoint {stored.path} is damaged: spent ids of an origin that it does not name"
         ) from None
     numbers = {name: getattr(m, name) for name in STATE_NUMBERS}
-    state = ReplicaState(peer=m.peer_id, tensors=read_tensors(shard), spent=spent, **numbers)
+    state = ReplicaState(peer=m.peer_id, tensors=read_tensors(stored), spent=spent, **numbers)
     return Checkpoint(state, m.cursor, tuple(_tupled(value) for value in m.random_state))
 
 
@@ -147,13 +147,13 @@ def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTen
     return HostTensor(expected.name, expected.dtype, expected.shape, data)
 
 
-def whole(paths: Iterable[Path]) -> Iterator[StoredCheckpoint]:
+def complete_checkpoints(paths: Iterable[Path]) -> Iterator[StoredCheckpoint]:
     """Those whose manifest is undamaged and whose file of tensors has the right size."""
     for path in paths:
         try:
-            shard = StoredCheckpoint(path, read_manifest(path))
-            if shard.tensors_path.stat().st_size == shard.manifest.file_bytes:
-                yield shard
+            stored = StoredCheckpoint(path, read_manifest(path))
+            if stored.tensors_path.stat().st_size == stored.manifest.file_bytes:
+                yield stored
         except (DamagedCheckpoint, FileNotFoundError):
             continue
 

@@ -27,10 +27,10 @@ from noloco_p2p.io.storage.checkpoint_format import (
     ForeignCheckpointFormat,
     StoredCheckpoint,
     TensorEntry,
+    complete_checkpoints,
     manifest_digest,
     read_checkpoint,
     read_manifest,
-    whole,
 )
 
 _DTYPES = {"float64": "<f8", "float32": "<f4"}
@@ -54,7 +54,7 @@ class FileCheckpoints:
 
     async def held(self) -> list[Holding]:
         """See `ports.Checkpoints`. Of two with equal names the newer one counts. Raises LocalError."""
-        return list(dict.fromkeys(shard.holding for shard in await asyncio.to_thread(self._shards)))
+        return list(dict.fromkeys(stored.holding for stored in await asyncio.to_thread(self._stored)))
 
     async def save(self, checkpoint: Checkpoint) -> None:
         """See `ports.Checkpoints`. On return it is on the disk, not only on its way. Raises LocalError."""
@@ -64,21 +64,21 @@ class FileCheckpoints:
         """See `ports.Checkpoints`. A damaged one is logged, and not listed any more."""
         return await asyncio.to_thread(self._load, held)
 
-    def _shards(self) -> list[StoredCheckpoint]:
+    def _stored(self) -> list[StoredCheckpoint]:
         """Whole ones of this run and node, oldest first."""
         try:
-            found = list(whole(self._folder.glob("stage-*.json")))
+            found = list(complete_checkpoints(self._folder.glob("stage-*.json")))
         except OSError as error:
             raise LocalError(f"checkpoints in {self._folder}: {error.strerror}; see to its permissions") from error
         own = [one for one in found if (one.manifest.run_id, one.manifest.peer_id) == (self._run_id, self._peer_id)]
         return sorted((one for one in own if one.path not in self._damaged), key=lambda one: one.manifest.saved)
 
     def _load(self, held: Holding) -> Checkpoint | None:
-        for shard in reversed([one for one in self._shards() if one.holding == held]):
+        for stored in reversed([one for one in self._stored() if one.holding == held]):
             try:
-                return read_checkpoint(shard)
+                return read_checkpoint(stored)
             except DamagedCheckpoint as error:
-                self._damaged.add(shard.path)
+                self._damaged.add(stored.path)
                 log.warning("%s; the one before it is used", error)
         return None
 
@@ -86,11 +86,11 @@ class FileCheckpoints:
         with self._lock:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                before = self._shards()
-                shard = self._write(checkpoint, self._next_number())
-                place = shard.holding[:2]
+                before = self._stored()
+                stored = self._write(checkpoint, self._next_number())
+                place = stored.holding[:2]
                 others = [one for one in before if one.holding[:2] != place]
-                self._sweep([*others, shard][-self._keep :])
+                self._sweep([*others, stored][-self._keep :])
             except OSError as error:
                 raise self._refused(str(error.strerror)) from error
             except SafetensorError as error:

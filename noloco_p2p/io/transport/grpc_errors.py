@@ -13,7 +13,7 @@ from noloco_p2p.io.transport import message_codec
 
 
 @contextmanager
-def mapped(peer: PeerId, what: str, seconds: float, give_up_at: float) -> Iterator[None]:
+def translated_errors(peer: PeerId, what: str, seconds: float, give_up_at: float) -> Iterator[None]:
     """Raises ours for what gRPC raises inside the `with`, which waits for `what` from the peer until `give_up_at`."""
     try:
         yield

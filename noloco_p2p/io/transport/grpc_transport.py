@@ -31,7 +31,7 @@ from noloco_p2p.io.transport import message_codec, servicer, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import OPTIONS as CHANNEL_OPTIONS
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, connect
-from noloco_p2p.io.transport.grpc_errors import mapped
+from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.ports import Handler, Telemetry
 
@@ -228,7 +228,7 @@ class GrpcTransport:
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + seconds
         async with self._channels.acquire(peer, seconds) as channel:
-            with mapped(peer.peer_id, what, seconds, give_up_at):
+            with translated_errors(peer.peer_id, what, seconds, give_up_at):
                 yield channel, max(0.001, give_up_at - clock())
 
 
@@ -283,7 +283,7 @@ async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) ->
                 pb.DescribeRequest(), timeout=timeout_s, metadata=servicer.metadata("", run_id)
             )
             give_up_at = asyncio.get_running_loop().time() + timeout_s
-            with mapped(peer_id, "description", timeout_s, give_up_at):
+            with translated_errors(peer_id, "description", timeout_s, give_up_at):
                 reply = await call
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"

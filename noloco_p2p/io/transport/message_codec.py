@@ -95,8 +95,8 @@ def streamed(head: Streamed, stream: Iterable[wire.Frame], *, head_alone: bool) 
     if head_alone:
         yield packed(head, ())
         head = type(head)()
-    for pack in wire.packs(stream):
-        yield packed(head, pack)
+    for group in wire.group_frames(stream):
+        yield packed(head, group)
         head = type(head)()
 
 
@@ -117,7 +117,7 @@ def to_activation(activation: Activation, time_left_s: float) -> Iterator[bytes]
         stage=header.stage,
         time_left_s=time_left_s,
         specs=[to_spec(spec) for spec in specs],
-        digest=wire.combined(specs, digests, digest),
+        digest=wire.combined_digest(specs, digests, digest),
     )
     stream = wire.frames(tensors, digests)
     return streamed(pb.ActivationMessage(header=head), stream, head_alone=not fits_one_message(activation))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
-from noloco_p2p.core.balance import stage_to_take
+from noloco_p2p.core.balance import choose_stage
 from noloco_p2p.core.members import READY
 from noloco_p2p.core.messages import NO_STAGE, Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError
@@ -171,7 +171,7 @@ class _SwarmExamination:
         stage = examination.stage_of(manifest)
         if stage is None:  # the one that a node without a stage of its own would take
             me = Advert(libp2p.peer_id, manifest.run_id, NO_STAGE, ())
-            stage = stage_to_take(me, present, manifest.stages)
+            stage = choose_stage(me, present, manifest.stages)
         links = await self._measure_links(manifest, present, stage)
         sizes = await examination.check_needs(manifest, stage)
         if sizes is not None:
