@@ -82,11 +82,7 @@ def restore_sources(
 
 
 def _of_a_lost_stage(
-    stage: int,
-    checkpoints: Sequence[Holding],
-    guards: Sequence[RestoreSource],
-    mates: Sequence[Advert],
-    limit: int | None,
+    stage: int, own: Sequence[Holding], guards: Sequence[RestoreSource], mates: Sequence[Advert], limit: int | None
 ) -> list[RestoreSource]:
     """No replica of my stage trains: the newest weights that exist.
 

@@ -75,7 +75,9 @@ def test_a_newcomer_takes_the_slowest_stage_not_the_smallest() -> None:
     assert choose_stage(new, [fast, *slow], 3) == 2, "an empty one first"
     assert choose_stage(replace(new, stage=1), [fast, *slow], 2) == 1, "and stays there"
     unmeasured = replace(fast, microbatches_per_s=0.0)
-    assert choose_stage(new, [unmeasured, *slow], 2) == 0, "who has not measured counts as the mean of those who have"
+    assert choose_stage(new, [unmeasured, *slow], 2) == 0, (
+        "a node that has not measured counts as the mean of those that have"
+    )
     claims = replace(fast, microbatches_per_s=float("inf"))
     assert choose_stage(new, [claims, *slow], 2) == 0, "a speed that is no number is none"
     pausing = [replace(fast, state="paused"), *slow]
@@ -176,7 +178,7 @@ def test_of_several_announcers_the_lowest_goes_and_the_others_give_way() -> None
     a, c = without(adverts, "a"), without(adverts, "c")
     assert may_move(*a)
     assert not may_move(*c)
-    assert choose_move(*a, 2)[0] == 1, "who has announced keeps to it"
+    assert choose_move(*a, 2)[0] == 1, "a node that has announced a move keeps to it"
     assert choose_move(*c, 2) == (None, "somebody else moves")
     assert choose_move(*without(adverts, "b"), 2) == (None, "somebody else moves")
 

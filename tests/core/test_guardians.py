@@ -63,7 +63,7 @@ def test_who_comes_or_goes_changes_no_other_guardian() -> None:
         before = guardians_of(0, adverts, seed)
         gone = rng.choice(adverts[1:])
         without = guardians_of(0, [a for a in adverts if a is not gone], seed)
-        assert set(before) - {gone.peer_id} <= set(without), "who stays goes on guarding"
+        assert set(before) - {gone.peer_id} <= set(without), "a guardian that stays keeps guarding"
         if gone.peer_id not in before:
             assert without == before
         newcomer = advert("newcomer", 1)

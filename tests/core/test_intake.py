@@ -195,7 +195,7 @@ class MicrobatchServer(RuleBasedStateMachine):
 
     def admit(self, keys: list[AttemptKey]) -> None:
         for one in keys:
-            assert one in self.waiting, "only who waits is let in"
+            assert one in self.waiting, "only a waiting header is let in"
             self.waiting.remove(one)
             self.running[one] = self.version
 

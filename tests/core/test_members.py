@@ -1,4 +1,4 @@
-"""Membership: states, who is set aside, who vanishes, the swarm's clock, the choice of a stage."""
+"""Membership: states, peers set aside, peers that vanish, the swarm's clock, the choice of a stage."""
 
 import itertools
 from dataclasses import replace
@@ -173,7 +173,7 @@ def test_a_failed_peer_that_has_gone_on_since_is_used_at_once() -> None:
 def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:
     members = Members("me", 30)
     read(members, [advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "starting")], now=0)
-    assert members.deserted(4, 1) == [3], "who has no weights yet serves nobody"
+    assert members.deserted(4, 1) == [3], "a node without weights serves nobody yet"
     assert not members.anybody(3)
     read(members, [advert("a", 0), advert("b", 2), advert("c", 2), advert("d", 3, "waiting")], now=1)
     assert members.deserted(4, 1) == []

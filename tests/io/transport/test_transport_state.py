@@ -98,7 +98,8 @@ def test_a_peer_that_has_no_state_and_one_that_is_not_there() -> None:
             with pytest.raises(Declined, match="no state here"):
                 await both.a.fetch_state(both.peer, 10.0, SPECS)
             await both.b.close()
-            with pytest.raises(Unreachable, match="cannot be reached"):
+            # Whether the end of the connection is noticed before the call or by it depends on the load of the machine.
+            with pytest.raises(Unreachable, match="B cannot be reached|B was lost while waiting for a state"):
                 await both.a.fetch_state(both.peer, 10.0, SPECS)
 
     run(scenario())
