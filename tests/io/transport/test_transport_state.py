@@ -99,7 +99,7 @@ def test_a_peer_that_has_no_state_and_one_that_is_not_there() -> None:
                 await both.a.fetch_state(both.peer, 10.0, SPECS)
             await both.b.close()
             # Whether the end of the connection is noticed before the call or by it depends on the load of the machine.
-            with pytest.raises(Unreachable, match="B cannot be reached|B was lost while waiting for a state"):
+            with pytest.raises(Unreachable, match=r"B cannot be reached|B was lost while waiting for a state"):
                 await both.a.fetch_state(both.peer, 10.0, SPECS)
 
     run(scenario())
