@@ -6,9 +6,6 @@ import time
 from noloco_p2p.io.telemetry.counters import EVENTS, Fields, RunCounters
 from noloco_p2p.io.telemetry.log import RepeatLimiter
 
-QUIET_S = 5.0
-"""Seconds between two log lines about the same trouble."""
-
 LINES = {
     "state": "{state}: {reason}",
     "outer_round": "outer round {round}: {result}{from_peer} ({reason}), {seconds:.2f} s, {bytes:,} bytes{progress}",
@@ -30,7 +27,7 @@ class EventLog:
 
     def __init__(self, counters: RunCounters) -> None:
         self._counters = counters
-        self._limiter = RepeatLimiter(QUIET_S)
+        self._limiter = RepeatLimiter()
         self._deserted: dict[int, float] = {}
         """Stages that are known to be without a replica, and since when."""
         self._guarded: set[int] = set()

@@ -44,8 +44,6 @@ PERIODS = 1_000
 BURST = 40
 PER_PERIOD = 4
 """Lines of one kind that are written at once, and then in each period."""
-QUIET_S = 5.0
-"""Seconds between two lines of one text of a warning."""
 QUEUE_LINES = 1_024
 """Lines that wait for the writing thread; further ones are lost."""
 MOST_CHARACTERS = 300
@@ -94,7 +92,7 @@ class Journal:
         self._buckets: dict[str, TokenBucket] = {}
         self._held: dict[str, int] = {}
         self._shown: dict[str, object] = {}
-        self._limiter = RepeatLimiter(QUIET_S, now)
+        self._limiter = RepeatLimiter(now=now)
 
     def start(self, **fields: object) -> None:
         """The first line: who this is."""

@@ -14,6 +14,8 @@ QUEUE_LINES = 4_096
 """Lines that wait for the writing thread; further ones are dropped and counted."""
 STOP_S = 2.0
 """Longest wait for an output that takes nothing any more, at each step of the end."""
+QUIET_S = 5.0
+"""Seconds between two lines about the same trouble."""
 MOST_KEYS = 256
 """Texts that a limiter remembers."""
 LEVELS = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
@@ -95,7 +97,7 @@ def start(stream: TextIO, *, json_lines: bool = False, level: int = logging.INFO
 class RepeatLimiter:
     """Lets one line with the same key through in `interval_s`, and says how many it has held back since."""
 
-    def __init__(self, interval_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, interval_s: float = QUIET_S, now: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
         self._now = now
         self._seen: dict[str, tuple[float, int]] = {}

@@ -18,7 +18,7 @@ from noloco_p2p.core.health import problem_line
 from noloco_p2p.core.status import NodeFigures, Status
 from noloco_p2p.io.telemetry import node_figures
 from noloco_p2p.io.telemetry.counters import RunCounters
-from noloco_p2p.io.telemetry.event_log import QUIET_S, EventLog
+from noloco_p2p.io.telemetry.event_log import EventLog
 from noloco_p2p.io.telemetry.http_pages import STARTING, pages
 from noloco_p2p.io.telemetry.http_server import HttpServer
 from noloco_p2p.io.telemetry.journal import Journal
@@ -36,7 +36,7 @@ class PrometheusTelemetry:
         self.counters = RunCounters(stages)
         self.registry = CollectorRegistry()
         self._log = EventLog(self.counters)
-        self._limiter = RepeatLimiter(QUIET_S)
+        self._limiter = RepeatLimiter()
         self._journal: Journal | None = None
         self._directory: Path | None = None
         self._status: Callable[[], Status] | None = None
