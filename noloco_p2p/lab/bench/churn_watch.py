@@ -1,5 +1,6 @@
 """Watches a swarm that is disturbed: nodes that hang, nodes that crash, and the end of the run."""
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -40,7 +41,7 @@ class ChurnWatch:
         self._end_by: float | None = None
         self._reported: set[tuple[str, float]] = set()
         self._booked: set[str] = set()
-        self._reads = 0
+        self._turns = itertools.cycle(fleet.nodes.values())
 
     def near_the_end(self, now: float) -> bool:
         """At the speed so far a node that is killed now would hardly be back before the end."""
@@ -84,8 +85,7 @@ class ChurnWatch:
 
     def _at_a_standstill(self, now: float) -> bool:
         """No node has taken a step for longer than a start takes."""
-        newest = max((line.at for line in self._fleet.lines), default=self._began)
-        return now - newest > BEGIN_S
+        return now - max((line.at for line in self._fleet.lines), default=self._began) > BEGIN_S
 
     def _find_hangs(self, now: float) -> None:
         for node in self._fleet.nodes.values():
@@ -114,11 +114,9 @@ class ChurnWatch:
 
     def _read_and_say(self, now: float) -> None:
         """One node's metrics at a time, so that reading disturbs none of them."""
-        nodes = list(self._fleet.nodes.values())
         if now - self._read_at >= READ_EVERY_S:
             self._read_at = now
-            nodes[self._reads % len(nodes)].read_metrics()
-            self._reads += 1
+            next(self._turns).read_metrics()
         if now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
             training = sum(map(len, self._fleet.training().values()))

@@ -40,7 +40,6 @@ DRAWS = 100
 """Of each model, with pairs anew each time."""
 POLICIES = {"default": "node, default", "patient": "node, waits for its partner"}
 """`default`: as a user gets it. `patient`: the paper's rule, m steps a round, however long the partner takes."""
-MODELS = {"pairs_idle": "pairs (model)", "barrier_idle": "global barrier (model)"}
 
 
 def cases(quick: bool) -> list[Case]:
@@ -149,14 +148,10 @@ def _table(groups: Groups, caption: str) -> Table:
 def _plot(groups: Groups, step_std: float) -> Plot:
     found = {key[3]: results for key, results in groups.items() if key[1] == step_std}
     nodes = sorted(found)
-    curves = [
-        Curve(title, nodes, [statistics.fmean(_idle(found[n], name)) for n in nodes])
-        for name, title in POLICIES.items()
-    ]
-    curves += [
-        Curve(title, nodes, [statistics.fmean(_idle(found[n], name)) for n in nodes], style="dashed")
-        for name, title in MODELS.items()
-    ]
+    curves = []
+    for name, title in {**POLICIES, "pairs_idle": "pairs (model)", "barrier_idle": "global barrier (model)"}.items():
+        idle = [statistics.fmean(_idle(found[n], name)) for n in nodes]
+        curves.append(Curve(title, nodes, idle, style="line" if name in POLICIES else "dashed"))
     title = f"Time lost waiting, steps of std/mean {step_std:g}, m = {INNER_STEPS}"
     return Plot(f"idle-{step_std:g}", title, ("replicas", "idle share, %"), curves, ("log2", "linear"))
 

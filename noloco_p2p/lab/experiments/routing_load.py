@@ -3,6 +3,7 @@
 The simulator's nodes over stages that only cost time. Everything here is virtual time, and nothing of it needs torch.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from statistics import fmean
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, table
 from noloco_p2p.lab.experiments.results import mean_column, select
 from noloco_p2p.lab.experiments.spec import Figures, Results
-from noloco_p2p.lab.experiments.training import CONFIG, idle_seconds, largest_over_mean
+from noloco_p2p.lab.experiments.training import CONFIG, largest_over_mean
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
@@ -68,7 +69,9 @@ def figures(outcome: Outcome) -> Figures:
     waits = [event.number("seconds") for event in spans]
     began = min(event.at_s for event in outcome.trace.of("state") if event.get("state") == "training")
     took_s = max(event.at_s for event in outcome.trace.of("inner_step")) - began
-    node_s = took_s * len(outcome.processes)
+    idle: dict[str, float] = defaultdict(float)
+    for event in outcome.trace.of("idle"):
+        idle[str(event.get("cause"))] += event.number("seconds") / (took_s * len(outcome.processes))
     return {
         "load": load,
         "largest_over_mean": largest_over_mean(list(load.values())),
@@ -76,7 +79,7 @@ def figures(outcome: Outcome) -> Figures:
         "waited_share": sum(seconds > 0 for seconds in waits) / done,
         "busy": sum(node.trace.totals("busy", "direction")["in"] for node in servers) / done,
         "microbatches_per_s": done / took_s,
-        "idle": {cause: seconds / node_s for cause, seconds in idle_seconds(outcome.trace).items()},
+        "idle": dict(sorted(idle.items())),
         "inner_steps": [min(node.inner_steps for node in servers), max(node.inner_steps for node in servers)],
     }
 

@@ -9,7 +9,7 @@ import torch
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.messages import ITEM_BYTES, Batch, HostTensor, LossSum, PeerId
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
-from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, idle_seconds, largest_over_mean
+from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, largest_over_mean
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import peer_id
@@ -48,8 +48,6 @@ def summarise(
         uneven=tuple(largest_over_mean([loads[node.peer] for node in nodes]) for nodes in stages),
         waiting=tuple(fmean(_waiting(node, outcome.ended_at_s) for node in nodes) for nodes in stages),
         busy=trace.totals("busy", "direction")["in"],
-        rerouted=len(trace.of("reroute")),
-        idle_s=idle_seconds(trace),
         virtual_s=outcome.ended_at_s,
     )
 

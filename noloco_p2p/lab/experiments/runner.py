@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def run(experiment: Experiment, options: RunOptions, say: Callable[[str], None])
         say(f"{kept} cases are in {file.path} already")
     with workers(options.jobs, OMP_NUM_THREADS="1") as pool:
         while cases := file.missing():
-            _measure_all(pool, experiment, cases, file, say)
+            _measure(pool, cases, file, say)
     file.write(complete=True)
     return _report(file)
 
@@ -66,26 +66,27 @@ class ResultsFile:
         self.options = options
         self.path = options.out / RESULTS
         self.code = code_digest()
-        self._cases = {case.name: case for case in _unique(experiment.cases(options.quick))}
+        self.cases: dict[str, Case] = {}
+        """Those that are known so far, by name."""
+        self._know(experiment.cases(options.quick))
         self._found: dict[str, Result] = {}
 
     @property
     def results(self) -> list[Result]:
         """In the order of the cases, not in that in which they came in."""
-        return [self._found[name] for name in self._cases if name in self._found]
-
-    @property
-    def cases(self) -> int:
-        """How many are known so far."""
-        return len(self._cases)
+        return [self._found[name] for name in self.cases if name in self._found]
 
     def missing(self) -> list[Case]:
         """What is still to be measured; when nothing is, what follows from the results."""
-        if len(self._found) == len(self._cases):
-            for case in self.experiment.further(self.options.quick, self.results):
-                if self._cases.setdefault(case.name, case) != case:
-                    raise ValueError(f"two cases have the name {case.name}")
-        return [case for name, case in self._cases.items() if name not in self._found]
+        if len(self._found) == len(self.cases):
+            self._know(self.experiment.further(self.options.quick, self.results))
+        return [case for name, case in self.cases.items() if name not in self._found]
+
+    def _know(self, cases: Sequence[Case]) -> None:
+        names = [case.name for case in cases]
+        if len(set(names)) < len(names) or any(self.cases.get(case.name, case) != case for case in cases):
+            raise ValueError(f"two cases have the same name: {sorted(names)}")
+        self.cases |= dict(zip(names, cases, strict=True))
 
     def add(self, result: Result) -> None:
         """One more, on disk too."""
@@ -113,31 +114,25 @@ class ResultsFile:
 
     def write(self, *, complete: bool) -> None:
         """All of it, whole or not at all. The wall times stand apart: the rest is equal for equal runs."""
+        results = self.results
         document = {
             "experiment": self.experiment.name,
             "quick": self.options.quick,
             "complete": complete,
             "code": self.code,
             "runs": [
-                {"case": one.case.name, "settings": dict(one.case.settings), "figures": one.figures}
-                for one in self.results
+                {"case": one.case.name, "settings": dict(one.case.settings), "figures": one.figures} for one in results
             ],
             "wall": {
                 "jobs": self.options.jobs,
                 "cores": os.cpu_count(),
                 "python": platform.python_version(),
-                "cases_s": {one.case.name: one.wall_s for one in self.results},
+                "cases_s": {one.case.name: one.wall_s for one in results},
             },
         }
         fresh = self.path.with_suffix(".fresh")
         fresh.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         fresh.replace(self.path)
-
-
-def _unique(cases: Sequence[Case]) -> Sequence[Case]:
-    if len({case.name for case in cases}) < len(cases):
-        raise ValueError("two cases have the same name")
-    return cases
 
 
 def code_digest() -> str:
@@ -152,27 +147,19 @@ def code_digest() -> str:
 # --- the processes --------------------------------------------------------------------------------------------------
 
 
-def _measure_all(
-    pool: Executor,
-    experiment: Experiment,
-    cases: Sequence[Case],
-    file: ResultsFile,
-    say: Callable[[str], None],
-) -> None:
-    waiting: dict[Future[tuple[Figures, float]], Case] = {
-        pool.submit(_timed, experiment.measure, case): case for case in cases
-    }
+def _measure(pool: Executor, cases: Sequence[Case], file: ResultsFile, say: Callable[[str], None]) -> None:
+    waiting = {pool.submit(_timed, file.experiment.measure, case): case for case in cases}
     while waiting:
         done, _ = wait(waiting, return_when=FIRST_COMPLETED)
         # What succeeded is kept before a failure ends it all.
         for future in sorted(done, key=lambda one: (one.exception() is not None, waiting[one].name)):
             case = waiting.pop(future)
             if (error := future.exception()) is not None:
-                error.add_note(f"in case {case.name} of {experiment.name}: {dict(case.settings)}")
+                error.add_note(f"in case {case.name} of {file.experiment.name}: {dict(case.settings)}")
                 raise error
             figures, wall_s = future.result()
             file.add(Result(case, figures, wall_s))
-            say(f"[{len(file.results)}/{file.cases}] {case.name}: {wall_s:.1f} s")
+            say(f"[{len(file.results)}/{len(file.cases)}] {case.name}: {wall_s:.1f} s")
 
 
 def _timed(measure: Callable[[Case], Figures], case: Case) -> tuple[Figures, float]:

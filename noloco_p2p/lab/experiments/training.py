@@ -4,7 +4,6 @@
 real data, all replicas in one process. Time is the simulator's, so that nothing depends on the machine.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -15,7 +14,6 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.stage import Costs
-from noloco_p2p.sim.telemetry import Trace
 
 CONFIG = NodeConfig.model_validate({"checkpoint": {"every_rounds": None}, "rebalance": False})
 """Of every node: no checkpoints, no moves between stages."""
@@ -94,10 +92,6 @@ class TrainingSummary:
     """Of each stage: microbatches that wait to be admitted at one replica, averaged over time and replicas."""
     busy: int
     """How often a replica refused a microbatch because it had no room."""
-    rerouted: int
-    """Microbatches that were sent to another replica than first chosen."""
-    idle_s: Mapping[str, float]
-    """Virtual seconds that replicas idled, by cause."""
     virtual_s: float
     """Virtual length of the run."""
 
@@ -148,14 +142,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def idle_seconds(trace: Trace) -> dict[str, float]:
-    """What all nodes of a run idled, by cause."""
-    idle: dict[str, float] = defaultdict(float)
-    for event in trace.of("idle"):
-        idle[str(event.get("cause"))] += event.number("seconds")
-    return dict(sorted(idle.items()))
 
 
 def largest_over_mean(load: Sequence[int]) -> float:
