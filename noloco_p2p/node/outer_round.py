@@ -9,7 +9,7 @@ from typing import Literal
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
-from noloco_p2p.core.messages import Advert, PeerId, Snapshot
+from noloco_p2p.core.messages import Advert, Snapshot
 from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.core.timeouts import AdaptiveTimeout
 from noloco_p2p.errors import Declined, PeerError, Violation
@@ -107,35 +107,31 @@ class OuterRounds:
         node, members, outer = self._node, self._swarm.members, self._node.manifest.outer
         found = members.of_stage(node.index, membership.IN_ROUNDS)
         mates = {a.peer_id: a for a in found if a.partner_from_round <= round}
-        kind: Literal["matched", "random"] = "random"
-        if outer.pairing == "matched" and node.advert.partner_from_round <= round:
-            kind = "matched"
+        is_matched = outer.pairing == "matched" and node.advert.partner_from_round <= round
+        kind: Literal["matched", "random"] = "matched" if is_matched else "random"
         chosen, reason = pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng)
         if chosen is None:
             return Pull("alone", reason)
-        if members.is_aside(chosen, now=node.now()):
-            failure = "aside"
-        else:
-            try:
-                theirs = await self._fetch(mates[chosen], round, self._partner_wait_s())
+        failure = "aside"
+        if not members.is_aside(chosen, now=node.now()):
+            theirs, failure = await self._try_fetch(mates[chosen], round, self._partner_wait_s())
+            if theirs is not None:
                 return Pull("partner" if theirs.round == round else "stale", reason, theirs)
-            except PeerError as error:
-                failure = self._note_failure(chosen, error)
         others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
             return Pull("alone", failure)
-        other = node.rng.choice(others)
-        try:
-            return Pull("other", failure, await self._fetch(mates[other], round, 0.0))
-        except PeerError as error:
-            return Pull("alone", self._note_failure(other, error))
+        theirs, second_failure = await self._try_fetch(mates[node.rng.choice(others)], round, 0.0)
+        return Pull("alone", second_failure) if theirs is None else Pull("other", failure, theirs)
 
-    def _note_failure(self, peer: PeerId, error: PeerError) -> str:
-        """Why a pull failed, as a label; the peer's own words go to the log."""
-        if not isinstance(error, Declined):
-            self._swarm.members.failed(peer, now=self._node.now())
-        self._node.event("warning", message=f"no snapshot from {peer}: {error}")
-        return type(error).__name__.lower()
+    async def _try_fetch(self, peer: Advert, round: int, wait_s: float) -> tuple[Snapshot | None, str]:
+        """A peer's snapshot near `round`; or why there is none, as a label: the peer's own words go to the log."""
+        try:
+            return await self._fetch(peer, round, wait_s), ""
+        except PeerError as error:
+            if not isinstance(error, Declined):
+                self._swarm.members.failed(peer.peer_id, now=self._node.now())
+            self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
+            return None, type(error).__name__.lower()
 
     async def _fetch(self, peer: Advert, round: int, wait_s: float) -> Snapshot:
         """A peer's snapshot near `round`. Raises Declined when it is too old, else as Transport.fetch_snapshot."""
