@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +97,7 @@ async def examine(options: DoctorOptions, report: DoctorReport) -> None:
                 await peers.dial(report, libp2p, targets)
             if libp2p.joined:
                 report.group("swarm")
-                await _SwarmExamination(examination, libp2p, listen, folder).run(closing)
+                await examination.examine_swarm(closing, libp2p, listen, folder)
         if manifest is not None and not running:
             report.group("run")
             which = "the run of this directory" if own is not None else "the run of these settings"
@@ -107,7 +107,7 @@ async def examine(options: DoctorOptions, report: DoctorReport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What all parts of one examination know."""
+    """What all parts of one examination know, and those that ask a swarm."""
 
     options: DoctorOptions
     report: DoctorReport
@@ -139,96 +139,85 @@ class Examination:
             await run_requirements.check_data(self.report, manifest, self.local, "doctor")
         return sizes
 
-
-class _SwarmExamination:
-    """The part of an examination that asks a swarm."""
-
-    def __init__(self, examination: Examination, libp2p: Libp2pDaemon, listen: ListenSettings, folder: Path) -> None:
-        self._examination = examination
-        self._report = examination.report
-        self._libp2p = libp2p
-        self._listen = listen
-        self._folder = folder
-
-    async def run(self, closing: AsyncExitStack) -> None:
-        """Join as an observer; what is opened is closed by `closing`."""
-        examination, report, libp2p = self._examination, self._report, self._libp2p
-        manifest, ahead = await peers.ask_run(report, libp2p, examination.options.given)
+    async def examine_swarm(
+        self, closing: AsyncExitStack, libp2p: Libp2pDaemon, listen: ListenSettings, folder: Path
+    ) -> None:
+        """Join a swarm as an observer, and ask it; what is opened is closed by `closing`."""
+        report, me = self.report, libp2p.peer_id
+        manifest, ahead = await peers.ask_run(report, libp2p, self.options.given)
         if manifest is None:
             return
-        directory = await self._open_directory(closing, manifest)
+        directory = await self._open_directory(closing, libp2p, folder, manifest)
         ahead = await peers.clocks(report, libp2p, ahead)
-        for finding in peers.judge_clocks(ahead, examination.local.directory.ttl_s):
+        for finding in peers.judge_clocks(ahead, self.local.directory.ttl_s):
             report.add(finding)
         present = [] if directory is None else await peers.read_directory(report, directory)
-        if not examination.runs_here:
-            await self._check_reached(manifest)
+        if not self.runs_here:
+            await self._check_reached(libp2p, listen, manifest)
         await peers.check_reaches(report, present, manifest.run_id)
         if present:
             report.group("diagnosis")
-            await self._diagnose(present, ahead)
+            await self._diagnose(present, ahead.keys() | {me}, me)
         report.group("run")
-        stage = examination.stage_of(manifest)
+        stage = self.stage_of(manifest)
         if stage is None:  # the one that a node without a stage of its own would take
-            me = Advert(libp2p.peer_id, manifest.run_id, NO_STAGE, ())
-            stage = choose_stage(me, present, manifest.stages)
-        links = await self._measure_links(manifest, present, stage)
-        sizes = await examination.check_needs(manifest, stage)
+            stage = choose_stage(Advert(me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
+        links = await self._measure_links(me, manifest, present, stage)
+        sizes = await self.check_needs(manifest, stage)
         if sizes is not None:
             replicas = [advert for advert in present if advert.stage == stage]
             await self._check_speed(manifest, replicas, stage, sizes, links)
 
-    async def _open_directory(self, closing: AsyncExitStack, manifest: RunManifest) -> HivemindDirectory | None:
-        known_path = self._folder / "known-peers.json"
+    async def _open_directory(
+        self, closing: AsyncExitStack, libp2p: Libp2pDaemon, folder: Path, manifest: RunManifest
+    ) -> HivemindDirectory | None:
+        known_path = folder / "known-peers.json"
         try:
-            with self._report.step("joining the directory (DHT)"):
+            with self.report.step("joining the directory (DHT)"):
                 directory = await HivemindDirectory.open(
-                    self._libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path
+                    libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path
                 )
         except NolocoError as error:
-            self._report.error("directory", str(error), "join another node")
+            self.report.error("directory", str(error), "join another node")
             return None
         closing.push_async_callback(directory.close)
         return directory
 
-    async def _check_reached(self, manifest: RunManifest) -> None:
+    async def _check_reached(self, libp2p: Libp2pDaemon, listen: ListenSettings, manifest: RunManifest) -> None:
         """Listen where the node would, and be dialled back."""
-        libp2p, listen = self._libp2p, self._listen
         transport = GrpcTransport(libp2p.peer_id, manifest.run_id, listen, NullTelemetry(), 0)
         try:
             await transport.listen()
             host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
-            await peers.check_reached(self._report, libp2p, f"{host}:{transport.port}")
+            await peers.check_reached(self.report, libp2p, f"{host}:{transport.port}")
         except LocalError as error:
-            self._report.error("port", str(error), "set listen.grpc_port")
+            self.report.error("port", str(error), "set listen.grpc_port")
         finally:
             await transport.close()
 
-    async def _diagnose(self, present: Sequence[Advert], ahead: Mapping[PeerId, float]) -> None:
-        """What the nodes wait for, and who is the cause. The clocks of `ahead` have been compared already."""
-        me = self._libp2p.peer_id
-        compared = ahead.keys() | {me}
+    async def _diagnose(self, present: Sequence[Advert], compared: Set[PeerId], me: PeerId) -> None:
+        """What the nodes wait for, and which is the cause. The clocks of `compared` have been judged already."""
         for look in range(LOOKS):
-            with self._report.step(f"asking {len(present)} nodes what they wait for"):
+            with self.report.step(f"asking {len(present)} nodes what they wait for"):
                 await asyncio.sleep(LOOK_AGAIN_S if look else 0.0)
                 reports = await survey.by_adverts(present)
             found = [f for f in diagnose.findings(reports) if f.name != "clock" or (f.peer or me) not in compared]
             if any(finding.severity != "ok" for finding in found):
                 break
         else:
-            self._report.ok("swarm", diagnose.sentence(reports))
+            self.report.ok("swarm", diagnose.sentence(reports))
         for finding in found:
-            self._report.add(finding)
+            self.report.add(finding)
 
     async def _measure_links(
-        self, manifest: RunManifest, present: Sequence[Advert], stage: int
+        self, me: PeerId, manifest: RunManifest, present: Sequence[Advert], stage: int
     ) -> list[link_speed.StageLinks | None]:
         """Round trips and bandwidth to the own and to the next stage; None where nobody is, or nobody answers."""
-        probe = LinkProbe(self._libp2p.peer_id, manifest.run_id)
+        probe = LinkProbe(me, manifest.run_id)
         try:
             return [
                 await link_speed.measure_links(
-                    self._report, probe, index, [a for a in present if a.stage == index and a.state in READY]
+                    self.report, probe, index, [a for a in present if a.stage == index and a.state in READY]
                 )
                 for index in (stage, stage + 1)
             ]
@@ -244,14 +233,13 @@ class _SwarmExamination:
         links: Sequence[link_speed.StageLinks | None],
     ) -> None:
         """The speed to be expected at a stage, from this device, else from what its `replicas` announce."""
-        examination, report = self._examination, self._report
         too_large = sizes.parameters[stage] > link_speed.LARGEST_TIMED_PARAMETERS
         # A device that a node uses is not measured besides.
-        device = None if examination.runs_here or too_large else examination.device
-        measured = await link_speed.device_seconds(report, manifest, replicas, stage, device)
+        device = None if self.runs_here or too_large else self.device
+        measured = await link_speed.device_seconds(self.report, manifest, replicas, stage, device)
         if measured is None:
             reason = f"nobody announces one for stage {stage}, and it is not measured here"
-            report.ok("speed", f"no speed can be given: {reason}")
+            self.report.ok("speed", f"no speed can be given: {reason}")
         else:
-            link_speed.report_rate(report, manifest, examination.local, stage, measured, links[1])
-            link_speed.report_round(report, manifest, sizes, stage, links[0])
+            link_speed.report_rate(self.report, manifest, self.local, stage, measured, links[1])
+            link_speed.report_round(self.report, manifest, sizes, stage, links[0])
