@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 SAME = 1e-9
 """Rates that differ by less than this, relatively, are equal."""
-WIDENINGS = 6
-"""How often those looked at are widened one by one, before all that are connected to them are taken."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,13 +128,10 @@ def _alone(chosen: dict[Flow, None]) -> Rates | None:
 def _fair(chosen: dict[Flow, None]) -> Rates:
     """The rates of these, and of all others that change with them."""
     rates = _fill(chosen)
-    for _ in range(WIDENINGS):
-        unfair = _unfair(rates)
-        if not unfair:
-            return rates
+    while unfair := _unfair(rates):
         chosen.update(dict.fromkeys(unfair))
         rates = _fill(chosen)
-    return _fill(_connected(chosen))
+    return rates
 
 
 def _fill(chosen: dict[Flow, None]) -> Rates:
@@ -187,17 +182,4 @@ def _unfair(rates: Rates) -> list[Flow]:
             loses = other.bottleneck is segment and (not full or other.rate < fastest * (1 - SAME))
             if loses or other.rate > limited * (1 + SAME):
                 found.append(other)
-    return found
-
-
-def _connected(chosen: dict[Flow, None]) -> dict[Flow, None]:
-    """All that share a segment with one of these, or with one that does, and so on."""
-    found, seen, queue = dict(chosen), dict[Segment, None](), list(chosen)
-    while queue:
-        for segment in queue.pop().path:
-            if segment not in seen:
-                seen[segment] = None
-                new = [one for one in segment.flows if one not in found]
-                found.update(dict.fromkeys(new))
-                queue += new
     return found

@@ -8,11 +8,11 @@ from noloco_p2p.errors import LocalError
 
 
 @dataclass(slots=True)
-class _Entry:
+class _StoredCheckpoint:
     checkpoint: Checkpoint
     torn: bool = False
     noticed: bool = False
-    """Somebody tried to read it and found it torn."""
+    """It was read and found torn."""
 
     @property
     def holding(self) -> Holding:
@@ -28,17 +28,17 @@ class Disk:
 
     def __init__(self, *, torn_by_crash: bool = False) -> None:
         self.full = False
-        """Savings fail."""
+        """Saves fail."""
         self.torn_by_crash = torn_by_crash
-        self._entries: list[_Entry] = []
+        self._entries: list[_StoredCheckpoint] = []
 
     def held(self) -> list[Holding]:
         """What looks whole, oldest first."""
         return list(dict.fromkeys(entry.holding for entry in self._entries if not entry.noticed))
 
     def put(self, checkpoint: Checkpoint, keep: int, *, torn: bool = False) -> None:
-        """Add one in the place of an earlier one of its stage and round, and forget those too many."""
-        fresh = _Entry(checkpoint, torn)
+        """Add one in the place of an earlier one of its stage and round, and forget the oldest beyond `keep`."""
+        fresh = _StoredCheckpoint(checkpoint, torn)
         others = [one for one in self._entries if one.holding[:2] != fresh.holding[:2] and not one.noticed]
         self._entries = [*others, fresh][-keep:]
 
@@ -51,7 +51,7 @@ class Disk:
         return None
 
     def tear(self) -> None:
-        """The newest one turns out torn when somebody reads it. Nothing happens to an empty disk."""
+        """The newest one turns out torn when it is read. Nothing happens to an empty disk."""
         if self._entries:
             self._entries[-1].torn = True
 

@@ -10,6 +10,7 @@ Shape legend: B microbatch, T sequence, D = 1 hidden size.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import hypot, isfinite, sqrt
 from typing import NamedTuple
 
@@ -48,11 +49,6 @@ class CountedMicrobatch(NamedTuple):
     loss_sum: float
 
 
-class _Graph(NamedTuple):
-    version: int
-    inputs: list[float]
-
-
 class LinearStage:
     """The synchronous stage. `theta`, `phi` and `momentum` are θ, φ and δ of (gain, bias)."""
 
@@ -70,7 +66,8 @@ class LinearStage:
         self._manifest = manifest
         self._me = me
         self._first, self._last = index == 0, index == manifest.stages - 1
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, tuple[int, list[float]]] = {}
+        """(`version`, inputs) of each forward pass whose backward pass is still to come."""
         self._handles = 0
         self._spent = SpentIds()
         self._sums = [0.0, 0.0]
@@ -90,7 +87,7 @@ class LinearStage:
         """See `ports.Stage`."""
         values = self._values(inputs)
         self._handles += 1
-        self._graphs[self._handles] = _Graph(self.version, values)
+        self._graphs[self._handles] = (self.version, values)
         self.most_graphs = max(self.most_graphs, len(self._graphs))
         return self._handles, self._hidden("hidden", self._outputs(values))
 
@@ -98,12 +95,10 @@ class LinearStage:
         """See `ports.Stage`. Raises AssertionError when the weights have changed since the forward pass."""
         if gradient.grad.spec[1:] != self.state.hidden[1:]:
             raise Violation(f"a gradient of {gradient.grad.spec}")
-        kept = self._graphs.pop(graph)
-        assert kept.version == self.version, (
-            f"{microbatch}: forward with weights {kept.version}, backward with {self.version}"
-        )
+        version, inputs = self._graphs.pop(graph)
+        assert version == self.version, f"{microbatch}: forward with weights {version}, backward with {self.version}"
         grads = list(gradient.grad.data.cast("d"))
-        return self._contribute(microbatch, kept.inputs, grads, gradient.tokens, gradient.loss_sum)
+        return self._contribute(microbatch, inputs, grads, gradient.tokens, gradient.loss_sum)
 
     def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
@@ -149,17 +144,9 @@ class LinearStage:
         """See `ports.Stage`."""
         group = [self._read(one) for one in (mine, theirs) if one is not None]
         outer = self._manifest.outer
-        after = [
-            outer_step(
-                self.phi[i],
-                self.momentum[i],
-                [(phi[i], delta[i]) for phi, delta in group],
-                alpha=outer.alpha,
-                beta=outer.beta,
-                gamma=outer.gamma,
-            )
-            for i in range(len(NAMES))
-        ]
+        step = partial(outer_step, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma)
+        of_weight = [[(phi[i], delta[i]) for phi, delta in group] for i in range(len(NAMES))]
+        after = [step(*one) for one in zip(self.phi, self.momentum, of_weight, strict=True)]
         self.phi, self.momentum = [phi for phi, _ in after], [momentum for _, momentum in after]
         self.theta = list(self.phi)
         self.version += 1
