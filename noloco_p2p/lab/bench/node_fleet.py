@@ -37,7 +37,7 @@ class NodeSlot:
         self.name, self.stage = self.child.name, stage
         self.started_at = 0.0
         self.progressed_at = 0.0
-        """When it last took an inner step, was started or went on."""
+        """When it last took an inner step, was started or was continued."""
         self.trains = False
         """Its current process has taken an inner step."""
         self.killed = False

@@ -125,7 +125,7 @@ def _wait_until_steady(process: "subprocess.Popen[bytes]", run_dir: Path) -> Non
             if all(sample.metrics.total("inner_steps_total") >= STEADY_STEPS for sample in first):
                 return
         time.sleep(0.5)
-    raise LocalError(f"the swarm did not come to {STEADY_STEPS} inner steps within {START_S:g} s")
+    raise LocalError(f"the swarm did not reach {STEADY_STEPS} inner steps within {START_S:g} s")
 
 
 def sample_nodes(run_dir: Path) -> dict[str, NodeSample]:

@@ -2,7 +2,7 @@
 
 A message of b bytes arrives after a latency, drawn anew for each message, plus b / speed; messages that enter or leave
 one node at the same time share its speed, which is the same up and down. Every model gives the time until the last node
-has the mean, in seconds. What stands before an all-reduce, such as finding each other, is not counted.
+has the mean, in seconds. What precedes an all-reduce, such as matchmaking, is not counted.
 """
 
 import math
@@ -106,7 +106,7 @@ def ring_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
 
 
 def butterfly_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
-    """As hivemind does it: everybody sends part j of its vector to node j, which averages and sends it back to all.
+    """As hivemind does it: each node sends part j of its vector to node j, which averages and sends it back to all.
 
     No spread: 2·(latency + vector·(N − 1)/N). hivemind, averaging/allreduce.py; Ryabinin et al. 2021, arXiv 2103.03239.
     Its parts are of equal size here, as the nodes are equally fast.

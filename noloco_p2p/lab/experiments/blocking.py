@@ -1,9 +1,9 @@
-"""How much of their time do replicas stand still at outer rounds: with pair pulls, with a global barrier?
+"""How much of their time do replicas wait at outer rounds: with pair pulls, with a global barrier?
 
-One stage, N replicas, {ROUNDS} outer rounds of m inner steps each, matched pairs. An inner step takes 1 s in
-the mean, log-normal with the given std/mean, times the node's own speed, log-normal too and the same over the whole
-run. Links take no time: only the waiting for others is left. (The paper's figure 5B asks the same; it gives no numbers
-that could stand here.)
+One stage, N replicas, {ROUNDS} outer rounds of m inner steps each, matched pairs. An inner step takes 1 s in the mean,
+log-normal with the given std/mean, times the node's own speed, log-normal too and the same over the whole run. Links
+take no time: only the waiting for others is left. (The paper's figure 5B asks the same; it gives no numbers that could
+stand here.)
 
 Limits: One stage: in a pipeline replicas also wait for microbatches, and a slow node holds its neighbours up (see the
 scenario of stragglers of `noloco sim`). The barrier is the best one there can be: it ends at the very moment at which
@@ -109,7 +109,7 @@ def report(results: Results) -> list[Block]:
 _EXPLAINED = (
     "Idle share: of the time from a node's first inner step to the end of its last outer round, what it waited for"
     " others; mean ± standard deviation over seeds. *Barrier* and *pairs* are models on step times drawn from the same"
-    " distribution: at the end of each round everybody waits for the last of all, or for its partner of the round,"
+    " distribution: at the end of each round every node waits for the last of all, or for its partner of the round,"
     " however long. *Waits for its partner* is the node's own code under that same rule; *default* is the node as it"
     " comes: it waits at most the device time of two inner steps, then takes the newest snapshot that there is, and its"
     " clock follows the median of the others, so that quick nodes do more steps a round and slow ones fewer."

@@ -1,10 +1,10 @@
-"""Where the replicas of a stage part: the outer round without training, by theory and by playing it through.
+"""Where the replicas of a stage diverge: the outer round without training, by theory and by playing it through.
 
 Training adds Δ, which is curvature and noise; what is left without it is linear. With x and δ a replica's deviations
-from the mean over N replicas, and g that of its φ from its pair's mean, one round of N1 and N2 (method.md §3) is
-δ ← α·δ − γ·g, x ← x + δ. Over matchings drawn anew each round E[g²] = E[x·g] = k·E[x²] and E[δ·g] = k·E[δ·x], where
-k = ½·N/(N − 1): so the second moments E[x²], E[x·δ], E[δ²] follow a 3×3 matrix, and the replicas stay together in mean
-square iff its spectral radius is below one. For N → ∞ that is S1.
+from the mean over N replicas, and g that of its φ from its pair's mean, one round of N1 and N2 (METHOD.md, "Outer
+round") is δ ← α·δ − γ·g, x ← x + δ. Over matchings drawn anew each round E[g²] = E[x·g] = k·E[x²] and E[δ·g] =
+k·E[δ·x], where k = ½·N/(N − 1): so the second moments E[x²], E[x·δ], E[δ²] follow a 3×3 matrix, and the replicas stay
+together in mean square iff its spectral radius is below one. For N → ∞ that is S1.
 """
 
 import math
@@ -24,11 +24,11 @@ Array = NDArray[np.float64]
 GROUP = 2
 """Replicas of a group: a pair."""
 COORDINATES = 512
-"""Of the weights, where noise stands for training."""
+"""Of the weights, where noise replaces training."""
 
 
 def s1(alpha: float, replicas: int | None = None) -> float:
-    """γ_max of S1 for pairs among an even number of matched replicas; None: among very many, as in method.md."""
+    """γ_max of S1 for pairs among an even number of matched replicas; None: among very many (METHOD.md, "Stability")."""
     if replicas is None:
         return outer_update.largest_gamma(alpha=alpha, group=GROUP)
     return 2 * (1 - alpha * alpha) / (1 - alpha / (replicas - 1))
@@ -66,7 +66,8 @@ def noise_spreads(
     """Std of θ before the merge of each round when Δ is white noise: what is measured if training adds nothing else.
 
     `factors` are α, β and γ; `meet` gives the place of each replica's partner in a round, its own place for one that
-    goes alone; `scales` are the noise's std in each round. What is pulled is `stale_rounds` old (method.md §5).
+    goes alone; `scales` are the noise's std in each round. What is pulled is `stale_rounds` old (METHOD.md,
+    "Measures").
     """
     chance = np.random.default_rng(seed)
     phi, momentum = np.zeros((2, replicas, COORDINATES))
@@ -147,8 +148,8 @@ def play(
 ) -> tuple[Array, Array]:
     """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas, `factors` are α, β and γ.
 
-    `mine` is everybody's (φ, Δ) of now, `theirs` what is pulled of everybody. Who is its own partner goes alone, as the
-    mean of two equal snapshots is that snapshot.
+    `mine` is each replica's current (φ, Δ), `theirs` what is pulled from each. One that is its own partner goes alone,
+    as the mean of two equal snapshots is that snapshot.
     """
     alpha, beta, gamma = factors
     chosen = list(partner)

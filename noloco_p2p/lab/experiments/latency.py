@@ -1,4 +1,4 @@
-"""How long does a replica stand still for an outer round: with pair pulls, with all-reduces of N replicas?
+"""How long does a replica wait for an outer round: with pair pulls, with all-reduces of N replicas?
 
 One stage, N replicas, computing takes no time. Every link has a log-normal one-way latency of mean {LATENCY_MS:g} ms
 and the given std/mean. *Latency-bound*: the vectors weigh nothing. *Bandwidth-bound*: a vector of {VECTOR_MB:g} MB,
@@ -8,7 +8,7 @@ links (`experiments/allreduce.py` has the formulas): the paper's tree, a binomia
 hivemind.
 
 Limits: No real network: no congestion, no slow start, no loss, no processing in the hosts. The all-reduces are models
-in which everybody is there at the same moment, nobody fails, and groups form in no time; real ones wait for the last
+in which all nodes are ready at the same moment, none fails, and groups form in no time; real ones wait for the last
 replica (see the experiment `blocking`) and for their matchmaking. How much a round is worth is another question: an
 all-reduce makes all replicas equal, a pull brings two nearer to each other (see `convergence`).
 """

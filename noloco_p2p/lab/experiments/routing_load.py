@@ -93,7 +93,7 @@ def report(results: Results) -> list[Block]:
         "routes": lambda row: row[1],
         "microbatches / s": mean_column(groups, "microbatches_per_s"),
         "load, largest / mean": mean_column(groups, "largest_over_mean"),
-        "waited at a door, %": mean_column(groups, lambda one: 100 * one["waited_share"], 3),
+        "waited for admission, %": mean_column(groups, lambda one: 100 * one["waited_share"], 3),
         "mean wait, ms": mean_column(groups, lambda one: 1000 * one["waited_s"], 3),
         "Busy per microbatch": mean_column(groups, "busy", 2),
         "idle, %": mean_column(groups, lambda one: 100 * sum(one["idle"].values()), 3),
@@ -101,8 +101,8 @@ def report(results: Results) -> list[Block]:
     }
     caption = (
         f"Stages that only cost time, with outer rounds: {REPLICAS} replicas of each of two stages, two microbatches "
-        "for each origin and step, forward 10 ms, backward 20 ms, links 1 ms. Doors are those of stage 1; the seconds "
-        "are virtual. Mean ± standard deviation over seeds."
+        "for each origin and step, forward 10 ms, backward 20 ms, links 1 ms. Waits are for admission at stage 1; "
+        "seconds are virtual. Mean ± standard deviation over seeds."
     )
     blocks: list[Block] = [table(columns, groups, caption)]
     for devices in DEVICES:

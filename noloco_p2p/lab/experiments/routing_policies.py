@@ -4,16 +4,17 @@ what do they cost in loss, load and waiting?
 A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer a stage, {REPLICAS}
 replicas of each stage; the node's own code in the simulator over real torch stages, device times log-normal (σ
 {JITTER}). Microbatches of 8 × 64 tokens, one for each origin and inner step, m = {ROUND_STEPS}, two peak learning
-rates. `fixed`: replica i always sends to replica i; `random`: to anybody that has room; `balanced`: by a permutation
-drawn for each step. Validation goes from replica i to replica i under all of them. Then the same policies over stages
-that only cost time, on equal and unequal devices.
+rates. `fixed`: replica i always sends to replica i; `random`: to any replica that has room; `balanced`: by a
+permutation drawn for each step. Validation goes from replica i to replica i under all of them. Then the same policies
+over stages that only cost time, on equal and unequal devices.
 
 Limits: A model of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 steps:
 signs can be compared, sizes hardly. Without outer rounds fixed routes are eight small models that never meet; a run
 this short does not show what each would lose by seeing an eighth of the data. Under `random` and `fixed` the order of
-arrival decides who takes how many inner steps, and the clock is pulled to the median: tokens differ by a few per cent,
-and a part of the spread is that replicas of stage 1 have come to unequal inner steps. A full replica says Busy, which
-evens the load of `random`: draws without that would be less even. Device and link times are assumed, not measured.
+arrival decides which replica takes how many inner steps, and the clock is pulled to the median: tokens differ by a few
+per cent, and a part of the spread is that replicas of stage 1 have taken unequal numbers of inner steps. A full
+replica says Busy, which evens the load of `random`: draws without that would be less even. Device and link times are
+assumed, not measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -161,8 +162,8 @@ def _weights(results: Results) -> Table:
     caption = (
         "Mean ± standard deviation over seeds. Losses in nats per token, the first is the mean over the replicas; std "
         "of the weights over the replicas of a stage, on θ before the merge where there is one, mean over the last "
-        "half of the looks that all runs of the arm have; load and microbatches that wait at a door (mean over time) "
-        "of stage 1."
+        "half of the measurements that all runs of the arm have; load, and microbatches that wait for admission (mean "
+        "over time), of stage 1."
     )
     columns = SETTING_COLUMNS | {
         "validation loss": mean_column(groups, "validation_loss"),

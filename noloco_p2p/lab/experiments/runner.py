@@ -1,7 +1,7 @@
 """Measures the cases of an experiment in processes of their own, and writes `results.json`, `report.md` and the charts.
 
-What has been measured is on disk at once: the same command goes on where it was stopped, unless the package's code is
-another one since.
+What has been measured is on disk at once: the same command continues where it was stopped, unless the package's code
+has changed since.
 """
 
 import hashlib
@@ -113,7 +113,7 @@ class ResultsFile:
         return len(self._found)
 
     def write(self, *, complete: bool) -> None:
-        """All of it, whole or not at all. The wall times stand apart: the rest is equal for equal runs."""
+        """All of it, whole or not at all. The wall times are apart: the rest is equal for equal runs."""
         results = self.results
         document = {
             "experiment": self.experiment.name,

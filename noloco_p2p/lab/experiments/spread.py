@@ -159,7 +159,7 @@ def _correlations(results: Results) -> Table:
     columns: dict[str, Callable[[tuple[SpreadArm, int]], Cell]] = {
         "arm": lambda row: row[0].name,
         "stage": lambda row: str(row[1]),
-        "looks": over(len, 4),
+        "measurements": over(len, 4),
         "r": over(pearson, 3),
         "r after the warm-up": over(lambda series: pearson(falling(series)), 3),
         "rounds behind": over(delayed(0), 2),
