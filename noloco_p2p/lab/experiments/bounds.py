@@ -28,7 +28,7 @@ COORDINATES = 512
 
 
 def s1(alpha: float, replicas: int | None = None) -> float:
-    """γ_max of S1 for pairs among an even number of matched replicas; None: among very many (METHOD.md, "Stability")."""
+    """γ_max of S1 for pairs among an even number of matched replicas; None: very many (METHOD.md, "Stability")."""
     if replicas is None:
         return outer_update.largest_gamma(alpha=alpha, group=GROUP)
     return 2 * (1 - alpha * alpha) / (1 - alpha / (replicas - 1))
