@@ -75,7 +75,7 @@ async def by_url(url: str) -> list[Report]:
 async def by_adverts(adverts: Iterable[Advert], known: Sequence[Report] = ()) -> list[Report]:
     """Reports of the nodes that these adverts are of, sorted by peer id; `known` ones are not asked again.
 
-    Nodes that most of those who answered know are asked too: one reading of a directory can miss somebody.
+    Nodes known to most of those that answered are asked too: one reading of a directory can miss a node.
     """
     found = {report.peer: report for report in known}
     places = asyncio.Semaphore(AT_ONCE)
@@ -94,7 +94,7 @@ async def by_adverts(adverts: Iterable[Advert], known: Sequence[Report] = ()) ->
 
 
 def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
-    """The freshest advert of each node that more than half of those who answered see."""
+    """The freshest advert of each node that more than half of those that answered see."""
     counts: Counter[PeerId] = Counter()
     newest: dict[PeerId, Advert] = {}
     statuses = [report.status for report in found.values() if report.status is not None]

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns where there is no terminal that has its own."""
+COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+"""Of what is found, by its severity."""
 
 
 def console() -> "Console":

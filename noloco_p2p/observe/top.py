@@ -12,7 +12,7 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
 from noloco_p2p.humanize import DASH, compact, elapsed, finite, plural, short_id
 from noloco_p2p.observe import survey, terminal
-from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, Severity, line
+from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
 from noloco_p2p.observe.overview import ROUND_RESULTS, NodeSummary, Overview, StageSummary, overview
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ NODES_SHOWN = 200
 """Rows where the height is not known; at a terminal as many as fit."""
 JOIN_FILE_S = 60.0
 """Longest wait for the file of `--join @FILE`."""
-COLOURS: dict[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"}
 COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
 LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {'/'.join(ROUND_RESULTS)}; pwait: for partners"
 
@@ -137,14 +136,16 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     from rich.console import Group
     from rich.text import Text
 
-    head: list[Text] = [Text(found.sentence, style=f"bold {COLOURS[found.severity]}")]
+    head: list[Text] = [Text(found.sentence, style=f"bold {terminal.COLOURS[found.severity]}")]
     if found.progress != found.sentence:
         head.append(Text(f"{found.name}: {found.progress}" if found.name else found.progress))
     if note:
         head.append(Text(note, style="red"))
     others = [f for f in found.findings if f.sentence != found.sentence]
     shown = others[:FINDINGS_SHOWN]
-    head += [Text(f"{finding.severity}: {finding.sentence}", style=COLOURS[finding.severity]) for finding in shown]
+    head += [
+        Text(f"{finding.severity}: {finding.sentence}", style=terminal.COLOURS[finding.severity]) for finding in shown
+    ]
     if len(others) > len(shown):
         counts = [
             plural(n, s) for s in reversed(SEVERITIES) if (n := sum(f.severity == s for f in others[len(shown) :]))

@@ -35,8 +35,8 @@ def broken_links(swarm: SwarmView, ill: Collection[Place | None], missing: Mappi
     for callee in sorted(failing.keys() - set(ill)):
         waits = failing[callee]
         if len(waits) > 1 and len(waits) >= callers[callee]:
-            who = named(sorted(waits))
-            sentence = f"{_where(swarm, callee)} cannot be reached by {who}, although its status can"
+            others = named(sorted(waits))
+            sentence = f"{_where(swarm, callee)} cannot be reached by {others}, although its status can"
             yield at_node("error", "port", callee, sentence, _ADVICE)
         else:
             for caller in sorted(waits.keys() - set(ill)):

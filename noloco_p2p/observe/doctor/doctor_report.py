@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
@@ -15,9 +15,9 @@ import typer
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.humanize import plural
-from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding, Severity
+from noloco_p2p.observe import terminal
+from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding
 
-COLOURS: Mapping[Severity, str] = {"ok": "green", "warning": "yellow", "error": "red"}
 BUSY = "stop what else keeps this machine or its disk busy, and try again"
 """What to do when work on this machine takes much too long."""
 QUIET_S = 1.0
@@ -55,7 +55,7 @@ class DoctorReport:
         if self._shown_group != self._group:
             self._shown_group = self._group
             self._print(typer.style(self._group, bold=True))
-        severity = typer.style(f"{finding.severity:7}", fg=COLOURS[finding.severity])
+        severity = typer.style(f"{finding.severity:7}", fg=terminal.COLOURS[finding.severity])
         self._print(f"  {severity}  {finding.sentence}")
         if finding.advice:
             self._print(f"{_INDENT}→ {finding.advice}")

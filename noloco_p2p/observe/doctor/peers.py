@@ -1,4 +1,4 @@
-"""The swarm seen through a join address: who answers, which run, whose clock, who reaches whom."""
+"""The swarm seen through a join address: which nodes answer, their run, their clocks, and what can be reached."""
 
 import asyncio
 import importlib
@@ -54,7 +54,7 @@ async def open_daemon(
 
 
 async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[JoinAddress]) -> None:
-    """Links to those who are to be joined; `libp2p.joined` are those who answer."""
+    """Links to the peers to be joined; `libp2p.joined` are those that answer."""
     with report.step(f"dialling {', '.join(map(str, targets))}"):
         results = await asyncio.gather(*(libp2p.dial(target) for target in targets), return_exceptions=True)
     for target, result in zip(targets, results, strict=True):
@@ -74,7 +74,7 @@ async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[Joi
 async def ask_run(
     report: DoctorReport, libp2p: Libp2pDaemon, given: Overrides
 ) -> tuple[RunManifest | None, dict[PeerId, float]]:
-    """(the run of those who were joined, how far each one's clock is ahead of ours, seconds); reports what is amiss."""
+    """(the run of the joined peers, how far each one's clock is ahead of ours, seconds); reports what is wrong."""
     manifest, ahead = None, {}
     for peer in (target.peer_id for target in libp2p.joined):
         try:
@@ -83,7 +83,7 @@ async def ask_run(
             theirs = manifest_from_json(received)
         except PeerError as error:
             advice = "wait until that node has started, or join another one"
-            report.error("run", f"{short_id(peer)} does not tell its run: {error}", advice, peer)
+            report.error("run", f"{short_id(peer)} does not give its run: {error}", advice, peer)
             continue
         about = f"{theirs.stages} stages, {theirs.steps} steps, id {theirs.run_id}"
         if manifest is None:
