@@ -144,13 +144,11 @@ def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
     return file_corpus(found, tokenizer)
 
 
-def text_corpus(patterns: tuple[str, ...], tokenizer: Tokenizer) -> FileCorpus:
-    """Text files by glob. A file is named by its path relative to the part of the glob without wildcards."""
-    return file_corpus(matching_files(patterns), tokenizer)
-
-
 def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
-    """Relative path → path of the files that the globs name. Raises ConfigError for a glob that names none."""
+    """Name → path of the files that the globs match. Raises ConfigError for a glob that matches none.
+
+    A file is named by its path relative to the part of the glob without wildcards.
+    """
     if not patterns:
         raise ConfigError("this kind of data needs data_files (files or globs), or data.dataset for a hub data set")
     found: dict[str, Path] = {}

@@ -126,7 +126,7 @@ def _corpus(manifest: RunManifest, node_config: NodeConfig) -> corpora.Corpus:
     if data.kind == "c4":
         return hub_corpora.c4_corpus(data, files, tokenizer)
     if data.kind == "text":
-        return corpora.text_corpus(files, tokenizer)
+        return corpora.file_corpus(corpora.matching_files(files), tokenizer)
     if files:
         raise ConfigError("data_files is set, but data.kind 'stdlib' reads Python's own library; set data.kind: text")
     return corpora.stdlib_corpus(tokenizer)

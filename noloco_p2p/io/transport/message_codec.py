@@ -168,11 +168,6 @@ def _check_specs(specs: tuple[TensorSpec, ...]) -> None:
         raise Violation(f"an activation is hidden B×T×D, targets B×T int32 and at most mask B×T uint8, not: {shown}")
 
 
-def to_activation_value(header: Header, tensors: tuple[HostTensor, ...]) -> Activation:
-    """An activation from its checked header and its tensors."""
-    return Activation(header, tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
-
-
 def to_gradient(gradient: Gradient) -> Iterator[bytes]:
     """The messages of a gradient: one when it fits, else the header comes with the first chunk."""
     head = pb.GradientHeader(

@@ -70,7 +70,7 @@ class IncomingActivation:
                 message = await self._context.read()
                 if message is not grpc.aio.EOF:
                     message_codec.feed(assembler, unpacked(message, pb.ActivationMessage)[1])
-            activation = message_codec.to_activation_value(self._header, assembler.finish(self._header.digest))
+            activation = Activation(self._header, *assembler.finish(self._header.digest))
         except Violation:
             if message is grpc.aio.EOF:
                 await asyncio.sleep(CANCEL_GRACE_S)

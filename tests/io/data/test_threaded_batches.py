@@ -169,7 +169,8 @@ def one_pass(kind: str, files: tuple[str, ...]) -> tuple[bytes, bytes]:
 
         corpus = c4_corpus(manifest("c4").data, files, tokenizer)
     else:
-        corpus = corpora.text_corpus(files, tokenizer) if files else corpora.stdlib_corpus(tokenizer)
+        found = corpora.file_corpus(corpora.matching_files(files), tokenizer) if files else None
+        corpus = found or corpora.stdlib_corpus(tokenizer)
 
     def text(documents: Iterator[corpora.TokenizedDocument]) -> bytes:
         ids = np.concatenate([document.ids for document in documents])
