@@ -126,7 +126,7 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
         swarm.at(back_s, lambda: swarm.network.release(victim))
     middles = [f"s1r{i}" for i in range(replicas[1])] if last == 2 else []
     if fault == "crash":
-        swarm.at(back_s - 1, lambda: graphs.extend(swarm.process(m).stages[-1].stage.open_graphs for m in middles))  # type: ignore[attr-defined]
+        swarm.at(back_s - 1, lambda: graphs.extend(swarm.process(m).devices[-1].stage.open_graphs for m in middles))  # type: ignore[attr-defined]
     outcome = swarm.run(limit_s=300)
     check_ended(outcome)
     assert graphs == [0] * len(graphs), "the graphs of what waits at stage 0 are freed in the middle"
