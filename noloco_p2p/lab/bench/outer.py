@@ -49,42 +49,6 @@ async def serve(ready: Callable[[int], None], size: str) -> None:
     await asyncio.Event().wait()
 
 
-class CountingForwarder:
-    """A TCP forwarder to `port` that counts the bytes of both directions."""
-
-    def __init__(self, port: int) -> None:
-        self.bytes = 0
-        self._port = port
-        self._pumps: list[asyncio.Task[None]] = []
-
-    async def open(self) -> tuple[asyncio.Server, int]:
-        """The listening server and its port."""
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        return server, int(server.sockets[0].getsockname()[1])
-
-    async def close(self) -> None:
-        """End all forwarding."""
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        self._pumps += [
-            asyncio.create_task(self._pump(reader, far_writer)),
-            asyncio.create_task(self._pump(far_reader, writer)),
-        ]
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(1 << 18):
-                self.bytes += len(data)
-                writer.write(data)
-                await writer.drain()
-        finally:
-            writer.close()
-
-
 async def rounds(size: str, port: int) -> dict[str, Any]:
     """Medians of ROUNDS outer rounds after one to warm up, then the bytes of one pull."""
     mine = make_transport(NEAR)
@@ -118,15 +82,29 @@ async def rounds(size: str, port: int) -> dict[str, Any]:
 
 
 async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
-    """Bytes on the connection, both ways and with its set-up, of one pull."""
-    forwarder = CountingForwarder(port)
-    server, counting_port = await forwarder.open()
-    counted = make_transport(NEAR)
-    await counted.fetch_snapshot(Advert(PEER, RUN, 1, (f"127.0.0.1:{counting_port}",)), 1, 1, 0.0, WAIT_S, specs)
-    await counted.close()
-    server.close()
-    await forwarder.close()
-    return forwarder.bytes
+    """Bytes on the connection, both ways and with its set-up, of one pull through a forwarder that counts them."""
+    moved, ended = 0, asyncio.Event()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal moved
+        while data := await reader.read(1 << 18):
+            moved += len(data)
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+        ended.set()
+
+    async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
+        near = make_transport(NEAR)
+        counted = Advert(PEER, RUN, 1, (f"127.0.0.1:{server.sockets[0].getsockname()[1]}",))
+        await near.fetch_snapshot(counted, 1, 1, 0.0, WAIT_S, specs)
+        await near.close()
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+    return moved
 
 
 def run() -> dict[str, Any]:
