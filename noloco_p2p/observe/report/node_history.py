@@ -1,6 +1,7 @@
 """What the journal of one node says: its processes, its counts over all of them, and its curves."""
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,19 +60,13 @@ class NodeHistory:
     """The last one that it held."""
     processes: list[ProcessHistory] = field(default_factory=list)
     inner_steps: int = 0
-    tokens: int = 0
-    """Trained on while at stage 0."""
     device_s: float = 0.0
     trained_s: float = 0.0
     """In state `training`."""
     step: float = 0.0
     final_loss: float | None = None
-    validation_loss: float | None = None
-    replica_std: float | None = None
     checkpoints: int = 0
     training_at: float | None = None
-    stepped_at: float | None = None
-    """When the last line of progress was written that had new tokens."""
     tallies: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in TALLIES})
     loss: list[Piece] = field(default_factory=list)
     """(step, mean loss since the line before)."""
@@ -81,7 +76,7 @@ class NodeHistory:
     rate: list[Piece] = field(default_factory=list)
     """(step, learning rate)."""
     token_increments: list[Increment] = field(default_factory=list)
-    """Between two lines of progress."""
+    """Trained on while at stage 0, between two lines of progress."""
     byte_increments: dict[str, list[Increment]] = field(default_factory=lambda: {"in": [], "out": []})
     new_rounds: list[tuple[float, str, float]] = field(default_factory=list)
     """(when, result, how many)."""
@@ -101,6 +96,30 @@ class NodeHistory:
         """When its last process wrote its last line."""
         return self.processes[-1].ended_at
 
+    @property
+    def tokens(self) -> int:
+        """Trained on while at stage 0."""
+        return sum(int(each.amount) for each in self.token_increments)
+
+    @property
+    def stepped_at(self) -> float | None:
+        """When the last line of progress was written that had new tokens."""
+        return self.token_increments[-1].ended_at if self.token_increments else None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Of the last evaluation."""
+        return _last(self.validation)
+
+    @property
+    def replica_std(self) -> float | None:
+        """Of the last outer round that measured it."""
+        return _last(self.spread)
+
+
+def _last(pieces: Sequence[Piece]) -> float | None:
+    return next((piece[-1][1] for piece in reversed(pieces) if piece), None)
+
 
 def read_history(directory: Path, name: str) -> NodeHistory | None:
     """The node whose journal is in a directory; None when there is no line that can be read."""
@@ -109,130 +128,88 @@ def read_history(directory: Path, name: str) -> NodeHistory | None:
         return None
     history = NodeHistory(name)
     for events in processes:
-        _ProcessReader(history, events[0].at).read(events)
+        _add_process(history, events)
     known = read_json(directory / ENDPOINTS) or {}
     history.peer_id = history.peer_id or clean(known.get("peer_id", ""))
     return history
 
 
-class _ProcessReader:
-    """Adds one process to a node's history."""
+def _add_process(history: NodeHistory, events: Sequence[JournalEvent]) -> None:
+    """Take what one process wrote."""
+    by_kind: defaultdict[str, list[JournalEvent]] = defaultdict(list)
+    held: list[int | None] = []
+    for event in events:
+        by_kind[event.kind].append(event)
+        stage = event.number("stage") if event.kind in ("start", "stage", "progress") else None
+        history.stage = history.stage if stage is None else int(stage)
+        if event.kind == "progress":
+            held.append(history.stage)
+        if event.kind in INCIDENTS:
+            kind = "well again" if event.fields.get("well") is True else INCIDENTS[event.kind]
+            history.incidents.append(Incident(event.at, history.name, kind, _sentence(event)))
+    for event in by_kind["start"]:
+        history.peer_id, history.run_id, history.run_name = map(event.text, ("peer_id", "run_id", "name"))
+    if history.training_at is None:
+        training = (event.at for event in by_kind["state"] if event.text("state") == "training")
+        history.training_at = next(training, None)
+    spans = tuple(_spans(events))
+    history.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
+    history.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")
+    history.checkpoints += len(by_kind["checkpoint"])
+    history.spread.append(_curve(by_kind["replica_std"], "value"))
+    history.validation.append(_curve(by_kind["evaluation"], "loss"))
+    history.round_seconds += [(event.at, event.number("seconds") or 0.0) for event in by_kind["outer_round"]]
+    history.membership += [(event.at, _states(event)) for event in by_kind["membership"]]
+    _add_progress(history, by_kind["progress"], held, events[0].at)
 
-    def __init__(self, history: NodeHistory, began_at: float) -> None:
-        self._history = history
-        self._progress: JournalEvent | None = None
-        """The last line of progress."""
-        self._since_at = began_at
-        """When that was written, or this process began."""
-        self._counts: dict[str, float] = {}
-        """What this process has counted so far, by name; it only grows."""
-        for pieces in (history.loss, history.validation, history.spread, history.rate):
-            pieces.append([])
 
-    def read(self, events: Sequence[JournalEvent]) -> None:
-        """Take the events in order, then what the last line of progress counts."""
-        history = self._history
-        readers = {
-            "start": self._read_start,
-            "stage": self._read_stage,
-            "state": self._read_state,
-            "progress": self._read_progress,
-            "outer_round": self._read_outer_round,
-            "replica_std": self._read_replica_std,
-            "evaluation": self._read_evaluation,
-            "membership": self._read_membership,
-            "checkpoint": self._read_checkpoint,
-        }
-        for event in events:
-            if event.kind in readers:
-                readers[event.kind](event)
-            if event.kind in INCIDENTS:
-                kind = "well again" if event.fields.get("well") is True else INCIDENTS[event.kind]
-                history.incidents.append(Incident(event.at, history.name, kind, _sentence(event)))
-        if self._progress is not None:
-            history.inner_steps += int(self._progress.number("inner_steps") or 0)
-            history.device_s += self._progress.number("device_s") or 0.0
-            for name in TALLIES:
-                history.tallies[name].update(self._progress.tally(name))
-        spans = tuple(_spans(events))
-        history.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
-        history.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")
+def _add_progress(
+    history: NodeHistory, progress: Sequence[JournalEvent], held: Sequence[int | None], began_at: float
+) -> None:
+    """Take a process's lines of progress; `held`: the stage at each."""
+    stepped = [(event, stage) for event, stage in zip(progress, held, strict=True) if event.number("step") is not None]
+    of_stage_0 = [event for event, stage in stepped if stage == 0]
+    history.step = max([history.step, *(event.number("step") or 0.0 for event, _ in stepped)])
+    history.rate.append(_curve([event for event, _ in stepped], "learning_rate"))
+    history.loss.append(_curve(of_stage_0, "loss"))
+    if final := _curve(of_stage_0, "final_loss"):
+        history.final_loss = final[-1][1]
+    times = [began_at, *(event.at for event in progress)]
+    tokens = _increments(times, [event.number("tokens") or 0.0 for event in progress])
+    history.token_increments += [new for new, stage in zip(tokens, held, strict=True) if new.amount > 0 and stage == 0]
+    sizes = [event.tally("bytes") for event in progress]
+    for way, increments in history.byte_increments.items():
+        totals = [sum(size for kind, size in each.items() if kind.startswith(way)) for each in sizes]
+        increments += _increments(times, totals)
+    rounds = [event.tally("rounds") for event in progress]
+    for result in {name: None for each in rounds for name in each}:
+        increments = _increments(times, [each.get(result, 0.0) for each in rounds])
+        history.new_rounds += [(new.ended_at, result, new.amount) for new in increments if new.amount > 0]
+    if progress:
+        history.inner_steps += int(progress[-1].number("inner_steps") or 0)
+        history.device_s += progress[-1].number("device_s") or 0.0
+        for name, tally in history.tallies.items():
+            tally.update(progress[-1].tally(name))
 
-    def _read_start(self, event: JournalEvent) -> None:
-        history = self._history
-        history.peer_id, history.run_id = event.text("peer_id"), event.text("run_id")
-        history.run_name = event.text("name")
-        self._read_stage(event)
 
-    def _read_stage(self, event: JournalEvent) -> None:
-        stage = event.number("stage")
-        if stage is not None:
-            self._history.stage = int(stage)
+def _increments(times: Sequence[float], counts: Sequence[float]) -> list[Increment]:
+    """What came to a count before each line; nothing where a line does not have it. `times`: the start, the lines."""
+    highest = [0.0, *itertools.accumulate(counts, max)]
+    added = [high - low for low, high in itertools.pairwise(highest)]
+    return [Increment(low, high, amount) for (low, high), amount in zip(itertools.pairwise(times), added, strict=True)]
 
-    def _read_state(self, event: JournalEvent) -> None:
-        if event.text("state") == "training" and self._history.training_at is None:
-            self._history.training_at = event.at
 
-    def _read_progress(self, event: JournalEvent) -> None:
-        history, self._progress = self._history, event
-        self._read_stage(event)
-        since_at, self._since_at = self._since_at, event.at
-        self._read_curves(event)
-        tokens = self._added("tokens", event.number("tokens") or 0.0)
-        if tokens > 0 and history.stage == 0:
-            history.tokens += int(tokens)
-            history.token_increments.append(Increment(since_at, event.at, tokens))
-            history.stepped_at = event.at
-        sizes = event.tally("bytes")
-        for way, increments in history.byte_increments.items():
-            size = sum(each for label, each in sizes.items() if label.startswith(way))
-            increments.append(Increment(since_at, event.at, self._added(way, size)))
-        for result, count in event.tally("rounds").items():
-            if (new := self._added(f"rounds {result}", count)) > 0:
-                history.new_rounds.append((event.at, result, new))
+def _curve(events: Sequence[JournalEvent], name: str) -> Piece:
+    """(step, number of this name) of the events that have one."""
+    return [(event.number("step") or 0.0, value) for event in events if (value := event.number(name)) is not None]
 
-    def _added(self, name: str, count: float) -> float:
-        """What has come to a count since the line before; nothing where this line does not have it."""
-        added = max(0.0, count - self._counts.get(name, 0.0))
-        self._counts[name] = self._counts.get(name, 0.0) + added
-        return added
 
-    def _read_curves(self, event: JournalEvent) -> None:
-        history, step = self._history, event.number("step")
-        if step is None:
-            return
-        history.step = max(history.step, step)
-        rate, loss, final = event.number("learning_rate"), event.number("loss"), event.number("final_loss")
-        if rate is not None:
-            history.rate[-1].append((step, rate))
-        if loss is not None and history.stage == 0:
-            history.loss[-1].append((step, loss))
-        if final is not None and history.stage == 0:
-            history.final_loss = final
-
-    def _read_outer_round(self, event: JournalEvent) -> None:
-        self._history.round_seconds.append((event.at, event.number("seconds") or 0.0))
-
-    def _read_replica_std(self, event: JournalEvent) -> None:
-        value, step = event.number("value"), event.number("step")
-        if value is not None:
-            self._history.replica_std = value
-            self._history.spread[-1].append((step or 0.0, value))
-
-    def _read_evaluation(self, event: JournalEvent) -> None:
-        loss, step = event.number("loss"), event.number("step")
-        if loss is not None:
-            self._history.validation_loss = loss
-            self._history.validation[-1].append((step or 0.0, loss))
-
-    def _read_checkpoint(self, _: JournalEvent) -> None:
-        self._history.checkpoints += 1
-
-    def _read_membership(self, event: JournalEvent) -> None:
-        counts: Counter[str] = Counter()
-        for place, count in event.tally("counts").items():
-            counts[_known(place.rpartition(" ")[2])] += int(count)
-        self._history.membership.append((event.at, dict(counts)))
+def _states(event: JournalEvent) -> dict[str, float]:
+    """Nodes by state, over all stages."""
+    counts: Counter[str] = Counter()
+    for place, count in event.tally("counts").items():
+        counts[_known(place.rpartition(" ")[2])] += int(count)
+    return dict(counts)
 
 
 def _known(state: str) -> str:
