@@ -68,13 +68,13 @@ class RunCharts:
         axes = self._by_step("Loss", lines, dots, from_zero=False, kind="" if few else "faint")
         legend = keys if few else [LegendKey(f"{len(nodes)} replicas", Colour.BLUE)]
         legend += [LegendKey("validation (dots)", Colour.GREY)] if dots else []
-        return _panel("Loss", axes.svg, legend, "Nats per token, by step.")
+        return _panel(axes.svg, legend, "Nats per token, by step.")
 
     def throughput(self) -> Panel:
         """Tokens per second of the swarm."""
         rates = self._bins.rates(each for node in self._run.nodes for each in node.token_increments)
         svg = self._over_time("Tokens per second", [("tokens per second", Colour.GREEN, rates)])
-        return _panel("Tokens per second", svg, (), "The whole swarm, evaluations and waits included.")
+        return _panel(svg, (), "The whole swarm, evaluations and waits included.")
 
     def time(self) -> Panel:
         """Where the time of each stage went."""
@@ -88,19 +88,16 @@ class RunCharts:
             waits = [(f"waits: {cause}", float(idle[cause]), colours[cause]) for cause in causes]
             pieces = [("device works", worked, Colour.GREEN), *waits, ("the rest", max(0.0, rest), Colour.PALE)]
             rows.append((f"stage {stage}", pieces))
-        legend = [
-            LegendKey("device works", Colour.GREEN),
-            *(LegendKey(f"waits: {cause}", colours[cause]) for cause in causes),
-        ]
+        legend = [LegendKey("device works", Colour.GREEN)]
+        legend += [LegendKey(f"waits: {cause}", colour) for cause, colour in colours.items()]
         legend.append(LegendKey("the rest: evaluation, merging, saving", Colour.PALE))
         note = "Shares of the seconds in which the nodes of a stage were training."
-        return _panel("Where the time went", bars("Where the time went", rows), legend, note)
+        return _panel(bars("Where the time went", rows), legend, note)
 
     def rounds(self) -> Panel:
         """Outer rounds by result, over time."""
-        title = "Outer rounds by result"
         found = self._columns.counts(event for node in self._run.nodes for event in node.new_rounds)
-        axes = self._stack_axes(title, found)
+        axes = self._stack_axes("Outer rounds by result", found)
         names = sorted(self._run.total("rounds"), key=[*RESULT_COLOURS, *self._run.total("rounds")].index)
         for n, counts in enumerate(found):
             low = 0.0
@@ -109,14 +106,14 @@ class RunCharts:
                 axes.column((n, COLUMNS), low, high, RESULT_COLOURS.get(name, Colour.GREY), f"{name}: {counts[name]}")
                 low = high
         legend = [LegendKey(name, RESULT_COLOURS.get(name, Colour.GREY)) for name in names]
-        return _panel(title, axes.svg, legend, "Rounds of all nodes that ended in each time.")
+        return _panel(axes.svg, legend, "Rounds of all nodes that ended in each time.")
 
     def round_seconds(self) -> Panel:
         """How long outer rounds took."""
         points = [point for node in self._run.nodes for point in node.round_seconds]
         mean, largest = self._columns.mean_and_largest(points)
         lines = [("mean", Colour.BLUE, mean), ("longest", Colour.ORANGE, largest)]
-        return _panel("Seconds of an outer round", self._over_time("Seconds of an outer round", lines), _keys(lines))
+        return _panel(self._over_time("Seconds of an outer round", lines), _keys(lines))
 
     def spread(self) -> list[Panel]:
         """Standard deviation between replicas, and the learning rate, by step."""
@@ -130,10 +127,9 @@ class RunCharts:
         longest = max(self._run.nodes, key=lambda node: sum(map(len, node.rate)))
         rates = [("learning rate", Colour.GREY, piece) for piece in longest.rate]
         note = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
-        below = "By step, as the spread beside it."
         return [
-            _panel("Spread of the replicas", self._by_step("Spread of the replicas", lines).svg, keys, note),
-            _panel("Learning rate", self._by_step("Learning rate", rates).svg, (), below),
+            _panel(self._by_step("Spread of the replicas", lines).svg, keys, note),
+            _panel(self._by_step("Learning rate", rates).svg, (), "By step, as the spread beside it."),
         ]
 
     def membership(self) -> Panel:
@@ -156,7 +152,7 @@ class RunCharts:
             upper = [low + counts[name] for low, counts in zip(heights, found, strict=True)]
             axes.area(heights, upper, STATE_COLOURS[name], name)
             heights = upper
-        return _panel("Nodes by state", axes.svg, [LegendKey(name, STATE_COLOURS[name]) for name in names], note)
+        return _panel(axes.svg, [LegendKey(name, STATE_COLOURS[name]) for name in names], note)
 
     def lives(self) -> Panel:
         """The life of every node."""
@@ -167,7 +163,7 @@ class RunCharts:
         note = "A stroke: a process began. A cross: its last line, without an end; it was killed, or still runs."
         left_out = len(self._run.nodes) - len(nodes)
         note += f" {left_out} nodes are left out." if left_out else ""
-        return _panel("Lives of the nodes", svg, legend, note)
+        return _panel(svg, legend, note)
 
     def bytes(self) -> Panel:
         """Bytes per second that the nodes sent and received."""
@@ -175,9 +171,7 @@ class RunCharts:
             (name, colour, self._bins.rates(each for node in self._run.nodes for each in node.byte_increments[way]))
             for name, colour, way in (("received", Colour.BLUE, "in"), ("sent", Colour.ORANGE, "out"))
         ]
-        return _panel(
-            "Bytes per second", self._over_time("Bytes per second", lines), _keys(lines), "All nodes together."
-        )
+        return _panel(self._over_time("Bytes per second", lines), _keys(lines), "All nodes together.")
 
     def _over_time(self, title: str, lines: Sequence[Line]) -> Element:
         """Lines by seconds since the start, the first on top."""
@@ -210,8 +204,8 @@ class RunCharts:
         return axes
 
 
-def _panel(title: str, svg: Element, legend: Iterable[LegendKey] = (), note: str = "") -> Panel:
-    return Panel(title, Markup(markup(svg)), list(legend), note)
+def _panel(svg: Element, legend: Iterable[LegendKey] = (), note: str = "") -> Panel:
+    return Panel(svg.findtext("title", ""), Markup(markup(svg)), list(legend), note)
 
 
 def _keys(lines: Sequence[Line]) -> list[LegendKey]:
