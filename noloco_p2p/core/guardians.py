@@ -6,6 +6,7 @@ guardians.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from noloco_p2p.core.members import HOLDING, TRAINED
 from noloco_p2p.core.messages import NO_STAGE, Advert, Holding, PeerId
@@ -32,11 +33,12 @@ def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[Peer
     if not 1 <= len(replicas) <= GUARDED_REPLICAS:
         return ()
     candidates = {a.peer_id for a in everybody if a.stage not in (stage, NO_STAGE) and a.state in HOLDING}
+    return tuple(sorted(candidates, key=lambda peer: (_score(seed, stage, peer), peer), reverse=True)[:GUARDIANS])
 
-    def place(peer: PeerId) -> tuple[int, PeerId]:
-        return generator(seed, "guardian", stage, peer).getrandbits(64), peer
 
-    return tuple(sorted(candidates, key=place, reverse=True)[:GUARDIANS])
+@lru_cache(maxsize=16_384)  # asked for all candidates whenever the membership is read
+def _score(seed: int, stage: int, peer: PeerId) -> int:
+    return generator(seed, "guardian", stage, peer).getrandbits(64)
 
 
 def holders(stage: int, adverts: Iterable[Advert], up_to_round: int | None = None) -> list[tuple[Advert, Holding]]:
