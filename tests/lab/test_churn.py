@@ -15,6 +15,7 @@ from noloco_p2p.lab.bench import churn, churn_schedule, churn_stats, churn_watch
 from noloco_p2p.lab.bench.churn_result import loss_ratio, rounds_lost
 from noloco_p2p.lab.bench.churn_stats import InnerStepLine, WeightsSource
 from noloco_p2p.lab.bench.node_fleet import Fleet, NodeSlot
+from noloco_p2p.lab.sample_stats import quantile
 from noloco_p2p.launch.node_process import NodeProcess
 
 
@@ -81,8 +82,8 @@ def test_loss_at_equal_tokens() -> None:
 
 def test_quantiles() -> None:
     values = [float(n) for n in range(1, 101)]
-    assert (churn_stats.quantile(values, 0.5), churn_stats.quantile(values, 0.95)) == (50.0, 95.0)
-    assert (churn_stats.quantile([3.0], 0.95), churn_stats.quantile([], 0.5)) == (3.0, None)
+    assert (quantile(values, 0.5), quantile(values, 0.95)) == (50.0, 95.0)
+    assert (quantile([3.0], 0.95), quantile([], 0.5)) == (3.0, None)
 
 
 def test_a_line_that_was_cut_off_is_left_out() -> None:

@@ -17,9 +17,10 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.bench.churn_result import DEFINITIONS, loss_ratio, result
 from noloco_p2p.lab.bench.churn_schedule import NodeKiller, StageKiller
-from noloco_p2p.lab.bench.churn_stats import InnerStepLine, mean_and_std, quantile, total
+from noloco_p2p.lab.bench.churn_stats import InnerStepLine, total
 from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch, Say
 from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet
+from noloco_p2p.lab.sample_stats import mean_and_std, quantile
 from noloco_p2p.launch import cpu_seconds
 
 TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": 1}

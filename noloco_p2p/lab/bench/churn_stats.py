@@ -4,7 +4,6 @@ Points in time are Unix seconds. A steps file has a line for each inner step of 
 """
 
 import json
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,18 +119,3 @@ def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for one in counts:
         found.update(one)
     return dict(found)
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of the values do not exceed; None without any."""
-    ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else None
-
-
-def mean_and_std(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation (None for a single value) and the values themselves."""
-    return {
-        "mean": statistics.fmean(values) if values else None,
-        "std": statistics.stdev(values) if len(values) > 1 else None,
-        "values": list(values),
-    }

@@ -18,7 +18,7 @@ from noloco_p2p.core.status import ForMicrobatch
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.lab.bench import pipeline
-from noloco_p2p.lab.bench.churn_stats import mean_and_std
+from noloco_p2p.lab.sample_stats import mean_and_std
 from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.telemetry import TraceEvent
