@@ -11,7 +11,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Wait
 from noloco_p2p.humanize import finite
 from noloco_p2p.io.telemetry.status_json import WaitInWords
-from noloco_p2p.observe.diagnosis import diagnose
+from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, line
 from noloco_p2p.observe.diagnosis.swarm_view import STAGES_LIMIT, most_common
 
@@ -87,16 +87,15 @@ class Overview:
 
 def overview(reports: Sequence[Report]) -> Overview:
     """The swarm of these reports."""
-    found = diagnose.findings(reports)
-    sentence = diagnose.headline(reports, found)
-    severity: Severity = next((f.severity for f in found if f.sentence == sentence), "ok")
+    found = diagnose(reports)
+    severity: Severity = next((f.severity for f in found.findings if f.sentence == found.sentence), "ok")
     nodes = sorted((_node(report) for report in reports), key=lambda n: (n.stage is None, n.stage or 0, n.peer))
     statuses = [report.status for report in reports if report.status is not None]
     name = line(most_common(status.run_name for status in statuses) or "")
     stages = {node.stage for node in nodes if node.stage is not None}
     stages |= set(range(min(most_common(status.stages for status in statuses) or 0, STAGES_LIMIT)))
     rows = tuple(_stage(stage, [node for node in nodes if node.stage == stage]) for stage in sorted(stages))
-    return Overview(name, sentence, severity, diagnose.progress(reports), tuple(found), rows, tuple(nodes))
+    return Overview(name, found.sentence, severity, found.progress, found.findings, rows, tuple(nodes))
 
 
 def _stage(stage: int, nodes: Sequence[NodeSummary]) -> StageSummary:

@@ -18,7 +18,7 @@ from diagnosed import (
 )
 
 from noloco_p2p.core.status import AnyReplica, Resource
-from noloco_p2p.observe.diagnosis.diagnose import findings, progress, sentence
+from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report, line
 
 Nodes = dict[str, Report]
@@ -26,7 +26,7 @@ Change = Callable[[Nodes], None]
 
 
 def _found(nodes: Nodes) -> list[Finding]:
-    return findings(list(nodes.values()))
+    return list(diagnose(list(nodes.values())).findings)
 
 
 def _names(nodes: Nodes) -> list[str]:
@@ -37,7 +37,7 @@ def test_nothing_is_wrong_with_a_healthy_swarm() -> None:
     nodes = swarm()
     assert _found(nodes) == []
     expected = "training: step 1234 of 5000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
-    assert sentence(list(nodes.values())) == expected
+    assert diagnose(list(nodes.values())).sentence == expected
 
 
 # --- one node ---------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_a_slow_one_of_two_is_compared_with_the_other_one() -> None:
     nodes = swarm(2, 2)
     nodes["S0R1"] = with_advert(nodes["S0R1"], microbatches_per_s=2.0)
     assert [(f.name, f.peer) for f in _found(nodes)] == [("slow-node", peer(0, 1))]
-    assert "5.0× slower" in sentence(list(nodes.values()))
+    assert "5.0× slower" in diagnose(list(nodes.values())).sentence
 
 
 def test_a_slow_one_that_is_alone_in_its_stage_is_compared_with_other_stages() -> None:
@@ -256,7 +256,7 @@ def test_a_stage_without_replica() -> None:
     assert [f.name for f in found] == ["stage-empty"]
     assert found[0].sentence == "stage 1 has had no replica for 42 s; that holds back 1 node"
     assert "--stage 1" in found[0].advice
-    assert sentence(list(nodes.values())) == found[0].sentence
+    assert diagnose(list(nodes.values())).sentence == found[0].sentence
 
 
 def test_a_stage_whose_only_replica_is_paused() -> None:
@@ -276,7 +276,7 @@ def _announced(report: Report, age_s: float) -> Report:
 def test_where_nobody_answers_that_is_all_that_is_known() -> None:
     nodes = {name: silent(report) for name, report in swarm(2, 1).items()}
     assert [(f.severity, f.name) for f in _found(nodes)] == [("error", "unreachable")] * 2
-    assert progress(list(nodes.values())) == "no status of 2 nodes"
+    assert diagnose(list(nodes.values())).progress == "no status of 2 nodes"
 
 
 def test_a_stage_whose_replicas_do_not_answer() -> None:
@@ -284,7 +284,7 @@ def test_a_stage_whose_replicas_do_not_answer() -> None:
     for name in ("S1R0", "S1R1", "S1R2"):
         nodes[name] = silent(nodes[name])
     assert _names(nodes) == ["unreachable"] * 3, "they have just announced themselves: training may go on"
-    assert sentence(list(nodes.values())).startswith("training: ")
+    assert diagnose(list(nodes.values())).sentence.startswith("training: ")
     old = {name: _announced(r, 20.0) if name[1] == "1" else r for name, r in nodes.items()}
     assert _names(old) == ["stage-empty"]
     nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 3.0})
@@ -301,13 +301,13 @@ def test_a_stage_with_one_replica() -> None:
     found = _found(nodes)
     assert [(f.severity, f.name) for f in found] == [("warning", "stage-thin")]
     assert found[0].sentence == "stage 1 has one replica: without it the run stands still"
-    assert sentence(list(nodes.values())).startswith("training: "), "training goes on"
+    assert diagnose(list(nodes.values())).sentence.startswith("training: "), "training goes on"
 
 
 def test_a_run_that_has_ended_lacks_nobody() -> None:
     nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] == "0"}
     assert _found(nodes) == []
-    assert sentence(list(nodes.values())) == "finished: step 5000 of 5000 (100 %), 3 nodes, loss 2.31"
+    assert diagnose(list(nodes.values())).sentence == "finished: step 5000 of 5000 (100 %), 3 nodes, loss 2.31"
     nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] != "0"}
     assert _found(nodes) == [], "stage 0 has left first"
 
@@ -320,7 +320,7 @@ def _not_begun(state: str) -> Nodes:
 def test_a_run_that_waits_for_its_start() -> None:
     nodes = _not_begun("waiting")
     assert _found(nodes) == []
-    assert sentence(list(nodes.values())) == "starting: 4 nodes"
+    assert diagnose(list(nodes.values())).sentence == "starting: 4 nodes"
     del nodes["S1R1"]
     found = _found(nodes)
     assert [(f.severity, f.name) for f in found] == [("warning", "start")]
@@ -357,5 +357,5 @@ def test_what_strangers_write_is_shown_as_one_line() -> None:
 
 
 def test_nobody() -> None:
-    assert findings([]) == []
-    assert sentence([]) == "no node was found"
+    assert diagnose([]).findings == ()
+    assert diagnose([]).sentence == "no node was found"

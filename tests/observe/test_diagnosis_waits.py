@@ -32,12 +32,12 @@ from noloco_p2p.core.status import (
     Unknown,
     Wait,
 )
-from noloco_p2p.observe.diagnosis.diagnose import findings, progress, sentence
+from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report
 
 
 def _found(nodes: dict[str, Report]) -> list[Finding]:
-    return findings(list(nodes.values()))
+    return list(diagnose(list(nodes.values())).findings)
 
 
 def _names(nodes: dict[str, Report]) -> list[str]:
@@ -208,8 +208,9 @@ REPORTS = st.lists(
 @given(reports=REPORTS)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_nodes_say_the_diagnosis_does_not_raise(reports: list[Report]) -> None:
-    found = findings(reports)
-    for text in (sentence(reports), progress(reports), *(f.sentence for f in found), *(f.advice for f in found)):
+    found = diagnose(reports)
+    advice = (finding.advice for finding in found.findings)
+    for text in (found.sentence, found.progress, *(finding.sentence for finding in found.findings), *advice):
         assert text.isprintable()
         assert len(text) <= LINE_CHARACTERS
-    assert found == findings(list(reversed(reports))) or len({r.peer for r in reports}) < len(reports)
+    assert found.findings == diagnose(reports[::-1]).findings or len({r.peer for r in reports}) < len(reports)

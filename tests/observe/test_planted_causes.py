@@ -28,7 +28,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.launch.settings import read
 from noloco_p2p.observe import survey
-from noloco_p2p.observe.diagnosis import diagnose
+from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import Finding, Report
 from noloco_p2p.observe.doctor import examination, machine, peers, run_requirements
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
@@ -79,8 +79,8 @@ def looked(replicas: tuple[int, ...], plant: Callable[[SimSwarm], object], *afte
     swarm, well, hurt = SimSwarm(plan), list[Look](), list[Look]()
 
     def look(into: list[Look]) -> None:
-        seen = reports(swarm)
-        into.append(Look(diagnose.findings(seen), diagnose.sentence(seen)))
+        seen = diagnose(reports(swarm))
+        into.append(Look(list(seen.findings), seen.sentence))
 
     def end() -> None:
         for stage, count in enumerate(replicas):
@@ -177,7 +177,7 @@ class Pair:
 
     def with_cause(self, cause: str) -> list[PeerId | None]:
         """Whom the diagnosis of both nodes' statuses names for this cause."""
-        found = diagnose.findings(uvloop.run(survey.by_url(self.first.endpoints().metrics)))
+        found = diagnose(uvloop.run(survey.by_url(self.first.endpoints().metrics))).findings
         return [finding.peer for finding in found if finding.name == cause]
 
     @contextmanager

@@ -9,7 +9,7 @@ half_open.py    links that carry nothing
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
@@ -48,38 +48,33 @@ QUIET = frozenset({"stage-thin", "version", "unreachable"})
 """Warnings that the one sentence for the swarm passes over: training goes on with them."""
 
 
-def findings(reports: Sequence[Report]) -> list[Finding]:
-    """Everything that is wrong, the worst and most causal first; empty: nothing. Never raises.
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What an observer should know of a swarm."""
+
+    findings: tuple[Finding, ...]
+    """Everything that is wrong, the worst and most causal first; empty: nothing.
 
     What is only a consequence of another finding has no finding of its own, but is counted there. Findings of severity
     `ok` say what is unusual and intended.
     """
-    swarm = SwarmView(reports)
-    shown = [*symptoms(swarm), *missing_nodes(swarm)]
-    empty = {each.at for each in shown if isinstance(each.at, AnyReplica)}
-    paths = {peer: follow(swarm, peer, empty) for peer in swarm.statuses}
-    ill = {each.at for each in shown if each.finding.name in ("loop", "device", "unreachable")}
-    shown += broken_links(swarm, ill, {link: wait for each in paths.values() for link, wait in each.links.items()})
-    shown += _gone(paths)
-    shown = _without_consequences(swarm, shown)
-    shown += _unexplained(swarm, shown, paths)
-    return sorted((_with_held(each, paths) for each in shown), key=_rank)
-
-
-def sentence(reports: Sequence[Report]) -> str:
-    """One line for the whole swarm: the worst cause, or how far it has come."""
-    return headline(reports, findings(reports))
-
-
-def headline(reports: Sequence[Report], found: Sequence[Finding]) -> str:
-    """The same of findings that are known already."""
-    worst = next((f for f in found if f.severity == "error" or (f.severity == "warning" and f.name not in QUIET)), None)
-    return progress(reports) if worst is None else worst.sentence
-
-
-def progress(reports: Sequence[Report]) -> str:
+    progress: str
     """How far the swarm has come: `training: step 1234 of 5000 (25 %), 6 nodes, 12.3k tokens/s, loss 2.31`."""
+
+    @property
+    def sentence(self) -> str:
+        """One line for the whole swarm: the worst cause, or how far it has come."""
+        bad = (f for f in self.findings if f.severity == "error" or (f.severity == "warning" and f.name not in QUIET))
+        return next((finding.sentence for finding in bad), self.progress)
+
+
+def diagnose(reports: Sequence[Report]) -> Diagnosis:
+    """The swarm of these reports, whatever strangers have put into them. Never raises."""
     swarm = SwarmView(reports)
+    return Diagnosis(tuple(_findings(swarm)), _progress(swarm))
+
+
+def _progress(swarm: SwarmView) -> str:
     if not swarm.reports:
         return "no node was found"
     nodes = plural(len(swarm.reports), "node")
@@ -101,6 +96,19 @@ def progress(reports: Sequence[Report]) -> str:
 
 
 # --- from symptoms to causes ------------------------------------------------------------------------------------------
+
+
+def _findings(swarm: SwarmView) -> list[Finding]:
+    """All findings, in order."""
+    shown = [*symptoms(swarm), *missing_nodes(swarm)]
+    empty = {each.at for each in shown if isinstance(each.at, AnyReplica)}
+    paths = {peer: follow(swarm, peer, empty) for peer in swarm.statuses}
+    ill = {each.at for each in shown if each.finding.name in ("loop", "device", "unreachable")}
+    shown += broken_links(swarm, ill, {link: wait for each in paths.values() for link, wait in each.links.items()})
+    shown += _gone(paths)
+    shown = _without_consequences(swarm, shown)
+    shown += _unexplained(swarm, shown, paths)
+    return sorted((_with_held(each, paths) for each in shown), key=_rank)
 
 
 def _gone(paths: Mapping[PeerId, WaitPaths]) -> Iterator[Cause]:

@@ -24,7 +24,7 @@ from noloco_p2p.launch.observer import NullTelemetry
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
-from noloco_p2p.observe.diagnosis import diagnose
+from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.doctor import link_speed, machine, peers, run_requirements
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 
@@ -200,12 +200,12 @@ class Examination:
         for look in range(LOOKS):
             with self.report.step(f"asking {len(present)} nodes what they wait for"):
                 await asyncio.sleep(LOOK_AGAIN_S if look else 0.0)
-                reports = await survey.by_adverts(present)
-            found = [f for f in diagnose.findings(reports) if f.name != "clock" or (f.peer or me) not in compared]
+                diagnosis = diagnose(await survey.by_adverts(present))
+            found = [f for f in diagnosis.findings if f.name != "clock" or (f.peer or me) not in compared]
             if any(finding.severity != "ok" for finding in found):
                 break
         else:
-            self.report.ok("swarm", diagnose.sentence(reports))
+            self.report.ok("swarm", diagnosis.sentence)
         for finding in found:
             self.report.add(finding)
 
