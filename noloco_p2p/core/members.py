@@ -107,7 +107,7 @@ class Members:
                     self._forget(peer)
                     continue
                 if old is None or old.stage != advert.stage:
-                    self._forget_deeds(peer)
+                    self._forget_history(peer)
                     joined += old is None
                     known[peer] = advert
                 elif advert.announced_at >= old.announced_at:
@@ -140,11 +140,11 @@ class Members:
 
     def _forget(self, peer: PeerId) -> None:
         self._adverts.pop(peer, None)
-        self._forget_deeds(peer)
+        self._forget_history(peer)
 
-    def _forget_deeds(self, peer: PeerId) -> None:
-        for deeds in (self._missed, self._heard, self._failures):
-            deeds.pop(peer, None)
+    def _forget_history(self, peer: PeerId) -> None:
+        for history in (self._missed, self._heard, self._failures):
+            history.pop(peer, None)
 
     def _index(self) -> None:
         self._by_state, self._found, self._ids = {}, {}, {}

@@ -44,20 +44,13 @@ class Guardian:
         """A reading of the membership has come."""
         self._read = True
 
-    async def stand_by(self) -> None:
-        """Once there is a stage of our own: guard those that could be lost. Never ends by itself."""
-        await self._waits.until(
-            lambda: self._node.advert.state == "training", "training", Resource.INNER_STEP, idle=True
-        )
-        await self.run()
-        await self._waits.until(lambda: False, "something to guard", Resource.SWARM, idle=True)
-
     async def run(self) -> None:
-        """Pull after each outer round and whenever the membership asks for it; until cancelled."""
+        """Once this node trains: pull after each outer round and whenever the membership asks for it. Never ends."""
         node = self._node
+        await self._waits.until(lambda: node.advert.state == "training", "training", Resource.INNER_STEP, idle=True)
         self._list_holdings()
         if node.manifest.stages == 1 or node.manifest.outer.pairing == "none":
-            return
+            await self._waits.until(lambda: False, "something to guard", Resource.SWARM, idle=True)
         while True:
             self._read, round = False, node.advert.outer_round
             self._drop()

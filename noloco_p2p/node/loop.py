@@ -80,7 +80,7 @@ class Node:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
         node = self.state
         tasks = [asyncio.create_task(self._membership_loop.run()), asyncio.create_task(self._live())]
-        tasks += [asyncio.create_task(self._watch_failure()), asyncio.create_task(self._guardian.stand_by())]
+        tasks += [asyncio.create_task(self._watch_failure()), asyncio.create_task(self._guardian.run())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:

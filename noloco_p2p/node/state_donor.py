@@ -65,13 +65,11 @@ class StateDonor:
 
     def close(self) -> None:
         """Forget every copy, the node ends. A call that still reads one keeps it until its end."""
-        for copy in self._copies:
-            copy.task.cancel()
-            if copy.drop is not None:
-                copy.drop.cancel()
-        self._copies.clear()
+        for copy in list(self._copies):
+            self._forget(copy)
 
     def _numbered(self, number: int) -> _Copy:
+        """The copy of which the caller has a part. No other will do: its bytes would not fit."""
         for copy in self._copies:
             if copy.number == number:
                 return copy
@@ -108,13 +106,8 @@ class StateDonor:
         node = self._node
         with self._waits.computing("copy of the state", Task.NEWCOMER):
             state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)
-        return replace(
-            state,
-            number=number,
-            round=node.advert.outer_round,
-            step=node.advert.step,
-            inner_steps=node.inner_steps,
-        )
+        round, step = node.advert.outer_round, node.advert.step
+        return replace(state, number=number, round=round, step=step, inner_steps=node.inner_steps)
 
     def _forget(self, copy: _Copy) -> None:
         if copy.drop is not None:
