@@ -79,18 +79,18 @@ class Device:
         self._push(URGENT, work)
 
     def take_busy_s(self) -> float:
-        """Seconds that the thread has worked since this was last asked. Called on the thread, inside a job."""
+        """Seconds that the thread has worked since this was last asked. Called on the thread, inside a call."""
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def close(self) -> None:
-        """End the thread after the job in hand; waiting calls get LocalError. Returns at once; may be repeated."""
+        """End the thread after the running call; waiting calls get LocalError. Returns at once; may be repeated."""
         with self._wake:
             self._closed = True
             waiting, self._queue = self._queue, []
             self._wake.notify()
-        for job in waiting:
-            _deliver(job, None, LocalError(CLOSED))
+        for queued in waiting:
+            _deliver(queued, None, LocalError(CLOSED))
 
     def join(self) -> None:
         """Wait until the thread has ended (after `close`)."""
@@ -113,18 +113,18 @@ class Device:
 
     def _run(self) -> None:
         _compute_in_batches()
-        while (job := self._next()) is not None:
-            if job.future is not None and job.future.cancelled():
+        while (queued := self._next()) is not None:
+            if queued.future is not None and queued.future.cancelled():
                 continue
             result, error = None, None
             began_at = time.perf_counter()
             try:
-                result = job.work()
+                result = queued.work()
             except BaseException as raised:  # noqa: BLE001 - it is raised again, in whoever waits for the call
                 error = _local(raised)
             self._busy_s += time.perf_counter() - began_at
-            _deliver(job, result, error)
-            del job, result, error
+            _deliver(queued, result, error)
+            del queued, result, error
 
 
 def _compute_in_batches() -> None:
@@ -138,28 +138,28 @@ def _compute_in_batches() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _deliver(job: DeviceCall, result: Any, error: BaseException | None) -> None:
+def _deliver(queued: DeviceCall, result: Any, error: BaseException | None) -> None:
     """Schedule the hand-over on the waiter's loop. When that loop is closed, nothing waits any more."""
-    if job.future is None:
+    if queued.future is None:
         return
-    loop = job.future.get_loop()
+    loop = queued.future.get_loop()
     try:
-        loop.call_soon_threadsafe(_hand_over, job, result, error)
+        loop.call_soon_threadsafe(_hand_over, queued, result, error)
     except RuntimeError:
         if not loop.is_closed():
             raise
 
 
-def _hand_over(job: DeviceCall, result: Any, error: BaseException | None) -> None:
+def _hand_over(queued: DeviceCall, result: Any, error: BaseException | None) -> None:
     """On the loop: the outcome to the waiter, or, when it is gone, the result to `lost`."""
-    assert job.future is not None
-    if job.future.cancelled():
-        if error is None and job.lost is not None:
-            job.lost(result)
+    assert queued.future is not None
+    if queued.future.cancelled():
+        if error is None and queued.lost is not None:
+            queued.lost(result)
     elif error is None:
-        job.future.set_result(result)
+        queued.future.set_result(result)
     else:
-        job.future.set_exception(error)
+        queued.future.set_exception(error)
 
 
 def _local(error: BaseException) -> BaseException:
@@ -238,9 +238,9 @@ class DeviceStage:
         await self._device.call(URGENT, partial(self._open_stage().restore, theirs))
 
     def close(self) -> None:
-        """End the device thread after the job in hand and let go of the stage; may be repeated.
+        """End the device thread after the running call and let go of the stage; may be repeated.
 
-        Calls that wait, and later calls, get LocalError. The stage's memory is free once the job in hand has ended.
+        Calls that wait, and later calls, get LocalError. The stage's memory is free once the running call has ended.
         """
         self._device.close()
         self._stage = None

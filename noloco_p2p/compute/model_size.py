@@ -13,7 +13,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import LocalError
 
 DEVICE_COPIES = 5
-"""Times the weights on the device: θ, accumulated gradients, those of the microbatch in hand, Adam's two moments."""
+"""Times the weights on the device: θ, accumulated gradients, those of the present microbatch, Adam's two moments."""
 HOST_COPIES = 11
 """Times the weights on the host: φ, δ, (φ, Δ) of two rounds, a partner's (φ, Δ), θ and Adam's moments captured."""
 

@@ -213,7 +213,7 @@ NO_STAGE = -1
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """What a node says of itself in the DHT. Signed by its identity; everything in it is a claim."""
+    """What a node publishes about itself in the DHT. Signed by its identity; everything in it is a claim."""
 
     peer_id: PeerId
     run_id: str
@@ -251,7 +251,7 @@ class Advert:
 
 @dataclass(frozen=True, slots=True)
 class NodeDescription:
-    """What a node says of itself when asked directly."""
+    """What a node answers when it is asked about itself directly."""
 
     peer_id: PeerId
     run_id: str

@@ -26,7 +26,7 @@ class ThreadedBatches:
         self._units = units
         self._changed = threading.Condition()
         self._ready: deque[tuple[Batch, StreamPosition]] = deque()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[asyncio.Future[None]] = []
         self._ended: LocalError | None = None
         self._thread: threading.Thread | None = None
 
@@ -43,9 +43,8 @@ class ThreadedBatches:
                     return batch
                 if self._ended is not None:
                     raise self._ended
-                loop = asyncio.get_running_loop()
-                arrival = loop.create_future()
-                self._waiters.append((loop, arrival))
+                arrival = asyncio.get_running_loop().create_future()
+                self._waiters.append(arrival)
             await arrival
 
     def validation(self) -> Iterator[Batch]:
@@ -88,9 +87,9 @@ class ThreadedBatches:
 
     def _wake(self) -> None:
         """With the lock held: wake every waiter."""
-        for loop, arrival in self._waiters:
+        for arrival in self._waiters:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
-                loop.call_soon_threadsafe(_set, arrival)
+                arrival.get_loop().call_soon_threadsafe(_set, arrival)
         self._waiters.clear()
 
 

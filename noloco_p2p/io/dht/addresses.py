@@ -86,8 +86,10 @@ def local_host_towards(host: str) -> str:
 
 
 def announced_host(host: str, announce_host: str | None, join: JoinAddress | None) -> str:
-    """What this node tells others: `announce_host`, or the address that it listens on, or for a wildcard the address
-    on the route to the peer it joins (the first node: on the default route)."""
+    """The host that this node announces: `announce_host`, else the address that it listens on.
+
+    For a wildcard address it is the one on the route to the peer that it joins (the first node: on the default route).
+    """
     if announce_host is not None:
         return announce_host
     if _kind(host) in ("ip4", "ip6") and ipaddress.ip_address(host).is_unspecified:

@@ -131,11 +131,11 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
     try:
         found = json.loads(answer)
     except ValueError as error:
-        raise Violation(f"peer {peer_id} answered the dial-back with what is not JSON") from error
+        raise Violation(f"peer {peer_id} answered the dial-back with something that is not JSON") from error
     if found == _BUSY:
         raise Busy(f"peer {peer_id} dials others back now")
     if not isinstance(found, dict) or set(found) != {"reason"} or not isinstance(found["reason"], str | None):
-        raise Violation(f"peer {peer_id} answered the dial-back with what means nothing")
+        raise Violation(f"peer {peer_id} answered the dial-back with an unknown message")
     reason: str | None = found["reason"]
     if reason is None:
         return None

@@ -1,5 +1,6 @@
 """The libp2p addresses of peers once seen, in a small file of the node, so that a restarted node finds its swarm."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -30,21 +31,14 @@ class KnownPeers:
         """
         try:
             with open(self._path, "rb") as file:
-                text = file.read(_FILE_LIMIT_BYTES)
-        except FileNotFoundError:
+                entries = json.loads(file.read(_FILE_LIMIT_BYTES))
+        except (FileNotFoundError, ValueError):
             return
         except OSError as error:
             raise LocalError(f"known peers {self._path}: {error.strerror}") from error
-        try:
-            entries = json.loads(text)
-        except ValueError:
-            return
-        self._addresses = {}
         for entry in entries if isinstance(entries, list) else []:
-            try:
+            with contextlib.suppress(ConfigError):
                 self._put(JoinAddress.parse(str(entry)))
-            except ConfigError:
-                continue
 
     def remember(self, addresses: Iterable[JoinAddress]) -> None:
         """Remember peers that answer now, and write the file when a peer or an address is new.
