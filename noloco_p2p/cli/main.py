@@ -38,10 +38,11 @@ def swarm(
 
     With the --dir of a run that has not ended, that run goes on, with the settings it had.
     """
+    from noloco_p2p.launch import settings
     from noloco_p2p.launch.swarm import run_swarm
-    from noloco_p2p.launch.swarm_plan import SwarmOptions
 
-    raise typer.Exit(run_swarm(SwarmOptions(config, stages, replicas, steps, tuple(set or ())), dir, plain))
+    options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
+    raise typer.Exit(run_swarm(settings.read(config, os.environ, set or (), options), dir, plain))
 
 
 @app.command()

@@ -54,7 +54,7 @@ def node(
         return
     from noloco_p2p.launch import settings
 
-    overrides = settings.read(config, os.environ, [*(set or []), *([] if stage is None else [f"stage={stage}"])])
+    overrides = settings.read(config, os.environ, set or (), {"--stage": ("stage", stage)})
     if describe:
         _describe(overrides)
         return

@@ -6,7 +6,9 @@ Everything that is opened is closed again in the opposite order, whatever happen
 import asyncio
 import importlib
 import logging
+import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -31,7 +33,6 @@ from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, probe, tune_allocator
 from noloco_p2p.launch import bootstrap, join_file, run_files
 from noloco_p2p.launch.bootstrap import NodeOptions
-from noloco_p2p.launch.signals import SignalHandler
 from noloco_p2p.node.loop import Node
 from noloco_p2p.ports import Batches, Stage, World
 
@@ -212,3 +213,43 @@ async def _watch_lag(telemetry: PrometheusTelemetry) -> None:
         before = loop.time()
         await asyncio.sleep(LAG_PERIOD_S)
         telemetry.event("lag", seconds=max(0.0, loop.time() - before - LAG_PERIOD_S))
+
+
+class SignalHandler:
+    """Ends this process before the run ends, on a signal or when the launcher is gone. It listens at once.
+
+    The first signal makes a node leave in good order. Before there is a node, at the second signal, and when the
+    launcher is gone, everything is cancelled.
+    """
+
+    def __init__(self, watch_stdin: bool) -> None:
+        self.node: Node | None = None
+        self._all = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._leave)
+        loop.add_signal_handler(signal.SIGUSR1, self._pause_or_resume, "pause")
+        loop.add_signal_handler(signal.SIGUSR2, self._pause_or_resume, "resume")
+        if watch_stdin:
+            loop.add_reader(sys.stdin.fileno(), self._read_stdin)
+
+    def _leave(self) -> None:
+        if self.node is not None and not self.node.state.draining:
+            self.node.drain()
+        elif self._all is not None:
+            self._all.cancel()
+
+    def _pause_or_resume(self, what: str) -> None:
+        if self.node is None:
+            log.warning("this node is still starting: it cannot %s yet", what)
+        elif what == "pause":
+            self.node.pause()
+        else:
+            self.node.resume()
+
+    def _read_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            log.warning("the launcher is gone: this node stops")
+            if self._all is not None:
+                self._all.cancel()

@@ -5,6 +5,7 @@ The collector is an observer (observer.py) that also calls nodes as a peer does.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
@@ -41,28 +42,22 @@ async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> CollectedWe
         transport = GrpcTransport(observer.peer_id, manifest.run_id, ListenSettings(), NullTelemetry(), 0)
         try:
             specs = await asyncio.to_thread(_specs, manifest)
-            return await _Fetching(manifest, specs, observer.directory, transport, say).collect(one=one)
+            return await SnapshotCollector(manifest, specs, observer.directory, transport, say).collect(one=one)
         finally:
             await transport.close()
 
 
-class _Fetching:
-    """The search for a round that all stages have, while the swarm goes on."""
+@dataclass(slots=True)
+class SnapshotCollector:
+    """The search for a round that all stages have, while the swarm keeps training."""
 
-    def __init__(
-        self,
-        manifest: RunManifest,
-        specs: Sequence[tuple[TensorSpec, ...]],
-        directory: HivemindDirectory,
-        transport: GrpcTransport,
-        say: Say,
-    ) -> None:
-        self._manifest = manifest
-        self._specs = specs
-        self._directory = directory
-        self._transport = transport
-        self._say = say
-        self._failed: set[PeerId] = set()
+    manifest: RunManifest
+    specs: Sequence[tuple[TensorSpec, ...]]
+    directory: HivemindDirectory
+    transport: GrpcTransport
+    say: Say
+    failed: set[PeerId] = field(default_factory=set)
+    """Nodes that are not asked again."""
 
     async def collect(self, *, one: bool) -> CollectedWeights:
         """See `from_swarm`."""
@@ -72,12 +67,12 @@ class _Fetching:
             holders = await self._holders()
             if target is None:
                 target = max(advert.outer_round for advert in holders)
-            wanted = chosen(holders, target, self._manifest.stages, one=one)
+            wanted = chosen(holders, target, self.manifest.stages, one=one)
             with progress_bar(f"fetching outer round {target}", len(wanted)) as done:
                 answers = await asyncio.gather(*(self._fetch(advert, target, done) for advert in wanted))
             found = [replica for replica in answers if replica is not None]
-            best = better(best, common(self._manifest, found))
-            rounds = {s: [r.round for r in found if r.stage == s] for s in range(self._manifest.stages)}
+            best = better(best, common(self.manifest, found))
+            rounds = {s: [r.round for r in found if r.stage == s] for s in range(self.manifest.stages)}
             if len(found) < len(wanted) and not all(rounds.values()):
                 continue
             following = next_target(target, rounds)
@@ -93,9 +88,9 @@ class _Fetching:
         for reading in range(READINGS):
             if reading:
                 await asyncio.sleep(READING_PAUSE_S)
-            adverts = await self._directory.peers()
-            holders = [a for a in adverts if a.state in HOLDING and a.peer_id not in self._failed]
-            missing = set(range(self._manifest.stages)) - {advert.stage for advert in holders}
+            adverts = await self.directory.peers()
+            holders = [a for a in adverts if a.state in HOLDING and a.peer_id not in self.failed]
+            missing = set(range(self.manifest.stages)) - {advert.stage for advert in holders}
             if not missing:
                 return holders
         stages = ", ".join(str(stage) for stage in sorted(missing))
@@ -105,18 +100,18 @@ class _Fetching:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
         from noloco_p2p.compute import model_export, replica_tensors
 
-        parameters, deadline_s = self._specs[advert.stage], self._manifest.outer.deadline_s
+        parameters, deadline_s = self.specs[advert.stage], self.manifest.outer.deadline_s
         expected = replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, parameters)
         try:
-            snapshot = await self._transport.fetch_snapshot(
+            snapshot = await self.transport.fetch_snapshot(
                 advert, advert.stage, round, min(ROUND_WAIT_S, deadline_s), deadline_s, expected
             )
             if snapshot.peer != advert.peer_id:
                 raise Violation(f"{advert.peer_id} sent the snapshot of {snapshot.peer}")
             weights = await asyncio.to_thread(model_export.fast_weights, snapshot, parameters)
         except PeerError as error:
-            self._failed.add(advert.peer_id)
-            self._say(f"not used: {advert.peer_id} of stage {advert.stage}: {error}")
+            self.failed.add(advert.peer_id)
+            self.say(f"not used: {advert.peer_id} of stage {advert.stage}: {error}")
             return None
         finally:
             done()

@@ -80,10 +80,20 @@ class Overrides:
         refuse(list(lines.values()))
 
 
-def read(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> Overrides:
-    """What the file, the environment and the `--set` options say. Raises ConfigError with a line for each fault."""
+def read(
+    path: Path | None,
+    environ: Mapping[str, str],
+    sets: Sequence[str],
+    options: Mapping[str, tuple[str, object]] | None = None,
+) -> Overrides:
+    """What a file, the environment, `--set` and other options set. Raises ConfigError with a line for each fault.
+
+    `options`: name of the option → (key, value); None for an option that was not given.
+    """
     faults: list[str] = []
     entries = read_entries(path, environ, sets, KNOWN, faults)
+    for option, (name, value) in (options or {}).items():
+        entries += [SettingEntry((name,), value, option)] if value is not None else []
     for key, fault in [*_faults(RunManifest, entries), *_faults(NodeConfig, entries)]:
         faults += [f"{where(entries, key)}: {fault}"] if key else []
     refuse(faults)

@@ -5,7 +5,6 @@
 The launcher trains nothing and shares no memory with the nodes: it reads their files and their metrics.
 """
 
-import os
 import signal
 import sys
 import time
@@ -16,7 +15,8 @@ from types import FrameType
 from noloco_p2p.launch import cpu_seconds, node_probe, run_files, swarm_summary
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
-from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmOptions, SwarmPlan
+from noloco_p2p.launch.settings import Overrides
+from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_table import Display, ReadingHistory, deserted
 
 TICK_S = 0.2
@@ -159,9 +159,9 @@ def threads_each(nodes: int) -> int:
     return max(1, cpu_seconds.cores() // nodes)
 
 
-def run_swarm(options: SwarmOptions, directory: Path | None, plain: bool) -> int:
+def run_swarm(overrides: Overrides, directory: Path | None, plain: bool) -> int:
     """Run a swarm to its end; returns the exit code. Raises ConfigError or LocalError before anything is started."""
-    plan = planning.make_plan(options, directory, os.environ)
+    plan = planning.make_plan(overrides, directory)
     run_dir = planning.make_run_dir(plan.manifest.name, directory)
     with planning.held(run_dir):
         planning.wait_for_old_nodes([run_dir / f"{stage}-{replica}" for stage, replica in plan.nodes])

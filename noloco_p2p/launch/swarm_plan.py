@@ -5,11 +5,10 @@ DIR/swarm.lock     held by the running launcher
 DIR/summary.json   written at the end
 """
 
-import fcntl
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -20,6 +19,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Holding
 from noloco_p2p.core.resume import least_newest
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.dht.identity import locked
 from noloco_p2p.launch import control, node_probe, run_files, settings
 from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
 
@@ -35,27 +35,6 @@ LOOPBACK = (
 NODES_END_S = 15.0
 """The nodes of a launcher that was killed need a moment to notice and to end, seconds."""
 POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmOptions:
-    """The command line; None for what is not on it."""
-
-    config: Path | None
-    stages: int | None
-    replicas: int | None
-    steps: int | None
-    sets: tuple[str, ...]
-
-    def overrides(self, environ: Mapping[str, str]) -> settings.Overrides:
-        """All settings given, the options last, each under its own name in messages. Raises ConfigError."""
-        options = {"stages": self.stages, "start_replicas": self.replicas, "steps": self.steps}
-        named = {"stages": "--stages", "start_replicas": "--replicas", "steps": "--steps"}
-        last = [f"{key}={value}" for key, value in options.items() if value is not None]
-        entries = list(settings.read(self.config, environ, [*self.sets, *last]).entries)
-        for i in range(len(entries) - len(last), len(entries)):
-            entries[i] = entries[i]._replace(where=named[entries[i].name])
-        return settings.Overrides(tuple(entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +76,21 @@ class ResumePoint:
     step: int
 
 
-def make_plan(options: SwarmOptions, run_dir: Path | None, environ: Mapping[str, str]) -> SwarmPlan:
-    """What the command line asks for; nothing is created yet.
+def make_plan(overrides: settings.Overrides, run_dir: Path | None) -> SwarmPlan:
+    """What these settings ask for; nothing is created yet.
 
     Raises ConfigError, also when the directory holds a finished run, or an unfinished one with another manifest.
     """
-    given = options.overrides(environ)
     if run_dir is None or not (stored_path := run_dir / SETTINGS).exists():
-        plan = SwarmPlan(given.manifest(), given.node(), resumes=False)
+        plan = SwarmPlan(overrides.manifest(), overrides.node(), resumes=False)
     else:
         old = node_probe.read_json(run_dir / node_probe.SUMMARY)
         if old is not None and old.get("completed"):
             raise ConfigError(f"{run_dir} holds a finished run; name another --dir")
         stored = settings.read(stored_path, {}, [])
         manifest = stored.manifest()
-        given.check_agrees(manifest, f"in the unfinished run of {run_dir}: leave it out, or name another --dir")
-        plan = SwarmPlan(manifest, settings.Overrides((*stored.entries, *given.entries)).node(), resumes=True)
+        overrides.check_agrees(manifest, f"in the unfinished run of {run_dir}: leave it out, or name another --dir")
+        plan = SwarmPlan(manifest, settings.Overrides((*stored.entries, *overrides.entries)).node(), resumes=True)
     if run_dir is not None:
         _check_nodes(plan, run_dir)
     return plan
@@ -151,14 +129,12 @@ def make_run_dir(name: str, directory: Path | None) -> Path:
 def held(run_dir: Path) -> Iterator[None]:
     """Keeps a second launcher away from the directory. Raises LocalError when there is one."""
     try:
-        lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = locked(run_dir / LOCK)
     except OSError as error:
         raise LocalError(f"{run_dir / LOCK}: {error.strerror}") from error
+    if lock is None:
+        raise LocalError(f"another noloco swarm runs in {run_dir}: stop it, or name another --dir")
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LocalError(f"another noloco swarm runs in {run_dir}: stop it, or name another --dir") from None
         yield
     finally:
         os.close(lock)

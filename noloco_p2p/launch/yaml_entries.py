@@ -91,7 +91,11 @@ class KnownKeys(NamedTuple):
 
 
 def read_entries(
-    path: Path | None, environ: Mapping[str, str], sets: Sequence[str], known: KnownKeys, faults: list[str]
+    path: Path | None,
+    environ: Mapping[str, str],
+    sets: Sequence[str],
+    known: KnownKeys,
+    faults: list[str],
 ) -> list[SettingEntry]:
     """What the file, the environment (`NOLOCO__A__B`) and the `--set a.b=v` options set, later entries before earlier.
 

@@ -1,6 +1,7 @@
 """What `noloco swarm` starts: a fresh run by its settings, or the unfinished one of a directory."""
 
 import os
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -12,15 +13,24 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.launch import settings
 from noloco_p2p.launch import swarm_plan as planning
-from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmOptions, common_point, make_plan, make_run_dir
+from noloco_p2p.launch.swarm_plan import ResumePoint, common_point, make_run_dir
 
-NOTHING = SwarmOptions(None, None, None, None, ())
+Given = tuple[Path | None, int | None, int | None, int | None, tuple[str, ...]]
+"""--config, --stages, --replicas, --steps, --set."""
+NOTHING: Given = (None, None, None, None, ())
+
+
+def make_plan(given: Given, run_dir: Path | None, environ: Mapping[str, str]) -> planning.SwarmPlan:
+    """As `noloco swarm` does."""
+    config, stages, replicas, steps, sets = given
+    options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
+    return planning.make_plan(settings.read(config, environ, sets, options), run_dir)
 
 
 def test_options_come_after_the_file_and_after_set(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("name: mine\nstages: 3\nsteps: 7\nstart_replicas: 5\nlimits:\n  drain_s: 3\n")
-    plan = make_plan(SwarmOptions(config, None, 1, 9, ("stages=2", "steps=8")), None, {"NOLOCO__SEED": "4"})
+    plan = make_plan((config, None, 1, 9, ("stages=2", "steps=8")), None, {"NOLOCO__SEED": "4"})
     manifest = plan.manifest
     assert (manifest.name, manifest.stages, manifest.start_replicas, manifest.steps, manifest.seed) == (
         "mine",
@@ -38,7 +48,7 @@ def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
 ) -> None:
     monkeypatch.setenv("NOLOCO__SEED", "4")
     sets = ("inner.eps=1.5e-9", "model.config.hidden_size=64", "data_files=[é*.txt]")
-    plan = make_plan(SwarmOptions(None, 2, 1, 9, sets), None, os.environ)
+    plan = make_plan((None, 2, 1, 9, sets), None, os.environ)
     plan.write(tmp_path)
     arguments = plan.arguments(tmp_path)
     environment = plan.environment(3)
@@ -54,7 +64,7 @@ def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
 
 
 def test_nodes_of_one_machine_serve_the_metrics_of_their_daemons_on_ports_of_their_own(tmp_path: Path) -> None:
-    plan = make_plan(SwarmOptions(None, 2, 1, 9, ("listen.libp2p_metrics_port=9400",)), None, {})
+    plan = make_plan((None, 2, 1, 9, ("listen.libp2p_metrics_port=9400",)), None, {})
     plan.write(tmp_path)
     arguments = plan.arguments(tmp_path)
     assert settings.read(Path(arguments[1]), {}, arguments[3::2]).node().listen.libp2p_metrics_port == 0
@@ -63,7 +73,7 @@ def test_nodes_of_one_machine_serve_the_metrics_of_their_daemons_on_ports_of_the
 def unfinished(run_dir: Path, *sets: str) -> RunManifest:
     """A directory in which a swarm was started."""
     run_dir.mkdir()
-    plan = make_plan(SwarmOptions(None, 2, 1, 9, sets), run_dir, {})
+    plan = make_plan((None, 2, 1, 9, sets), run_dir, {})
     plan.write(run_dir)
     return plan.manifest
 
@@ -73,7 +83,7 @@ def test_an_unfinished_run_is_resumed_with_the_settings_it_had(tmp_path: Path) -
     manifest = unfinished(run_dir, "seed=5", "limits.drain_s=3", "limits.linger_s=4")
     plan = make_plan(NOTHING, run_dir, {})
     assert (plan.resumes, plan.manifest, plan.local.limits.drain_s) == (True, manifest, 3.0)
-    same = make_plan(SwarmOptions(None, 2, None, 9, ("seed=5", "limits.drain_s=7")), run_dir, {})
+    same = make_plan((None, 2, None, 9, ("seed=5", "limits.drain_s=7")), run_dir, {})
     assert same.manifest == manifest
     assert (same.local.limits.drain_s, same.local.limits.linger_s) == (7.0, 4.0), "local settings may change"
     (run_dir / "summary.json").write_text('{"completed": false}')
@@ -87,18 +97,18 @@ def test_an_unfinished_run_is_resumed_with_the_settings_it_had(tmp_path: Path) -
     ("asked", "environ", "expected"),
     [
         (
-            SwarmOptions(None, 3, None, None, ()),
+            (None, 3, None, None, ()),
             {},
             r"--stages: stages is 3 here, 2 in the unfinished run of \S+: leave it out",
         ),
-        (SwarmOptions(None, None, 2, None, ("steps=9",)), {}, "--replicas: start_replicas is 2 here, 1"),
-        (SwarmOptions(None, None, None, 10, ()), {}, "--steps: steps is 10 here, 9"),
-        (SwarmOptions(None, None, None, None, ("seed=6",)), {}, "--set seed: seed is 6 here, 5"),
+        ((None, None, 2, None, ("steps=9",)), {}, "--replicas: start_replicas is 2 here, 1"),
+        ((None, None, None, 10, ()), {}, "--steps: steps is 10 here, 9"),
+        ((None, None, None, None, ("seed=6",)), {}, "--set seed: seed is 6 here, 5"),
         (NOTHING, {"NOLOCO__OUTER__ALPHA": "0.25"}, "NOLOCO__OUTER__ALPHA: outer.alpha is 0.25 here, 0.5"),
     ],
 )
 def test_a_conflicting_setting_is_refused_by_name(
-    asked: SwarmOptions, environ: dict[str, str], expected: str, tmp_path: Path
+    asked: Given, environ: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
     unfinished(tmp_path / "run", "seed=5")
     with pytest.raises(ConfigError, match=expected) as refused:

@@ -79,7 +79,7 @@ class Identity:
         """As `open`, but None when another process uses it."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = _locked(path)
+            lock = locked(path.with_name(path.name + ".lock"))
         except OSError as error:
             raise LocalError(f"identity {path}: {error.strerror}; choose another directory with --dir") from error
         if lock is None:
@@ -106,12 +106,12 @@ class Identity:
             self._lock = -1
 
 
-def _locked(path: Path) -> int | None:
-    """Descriptor of the locked lock file, None when another process holds the lock.
+def locked(path: Path) -> int | None:
+    """Descriptor of the file, created if need be and locked; None when another process holds the lock.
 
-    It ends with the process, however that goes, and is not inherited.
+    The lock ends with the process, however that ends, and is not inherited. Raises OSError.
     """
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
