@@ -50,10 +50,10 @@ def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> 
 
 def _time(found: RunFigures) -> Bars:
     """What each stage's nodes did with their time."""
-    names = causes(found.stages)
+    colours = dict(zip(causes(found.stages), itertools.cycle(IDLE_COLOURS), strict=False))
     rows = []
     for one in found.stages:
-        waits = [(f"idle: {name}", one.idle.get(name, 0.0), IDLE_COLOURS[n]) for n, name in enumerate(names)]
+        waits = [(f"idle: {cause}", one.idle.get(cause, 0.0), colour) for cause, colour in colours.items()]
         rows.append((f"stage {one.stage}", [("in use", one.utilisation or 0.0, Colour.GREEN), *waits]))
     return Bars("time", "Time of the nodes in training", rows)
 

@@ -46,6 +46,11 @@ def test_a_curve_has_its_line_its_points_and_its_bars() -> None:
     assert len(drawn(dashed, "circle")) == 1, "what is no number is left out, and a single point is a dot"
 
 
+def test_every_one_of_many_points_is_drawn() -> None:
+    many = Curve("many", range(1_000), [n % 7 for n in range(1_000)], style="points")
+    assert len(drawn(Plot("m", "M", ("x", "y"), [many]), "circle")) == 1_000 + 1, "one in the legend"
+
+
 def test_a_heatmap_has_a_cell_for_each_value_and_a_bar_of_colours() -> None:
     cells = [each for each in drawn(HEAT, "rect") if each.get("fill")]
     assert [each.findtext(NAME + "title") for each in cells[:2]] == ["1", "2"]

@@ -47,10 +47,10 @@ class Axes:
                 element(self.svg, "path", d=path, class_="halo")
             self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip())
 
-    def dots(self, points: Points, colour: Colour, name: str) -> None:
-        """A dot for each point, for a quarter of MOST_POINTS at most."""
+    def dots(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS // 4) -> None:
+        """A dot for each point, at most `most`."""
         rim = " halo" if self._cells else ""
-        for x, y in thin(points, MOST_POINTS // 4):
+        for x, y in thin(points, most):
             self._named(name, "circle", cx=self._across(x), cy=self._up(y), r=2.4, class_=f"f{colour}{rim}")
 
     def error_bars(self, points: Points, errors: Sequence[float], colour: Colour) -> None:

@@ -17,8 +17,8 @@ COLOUR_BAR = LEFT + RIGHT + 18.0
 """Width of the bar beside a heatmap, its numbers included."""
 COLOUR_STEPS = 64
 CURVE_COLOURS = (*SERIES_COLOURS, Colour.YELLOW, Colour.GREY)
-MOST_MARKED = 40
-"""Points of a line that has a dot at each."""
+MOST_MARKED, MOST_DOTS = 40, 5_000
+"""Points of a line that has a dot at each, and of a set of points."""
 COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """viridis at equal distances, from the least value to the largest: readable without colour vision and in print."""
 
@@ -105,7 +105,7 @@ def svg(chart: Chart) -> str:
     """A chart with its title and its legend."""
     if isinstance(chart, Bars):
         keys = dict.fromkeys(LegendKey(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
-        left = CHARACTER * max(len(label) for label, _ in chart.rows) + 10
+        left = CHARACTER * max((len(label) for label, _ in chart.rows), default=0) + 10
         return document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
     axes, *beside = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
     coloured = list(zip(chart.curves, itertools.cycle(CURVE_COLOURS), strict=False))
@@ -146,7 +146,7 @@ def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
         kind = "dashed" if curve.style == "dashed" else ""
         axes.line(steps(points) if curve.style == "steps" else points, colour, curve.label, kind=kind)
     if curve.style == "points" or (curve.style == "line" and len(points) <= MOST_MARKED):
-        axes.dots(points, colour, curve.label)
+        axes.dots(points, colour, curve.label, most=MOST_DOTS)
 
 
 def steps(points: Points) -> Points:
