@@ -85,16 +85,17 @@ class SwarmView:
 
 def _with_finite_numbers(value: Any) -> Any:
     """The same with 0 for every number that no node can mean. What a node says of others is not gone through."""
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [each.name for each in fields(value) if each.name != "seen"]
-        return replace(value, **{name: _with_finite_numbers(getattr(value, name)) for name in names})
+    if isinstance(value, int | float):
+        return value if abs(value) < NUMBER_LIMIT else type(value)(0)
     if isinstance(value, tuple):
         return tuple(map(_with_finite_numbers, value))
     if isinstance(value, Mapping):
         return {name: _with_finite_numbers(each) for name, each in value.items()}
-    if isinstance(value, int | float) and not abs(value) < NUMBER_LIMIT:
-        return type(value)(0)
-    return value
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    named = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "seen"}
+    finite = {name: _with_finite_numbers(each) for name, each in named.items()}
+    return value if finite == named else replace(value, **finite)
 
 
 def most_common(values: Iterable[V]) -> V | None:
