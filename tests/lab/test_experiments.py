@@ -135,8 +135,8 @@ def test_the_report_shows_the_charts_that_are_drawn(tmp_path: Path) -> None:
 
 
 def test_cells_and_samples_are_written_for_people() -> None:
-    told = markdown([Table(("a|b", "c"), [[1.23456, None], ["x|y", 7]], "Above.")])
-    assert told == "Above.\n\n| a|b | c |\n| --- | --- |\n| 1.235 | – |\n| x\\|y | 7 |\n"
+    page = markdown([Table(("a|b", "c"), [[1.23456, None], ["x|y", 7]], "Above.")])
+    assert page == "Above.\n\n| a|b | c |\n| --- | --- |\n| 1.235 | – |\n| x\\|y | 7 |\n"
     assert mean_std([]) == "–"
     assert mean_std([2.0]) == "2"
     assert mean_std([1.0, 3.0]) == f"2 ± {math.sqrt(2):.2g}"

@@ -1,0 +1,69 @@
+"""Processes of the measurements: whatever happens to the command, none of them outlives it."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from processes import wait_until
+
+from noloco_p2p.errors import LocalError
+from noloco_p2p.lab.processes import peer_process, workers
+
+COMMAND = """
+import os, time
+from noloco_p2p.lab.processes import workers
+with workers(1) as pool:
+    print(pool.submit(os.getpid).result(), flush=True)
+    pool.submit(time.sleep, 1000)
+    time.sleep(1000)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_workers_end_when_the_command_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        worker = int(command.stdout.readline())
+        assert alive(worker)
+        command.kill()
+    wait_until(lambda: not alive(worker), "the end of the worker", 30.0)
+
+
+def test_workers_have_their_environment_and_it_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with workers(1, OMP_NUM_THREADS="3", NOLOCO_LAB_TEST="x") as pool:
+        assert pool.submit(os.getenv, "OMP_NUM_THREADS").result() == "3"
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "NOLOCO_LAB_TEST" not in os.environ
+
+
+def test_a_worker_that_dies_is_an_error_with_advice() -> None:
+    with pytest.raises(LocalError, match="give --jobs 1"), workers(1) as pool:
+        pool.submit(os._exit, 3).result()
+
+
+async def serves(ready: Callable[[int], None], number: int) -> None:
+    ready(os.getpid() if number else 0)
+    await asyncio.Event().wait()
+
+
+async def fails(ready: Callable[[int], None]) -> None:
+    os._exit(1)
+
+
+def test_a_peer_process_passes_on_its_ports_and_ends_with_the_block() -> None:
+    with peer_process(serves, 1) as pid:
+        assert alive(pid)
+    assert not alive(pid)
+    with pytest.raises(LocalError, match="second process"), peer_process(fails):
+        pass
