@@ -1,6 +1,6 @@
 """Where a scenario comes from: its defaults < a YAML file < `--set a.b=v`.
 
-Everything that is wrong is told at once, one line each, with the file and line (or the option) and the nearest key.
+All faults are reported at once, one line each, with the file and line (or the option) and the nearest key.
 """
 
 import difflib

@@ -10,7 +10,7 @@ from noloco_p2p.core.messages import Batch, HostTensor, PeerId
 from noloco_p2p.core.seeds import generator
 
 IGNORED = -100
-"""A target that counts as no token (method.md §2)."""
+"""A target that counts as no token (METHOD.md, "Inner step")."""
 
 
 class SimBatches:

@@ -8,7 +8,7 @@ from noloco_p2p.errors import LocalError
 
 
 @dataclass(slots=True)
-class _StoredCheckpoint:
+class _DiskEntry:
     checkpoint: Checkpoint
     torn: bool = False
     noticed: bool = False
@@ -30,7 +30,7 @@ class Disk:
         self.full = False
         """Saves fail."""
         self.torn_by_crash = torn_by_crash
-        self._entries: list[_StoredCheckpoint] = []
+        self._entries: list[_DiskEntry] = []
 
     def held(self) -> list[Holding]:
         """What looks whole, oldest first."""
@@ -38,7 +38,7 @@ class Disk:
 
     def put(self, checkpoint: Checkpoint, keep: int, *, torn: bool = False) -> None:
         """Add one in the place of an earlier one of its stage and round, and forget the oldest beyond `keep`."""
-        fresh = _StoredCheckpoint(checkpoint, torn)
+        fresh = _DiskEntry(checkpoint, torn)
         others = [one for one in self._entries if one.holding[:2] != fresh.holding[:2] and not one.noticed]
         self._entries = [*others, fresh][-keep:]
 

@@ -33,7 +33,7 @@ def check(swarm: FaultySwarm) -> Outcome:
 
 def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
     """Check every law on the outcome of a swarm. Raises AssertionError, in words, for the first that does not hold."""
-    everybody_finished(swarm, outcome)
+    all_nodes_finished(swarm, outcome)
     for process in outcome.processes:
         every_microbatch_ended_once(process)
         no_id_counted_twice(process)
@@ -50,7 +50,7 @@ def recording_stages(process: SimProcess) -> list[RecordingStage]:
     return [stage for stage in process.models if isinstance(stage, RecordingStage)]
 
 
-def everybody_finished(swarm: FaultySwarm, outcome: Outcome) -> None:
+def all_nodes_finished(swarm: FaultySwarm, outcome: Outcome) -> None:
     """Every node that neither crashed nor was told to leave has come to the last step, and has left."""
     steps = float(swarm.plan.manifest.steps)
     for process in outcome.processes:

@@ -1,7 +1,7 @@
-"""What a simulated swarm is like: a description in plain settings, as it stands in a file of `configs/sim/`.
+"""The settings of a simulated swarm, as they are in a file of `configs/sim/`.
 
 Every field has a sentence and a unit, and the default scenario is the one of `configs/sim/lan.yaml`. Here are only the
-values and their checks: files are read in `cli/scenarios.py`, the swarm is built in `sim/simulation.py`.
+values and their checks: files are read in `lab/scenario_files.py`, the swarm is built in `sim/simulation.py`.
 Rates are per node, so that a scenario means the same with any number of nodes.
 """
 
@@ -38,7 +38,7 @@ class RunSettings(Settings):
     """The run: keys of the manifest, with the same meaning. The stages follow from `replicas`."""
 
     start_replicas: Positive | None = None
-    """Replicas that every stage must have before anybody takes step 1; none: as many as the smallest stage has."""
+    """Replicas that every stage must have before any takes step 1; none: as many as the smallest stage has."""
     microbatches_per_step: Positive = 4
     """Microbatches that each stage-0 replica reads per inner step."""
     steps: Positive = 60
@@ -104,7 +104,7 @@ class ComputeSettings(Settings):
 
 
 class LinkSettings(Settings):
-    """What lies between two nodes, where there are no regions."""
+    """The link between two nodes, where there are no regions."""
 
     latency_s: NotNegative = 0.0002
     """Median time one way, seconds."""
@@ -113,7 +113,7 @@ class LinkSettings(Settings):
 
 
 class RegionSettings(Settings):
-    """Places in the world; nodes stand in them in turn, so that every stage has nodes in each."""
+    """Places in the world; nodes are in them in turn, so that every stage has nodes in each."""
 
     names: tuple[str, ...] = ()
     """Names of the regions; none: there are no regions."""
@@ -124,7 +124,7 @@ class RegionSettings(Settings):
 
 
 class AccessSettings(Settings):
-    """How a node is connected to everybody: all its concurrent transfers share it."""
+    """How a node is connected to all others: all its concurrent transfers share it."""
 
     up_mbit_per_s: Above | None = 10_000.0
     """Away from the node, megabits per second (median over the nodes); none: no limit."""
@@ -201,7 +201,7 @@ class Scenario(Settings):
     """A swarm, its network, and what happens to it. With a seed, everything follows from it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "lan"
-    """What people call it."""
+    """Its name, for people."""
     description: str = "One room: a switch of 10 Gbit/s, equal machines, nothing goes wrong."
     """What it is like, in a sentence."""
     replicas: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4, 4)
@@ -217,9 +217,9 @@ class Scenario(Settings):
     network: NetworkSettings = NetworkSettings()
     """The links."""
     churn: ChurnSettings = ChurnSettings()
-    """Who comes and goes."""
+    """The nodes that come and go."""
     faults: tuple[FaultSettings, ...] = ()
-    """What is done to whom, and when."""
+    """What is done to which nodes, and when."""
     limit_s: Seconds = 36_000.0
     """Virtual seconds in which the run must have ended."""
 

@@ -214,7 +214,7 @@ class TimedStage:
         self._next()
 
     def _next(self) -> None:
-        """Give the free device to the first of the line who still waits."""
+        """Give the free device to the first of the line that still waits."""
         while self._line and not self._in_use and not self._halted:
             _, _, turn = heapq.heappop(self._line)
             if not turn.done():

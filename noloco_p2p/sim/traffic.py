@@ -89,7 +89,7 @@ class Traffic:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def byte_counts(self) -> dict[PeerId, dict[str, ByteCounts]]:
-        """What became of the bytes of every node that had any, by kind, as of now or of the end of the run."""
+        """What became of the bytes of every node that had any, by kind, now or at the end of the run."""
         found = {
             peer: {kind: replace(counts) for kind, counts in kinds.items()}
             for peer, kinds in sorted(self._counts.items())

@@ -45,13 +45,13 @@ class SimPlan:
     replicas: tuple[int, ...]
     """Replicas of each stage that are there from the beginning."""
     seed: int = 0
-    """Seed of the world: links and device times (the run's own seed stands in the manifest)."""
+    """Seed of the world: links and device times (the run's own seed is in the manifest)."""
     config: NodeConfig = field(default_factory=NodeConfig)
     """Of every node; its `stage` is set to the node's own."""
     link: Link = field(default_factory=Link)
     """Every link, where there is no `geography`."""
     geography: Geography | None = None
-    """Who is connected how."""
+    """Which nodes are connected how."""
     sizes: MessageSizes | None = None
     """What travels on the links, where it is not what the tensors have."""
     costs: Costs | tuple[Costs, ...] = field(default_factory=Costs)
@@ -63,7 +63,7 @@ class SimPlan:
     unequal_batches: bool = False
     """Microbatches have different numbers of tokens."""
     chooses_stage: bool = False
-    """Nodes are not told their stage; the one in their id means nothing then."""
+    """Nodes choose their stage themselves; the one in their id means nothing then."""
     save_s: float = 0.05
     """Virtual seconds that writing or reading a checkpoint takes."""
     torn_by_crash: bool = False
@@ -212,7 +212,7 @@ class SimSwarm:
     def run(self, limit_s: float = 3600.0, *, tolerate: bool = False) -> Outcome:
         """Run until every node has ended. Raises Deadlock when that takes more than `limit_s` virtual seconds.
 
-        Unless told to `tolerate` them, the first error of a node that did not crash, or of a handler, is raised.
+        Without `tolerate`, the first error of a node that did not crash, or of a handler, is raised.
         """
         outcome = run(self._main(), limit_s=limit_s)
         errors = [one.error for one in outcome.processes if one.error is not None and not one.crashed]

@@ -1,6 +1,6 @@
-"""Issue 4, proof 7 in the simulator: 200 swarms that are hurt at random, from a seed, keep every law.
+"""200 swarms with faults drawn from a seed keep every law.
 
-The laws stand in `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm.
+The laws: `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm.
 """
 
 import pytest

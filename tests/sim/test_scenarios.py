@@ -150,7 +150,7 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("sets", "told"),
+    ("sets", "message"),
     [
         (["compute.forward_s=[0.1]"], "compute.forward_s must be one number or 2 of them"),
         (["network.regions={names: [a, b], round_trip_ms: [[1, 2]]}"], "round_trip_ms must have 2 rows of 2 numbers"),
@@ -162,10 +162,10 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
         (["faults=[{at_s: 1, kind: crash, region: mars}]"], "the region 'mars', which is none of []"),
     ],
 )
-def test_values_that_do_not_go_together_are_refused(sets: list[str], told: str) -> None:
+def test_values_that_do_not_go_together_are_refused(sets: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, sets)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:

@@ -102,15 +102,15 @@ def test_cancelled_before_it_began_it_is_not_run_and_begun_it_runs_to_its_end() 
     run(main())
 
 
-class _Tattling(LinearStage):
+class _ObservedStage(LinearStage):
     """Calls back at the end of each forward pass."""
 
-    tell: Callable[[], object] | None = None
+    on_forward: Callable[[], object] | None = None
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """Tell, then as ever."""
-        if self.tell is not None:
-            self.tell()
+        if self.on_forward is not None:
+            self.on_forward()
         return super().forward(inputs, mask)
 
 
@@ -118,10 +118,10 @@ def test_cancelled_at_the_very_moment_of_its_turn_it_gives_the_device_on() -> No
     inputs, _ = _batch()
 
     async def main() -> None:
-        stage = _Tattling(MANIFEST, 0, "a")
+        stage = _ObservedStage(MANIFEST, 0, "a")
         device = TimedStage(stage, COSTS, random.Random(0))
         first, second, third = (asyncio.create_task(device.forward(inputs, None)) for _ in range(3))
-        stage.tell = lambda: asyncio.get_running_loop().call_soon(second.cancel)
+        stage.on_forward = lambda: asyncio.get_running_loop().call_soon(second.cancel)
         await first
         await third
         assert second.cancelled()

@@ -87,7 +87,7 @@ def story(seed: int) -> str:
 
 
 def test_one_seed_tells_one_story_whatever_the_hash_seed() -> None:
-    told = {
+    hashes = {
         subprocess.run(
             [sys.executable, "-c", "from test_world import story; print(story(7))"],
             env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -98,7 +98,7 @@ def test_one_seed_tells_one_story_whatever_the_hash_seed() -> None:
         ).stdout.strip()
         for hash_seed in ("1", "2")
     }
-    assert told == {story(7)}
+    assert hashes == {story(7)}
     assert story(7) != story(8)
 
 
@@ -124,8 +124,8 @@ def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
     assert [node.step for node in outcome.processes if not node.crashed] == [24] * 4
     assert set(_counted(outcome, 0).values()) == {1}
     assert set(_counted(outcome, 0)) <= set(_counted(outcome, 1))
-    told = {str(h.get("message")) for h in outcome.trace.of("reroute")}
-    assert told & {"s1r1 broke the connection", "s1r1 refused the connection"}
+    messages = {str(h.get("message")) for h in outcome.trace.of("reroute")}
+    assert messages & {"s1r1 broke the connection", "s1r1 refused the connection"}
 
 
 def test_a_crashed_node_starts_again_as_another_process_with_the_same_id() -> None:
@@ -202,26 +202,31 @@ def test_an_endless_run_and_a_wrong_schedule_are_errors() -> None:
         swarm.run(limit_s=20.0)
 
 
+class _Seen(Exception):
+    """The run has shown what it is for."""
+
+
 @pytest.mark.parametrize("peer", ["s0r0", "s1r0"])
 def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId) -> None:
-    """Also in the middle of an inner step: a cancellation that is swallowed leaves a node that nobody can stop."""
+    """Also in the middle of an inner step: a cancellation that is swallowed leaves a node that cannot be stopped."""
     for turn in range(24):
-        swarm = SimSwarm(_plan((2, 2), steps=40))
-        at_s, ended = 1.5 + 0.005 * turn, list[bool]()
+        swarm, at_s = SimSwarm(_plan((2, 2), steps=40)), 1.5 + 0.005 * turn
 
         def stop(swarm: SimSwarm = swarm) -> None:
             task = swarm.process(peer).task
             assert task is not None
             task.cancel()
 
-        def look(swarm: SimSwarm = swarm, ended: list[bool] = ended) -> None:
+        def look(swarm: SimSwarm = swarm, at_s: float = at_s) -> None:
             task = swarm.process(peer).task
-            ended.append(task is not None and task.done())
+            assert task is not None
+            assert task.done(), f"cancelled at {at_s:.3f} s, it still ran 0.3 s later"
+            raise _Seen
 
         swarm.at(at_s, stop)
         swarm.at(at_s + 0.3, look)
-        swarm.run(limit_s=120, tolerate=True)
-        assert ended == [True], f"cancelled at {at_s:.3f} s, it still ran 0.3 s later"
+        with pytest.raises(_Seen):
+            swarm.run(limit_s=120, tolerate=True)
 
 
 # --- faults that a node comes back from -------------------------------------------------------------------------------
@@ -342,7 +347,7 @@ def test_announcements_do_not_leave_their_group_until_it_is_healed() -> None:
 
 
 def test_one_seed_tells_one_story_of_all_faults() -> None:
-    def told(seed: int) -> str:
+    def hash_of_run(seed: int) -> str:
         swarm = SimSwarm(replace(_plan((2, 2, 2), steps=60), seed=seed, torn_by_crash=True))
         swarm.at(1.5, lambda: swarm.bounce("s1r0", 0.7))
         swarm.at(2.0, lambda: swarm.split({"s0r0", "s1r0", "s2r0"}, {"s0r1", "s1r1", "s2r1"}))
@@ -353,4 +358,4 @@ def test_one_seed_tells_one_story_of_all_faults() -> None:
         swarm.at(6.6, lambda: swarm.wipe("s0r1"))
         return swarm.run(limit_s=900.0).trace.trace_hash
 
-    assert told(3) == told(3) != told(4)
+    assert hash_of_run(3) == hash_of_run(3) != hash_of_run(4)

@@ -1,9 +1,9 @@
-"""Swarms that are hurt at random, from a seed: what is drawn, what is done to them, and the story of one of them.
+"""Swarms with faults drawn from a seed, and the replay of one of them.
 
     python tests/support/elastic.py SEED
 
 replays one seed, prints what was done to the swarm and what became of it, and which law it broke, if any. The laws
-themselves stand in `noloco_p2p/sim/laws.py`.
+are in `noloco_p2p/sim/laws.py`.
 """
 
 import random
