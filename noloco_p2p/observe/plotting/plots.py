@@ -1,4 +1,4 @@
-"""Plots and heatmaps as values, each drawn to an SVG file that needs nothing else."""
+"""Plots, heatmaps and bars as values, each drawn to an SVG file that needs nothing else."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,21 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from noloco_p2p.observe.plotting.axes import LEFT, RIGHT, Axes, Points
-from noloco_p2p.observe.plotting.bars import Row, bars
+from noloco_p2p import humanize
+from noloco_p2p.observe.plotting.axes import LEFT, PAGE_SIZE, RIGHT, Axes, Points
 from noloco_p2p.observe.plotting.palette import SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.scales import Axis, Scale, fitted
-from noloco_p2p.observe.plotting.svg import CHARACTER, LegendKey, LineStyle, document
+from noloco_p2p.observe.plotting.svg import CHARACTER, Element, LegendKey, LineStyle, canvas, document, element
 
 WIDTH, HEIGHT = 640.0, 330.0
 COLOUR_BAR = LEFT + RIGHT + 18.0
 """Width of the bar beside a heatmap, its numbers included."""
 COLOUR_STEPS = 64
+BAR_LEFT, BAR_HEIGHT, BAR_GAP = 74.0, 24.0, 6.0
+NARROWEST_LABELLED = 34.0
+"""A piece of a bar at least as wide has its share written on it."""
 CURVE_COLOURS = (*SERIES_COLOURS, Colour.YELLOW, Colour.GREY)
 MOST_MARKED, MOST_DOTS = 40, 5_000
 """Points of a line that has a dot at each, and of a set of points."""
 COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """viridis at equal distances, from the least value to the largest: readable without colour vision and in print."""
+
+BarPiece = tuple[str, float, Colour]
+"""(name, amount, colour)."""
+BarRow = tuple[str, Sequence[BarPiece]]
+"""(label, pieces)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ class Bars:
     name: str
     """File name without its ending, unique in a directory."""
     title: str
-    rows: Sequence[Row]
+    rows: Sequence[BarRow]
 
 
 Chart = Plot | Heatmap | Bars
@@ -147,6 +155,25 @@ def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
         axes.line(steps(points) if curve.style == "steps" else points, colour, curve.label, kind=kind)
     if curve.style == "points" or (curve.style == "line" and len(points) <= MOST_MARKED):
         axes.dots(points, colour, curve.label, most=MOST_DOTS)
+
+
+def bars(title: str, rows: Sequence[BarRow], *, width: float = PAGE_SIZE[0], left: float = BAR_LEFT) -> Element:
+    """One bar a row as wide as the others, its pieces as shares of the row's sum."""
+    svg = canvas(title, width, len(rows) * (BAR_HEIGHT + BAR_GAP) + BAR_GAP)
+    for n, (label, pieces) in enumerate(rows):
+        top, x = BAR_GAP + n * (BAR_HEIGHT + BAR_GAP), left
+        middle = top + BAR_HEIGHT / 2 + 4
+        whole = sum(amount for _, amount, _ in pieces) or 1.0
+        element(svg, "text", label[: int(left / CHARACTER)], x=left - 6, y=middle, class_="tick end")
+        for name, amount, colour in pieces:
+            share = amount / whole
+            extent = share * (width - left - RIGHT)
+            piece = element(svg, "rect", x=x, y=top, width=extent, height=BAR_HEIGHT, class_=f"f{colour}")
+            element(piece, "title", f"{label}: {name} {humanize.percent(share)}")
+            if extent >= NARROWEST_LABELLED:
+                element(svg, "text", f"{share:.0%}", x=x + extent / 2, y=middle, class_=f"on n{colour}")
+            x += extent
+    return svg
 
 
 def steps(points: Points) -> Points:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from noloco_p2p.observe.plotting.axes import MOST_POINTS, Axes, Points
-from noloco_p2p.observe.plotting.bars import bars
 from noloco_p2p.observe.plotting.palette import IDLE_COLOURS, SERIES_COLOURS, Colour
+from noloco_p2p.observe.plotting.plots import bars
 from noloco_p2p.observe.plotting.scales import Axis, fitted, time_unit
 from noloco_p2p.observe.plotting.svg import Element, LegendKey, markup
 from noloco_p2p.observe.plotting.time_bins import TimeBins

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from noloco_p2p.observe.plotting.axes import PAGE_SIZE, RIGHT
-from noloco_p2p.observe.plotting.bars import GAP, LEFT
 from noloco_p2p.observe.plotting.palette import Colour
+from noloco_p2p.observe.plotting.plots import BAR_GAP, BAR_LEFT
 from noloco_p2p.observe.plotting.scales import Axis, time_unit
 from noloco_p2p.observe.plotting.svg import Element, canvas, cross, element
 from noloco_p2p.observe.report.node_history import NodeHistory
@@ -28,22 +28,22 @@ def lives(
     began_at, ended_at = whole
     unit_s, unit = time_unit(ended_at - began_at)
     time = Axis(f"{unit} since the start", 0.0, max(ended_at - began_at, 1e-9) / unit_s)
-    bottom = GAP + len(nodes) * (ROW + GAP)
+    bottom = BAR_GAP + len(nodes) * (ROW + BAR_GAP)
     svg = canvas(title, PAGE_SIZE[0], bottom + BELOW)
 
     def across(at: float) -> float:
-        return LEFT + time.position((at - began_at) / unit_s) * (PAGE_SIZE[0] - LEFT - RIGHT - 6)
+        return BAR_LEFT + time.position((at - began_at) / unit_s) * (PAGE_SIZE[0] - BAR_LEFT - RIGHT - 6)
 
     for value in time.ticks(7):
         x = across(began_at + value * unit_s)
-        element(svg, "line", x1=x, x2=x, y1=GAP, y2=bottom, class_="grid")
+        element(svg, "line", x1=x, x2=x, y1=BAR_GAP, y2=bottom, class_="grid")
         element(svg, "text", f"{value:g}", x=x, y=bottom + 14, class_="tick middle")
     element(svg, "text", time.title, x=PAGE_SIZE[0] - RIGHT, y=bottom + 29, class_="tick end")
     pieces = sum(len(process.spans) + 2 for node in nodes for process in node.processes)
     apart_s = 0.0 if pieces <= MOST_PIECES else 3 * len(nodes) * (ended_at - began_at) / MOST_PIECES
     for n, node in enumerate(nodes):
-        top = GAP + n * (ROW + GAP)
-        element(svg, "text", node.name[-LABEL_CHARACTERS:], x=LEFT - 6, y=top + 12, class_="tick end")
+        top = BAR_GAP + n * (ROW + BAR_GAP)
+        element(svg, "text", node.name[-LABEL_CHARACTERS:], x=BAR_LEFT - 6, y=top + 12, class_="tick end")
         spans = [span for process in node.processes for span in process.spans]
         for span in _apart(spans, lambda span: span.began_at, apart_s):
             x = across(span.began_at)
