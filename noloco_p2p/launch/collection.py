@@ -13,8 +13,8 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.storage.checkpoint_format import (
+    CheckpointFiles,
     DamagedCheckpoint,
-    StoredCheckpoint,
     read_tensors,
     stored_checkpoints,
 )
@@ -87,7 +87,7 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
     return CollectedWeights(manifest, round, stages)
 
 
-def newest_common(checkpoints: Iterable[StoredCheckpoint], stages: int) -> int:
+def newest_common(checkpoints: Iterable[CheckpointFiles], stages: int) -> int:
     """The newest outer round of which every stage has a checkpoint. Raises ConfigError that says what is missing."""
     rounds: dict[int, set[int]] = {stage: set() for stage in range(stages)}
     for checkpoint in checkpoints:
@@ -104,10 +104,10 @@ def newest_common(checkpoints: Iterable[StoredCheckpoint], stages: int) -> int:
 
 
 def chosen_checkpoints(
-    checkpoints: Iterable[StoredCheckpoint], round: int, stages: int, *, one: bool
-) -> list[list[StoredCheckpoint]]:
+    checkpoints: Iterable[CheckpointFiles], round: int, stages: int, *, one: bool
+) -> list[list[CheckpointFiles]]:
     """By stage, sorted by peer id: each peer's last checkpoint of that round, or only that of the lowest peer id."""
-    last: dict[tuple[int, PeerId], StoredCheckpoint] = {}
+    last: dict[tuple[int, PeerId], CheckpointFiles] = {}
     for checkpoint in checkpoints:  # in the order in which they were saved
         if checkpoint.manifest.round == round:
             last[checkpoint.manifest.stage, checkpoint.manifest.peer_id] = checkpoint
@@ -115,9 +115,9 @@ def chosen_checkpoints(
     return [mine[:1] for mine in used] if one else used
 
 
-def _found(directories: Sequence[Path]) -> list[StoredCheckpoint]:
+def _found(directories: Sequence[Path]) -> list[CheckpointFiles]:
     """All checkpoints, each once. Raises ConfigError when a directory has none or they are of several runs."""
-    found: dict[Path, StoredCheckpoint] = {}
+    found: dict[Path, CheckpointFiles] = {}
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"--from {directory}: there is no such directory")
@@ -132,7 +132,7 @@ def _found(directories: Sequence[Path]) -> list[StoredCheckpoint]:
     return sorted(found.values(), key=lambda checkpoint: (checkpoint.manifest.peer_id, checkpoint.manifest.saved))
 
 
-def _manifest(checkpoints: Sequence[StoredCheckpoint]) -> RunManifest:
+def _manifest(checkpoints: Sequence[CheckpointFiles]) -> RunManifest:
     """The run's manifest, from any of the nodes' directories. Raises LocalError."""
     run_id = checkpoints[0].manifest.run_id
     for path in dict.fromkeys(_home(checkpoint) / run_files.MANIFEST for checkpoint in checkpoints):
@@ -151,14 +151,12 @@ def _manifest(checkpoints: Sequence[StoredCheckpoint]) -> RunManifest:
     raise LocalError(f"{missing} is not there, nor in the other directories: without it the model is not known")
 
 
-def _home(checkpoint: StoredCheckpoint) -> Path:
+def _home(checkpoint: CheckpointFiles) -> Path:
     """The directory of the node that wrote it."""
     return checkpoint.path.parents[2]
 
 
-def _read(
-    manifest: RunManifest, used: Sequence[Sequence[StoredCheckpoint]]
-) -> tuple[tuple[CollectedReplica, ...], ...]:
+def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> tuple[tuple[CollectedReplica, ...], ...]:
     """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
     from noloco_p2p.compute import model_export
 
@@ -177,7 +175,7 @@ def _read(
     return tuple(stages)
 
 
-def _weights(checkpoint: StoredCheckpoint, parameters: tuple[TensorSpec, ...]) -> "Weights":
+def _weights(checkpoint: CheckpointFiles, parameters: tuple[TensorSpec, ...]) -> "Weights":
     from noloco_p2p.compute import model_export
 
     try:
@@ -196,7 +194,7 @@ def _weights(checkpoint: StoredCheckpoint, parameters: tuple[TensorSpec, ...]) -
 
 
 def _left_out(
-    checkpoints: Sequence[StoredCheckpoint], used: Sequence[Sequence[StoredCheckpoint]], *, one: bool
+    checkpoints: Sequence[CheckpointFiles], used: Sequence[Sequence[CheckpointFiles]], *, one: bool
 ) -> list[str]:
     """A line for each node that could have given a replica and gave none."""
     lines = []

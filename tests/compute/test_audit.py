@@ -1,4 +1,4 @@
-"""The audit files hold what the stage really did, in the format of design.md §5."""
+"""The audit files hold what the stage really did, in the format of ARCHITECTURE.md, "Files"."""
 
 import json
 import os

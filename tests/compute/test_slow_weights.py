@@ -1,4 +1,4 @@
-"""Snapshots, the outer round and adoption on real tensors, against numpy written straight from method.md."""
+"""Snapshots, the outer round and adoption on real tensors, against numpy written straight from METHOD.md."""
 
 import dataclasses
 

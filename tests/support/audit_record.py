@@ -102,7 +102,8 @@ def check_routes(record: Record, manifest: Manifest) -> list[dict[str, Route]]:
     """Inner step by inner step, microbatch id → the peers that counted it, stage by stage.
 
     AssertionError unless each microbatch was counted exactly once at each stage, all in one inner step, neighbours
-    agree on each other, and the routes are those of `balanced` (method.md §4), which draws its permutations anew.
+    agree on each other, and the routes are those of `balanced` (METHOD.md, "Random routing"), whose permutations are
+    drawn again.
     """
     steps: list[dict[str, Route]] = []
     seen: set[str] = set()

@@ -201,7 +201,7 @@ class Simulation:
         twin.lines, twin.tokens = [], 0
 
     def outer_round(self, number: int) -> None:
-        """N1 in its one-vector form, δ ← α·δ + mean u_j − γ·φ with u_j = β·Δ_j + γ·φ_j (method.md §3)."""
+        """N1 in its one-vector form, δ ← α·δ + mean u_j − γ·φ with u_j = β·Δ_j + γ·φ_j (METHOD.md, "Outer round")."""
         o = self.manifest.outer
         beta = -o.beta if self.fault == "sign of beta" else o.beta
         gamma = 0.0 if self.fault == "gamma 0" else o.gamma

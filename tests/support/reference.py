@@ -1,4 +1,4 @@
-"""NoLoCo in one process, written from method.md: replays what the audit files of a run recorded, and compares.
+"""NoLoCo in one process, written from METHOD.md: replays what the audit files of a run recorded, and compares.
 
 Proof that a distributed run computes the algorithm, so nothing of the package may be imported here. It wants a run in
 float64 that was `balanced` and `matched`, with all members present before the first step. Only initial weights, data,
@@ -228,7 +228,7 @@ def inner_step(
 
 
 def outer_round(record: Record, replicas: dict[str, Replica], number: int, manifest: Manifest, report: Report) -> None:
-    """N1 and N2 of method.md §3 for every replica, and the comparison with its round file."""
+    """N1 and N2 (METHOD.md, "Outer round") for every replica, and the comparison with its round file."""
     outer = manifest["outer"]
     alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
     partners = read_pairs(record, number, (alpha, beta, gamma))

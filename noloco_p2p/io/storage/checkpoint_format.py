@@ -70,7 +70,7 @@ class CheckpointManifest(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
+class CheckpointFiles:
     """One checkpoint on disk."""
 
     path: Path
@@ -99,7 +99,7 @@ class ForeignCheckpointFormat(DamagedCheckpoint):
 # --- reading, without a node -----------------------------------------------------------------------------------------
 
 
-def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
+def stored_checkpoints(directory: Path) -> list[CheckpointFiles]:
     """All checkpoints at or below a directory (of a node, or of a swarm) that look whole, whoever wrote them.
 
     Sorted by run, peer and the order in which they were saved. Raises LocalError when the directory cannot be read.
@@ -111,7 +111,7 @@ def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
     return sorted(found, key=lambda one: (one.manifest.run_id, one.manifest.peer_id, one.manifest.saved))
 
 
-def read_tensors(stored: StoredCheckpoint, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
+def read_tensors(stored: CheckpointFiles, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
     """The tensors of some kinds (`slow`, `fast`, …; None: all), in the stage's order. Raises DamagedCheckpoint.
 
     Only what is asked for is read and verified; it takes as much memory as it has bytes.
@@ -124,7 +124,7 @@ def read_tensors(stored: StoredCheckpoint, kinds: Collection[str] | None = None)
         raise DamagedCheckpoint(f"checkpoint {stored.tensors_path} is damaged: {error}") from error
 
 
-def read_checkpoint(stored: StoredCheckpoint) -> Checkpoint:
+def read_checkpoint(stored: CheckpointFiles) -> Checkpoint:
     """All of a checkpoint. Raises DamagedCheckpoint."""
     m = stored.manifest
     try:
@@ -147,11 +147,11 @@ def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTen
     return HostTensor(expected.name, expected.dtype, expected.shape, data)
 
 
-def complete_checkpoints(paths: Iterable[Path]) -> Iterator[StoredCheckpoint]:
+def complete_checkpoints(paths: Iterable[Path]) -> Iterator[CheckpointFiles]:
     """Those whose manifest is undamaged and whose file of tensors has the right size."""
     for path in paths:
         try:
-            stored = StoredCheckpoint(path, read_manifest(path))
+            stored = CheckpointFiles(path, read_manifest(path))
             if stored.tensors_path.stat().st_size == stored.manifest.file_bytes:
                 yield stored
         except (DamagedCheckpoint, FileNotFoundError):

@@ -22,10 +22,10 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.io.storage.checkpoint_format import (
     FORMAT,
     STATE_NUMBERS,
+    CheckpointFiles,
     CheckpointManifest,
     DamagedCheckpoint,
     ForeignCheckpointFormat,
-    StoredCheckpoint,
     TensorEntry,
     complete_checkpoints,
     manifest_digest,
@@ -64,7 +64,7 @@ class FileCheckpoints:
         """See `ports.Checkpoints`. A damaged one is logged, and not listed any more."""
         return await asyncio.to_thread(self._load, held)
 
-    def _stored(self) -> list[StoredCheckpoint]:
+    def _stored(self) -> list[CheckpointFiles]:
         """Whole ones of this run and node, oldest first."""
         try:
             found = list(complete_checkpoints(self._folder.glob("stage-*.json")))
@@ -101,7 +101,7 @@ class FileCheckpoints:
         numbers = [path.stem.rpartition("-")[2] for path in self._folder.glob("stage-*")]
         return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
-    def _write(self, checkpoint: Checkpoint, saved: int) -> StoredCheckpoint:
+    def _write(self, checkpoint: Checkpoint, saved: int) -> CheckpointFiles:
         """Tensors first, manifest last; each is whole on the disk before it gets its name."""
         state = checkpoint.state
         stem = f"stage-{state.stage}-round-{state.round:06d}-{saved}"
@@ -118,7 +118,7 @@ class FileCheckpoints:
             fresh.unlink(missing_ok=True)
             tensors_path.unlink(missing_ok=True)
             raise
-        return StoredCheckpoint(path, manifest)
+        return CheckpointFiles(path, manifest)
 
     def _describe(self, checkpoint: Checkpoint, saved: int, file_bytes: int) -> CheckpointManifest:
         state = checkpoint.state
@@ -140,7 +140,7 @@ class FileCheckpoints:
             **{name: getattr(state, name) for name in STATE_NUMBERS},
         )
 
-    def _sweep(self, kept: list[StoredCheckpoint]) -> None:
+    def _sweep(self, kept: list[CheckpointFiles]) -> None:
         """Remove all but these; a manifest goes before its tensors. Those of another format or node stay."""
         names = {one.path.stem for one in kept}
         for path in sorted(self._folder.glob("stage-*.json")):
