@@ -75,6 +75,7 @@ class StageResult(NamedTuple):
 class _Attempts:
     """What one delivery has heard so far."""
 
+    trains: bool
     busy: set[PeerId] = field(default_factory=set)
     failed: set[PeerId] = field(default_factory=set)
     skipped: int = 0
@@ -170,7 +171,7 @@ class Dispatcher:
 
     async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], deadline: float) -> tuple[R, PeerId]:
         """Call one replica of the next stage after the other until one answers, or the time is up."""
-        node, heard, why = self._node, _Attempts(), for_microbatch(output.microbatch)
+        node, heard, why = self._node, _Attempts(policy.trains), for_microbatch(output.microbatch)
         while True:
             began = node.now()
             if node.drain_by is not None:
@@ -180,10 +181,10 @@ class Dispatcher:
             hops_below = node.manifest.stages - 2 - node.index
             longest_s = attempt_s(deadline - began, hops_below, timeout.deadline_s(node.config.limits.patience_floor_s))
             if longest_s < SHORTEST_CALL_S or (node.index == 0 and self._swarm.nobody_there()):
-                raise self._give_up(output.microbatch, policy.trains, heard)
+                raise self._give_up(output.microbatch, heard)
             peer = policy.choose(output.origin, heard)
             if peer is None:
-                await self._pause(heard, policy.trains)
+                await self._pause(heard)
                 continue
             header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
             activation = Activation(header, output.inputs, output.targets, output.mask)
@@ -193,28 +194,28 @@ class Dispatcher:
                     reply = await policy.send(peer, activation)
             except PeerError as error:
                 hurried = timeout.was_hurried(longest_s, node.now() - began)
-                self._note_failure(peer, error, heard, hurried=hurried, trains=policy.trains)
+                self._note_failure(peer, error, heard, hurried)
                 if not policy.trains:
-                    await self._pause(heard, policy.trains)
+                    await self._pause(heard)
             else:
                 policy.timeout.observe(node.now() - began)
                 self._swarm.answered(peer.peer_id)
                 return reply, peer.peer_id
 
-    def _note_failure(self, peer: Advert, error: PeerError, heard: _Attempts, *, hurried: bool, trains: bool) -> None:
+    def _note_failure(self, peer: Advert, error: PeerError, heard: _Attempts, hurried: bool) -> None:
         """A call failed: set the peer aside if it is at fault; raise what must not be retried.
 
         A peer that says Busy or Declined is alive. One that had less time than such calls take is neither praised nor
         blamed: it may have been about to answer.
         """
         swarm, id = self._swarm, peer.peer_id
-        if isinstance(error, Violation) and not trains:
+        if isinstance(error, Violation) and not heard.trains:
             raise Declined(str(error)) from error
         if isinstance(error, Violation) and error.ours:
             raise error
         if isinstance(error, Busy):
             swarm.answered(id)
-            self._note_busy(id, heard, trains)
+            self._note_busy(id, heard)
             return
         reason = type(error).__name__.lower()
         if isinstance(error, Declined):
@@ -226,11 +227,11 @@ class Dispatcher:
         heard.skipped += reason in ("declined", "hurried")
         heard.failed.add(id)
         heard.failure = str(error)
-        if trains:
+        if heard.trains:
             self._node.event("reroute", reason=reason, peer=id, message=str(error))
 
-    def _note_busy(self, peer: PeerId, heard: _Attempts, trains: bool) -> None:
-        if not trains:
+    def _note_busy(self, peer: PeerId, heard: _Attempts) -> None:
+        if not heard.trains:
             heard.failure = "busy"
             return
         node, newest = self._node, self._swarm.members.get(peer)
@@ -244,19 +245,20 @@ class Dispatcher:
         if named and newest is not None and newest.state != "training":
             heard.failed.add(peer)
 
-    def _give_up(self, microbatch: MicrobatchId, trains: bool, heard: _Attempts) -> PeerError:
+    def _give_up(self, microbatch: MicrobatchId, heard: _Attempts) -> PeerError:
         """The error for the caller above: in training Busy if that was all that was heard."""
         stage, why = self._node.index + 1, heard.failure or "none is in the membership"
         if heard.busy_at is not None and not heard.failure:
             return Busy(f"every replica of stage {stage} is busy")
-        done = f"served microbatch {microbatch.counter}" if trains else "evaluated a microbatch"
+        done = f"served microbatch {microbatch.counter}" if heard.trains else "evaluated a microbatch"
         return Declined(f"no replica of stage {stage} {done} in time: {why}")
 
-    async def _pause(self, heard: _Attempts, trains: bool) -> None:
+    async def _pause(self, heard: _Attempts) -> None:
         """Let time pass, then every replica may be asked again."""
         with self._waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
-        heard.pause_s = min(2 * heard.pause_s, LONGEST_PAUSE_S if heard.busy or not trains else LONGEST_WITH_NOBODY_S)
+        longest_s = LONGEST_WITH_NOBODY_S if heard.trains and not heard.busy else LONGEST_PAUSE_S
+        heard.pause_s = min(2 * heard.pause_s, longest_s)
         if not heard.busy:
             heard.failed.clear()
         heard.busy.clear()
