@@ -37,7 +37,7 @@ def swarm() -> Json:
     return dashboard(
         "noloco-swarm",
         "Swarm",
-        "Who is there, in which state, and what goes wrong.",
+        "The nodes, their states, and what goes wrong.",
         [
             [
                 stat("Nodes that answer", f'count(up{{job="noloco", {RUN}}} == 1)', "none", [(1, GOOD)]),
@@ -62,7 +62,7 @@ def swarm() -> Json:
                     "State of each node",
                     [*STATE_COLOURS.items()],
                     Query(state, BY_NODE),
-                    about="As each node tells it of itself.",
+                    about="As each node reports it.",
                 )
             ],
             [
@@ -95,7 +95,7 @@ def swarm() -> Json:
                     "Stages without a replica",
                     "s",
                     Query(f"stage:noloco_deserted_seconds:median{{{SEEN_STAGE}}}", BY_SEEN_STAGE),
-                    about="Since when nobody serves a stage: the run waits for one.",
+                    about="How long nobody has served a stage: the run waits for one.",
                     steps=[(10, BAD)],
                 ),
             ],

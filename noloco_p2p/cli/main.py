@@ -130,7 +130,7 @@ def evaluate_model(
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Of files: only what a run over them holds out, not all tokens.")
     ] = False,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Evaluate at most so many microbatches.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many microbatches.")] = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:

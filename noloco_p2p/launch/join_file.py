@@ -1,7 +1,7 @@
-"""Join addresses that go by a file: `--address-file FILE` writes it, `--join @FILE` waits for it.
+"""Join addresses passed in a file: `--address-file FILE` writes it, `--join @FILE` waits for it.
 
 The file has one address a line. The node that writes it removes that of an earlier run when it starts, and writes its
-own at one stroke when others can join. Who has read an old one all the same finds nobody there, and reads again.
+own in one step when others can join. A node that read an old address finds nobody there, and reads the file again.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ AT = "@"
 FILE_LIMIT_BYTES = 65_536
 POLL_S = 0.2
 AGAIN_S = 2.0
-"""Pause after an address of a file at which nobody answered, seconds."""
+"""Pause after nobody answered at an address from a file, seconds."""
 PATIENCE_S = 60.0
-"""A node that was here before can go on without the file; it waits for it at most so long, seconds."""
+"""Longest wait for the file by a node that ran before, which can continue without it, seconds."""
 
 log = logging.getLogger("noloco_p2p")
 
 
 class JoinAddresses:
-    """Where the `--join` options lead, now and later."""
+    """The addresses that the `--join` options give, now and later."""
 
     def __init__(self, given: Sequence[str], patience_s: float | None = None) -> None:
         """`given`: addresses, and `@FILE`. `patience_s`: longest wait for a file; None: as long as it takes."""
@@ -41,14 +41,14 @@ class JoinAddresses:
         return bool(self._files)
 
     def __iter__(self) -> Iterator[str]:
-        """The addresses that there are now. Raises ConfigError for a file that cannot be read, or has others."""
+        """The addresses known now. Raises ConfigError for a file that cannot be read, or holds anything else."""
         for text in self._given:
             yield from read(Path(text.removeprefix(AT))) if text.startswith(AT) else (text,)
 
     async def come(self) -> tuple[str, ...]:
-        """The addresses, as soon as there is one; says once that it waits.
+        """The addresses, as soon as there is one; logs once that it waits.
 
-        None at all when no `--join` was given. Raises ConfigError, and Unreachable when its patience ends.
+        Empty when no `--join` was given. Raises ConfigError, and Unreachable when its patience ends.
         """
         while not (found := tuple(self)) and self._files:
             waits = f"waits for the join address in {' and '.join(map(str, self._files))}"
@@ -59,7 +59,7 @@ class JoinAddresses:
         return found
 
     async def may_change(self, failure: Unreachable) -> bool:
-        """Nobody answered: whether a file may have other addresses later. If so, says why, and pauses."""
+        """Nobody answered: whether a file may have other addresses later. If so, logs why, and pauses."""
         if not self._files or self._at_end():
             return False
         self._say(logging.WARNING, f"{failure}; reads the file again until somebody answers")
@@ -79,7 +79,7 @@ class JoinAddresses:
 
 
 def check(given: Sequence[str]) -> None:
-    """Refuse what can be no `--join`, before anything is begun. Raises ConfigError."""
+    """Refuse what is no value of `--join` before anything starts. Raises ConfigError."""
     for text in given:
         if text == AT:
             raise ConfigError("--join @ names no file: write --join @FILE")
@@ -113,7 +113,7 @@ def read(path: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Nobody shall find what an earlier process wrote there. Raises LocalError when `write` would fail as well."""
+    """Remove what an earlier process wrote there. Raises LocalError when `write` would fail as well."""
     if not path.parent.is_dir():
         raise LocalError(f"--address-file {path}: there is no directory {path.parent}")
     try:

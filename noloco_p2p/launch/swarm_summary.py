@@ -53,7 +53,10 @@ def summarise(
         "final_loss": _mean(s.get("final_loss") for s in first),
         "validation_loss": validation_loss,
         "validation_perplexity": perplexity(validation_loss),
-        "replica_std": [_stage_std(nodes, found, stage) for stage in range(manifest.stages)],
+        "replica_std": [
+            _mean(s.get("replica_std") for node, s in zip(nodes, found, strict=True) if node.stage == stage)
+            for stage in range(manifest.stages)
+        ],
         "tokens": tokens,
         "tokens_per_s": tokens / seconds if seconds else None,
         "wall_s": wall_s,
@@ -83,10 +86,6 @@ def lines(summary: dict[str, Any], path: Path) -> list[str]:
 def _mean(values: Iterable[Any]) -> float | None:
     known = [float(value) for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _stage_std(nodes: Sequence[NodeProcess], found: Sequence[dict[str, Any]], stage: int) -> float | None:
-    return _mean(s.get("replica_std") for node, s in zip(nodes, found, strict=True) if node.stage == stage)
 
 
 def _training_s(first: Sequence[dict[str, Any]]) -> float | None:
