@@ -1,4 +1,4 @@
-"""Proof 1: gradients of a pipelined microbatch equal single-process autograd for every parameter.
+"""Gradients of a pipelined microbatch equal single-process autograd for every parameter.
 
 The reference is the whole model as plain transformers builds it, in float64, with the stages' weights loaded into it.
 """

@@ -1,4 +1,4 @@
-"""Proof 3 between processes: six nodes over the real DHT and gRPC compute the algorithm of the reference, to 1e-9."""
+"""Six nodes over the real DHT and gRPC compute the algorithm of the reference, to 1e-9."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""Proof 3 in the simulator: real nodes with real torch stages compute the algorithm of the reference, to 1e-9."""
+"""Real nodes with real torch stages compute the algorithm of the reference, to 1e-9."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -88,7 +88,7 @@ def test_without_losses_every_microbatch_counts_exactly_once_at_every_stage() ->
             assert set(first.values()) == {1}, f"seed {seed}"
 
 
-# --- the clock (proof 8) ------------------------------------------------------------------------------------------
+# --- the clock --------------------------------------------------------------------------------------------------------
 
 
 def clock_plan(
