@@ -2,7 +2,7 @@
 
 Nothing with threads, sockets or processes of its own can live in this loop; everything else of asyncio can. The same
 program gives the same order of events every time: the clock starts at 0, and tasks hash by their number, so that even
-the sets inside asyncio (TaskGroup, `asyncio.wait`) are walked in an order that is no matter of addresses.
+the sets inside asyncio (TaskGroup, `asyncio.wait`) are walked in an order that does not depend on addresses.
 """
 
 import asyncio

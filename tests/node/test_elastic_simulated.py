@@ -28,7 +28,7 @@ def test_swarms_survive_what_is_drawn(block: int) -> None:
         assert sources == {"peer", "shard", "guardian", "fresh"}, "else the swarms prove less than they seem to"
 
 
-def test_one_seed_tells_one_story() -> None:
+def test_one_seed_gives_one_run() -> None:
     hashes = []
     for seed in (11, 11, 12):
         swarm = FaultySwarm(*drawn(seed))

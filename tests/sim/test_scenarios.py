@@ -99,7 +99,7 @@ def test_every_seed_of_every_scenario_keeps_the_laws(name: str, block: int) -> N
         assert hurt > 0.8 * SEEDS_A_TEST, "else the swarms prove less than they seem to"
 
 
-def test_one_seed_tells_one_story() -> None:
+def test_one_seed_gives_one_run() -> None:
     hashes = []
     for seed in (5, 5, 6):
         simulation = build(short("churn"), seed)

@@ -420,7 +420,7 @@ def test_batches_follow_seed_and_peer_and_go_on_at_their_cursor() -> None:
     assert min(counts) >= 1
 
 
-def test_the_trace_has_virtual_times_and_one_hash_for_one_story() -> None:
+def test_the_trace_has_virtual_times_and_one_hash_for_one_run() -> None:
     async def main(fields: dict[str, object]) -> Trace:
         trace = Trace()
         telemetry = SimTelemetry(trace, "a")

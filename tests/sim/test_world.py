@@ -1,4 +1,4 @@
-"""The swarm builder: real nodes under virtual time, faults on schedule, one story for one seed."""
+"""The swarm builder: real nodes under virtual time, faults on schedule, one run for one seed."""
 
 import os
 import subprocess
@@ -78,7 +78,7 @@ def test_a_swarm_trains_to_its_end_and_every_microbatch_counts_once_at_every_sta
     assert outcome.ended_at_s == max(node.ended_at_s or 0.0 for node in outcome.processes)
 
 
-def story(seed: int) -> str:
+def hash_with_faults(seed: int) -> str:
     """The hash of all that happens in a swarm with a slow node, lost replies and a crash."""
     plan = replace(_plan((2, 3)), seed=seed, slowness={"s0r1": 2.0}, link=Link(0.002, 0.3, reply_loss=0.02))
     swarm = SimSwarm(plan)
@@ -86,10 +86,10 @@ def story(seed: int) -> str:
     return swarm.run(limit_s=600.0).trace.trace_hash
 
 
-def test_one_seed_tells_one_story_whatever_the_hash_seed() -> None:
+def test_one_seed_gives_one_run_whatever_the_hash_seed() -> None:
     hashes = {
         subprocess.run(
-            [sys.executable, "-c", "from test_world import story; print(story(7))"],
+            [sys.executable, "-c", "from test_world import hash_with_faults; print(hash_with_faults(7))"],
             env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
             cwd=os.path.dirname(__file__),
             capture_output=True,
@@ -98,8 +98,8 @@ def test_one_seed_tells_one_story_whatever_the_hash_seed() -> None:
         ).stdout.strip()
         for hash_seed in ("1", "2")
     }
-    assert hashes == {story(7)}
-    assert story(7) != story(8)
+    assert hashes == {hash_with_faults(7)}
+    assert hash_with_faults(7) != hash_with_faults(8)
 
 
 @pytest.mark.parametrize("at_s", [1.1, 1.2, 1.31, 1.42])
@@ -346,7 +346,7 @@ def test_announcements_do_not_leave_their_group_until_it_is_healed() -> None:
         assert view("b", 7.0) == {"a": 4.0, "b": 4.0, "c": 4.0}
 
 
-def test_one_seed_tells_one_story_of_all_faults() -> None:
+def test_one_seed_gives_one_run_with_all_faults() -> None:
     def hash_of_run(seed: int) -> str:
         swarm = SimSwarm(replace(_plan((2, 2, 2), steps=60), seed=seed, torn_by_crash=True))
         swarm.at(1.5, lambda: swarm.bounce("s1r0", 0.7))
