@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 
 def test_a_node_that_waits_for_its_partner_takes_the_time_of_the_model() -> None:
     outcome = swarm(SETTINGS).run(limit_s=1e6)
-    began = [float(str(node.trace.of("inner_step")[0].get("busy_s"))) for node in outcome.of_stage(0)]
+    began = [node.trace.of("inner_step")[0].number("busy_s") for node in outcome.of_stage(0)]
     first = [node.trace.of("inner_step")[0].at_s for node in outcome.of_stage(0)]
     ended = [node.trace.of("outer_round")[-1].at_s for node in outcome.of_stage(0)]
     spans = [end - (at - busy) for end, at, busy in zip(ended, first, began, strict=True)]
