@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 from processes import SMALL, wait_until, working_below
+from warm_start import in_place_of_subprocess, interpreter
 
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.bench import churn, churn_schedule, churn_stats, churn_watch
@@ -16,6 +17,7 @@ from noloco_p2p.lab.bench.churn_result import loss_ratio, rounds_lost
 from noloco_p2p.lab.bench.churn_stats import InnerStepLine, WeightsSource
 from noloco_p2p.lab.bench.node_fleet import Fleet, NodeSlot
 from noloco_p2p.lab.sample_stats import quantile
+from noloco_p2p.launch import node_process
 from noloco_p2p.launch.node_process import NodeProcess
 
 
@@ -261,6 +263,7 @@ class UntilItIsBack(churn_watch.ChurnWatch):
 
 def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
+    monkeypatch.setattr(node_process, "subprocess", in_place_of_subprocess(interpreter()))
     monkeypatch.setattr(churn, "ChurnWatch", UntilItIsBack)
     monkeypatch.setattr(churn_schedule, "PAUSE_S", (0.1, 0.2))
     steps, sets = 100_000, (*SMALL[1::2], "evaluation.every_steps=10", "inner.warmup_steps=10")

@@ -32,18 +32,18 @@ def say_join_command(node: NodeProcess) -> list[str]:
 def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(tmp_path: Path) -> None:
     terminals = tmp_path / TERMINALS
     terminals.mkdir()
-    few = settings(steps="20", evaluation__microbatches="2")
+    few = settings(steps="10", outer__inner_steps="5", evaluation__microbatches="2")
     address = tmp_path / "address"
     address.write_text(f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}\n")
     with node_processes(tmp_path) as nodes:
-        by_file = nodes.start("--join", f"@{address}", cwd=terminals, fresh=True)
+        by_file = nodes.start("--join", f"@{address}", cwd=terminals)
         by_file.wait_for(lambda: "reads the file again" in by_file.logged(), "word that the address of before is dead")
         first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals, fresh=True)
         pasted = say_join_command(first)
         assert pasted[0] == "--join"
         assert len(pasted) == 2, "nothing but the address"
-        for _ in range(2):
-            nodes.start(*pasted, cwd=terminals, fresh=True)
+        for fresh in (True, False):
+            nodes.start(*pasted, cwd=terminals, fresh=fresh)
         nodes.all_end_well()
         nodes.nothing_left()
     assert address.read_text() == f"{pasted[1]}\n"
@@ -101,7 +101,7 @@ def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
         summary = stays.summary()
         assert summary["state"] == serves.summary()["state"] == "finished"
         assert summary["outer_rounds"] == 60
-        assert int(str(summary["rerouted"])) > 0, "what the killed replica had was sent to the other one"
+        assert summary["rerouted"] > 0, "what the killed replica had was sent to the other one"
 
 
 def test_unequal_stages_train_and_a_second_signal_or_a_closed_input_ends_a_node_at_once(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import resource
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,11 +20,7 @@ from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 SOMEBODY = peer_id_of(bytes(range(32)))
 HASH = "0123456789abcdef" * 4
-LIMITED = (
-    "import os, resource, sys; limit = int(sys.argv[1]); "
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)); os.execv(sys.argv[2], sys.argv[2:])"
-)
-"""Runs a command whose files cannot grow beyond a limit in bytes: to a program that is a disk which is full."""
+LIMITED_NODE = str(Path(__file__).parents[1] / "support" / "limited_node.py")
 
 
 class Refused:
@@ -178,28 +173,21 @@ def test_a_full_disk_ends_a_node_with_one_line(tmp_path: Path) -> None:
 
         def limited(own_dir: str, bytes_a_file: int, *more: str) -> NodeProcess:
             Identity.open(tmp_path / own_dir / KEY).close()
-            command = (sys.executable, "-c", LIMITED, str(bytes_a_file), sys.executable, "-m", "noloco_p2p.cli.node")
-            return nodes.start(*alone, *more, command=command, own_dir=own_dir, pipe_output=True)
+            command = (sys.executable, LIMITED_NODE, str(bytes_a_file))
+            return nodes.start(*alone, *more, command=command, own_dir=own_dir)
 
         run = limited("a", 100)
         summary = limited("b", 900)
         audit = limited("c", 600_000, *settings(audit__dir=str(tmp_path / "audit")))
-        assert f"{run.dir}/manifest.json cannot be written: File too large" in last_line_of(run)
-        assert f"{summary.dir}/summary.json cannot be written: File too large" in last_line_of(summary)
-        line = last_line_of(audit)
-        assert f"the audit cannot write {tmp_path}/audit/round-000001-" in line
-        assert "free some space or set another audit.dir" in line
-        assert audit.summary()["inner_steps"] == 4, "what was done is reported all the same"
+        assert [node.end() for node in nodes.started] == [2, 2, 2]
         nodes.nothing_left()
-
-
-def last_line_of(node: NodeProcess) -> str:
-    """What a node said at its end; it is an error, without a traceback."""
-    assert isinstance(node.process, subprocess.Popen)
-    _, err = node.process.communicate()
-    assert node.end() == 2, err
-    assert b"Traceback" not in err
-    return str(err.decode().splitlines()[-1])
+    assert not any("Traceback" in node.logged() for node in nodes.started)
+    last = {node: node.logged().splitlines()[-1] for node in (run, summary, audit)}
+    assert f"{run.dir}/manifest.json cannot be written: File too large" in last[run]
+    assert f"{summary.dir}/summary.json cannot be written: File too large" in last[summary]
+    assert f"the audit cannot write {tmp_path}/audit/round-000001-" in last[audit]
+    assert "free some space or set another audit.dir" in last[audit]
+    assert audit.summary()["inner_steps"] == 4, "what was done is reported all the same"
 
 
 def test_an_identity_or_a_summary_that_does_not_fit_on_the_disk_is_a_local_error(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Real `noloco-node` processes for tests: start them, wait for what they tell, end them by their ids.
+"""Real `noloco-node` processes for tests: start them, wait for what they report, end them by their ids.
 
 Every process works in a directory below the test's own, and so does what it starts: whatever is still there at the end
-is found by that, told, and ended.
+is found by that, reported, and ended.
 """
 
 import os
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import warm_start
 from machine import at_most
@@ -82,13 +83,13 @@ class NodeProcess:
         wait_until(alive_and, f"{what} of {self.dir}")
 
     def endpoints(self) -> node_probe.NodeEndpoints:
-        """Who it is and where it can be reached, waited for; not what a process before it told."""
+        """Who it is and where it can be reached, waited for; not what a process before it wrote."""
 
-        def told() -> bool:
+        def written() -> bool:
             found = node_probe.read_endpoints(self.dir)
             return found is not None and found.pid == self.process.pid
 
-        self.wait_for(told, node_probe.ENDPOINTS)
+        self.wait_for(written, node_probe.ENDPOINTS)
         found = node_probe.read_endpoints(self.dir)
         assert found is not None
         return found
@@ -104,7 +105,7 @@ class NodeProcess:
         """Until it has taken so many inner steps."""
         self.wait_for(lambda: self.total("inner_steps_total") >= count, f"inner step {count}")
 
-    def summary(self) -> Mapping[str, object]:
+    def summary(self) -> Mapping[str, Any]:
         """What it wrote at its end."""
         found = node_probe.read_json(self.dir / node_probe.SUMMARY)
         assert found is not None, f"no summary in {self.dir}"
@@ -132,21 +133,18 @@ class Nodes:
         own_dir: str | None = None,
         cwd: Path | None = None,
         pipe_stdin: bool = False,
-        pipe_output: bool = False,
         fresh: bool = False,
     ) -> NodeProcess:
         """Start one with `--dir <home>/<own_dir>`; without `own_dir` it takes a directory in `cwd` by itself.
 
         It is forked with its imports in memory (see warm_start), or `fresh`: a new interpreter, as a user has it.
-        With `pipe_output`, for a fresh one, its output goes to pipes that the test reads, and to no file.
         """
         number = len(self.started)
         out, err = self.home / f"{number}.out", self.home / f"{number}.err"
         given = [*arguments] if own_dir is None else [*arguments, "--dir", str(self.home / own_dir)]
         with out.open("wb") as to_out, err.open("wb") as to_err:
-            output = (subprocess.PIPE, subprocess.PIPE) if pipe_output else (to_out.fileno(), to_err.fileno())
-            start = _fresh if fresh or pipe_output else _warm
-            process = start([*command, *given], output, pipe_stdin, cwd or self.home)
+            start = _fresh if fresh else _warm
+            process = start([*command, *given], (to_out.fileno(), to_err.fileno()), pipe_stdin, cwd or self.home)
         self.started.append(NodeProcess(process, self.home / (own_dir or ""), out, err))
         return self.started[-1]
 
@@ -179,11 +177,8 @@ def _fresh(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: P
 
 
 def _warm(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: Path) -> WarmProcess:
-    reading, writing = os.pipe()
-    process = warm_start.start(command[1:], (reading, *output), os.environ | ENVIRONMENT, cwd)
-    os.close(reading)
-    process.stdin = os.fdopen(writing, "wb", buffering=0)
-    if not pipe_stdin:
+    process = warm_start.start(warm_start.interpreter(), command[1:], output, os.environ | ENVIRONMENT, cwd)
+    if not pipe_stdin and process.stdin is not None:
         process.stdin.close()
     return process
 
@@ -198,9 +193,8 @@ def node_processes(home: Path) -> Iterator[Nodes]:
         for node in nodes.started:
             node.process.kill()
             node.process.wait()
-            for pipe in (node.process.stdin, node.process.stdout, node.process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            if node.process.stdin is not None:
+                node.process.stdin.close()
         for pid in working_below(home):
             try:
                 os.kill(pid, signal.SIGKILL)

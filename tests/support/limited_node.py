@@ -1,0 +1,20 @@
+"""`noloco-node` whose files cannot grow beyond a limit in bytes: to a program that is a disk which is full.
+
+Run it as a script: the limit, then the arguments of `noloco-node`. What it prints is not limited.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+
+from noloco_p2p.cli.node import main
+
+if __name__ == "__main__":
+    limit = int(sys.argv.pop(1))
+    for output in (1, 2):
+        cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=output)
+        assert cat.stdin is not None
+        os.dup2(cat.stdin.fileno(), output)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    main()
