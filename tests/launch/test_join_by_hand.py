@@ -86,7 +86,7 @@ def start_swarm(nodes: Nodes, counts: tuple[int, ...], *more: str) -> list[list[
 
 def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
-        (stays, leaves), (serves, dies) = start_swarm(nodes, (2, 2), *settings(steps="240"))
+        (stays, leaves), (serves, dies) = start_swarm(nodes, (2, 2), *settings(steps="120"))
         assert [ask(node.dir, None, tmp_path) for node in nodes.started] == [(True, "ok")] * 4
         leaves.process.send_signal(signal.SIGTERM)
         assert leaves.end(30) == 0
@@ -100,7 +100,7 @@ def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
         nodes.nothing_left()
         summary = stays.summary()
         assert summary["state"] == serves.summary()["state"] == "finished"
-        assert summary["outer_rounds"] == 60
+        assert summary["outer_rounds"] == 30
         assert summary["rerouted"] > 0, "what the killed replica had was sent to the other one"
 
 

@@ -185,7 +185,7 @@ def test_a_node_that_refuses_its_settings_gives_exit_code_2(tmp_path: Path) -> N
 
 
 def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) -> None:
-    run_dir, steps = tmp_path / "run", 80
+    run_dir, steps = tmp_path / "run", 48
     with node_processes(tmp_path) as nodes:
         killed = nodes.start(*size(2, 2, steps, checkpoint__every_rounds="1"), command=FORKED, own_dir="run")
         killed.wait_for(lambda: checkpoints_of(run_dir) >= 12, "three checkpoints of each node")
@@ -195,7 +195,7 @@ def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) 
         peers = {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
         refused = nodes.start(*size(2, 2, 99), command=FORKED, own_dir="run")
         assert (refused.end(), len(refused.logged().splitlines())) == (2, 1)
-        assert "--steps: steps is 99 here, 80 in the unfinished run" in refused.logged()
+        assert "--steps: steps is 99 here, 48 in the unfinished run" in refused.logged()
         again = nodes.start(command=FORKED, own_dir="run")
         assert again.end() == 0, again.logged() + again.printed()
         nodes.nothing_left()

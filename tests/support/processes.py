@@ -114,9 +114,10 @@ class NodeProcess:
     def end(self, seconds: float = LONGEST_S) -> int:
         """Wait for its end; the exit code."""
         try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"{self.dir} still runs after {seconds:g} s:\n{self.logged()}") from error
+            wait_until(lambda: self.process.poll() is not None, f"the end of {self.dir}", seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logged()}") from None
+        return self.process.wait()
 
 
 @dataclass
