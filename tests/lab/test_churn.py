@@ -244,8 +244,12 @@ def resumptions(log: str) -> int:
     return sum(one.get("event") == "resumed" for one in churn_stats.events(log))
 
 
+ENOUGH = 100
+"""Microbatches that a short run counts at least, however slow the machine is."""
+
+
 class UntilItIsBack(churn_watch.ChurnWatch):
-    """Lets the run go on until the killed node has returned, however slow the machine is, then tells all to leave."""
+    """Lets the run go on until the killed node has returned and enough was trained, then tells all to leave."""
 
     asked = False
 
@@ -255,7 +259,8 @@ class UntilItIsBack(churn_watch.ChurnWatch):
     def tick(self, now: float) -> None:
         super().tick(now)
         nodes = self._fleet.nodes.values()
-        if len(self._fleet.back_s) > len(nodes) and not self.asked:
+        done = {one for line in self._fleet.first_stage_lines() for one in line.ids}
+        if len(self._fleet.back_s) > len(nodes) and len(done) > ENOUGH and not self.asked:
             self.asked = True
             for node in nodes:
                 node.child.terminate()
@@ -277,7 +282,7 @@ def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     # Others may have taken up weights too: a node that looks late at the start finds the run begun.
     assert sum(found["resumed_from"].values()) == sum(map(resumptions, logs))
     assert found["tokens"] == found["microbatches_done"] * 2 * 32
-    assert found["microbatches_done"] > 100
+    assert found["microbatches_done"] > ENOUGH
     assert found["curve"][-1][0] <= found["tokens"]
     assert 0 < found["validation_loss"] < 6
     wait_until(lambda: not working_below(tmp_path), "the end of all that was started", 10.0)

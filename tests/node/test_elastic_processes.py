@@ -105,7 +105,7 @@ def test_a_lost_stage_comes_back_from_its_guardian_and_a_dead_swarm_from_its_che
         a.wait_for(lambda: a.total("guarded_round", stage="1") >= 3, "a guarded round 3 of stage 1")
 
         kill(c)
-        logged(a, "stage 1 has no replica")
+        logged(a, "stage 1 has had no replica")
         reached = a.total("outer_rounds_total")
         c = start(nodes, "c", "--join", address_of(a), "--stage", "1", *EACH_ROUND)
         round = int(logged(c, r"outer round (\d+)\), weights from: guardian")[1])
