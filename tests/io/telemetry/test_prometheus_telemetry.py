@@ -297,7 +297,7 @@ class Hostile:
 
 def test_it_never_raises_into_its_caller(telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    for kind in (*EVENTS, *LINES, "unheard of"):
+    for kind in (*EVENTS, *LINES, "warning", "deserted", "unheard of"):
         telemetry.event(kind)
         if kind != "unheard of":
             telemetry.event(kind, **dict.fromkeys(("state", "result", "message", "value", "counts", "name"), Hostile()))

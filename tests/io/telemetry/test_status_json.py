@@ -57,12 +57,13 @@ def by_type(cls: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[A
 
 
 peers = st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabc", min_size=1, max_size=44).map("12D3KooW".__add__)
-targets = st.one_of(peers, st.builds(AnyReplica, st.integers(0, 100)), st.sampled_from(Resource))
+targets = st.one_of(peers, st.builds(AnyReplica, st.integers(0, 100)), st.sampled_from(Resource), texts.map(Unknown))
 purposes = st.one_of(
     st.builds(ForMicrobatch, peers, counts, st.booleans()),
     st.builds(ForRound, counts, st.booleans()),
     st.builds(ForGuarding, st.integers(0, 100)),
     st.sampled_from(Task),
+    texts.filter(bool).map(Unknown),
 )
 adverts = by_type(
     Advert,
