@@ -129,6 +129,7 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         again = nodes.start(*command, command=FORKED, own_dir="run")
         assert (again.end(), len(again.logged().splitlines())) == (2, 1)
+        nodes.nothing_left()
     assert "finished run" in again.logged()
     assert again.summary() == summary
 

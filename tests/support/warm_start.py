@@ -111,7 +111,17 @@ def start(
 def in_place_of_subprocess(interpreter: socket.socket) -> SimpleNamespace:
     """What launch/node_process.py uses of the module `subprocess`, for nodes that are forked instead."""
 
-    def popen(command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: object) -> WarmProcess:
+    def popen(
+        command: Sequence[str],
+        *,
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: int,
+        env: Mapping[str, str],
+        start_new_session: bool,
+    ) -> WarmProcess:
+        given = stdin, stderr, start_new_session
+        assert given == (subprocess.PIPE, subprocess.STDOUT, True), "what is forked has this, whatever was asked for"
         return start(interpreter, command[1:], (stdout.fileno(), stdout.fileno()), env, Path.cwd())
 
     return SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
