@@ -59,11 +59,16 @@ class EventFiles(logging.handlers.RotatingFileHandler):
 
     def _open(self) -> io.TextIOWrapper:
         # Open for reading too: for the last byte, and because a pipe that is opened to write only waits for a reader.
-        file = os.open(self.baseFilename, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        size = os.fstat(file).st_size
-        if size > 0 and os.pread(file, 1, size - 1) != b"\n":
-            os.write(file, b"\n")  # the process was killed, or the disk was full, within the last line
-        return io.TextIOWrapper(io.FileIO(file, "w"), encoding="ascii", write_through=True)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        file = io.FileIO(os.open(self.baseFilename, flags, 0o666), "w")
+        try:
+            size = os.fstat(file.fileno()).st_size
+            if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                file.write(b"\n")  # the process was killed, or the disk was full, within the last line
+        except OSError:
+            file.close()
+            raise
+        return io.TextIOWrapper(file, encoding="ascii", write_through=True)
 
 
 def line_record(line: str) -> logging.LogRecord:

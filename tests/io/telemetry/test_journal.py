@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,27 @@ def test_a_full_disk_costs_lines_until_there_is_room_again(full_disk: Path) -> N
     files.write("written")
     files.close()
     assert (full_disk / NAME).read_bytes().split() == [b"written"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux lists the open files of a process")
+def test_a_disk_that_is_full_within_a_line_takes_no_descriptor_at_each_try(tmp_path: Path) -> None:
+    """The file ends within a line, and the limit of a file's size takes not even the end of that line."""
+    (tmp_path / NAME).write_bytes(b'{"event":"prog')
+    clock = Clock()
+    files = EventFiles(tmp_path, now=clock)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    opened = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (14, hard))
+    try:
+        for _ in range(5):
+            files.write("lost")
+            clock.at += 11.0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == opened
+    files.write("written")
+    files.close()
+    assert (tmp_path / NAME).read_bytes().splitlines() == [b'{"event":"prog', b"written"]
 
 
 def test_a_directory_that_is_removed_hurts_nobody_and_one_that_comes_back_is_used(tmp_path: Path) -> None:
