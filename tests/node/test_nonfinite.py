@@ -1,6 +1,7 @@
 """Losses and gradients that are not finite, in simulated swarms: skipped and counted, and who stops because of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import inf, isfinite, nan
@@ -52,12 +53,25 @@ class BadStage(LinearStage):
         return super()._contribute(microbatch, inputs, grads, tokens, loss_sum)
 
 
+class GradlessStage(LinearStage):
+    """A bug of the last stage: its contributions lack the gradient for the stage before."""
+
+    def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        return replace(super().loss_backward(microbatch, inputs, targets, mask), grad=None)
+
+
 def never(_: int) -> bool:
     return False
 
 
 def always(_: int) -> bool:
     return True
+
+
+def make_gradless(manifest: RunManifest, index: int, me: PeerId) -> LinearStage:
+    return (GradlessStage if me == "s1r0" else LinearStage)(manifest, index, me)
 
 
 def make(
@@ -74,6 +88,7 @@ def run(
     routing: str = "random",
     slowness: dict[PeerId, float] | None = None,
     given_up: tuple[PeerId, ...] = (),
+    stage_factory: Callable[[RunManifest, int, PeerId], LinearStage] | None = None,
 ) -> Outcome:
     """The outcome of a swarm in which some device is broken; those `given_up` are told to leave after a minute."""
     manifest = RunManifest(
@@ -94,7 +109,7 @@ def run(
         seed=4,
         config=NodeConfig(directory=DirectorySettings(refresh_s=0.5), limits=limits),
         slowness=slowness or {},
-        stage_factory=partial(make, bad or {}, loud or {}),
+        stage_factory=stage_factory or partial(make, bad or {}, loud or {}),
     )
     swarm = SimSwarm(plan)
     for peer in given_up:
@@ -180,3 +195,10 @@ def test_nine_in_a_row_stop_nobody() -> None:
     outcome = run((1,), {"s0r0": lambda turn: turn % LONGEST_STREAK != 0})
     assert stopped(outcome) == {}
     assert outcome.nodes["s0r0"].step == STEPS
+
+
+def test_a_bug_of_a_stage_ends_its_node_and_gives_its_place_back() -> None:
+    outcome = run((2, 2), stage_factory=make_gradless)
+    assert isinstance(outcome.nodes["s1r0"].error, AssertionError)
+    assert not outcome.bugs, "its callers hear Declined"
+    check_the_others_finished(outcome, "s1r0")

@@ -203,6 +203,7 @@ class MicrobatchServer:
             activation = await self._receive(caller, header, call.body)
             await self._admission(call, deadline)
             result = await self._dispatcher.train(_task(activation), deadline)
+            reply, counted = self._reply(key, result), result.contribution.counted
         except BaseException as error:
             self._admit(self.intake.leave(key))
             if call.flushed:
@@ -214,7 +215,6 @@ class MicrobatchServer:
                 node.event("microbatch", result="violation", peer=caller, message=str(error))
             raise
         else:
-            reply, counted = self._reply(key, result), result.contribution.counted
             if counted:
                 node.count(key.microbatch, caller, result.next_hop)
                 node.event("microbatch", result="done" if reply.finite else "nonfinite")
