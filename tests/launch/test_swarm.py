@@ -190,6 +190,7 @@ def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) 
     with node_processes(tmp_path) as nodes:
         killed = nodes.start(*size(2, 2, steps, checkpoint__every_rounds="1"), command=FORKED, own_dir="run")
         killed.wait_for(lambda: checkpoints_of(run_dir) >= 12, "three checkpoints of each node")
+        assert killed.process.poll() is None
         for pid in working_below(tmp_path):
             os.kill(pid, signal.SIGKILL)
         nodes.nothing_left()
