@@ -42,7 +42,7 @@ def unnamed(source: str) -> Iterator[tuple[int, str]]:
             )
         found = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            receiver = ast.unparse(node.func.value).rpartition(".")[2]
+            receiver = ast.unparse(node.func.value).rpartition(".")[2].lstrip("_")
             if node.func.attr in PORT_CALLS and receiver in RECEIVERS:
                 found = ast.unparse(node.func)
             if node.func.attr in ("make_stage", "make_batches"):
@@ -100,6 +100,8 @@ def test_nothing_waits_unnamed() -> None:
         "await node.world.transport.propagate(a, b)",
         "await node.world.make_stage(0)",
         "task = asyncio.create_task(node.world.directory.peers())",
+        "await self._transport.fetch_snapshot(peer, 1)",
+        "task = asyncio.create_task(self._directory.peers())",
         "async with self._lock:\n        pass",
         "with node.waiting('a', 'b'):\n        f = lambda: node.stage.forward(x)",
     ],
