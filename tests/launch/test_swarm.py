@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import SMALL, NodeProcess, node_processes, settings, wait_until, working_below
+from processes import NOLOCO, SMALL, NodeProcess, node_processes, settings, wait_until, working_below
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import node_probe
@@ -18,7 +18,7 @@ from noloco_p2p.observe.report.page import render
 from noloco_p2p.observe.report.recorded_run import read_run as report_of
 
 FRESH = (sys.executable, "-m", "noloco_p2p.cli.main", "swarm")
-FORKED = (sys.executable, str(Path(__file__).parents[1] / "support" / "warm_noloco.py"), "swarm")
+FORKED = (*NOLOCO, "swarm")
 """The same command, but it and its nodes have their imports in memory when they start."""
 KEYS = [
     "run_id",

@@ -2,20 +2,17 @@
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
 from machine import at_most
-from processes import SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
+from processes import NOLOCO, SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
 
 from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
 ENDLESS = [*settings(steps="1000000", evaluation__every_steps="null"), *SMALL]
 EACH_ROUND = settings(checkpoint__every_rounds="1")
-NOLOCO = (sys.executable, "-m", "noloco_p2p.cli.main")
 
 
 def start(nodes: Nodes, name: str, *arguments: str) -> NodeProcess:
@@ -122,22 +119,18 @@ def test_a_lost_stage_comes_back_from_its_guardian_and_a_dead_swarm_from_its_che
             assert int(logged(node, r"outer round (\d+)\), weights from: shard")[1]) == kept
             goes_on(node)
 
-        joined = tmp_path / "joined"
-        export(tmp_path, "--join", address_of(a), "--out", str(joined))
+        def export(out: str, *source: str) -> None:
+            done = nodes.start("export", *source, "--out", out, command=NOLOCO)
+            assert done.end() == 0, done.printed() + done.logged()
+
+        export("joined", "--join", address_of(a))
         a.process.send_signal(signal.SIGTERM)
         assert a.end() == 0
         kill(c)
-        export(tmp_path, "--from", str(tmp_path / "a"), "--from", str(tmp_path / "c"), "--out", str(tmp_path / "kept"))
-        for directory in (joined, tmp_path / "kept"):
+        export("kept", "--from", "a", "--from", "c")
+        for directory in (tmp_path / "joined", tmp_path / "kept"):
             assert (directory / "config.json").is_file()
             assert list(directory.glob("*.safetensors"))
-
-
-def export(cwd: Path, *arguments: str) -> None:
-    done = subprocess.run(
-        [*NOLOCO, "export", *arguments], cwd=cwd, capture_output=True, text=True, timeout=at_most(90), check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path: Path) -> None:

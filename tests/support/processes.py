@@ -23,20 +23,25 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import node_probe
 
 NODE = (sys.executable, "-m", "noloco_p2p.cli.node")
+NOLOCO = (sys.executable, str(Path(__file__).with_name("warm_noloco.py")))
+"""`noloco` for `Nodes.start`; the nodes that it starts are forked too."""
 LONGEST_S = 120.0
 """For whatever a test waits for. A quiet machine needs a tenth of it."""
 ENDING_S = 10.0
 """What the libp2p daemon of a killed node needs to go."""
+PAUSE_S = (0.02, 0.5)
+"""Between two looks at something that is waited for; at least three times as long as a look takes."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONGEST_S) -> None:
     """Fails the test when it does not hold in time."""
-    began_at = time.monotonic()
+    began_at = looked_at = time.monotonic()
     while not holds():
         if (waited_s := time.monotonic() - began_at) > seconds:
             assert waited_s < at_most(seconds), f"not within {waited_s:.0f} s: {what}"
-        time.sleep(0.02)
+        time.sleep(min(max(PAUSE_S[0], 3 * (time.monotonic() - looked_at)), PAUSE_S[1]))
+        looked_at = time.monotonic()
 
 
 def working_below(home: Path) -> list[int]:
