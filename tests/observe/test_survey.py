@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from diagnosed import advert, peer, swarm, with_advert, with_figures, with_status
+from machine import in_time
 
 from noloco_p2p.core.status import SeenPeer
 from noloco_p2p.errors import ConfigError, Unreachable, Violation
@@ -165,7 +166,7 @@ def test_who_drips_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     began = time.monotonic()
     assert "within 0.3 s" in _asked(drip)
-    assert time.monotonic() - began < 2.0
+    assert in_time(time.monotonic() - began, 2.0)
 
 
 def test_nobody_listens() -> None:
@@ -302,7 +303,7 @@ def test_slow_nodes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> 
     found, took_s = asyncio.run(go())
     assert all("within 0.5 s" in report.failure for report in found)
     assert len(found) == 20
-    assert took_s < 2.5
+    assert in_time(took_s, 2.5)
 
 
 def test_no_more_than_the_limit_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

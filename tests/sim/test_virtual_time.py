@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from machine import in_time
 
 from noloco_p2p.sim.virtual_time import Deadlock, run
 
@@ -33,7 +34,7 @@ def test_a_day_passes_at_once_and_timers_keep_their_order() -> None:
 
     began = time.perf_counter()
     assert run(main()) == 86400.0
-    assert time.perf_counter() - began < 1.0
+    assert in_time(time.perf_counter() - began, 1.0)
     assert seen == [(0.0, "now"), (0.5, "half"), (3600.0, "hour"), (86400.0, "day")]
 
 

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import pytest
+from machine import at_most
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import (
@@ -40,12 +41,23 @@ LARGE = (4, 256, 8192)
 """32 MiB in float32: more than flow control lets a sender have under way."""
 
 SOON_S = 3.0
-"""Far more than anything here takes on a loaded machine, far less than any deadline."""
+"""Far more than anything here takes on a quiet machine, far less than any deadline."""
+
+T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     """In a fresh loop, with a bound on the whole."""
-    asyncio.run(asyncio.wait_for(coroutine, 30))
+    asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def soon(awaited: Awaitable[T]) -> T:
+    """What it gives within SOON_S, or within as much longer as this machine is slow."""
+    task = asyncio.ensure_future(awaited)
+    await asyncio.wait([task], timeout=SOON_S)
+    if not task.done():
+        await asyncio.wait_for(task, at_most(SOON_S) - SOON_S)
+    return await task
 
 
 Buffers = list["weakref.ref[Any]"]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from machine import in_time
 
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.status import Resource, SeenPeer, Status, Trouble, Unknown, Wait
@@ -285,7 +286,7 @@ def test_a_client_that_drips_is_cut_off_in_time(asker: Asker, monkeypatch: pytes
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", asker.port), timeout=0.05) as drip:
         drip.sendall(b"GET /metrics HTTP/1.0\r\nX-Slow: ")
-        while time.monotonic() < began + 5:
+        while time.monotonic() < began + 60:
             try:
                 drip.sendall(b"x")
                 if drip.recv(100) == b"":
@@ -294,7 +295,8 @@ def test_a_client_that_drips_is_cut_off_in_time(asker: Asker, monkeypatch: pytes
                 continue
             except OSError:
                 break
-    assert 0.4 < time.monotonic() - began < 3
+    assert (took_s := time.monotonic() - began) > 0.4
+    assert in_time(took_s, 3)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from machine import in_time
 from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_p2p.core.members import STATES
@@ -407,7 +408,7 @@ def test_a_stuck_output_blocks_nobody(telemetry: PrometheusTelemetry, monkeypatc
     for i in range(log.QUEUE_LINES + 20):
         telemetry.event("info", message=f"line {i}")
     stop()
-    assert time.perf_counter() - began < 5, "20 lines too many would cost half a second each"
+    assert in_time(time.perf_counter() - began, 5), "20 lines too many would cost half a second each"
     output.gate.set()
 
 
@@ -418,4 +419,4 @@ def test_events_of_the_hot_path_are_cheap(telemetry: PrometheusTelemetry) -> Non
         telemetry.event("microbatch", result="done")
         telemetry.event("bytes", direction="in", kind="activation", bytes=1)
         telemetry.event("gauge", name="in_flight", value=1)
-    assert (time.perf_counter() - began) / 6000 < 100e-6
+    assert in_time((time.perf_counter() - began) / 6000, 100e-6)

@@ -12,7 +12,6 @@ import pytest
 from transport_fixture import (
     LARGE,
     RUN,
-    SOON_S,
     Buffers,
     Node,
     activation,
@@ -22,6 +21,7 @@ from transport_fixture import (
     hang,
     pair,
     run,
+    soon,
     watched_buffers,
 )
 
@@ -75,7 +75,7 @@ async def refused(call: Any, sent: list[pb.ActivationMessage]) -> str:
     for message in sent:
         await call.write(message)
     await call.done_writing()
-    reply = await asyncio.wait_for(call.read(), SOON_S)
+    reply = await soon(call.read())
     assert reply.refusal.kind == pb.Refusal.KIND_VIOLATION
     return str(reply.refusal.message)
 
@@ -152,10 +152,10 @@ def test_a_caller_gone_in_the_middle_of_the_body_is_a_cancellation_and_no_violat
         async with raw_call(node) as call:
             for message in messages(activation(LARGE))[:3]:
                 await call.write(message)
-            await asyncio.wait_for(allocated.wait(), SOON_S)
+            await soon(allocated.wait())
             assert alive(buffers) == 1
             call.cancel()
-            await asyncio.wait_for(node.ended.wait(), SOON_S)
+            await soon(node.ended.wait())
             assert node.ends == ["CancelledError"]
             assert bodies.error.startswith("CancelledError")
             assert alive(buffers) == 0
@@ -254,14 +254,14 @@ def test_an_early_reply_does_not_break_the_writing_of_a_caller_that_has_not_seen
         async with raw_call(Node(serve)) as call:
             sent = messages(activation(LARGE))
             await call.write(sent[0])
-            first = await asyncio.wait_for(call.read(), SOON_S)
+            first = await soon(call.read())
             assert first.HasField("refusal") == refuses
             for _ in range(0 if refuses else 31):
-                assert (await asyncio.wait_for(call.read(), SOON_S)).frames
+                assert (await soon(call.read())).frames
             for message in sent[1:]:
-                await asyncio.wait_for(call.write(message), SOON_S)
+                await soon(call.write(message))
             await call.done_writing()
-            assert await asyncio.wait_for(call.read(), SOON_S) is grpc.aio.EOF
+            assert await soon(call.read()) is grpc.aio.EOF
             assert await call.code() is grpc.StatusCode.OK
 
     run(scenario())
@@ -281,7 +281,7 @@ def test_a_body_that_is_asked_for_twice_is_truncated_the_second_time() -> None:
     async def scenario() -> None:
         async with raw_call(Node(twice)) as call:
             await call.write(messages(activation())[0])
-            assert (await asyncio.wait_for(call.read(), SOON_S)).HasField("gradient")
+            assert (await soon(call.read())).HasField("gradient")
         assert "truncated" in str(seen[0])
 
     run(scenario())

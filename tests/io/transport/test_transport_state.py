@@ -1,13 +1,12 @@
 """A replica's state over gRPC: bit for bit, or an error and nothing."""
 
-import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import nan
 
 import pytest
 from state_fixture import MIB, SPECS, STATE, TENSORS, Donor
-from transport_fixture import Events, Node, alive, hang, pair, run, watched_buffers
+from transport_fixture import Events, Node, alive, hang, pair, run, soon, watched_buffers
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, TensorSpec
@@ -21,7 +20,7 @@ def test_a_state_arrives_bit_for_bit_but_for_what_does_not_travel() -> None:
         donor = Donor(replace(STATE, spent=(MicrobatchId("A", 1, 2),)))
         async with pair(Node(hang, lend=donor.lend), mine, theirs) as both:
             assert await both.a.fetch_state(both.peer, 10.0, SPECS) == STATE
-            await asyncio.wait_for(donor.returned.wait(), 3.0)
+            await soon(donor.returned.wait())
             assert (donor.asked, donor.lent) == ([None], 0)
         size = sum(spec.nbytes for spec in SPECS)
         assert mine.seen == [("bytes", {"direction": "in", "kind": "state", "bytes": size})]
@@ -87,7 +86,7 @@ def test_what_was_not_expected_is_refused_before_any_memory_is_taken(
                 await both.a.fetch_state(both.peer, 10.0, expected)
             assert not getattr(caught.value, "ours", False)
             assert made == []
-            await asyncio.wait_for(donor.returned.wait(), 3.0)
+            await soon(donor.returned.wait())
 
     run(scenario())
 
