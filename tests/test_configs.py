@@ -28,7 +28,8 @@ def loaded(name: str) -> tuple[RunManifest, NodeConfig]:
 
 
 def test_the_list_of_files() -> None:
-    assert sorted(path.name for path in CONFIGS.iterdir() if path.is_file()) == sorted([*PAPER, "tiny.yaml"])
+    files = sorted(path.name for path in CONFIGS.iterdir() if path.is_file())
+    assert files == sorted([*PAPER, "README.md", "tiny.yaml"])
     assert sorted(f"{size}-{data}.yaml" for size in SIZES for data in ("c4", "reddit")) == PAPER
 
 
