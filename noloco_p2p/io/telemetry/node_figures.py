@@ -48,6 +48,8 @@ def run_totals(counters: RunCounters) -> dict[str, Any]:
 
 def status_figures(counters: RunCounters, directory: Path | None) -> NodeFigures:
     """All of them, now; `directory` is the node's, for the disk."""
+    # Asked without the lock, which the event loop needs for every event: a disk can hang.
+    memory_used, disk_free = rss_bytes(), None if directory is None else disk_free_bytes(directory)
     now = time.monotonic()
     with counters.lock:
         names = ("loss", "validation_loss", "learning_rate", "grad_norm", "replica_std")
@@ -67,8 +69,8 @@ def status_figures(counters: RunCounters, directory: Path | None) -> NodeFigures
             bytes_out=moved_bytes.get("out", 0),
             bytes_per_s=counters.rates["bytes"].per_s(now),
             loop_silent_s=0.0 if counters.beat_at is None else now - counters.beat_at,
-            rss_bytes=rss_bytes(),
-            disk_free_bytes=None if directory is None else disk_free_bytes(directory),
+            rss_bytes=memory_used,
+            disk_free_bytes=disk_free,
             unix_time_s=time.time(),
         )
 

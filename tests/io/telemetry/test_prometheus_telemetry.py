@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import LocalError
-from noloco_p2p.io.telemetry import log
+from noloco_p2p.io.telemetry import log, node_figures
 from noloco_p2p.io.telemetry.counters import EVENTS
 from noloco_p2p.io.telemetry.event_log import LINES
 from noloco_p2p.io.telemetry.journal import Journal
@@ -410,6 +410,30 @@ def test_a_stuck_output_blocks_nobody(telemetry: PrometheusTelemetry, monkeypatc
     stop()
     assert in_time(time.perf_counter() - began, 5), "20 lines too many would cost half a second each"
     output.gate.set()
+
+
+def test_a_disk_that_hangs_while_the_status_is_made_blocks_no_event(
+    telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody asks for /status, and the file system does not answer: the event loop goes on."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def hangs() -> int:
+        asked.set()
+        answers.wait(60)
+        return 0
+
+    monkeypatch.setattr(node_figures, "rss_bytes", hangs)
+    reader = threading.Thread(target=telemetry.figures)
+    reader.start()
+    assert asked.wait(10)
+    event = threading.Thread(target=telemetry.event, args=("lag",), kwargs={"seconds": 0.0})
+    event.start()
+    event.join(10)
+    blocked = event.is_alive()
+    answers.set()
+    reader.join()
+    assert not blocked
 
 
 def test_events_of_the_hot_path_are_cheap(telemetry: PrometheusTelemetry) -> None:
