@@ -4,6 +4,7 @@ DIR/events.jsonl is the newest; when it is full it becomes events.jsonl.1, that 
 All together hold at most FILES × FILE_BYTES (32 MiB).
 """
 
+import errno
 import io
 import logging
 import logging.handlers
@@ -12,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 NAME = "events.jsonl"
 FILES = 8
@@ -60,7 +62,7 @@ class EventFiles(logging.handlers.RotatingFileHandler):
     def _open(self) -> io.TextIOWrapper:
         # Open for reading too: for the last byte, and because a pipe that is opened to write only waits for a reader.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        file = io.FileIO(os.open(self.baseFilename, flags, 0o666), "w")
+        file = _WholeWrites(os.open(self.baseFilename, flags, 0o666), "w")
         try:
             size = os.fstat(file.fileno()).st_size
             if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":
@@ -69,6 +71,17 @@ class EventFiles(logging.handlers.RotatingFileHandler):
             file.close()
             raise
         return io.TextIOWrapper(file, encoding="ascii", write_through=True)
+
+
+class _WholeWrites(io.FileIO):
+    """A file that is full within a line raises, as it does before one: what is written later needs a new line."""
+
+    def write(self, data: Any, /) -> int:
+        """See `io.RawIOBase`."""
+        written = super().write(data)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written
 
 
 def line_record(line: str) -> logging.LogRecord:

@@ -1,8 +1,10 @@
 """The journal: what is in it, that it stays small, and that nothing that happens to its files hurts the node."""
 
+import contextlib
 import json
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,21 +231,39 @@ def test_a_full_disk_costs_lines_until_there_is_room_again(full_disk: Path) -> N
     assert (full_disk / NAME).read_bytes().split() == [b"written"]
 
 
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond that: a line that goes over it is written in part."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_line_for_which_there_was_only_room_in_part_does_not_spoil_the_next(tmp_path: Path) -> None:
+    clock = Clock()
+    files = EventFiles(tmp_path, now=clock)
+    with files_of_at_most(10):
+        files.write("first")
+        files.write("second")
+    clock.at += 11.0
+    files.write("third")
+    files.close()
+    assert (tmp_path / NAME).read_bytes().splitlines() == [b"first", b"seco", b"third"]
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux lists the open files of a process")
 def test_a_disk_that_is_full_within_a_line_takes_no_descriptor_at_each_try(tmp_path: Path) -> None:
-    """The file ends within a line, and the limit of a file's size takes not even the end of that line."""
     (tmp_path / NAME).write_bytes(b'{"event":"prog')
     clock = Clock()
     files = EventFiles(tmp_path, now=clock)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     opened = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (14, hard))
-    try:
+    with files_of_at_most(14):
         for _ in range(5):
             files.write("lost")
             clock.at += 11.0
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(os.listdir("/proc/self/fd")) == opened
     files.write("written")
     files.close()
