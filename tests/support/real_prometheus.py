@@ -40,9 +40,9 @@ def promtool(*arguments: str, given: str | None = None, cwd: Path = SHIPPED) -> 
     """What promtool says, with `given` on its standard input; fails the test when it finds fault."""
     command = [program("promtool"), *arguments]
     done = subprocess.run(command, input=given, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    return told
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from daemons import RUN, Node, daemon, node, run, until
+from machine import at_most
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import LocalError, Unreachable
@@ -128,7 +129,7 @@ def test_a_daemon_that_dies_again_and_again_is_the_end(tmp_path: Path, monkeypat
                 await a.back()
             await a.kill()
             with pytest.raises(LocalError, match="started again 2 times") as caught:
-                await asyncio.wait_for(asyncio.shield(a.keeping), 3.0)
+                await asyncio.wait_for(asyncio.shield(a.keeping), at_most(3.0))
             assert "\n" not in str(caught.value)
             with pytest.raises(Unreachable):
                 await a.presence.peers()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from daemons import RUN, STRANGER, gone, node, run, until
+from machine import at_most
 
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.io.dht.adverts import AdvertRecord, decode, encode, packed_bytes, stage_key
@@ -177,7 +178,7 @@ def test_the_death_of_the_daemon_is_noticed(tmp_path: Path) -> None:
             await a.directory.announce(a.advert(), 30.0)
             os.kill(a.libp2p.daemon_pid, signal.SIGKILL)
             with pytest.raises(LocalError, match="has died"):
-                await asyncio.wait_for(asyncio.shield(a.libp2p.failed), 5.0)
+                await asyncio.wait_for(asyncio.shield(a.libp2p.failed), at_most(5.0))
             for refused in (a.directory.announce(a.advert(), 30.0), a.directory.peers(), a.directory.withdraw()):
                 with pytest.raises(LocalError, match="has died"):
                     await refused
