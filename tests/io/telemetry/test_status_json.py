@@ -57,13 +57,16 @@ def by_type(cls: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[A
 
 
 peers = st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabc", min_size=1, max_size=44).map("12D3KooW".__add__)
-targets = st.one_of(peers, st.builds(AnyReplica, st.integers(0, 100)), st.sampled_from(Resource), texts.map(Unknown))
+# What words of this version say is known: only other words are an Unknown, here as in what a node reads.
+other_targets = texts.map(status_json._target).filter(lambda target: isinstance(target, Unknown))
+other_purposes = texts.map(status_json._purpose).filter(lambda purpose: isinstance(purpose, Unknown))
+targets = st.one_of(peers, st.builds(AnyReplica, st.integers(0, 100)), st.sampled_from(Resource), other_targets)
 purposes = st.one_of(
     st.builds(ForMicrobatch, peers, counts, st.booleans()),
     st.builds(ForRound, counts, st.booleans()),
     st.builds(ForGuarding, st.integers(0, 100)),
     st.sampled_from(Task),
-    texts.filter(bool).map(Unknown),
+    other_purposes.filter(lambda purpose: purpose != Unknown("")),
 )
 adverts = by_type(
     Advert,
