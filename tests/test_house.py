@@ -38,22 +38,8 @@ BROAD: dict[str, str] = {
 }
 """`file:function`: why it catches everything."""
 SAME_NAME = {
-    "transport": "a port",
-    "directory": "a port",
     "stage": "a port, and `noloco bench stage`",
-    "batches": "a port",
-    "checkpoints": "a port",
-    "telemetry": "a port",
-    "outer": "`noloco bench outer`",
-    "node": "`noloco-node`",
-    "sim": "`noloco sim`",
-    "bench": "`noloco bench`",
-    "experiment": "`noloco experiment`",
-    "export": "`noloco export`",
-    "doctor": "`noloco doctor`",
-    "top": "`noloco top`",
-    "report": "`noloco report`",
-    "swarm": "`noloco swarm`",
+    "transport": "a port, and `noloco bench transport`",
 }
 """Names of modules that may stand in several top folders: those of ports and of commands."""
 
