@@ -24,7 +24,7 @@ from noloco_p2p.core.messages import NO_STAGE, Advert
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import announced_host
-from noloco_p2p.io.dht.dht_supervisor import RegisterHandlers, SupervisedDirectory
+from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.io.telemetry.journal import FileJournal
@@ -52,7 +52,7 @@ class NodePorts:
     advert: Advert
     """As it is before the node holds a stage."""
     transport: GrpcTransport
-    directory: SupervisedDirectory
+    directory: HivemindDirectory
     telemetry: PrometheusTelemetry
 
 
@@ -118,14 +118,15 @@ async def _open_ports(
     transport = GrpcTransport(libp2p.peer_id, manifest.run_id, listen, telemetry, LARGEST_ACTIVATION_BYTES)
     await transport.listen()
     closing.push_async_callback(transport.close)
-    directory = await SupervisedDirectory.open(
-        libp2p,
-        run_id=manifest.run_id,
-        stages=manifest.stages,
-        known_path=home / "known-peers.json",
-        offer=_offer(manifest),
+    directory = await HivemindDirectory.open(
+        libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=home / "known-peers.json"
     )
     closing.push_async_callback(directory.close)
+    # What peers may ask over libp2p streams comes last: one that is answered finds a DHT as well.
+    await joining.serve_manifest(libp2p, manifest.canonical_json())
+    await joining.serve_dial_back(
+        libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
+    )
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
     advert = Advert(
         libp2p.peer_id,
@@ -144,18 +145,6 @@ def _journal(ports: NodePorts, manifest: RunManifest, local: NodeConfig, home: P
     me = ports.advert
     journal.open(peer_id=me.peer_id, run_id=me.run_id, name=manifest.name, version=me.version, stage=local.stage)
     return journal
-
-
-def _offer(manifest: RunManifest) -> RegisterHandlers:
-    """Answers over libp2p streams, beside the DHT: the manifest, and a dial back for a joining node."""
-
-    async def offer(libp2p: Libp2pDaemon) -> None:
-        await joining.serve_manifest(libp2p, manifest.canonical_json())
-        await joining.serve_dial_back(
-            libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
-        )
-
-    return offer
 
 
 def _node(
@@ -193,7 +182,7 @@ def _node(
     return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
 
 
-async def _until_the_end(node: Node, directory: SupervisedDirectory) -> None:
+async def _until_the_end(node: Node, directory: HivemindDirectory) -> None:
     """Run the node; raises LocalError when its libp2p daemon cannot be kept alive."""
     life = asyncio.create_task(node.run())
     kept = asyncio.create_task(directory.keep(lambda message: node.state.trouble("libp2p", message)))

@@ -50,8 +50,8 @@ class Node:
 
 
 @asynccontextmanager
-async def node(home: Path, *, port: int = 0, join: list[str] | None = None) -> AsyncIterator[Node]:
-    async with daemon(home, port=port, join=join) as libp2p:
+async def node(home: Path, **options: Any) -> AsyncIterator[Node]:
+    async with daemon(home, **options) as libp2p:
         directory = await HivemindDirectory.open(libp2p, run_id=RUN, stages=2, known_path=home / "known_peers.json")
         try:
             yield Node(libp2p, directory)

@@ -6,10 +6,11 @@ covers key, subkey, expiration and payload, so that a record can neither be move
 kept alive beyond the time that its signer gave it. All times are DHT time: seconds since 1970. No pickle anywhere.
 """
 
+import contextlib
 import json
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert, Holding, PeerId
 from noloco_p2p.errors import ConfigError, Violation
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 
 PAYLOAD_LIMIT_BYTES = 1536
@@ -135,6 +137,27 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
     fields = sent.model_dump(exclude={"holds", *_NOT_OF_THE_ADVERT})
     advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, holds=holds, **fields)
     return AdvertRecord(advert, sent.announced_at, sent.libp2p)
+
+
+def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:
+    """One record a peer, the one announced last (its stage says where it is now), sorted by peer id."""
+    newest: dict[PeerId, AdvertRecord] = {}
+    for record in records:
+        peer_id = record.advert.peer_id
+        if peer_id not in newest or newest[peer_id].announced_at < record.announced_at:
+            newest[peer_id] = record
+    return [newest[peer_id] for peer_id in sorted(newest)]
+
+
+def libp2p_addresses(record: AdvertRecord) -> list[JoinAddress]:
+    """Where a peer says that its daemon is; what is malformed or another peer's is left out."""
+    addresses = []
+    for text in record.libp2p:
+        with contextlib.suppress(ConfigError):
+            address = JoinAddress.parse(text)
+            if address.peer_id == record.advert.peer_id:
+                addresses.append(address)
+    return addresses
 
 
 def packed_bytes(data: bytes) -> bytes:

@@ -1,22 +1,23 @@
 """The real directory: adverts in a Hivemind DHT, which runs in this process's own event loop beside the daemon.
 
-No microbatch ever waits for it. hivemind is imported where it is used (two seconds).
+It outlives the daemon, which `keep` starts again when it dies. No microbatch ever waits for it. hivemind is imported
+where it is used (two seconds).
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable, Violation
-from noloco_p2p.io.dht.addresses import JoinAddress
-from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, AdvertRecord, AdvertValidator, decode, dht_time, encode, stage_key
-from noloco_p2p.io.dht.known_peers import KnownPeers
-from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht import adverts
+from noloco_p2p.io.dht.addresses import JoinAddress, KnownPeers
+from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon, T
 
 STORE_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 10.0
@@ -31,17 +32,28 @@ ADVERTS_PER_STAGE_LIMIT = 2048
 LEFT_TTL_S = 15.0
 """Shortest lifetime of the record that a node has left."""
 _LEAST_GROWTH_S = 0.001
+PAUSES_S = (0.0, 2.0, 8.0)
+"""Pause before each restart, seconds; a daemon that would need another one without having recovered is given up."""
+RECOVERED_S = 60.0
+"""A restarted daemon that has lived this long has recovered."""
 
 log = logging.getLogger(__name__)
 
 
 class HivemindDirectory:
-    """`ports.Directory` over the DHT; one per run and process."""
+    """`ports.Directory` over the DHT; one per run and process.
 
-    def __init__(self, libp2p: Libp2pDaemon, node: Any, run_id: str, stages: int, known: KnownPeers) -> None:
-        """`node` is hivemind's DHTNode on the daemon of `libp2p`. See `open`."""
+    While it has no daemon every call raises Unreachable. Identity, address, adverts, known peers and the records that
+    this node keeps for others outlive the daemon, so its peers need not notice.
+    """
+
+    def __init__(self, libp2p: Libp2pDaemon, run_id: str, stages: int, known: KnownPeers) -> None:
+        """See `open`."""
         self._libp2p = libp2p
-        self._node = node
+        self._node: Any = None
+        """hivemind's DHTNode on the daemon."""
+        self._cut_off = ""
+        """Why the daemon is being started again; empty while it lives, as far as `keep` knows."""
         self._run_id = run_id
         self._keys = {stage_key(run_id, stage): stage for stage in range(stages)}
         self._known = known
@@ -60,11 +72,11 @@ class HivemindDirectory:
         joined and none of them answers as a DHT node; without a join address it is normal to find no peer: this is then
         the first node.
         """
-        node = await _dht_node(libp2p, run_id, stages, None)
         known = KnownPeers(known_path)
         known.load()
         known.remember(libp2p.joined)
-        directory = cls(libp2p, node, run_id, stages, known)
+        directory = cls(libp2p, run_id, stages, known)
+        directory._node = await directory._dht_node(None)
         try:
             await directory._bootstrap()
         except BaseException:
@@ -73,32 +85,13 @@ class HivemindDirectory:
         directory._rejoining = asyncio.create_task(directory._rejoin_forever())
         return directory
 
-    async def reopened(self, libp2p: Libp2pDaemon) -> "HivemindDirectory":
-        """This directory on a fresh daemon of the same peer, when its own has died and it was closed.
-
-        It has the same place in the DHT and all records, and dials known peers; finding none of them is no error.
-        Raises LocalError (no daemon), Unreachable.
-        """
-        node = await _dht_node(libp2p, self._run_id, len(self._keys), self._node.node_id)
-        node.protocol.storage = self._node.protocol.storage
-        fresh = HivemindDirectory(libp2p, node, self._run_id, len(self._keys), self._known)
-        fresh._expires, fresh._newest, fresh._met = self._expires, self._newest, self._met
-        try:
-            self._known.remember(address for _, address in sorted(self._met.items()))
-            await fresh.rejoin()
-        except (LocalError, PeerError) as error:
-            log.warning("rejoining: %s", error)
-        fresh._rejoining = asyncio.create_task(fresh._rejoin_forever())
-        return fresh
-
     async def announce(self, advert: Advert, ttl_s: float) -> None:
-        """See `ports.Directory`. Raises ConfigError for an advert that no peer would accept, LocalError (no daemon)."""
+        """See `ports.Directory`. Raises ConfigError for an advert that no peer would accept."""
         if (advert.peer_id, advert.run_id) != (self._libp2p.peer_id, self._run_id):
             raise ConfigError(f"advert of {advert.peer_id}, run {advert.run_id[:12]}, announced by another node or run")
-        if stage_key(self._run_id, advert.stage) not in self._keys or not 0.0 < ttl_s <= LONGEST_TTL_S:
+        if stage_key(self._run_id, advert.stage) not in self._keys or not 0.0 < ttl_s <= adverts.LONGEST_TTL_S:
             raise ConfigError(f"advert for stage {advert.stage} with {ttl_s} s to live: no such stage, or too long")
-        moved = self._newest is not None and self._newest.stage != advert.stage
-        if moved:
+        if self._newest is not None and self._newest.stage != advert.stage:
             await self.withdraw()
         await self._store(advert, ttl_s)
         self._newest = advert
@@ -110,23 +103,20 @@ class HivemindDirectory:
             self._newest = None
 
     async def peers(self) -> list[Advert]:
-        """See `ports.Directory`. Of a peer with several records only the newest counts.
-
-        Raises LocalError without daemon.
-        """
+        """See `ports.Directory`. Of a peer with several records only the newest counts."""
         asked_at = dht_time()
-        reading = self._node.get_many(list(self._keys), sufficient_expiration_time=float("inf"))
-        found = await self._libp2p.guard(reading, READ_TIMEOUT_S, "the directory's answer")
+        reading = self._dht.get_many(list(self._keys), sufficient_expiration_time=float("inf"))
+        found = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
         announced = self._newest is not None and self._expires.get(self._newest.stage, 0.0) > asked_at + WAIT_TIMEOUT_S
         if announced and not any(found.values()):
             raise Unreachable("the directory lost all adverts, this node's own too")
-        records = newest_of_each(
+        records = adverts.newest_of_each(
             record
             for key, entry in found.items()
             if entry is not None and isinstance(entry.value, dict)
             for record in self._records(self._keys[key], entry.value)
         )
-        self._met = {address.peer_id: address for record in records for address in libp2p_addresses(record)[:1]}
+        self._met = {address.peer_id: address for record in records for address in adverts.libp2p_addresses(record)[:1]}
         now, unix_s = asyncio.get_running_loop().time(), dht_time()
         return [replace(record.advert, announced_at=now - max(0.0, unix_s - record.announced_at)) for record in records]
 
@@ -145,6 +135,28 @@ class HivemindDirectory:
         await self._ping(linked)
         self._known.remember(address for peer_id, address in sorted(self._met.items()) if peer_id in linked)
 
+    async def keep(self, trouble: Callable[[str | None], None]) -> None:
+        """Start the daemon again whenever it dies. Ends only with a LocalError: it could not be kept alive.
+
+        `trouble` gets what is wrong, from the death until RECOVERED_S after the restart, and then None.
+        """
+        starts = 0
+        while True:
+            await asyncio.wait([self._libp2p.failed], timeout=RECOVERED_S if starts else None)
+            if not self._libp2p.failed.done():
+                starts = 0
+                trouble(None)
+                continue
+            died = self._cut_off = str(self._libp2p.failed.exception())
+            while self._cut_off:
+                if starts == len(PAUSES_S):
+                    raise LocalError(f"{self._cut_off}; it was {_again(starts)}: start this node again")
+                trouble(f"{self._cut_off}; it is being started again: this node is cut off from the directory")
+                await asyncio.sleep(PAUSES_S[starts])
+                starts += 1
+                self._cut_off = await self._restart()
+            trouble(f"{died}; {_again(starts)}: find out what kills it (a lack of memory? see dmesg)")
+
     async def close(self) -> None:
         """End the DHT node and the task that keeps it linked; the daemon stays. Does not withdraw."""
         if self._rejoining is not None:
@@ -152,6 +164,40 @@ class HivemindDirectory:
             await asyncio.gather(self._rejoining, return_exceptions=True)
         with contextlib.suppress(NolocoError):
             await self._libp2p.guard(self._node.shutdown(), BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
+
+    @property
+    def _dht(self) -> Any:
+        """hivemind's DHTNode. Raises Unreachable while its daemon is being started again."""
+        if self._cut_off:
+            raise Unreachable(self._cut_off)
+        return self._node
+
+    async def _answer(self, waiting: Awaitable[T], timeout_s: float, what: str) -> T:
+        """As `Libp2pDaemon.guard`, but a dead daemon only makes the directory Unreachable: it will be started again."""
+        try:
+            return await self._libp2p.guard(waiting, timeout_s, what)
+        except LocalError as error:
+            raise Unreachable(f"{error}") from error
+
+    async def _restart(self) -> str:
+        """Start the daemon again and go on there, at the same place in the DHT and with all records.
+
+        Finding no known peer is no error. Returns why there is no daemon, or an empty text.
+        """
+        await self.close()
+        try:
+            await self._libp2p.restart()
+            node = await self._dht_node(self._node.node_id)
+        except (LocalError, PeerError) as error:
+            return f"the libp2p daemon (p2pd) could not be started again ({error})"
+        node.protocol.storage, self._node = self._node.protocol.storage, node
+        try:
+            self._known.remember(address for _, address in sorted(self._met.items()))
+            await self.rejoin()
+        except (LocalError, PeerError) as error:
+            log.warning("rejoining: %s", error)
+        self._rejoining = asyncio.create_task(self._rejoin_forever())
+        return ""
 
     async def _store(self, advert: Advert, ttl_s: float) -> None:
         expires = max(dht_time() + ttl_s, self._expires.get(advert.stage, 0.0) + _LEAST_GROWTH_S)
@@ -168,16 +214,16 @@ class HivemindDirectory:
 
     async def _held_until(self, stage: int) -> float | None:
         """When this node's record under a stage's key expires, as others hold it; None when no peer holds one."""
-        reading = self._node.get(stage_key(self._run_id, stage), latest=True)
-        entry = await self._libp2p.guard(reading, READ_TIMEOUT_S, "the directory's answer")
+        reading = self._dht.get(stage_key(self._run_id, stage), latest=True)
+        entry = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
         mine = entry.value.get(self._libp2p.peer_id) if entry is not None and isinstance(entry.value, dict) else None
         return None if mine is None else float(mine.expiration_time)
 
     async def _put(self, advert: Advert, expires: float) -> bool:
-        payload = encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses)))
+        payload = adverts.encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses)))
         self._expires[advert.stage] = expires
-        storing = self._node.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
-        return bool(await self._libp2p.guard(storing, STORE_TIMEOUT_S, "the directory's word that it took the advert"))
+        storing = self._dht.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
+        return bool(await self._answer(storing, STORE_TIMEOUT_S, "the directory's word that it took the advert"))
 
     def _records(self, stage: int, subkeys: dict[object, Any]) -> list[AdvertRecord]:
         """The valid, living records of one stage. Replicas were checked on arrival; this reads what is left."""
@@ -188,7 +234,7 @@ class HivemindDirectory:
             if expires <= now or not isinstance(payload, bytes):
                 continue
             with contextlib.suppress(Violation):
-                records.append(decode(payload, run_id=self._run_id, stage=stage, peer_id=peer_id))
+                records.append(adverts.decode(payload, run_id=self._run_id, stage=stage, peer_id=peer_id))
         return records
 
     async def _bootstrap(self) -> None:
@@ -228,43 +274,25 @@ class HivemindDirectory:
             except (LocalError, PeerError) as error:
                 log.warning("rejoining: %s", error)
 
+    async def _dht_node(self, node_id: Any) -> Any:
+        """hivemind's DHTNode on the daemon, at `node_id` (its DHTID) or a place drawn at random."""
+        from hivemind.dht.node import DHTNode
+        from hivemind.dht.routing import DHTID
 
-async def _dht_node(libp2p: Libp2pDaemon, run_id: str, stages: int, node_id: Any) -> Any:
-    """hivemind's DHTNode on the daemon, at `node_id` (its DHTID) or a place drawn at random."""
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-
-    hashed = {DHTID.generate(stage_key(run_id, stage)).to_bytes(): stage for stage in range(stages)}
-    creating = DHTNode.create(
-        p2p=libp2p.p2p,
-        node_id=node_id,
-        wait_timeout=WAIT_TIMEOUT_S,
-        record_validator=AdvertValidator(libp2p.identity, run_id, hashed, dht_time),
-        backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
-        cache_locally=False,
-        cache_nearest=0,
-        cache_on_store=False,
-        reuse_get_requests=False,
-    )
-    return await libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
-
-
-def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:
-    """One record a peer, the one announced last (its stage says where it is now), sorted by peer id."""
-    newest: dict[PeerId, AdvertRecord] = {}
-    for record in records:
-        peer_id = record.advert.peer_id
-        if peer_id not in newest or newest[peer_id].announced_at < record.announced_at:
-            newest[peer_id] = record
-    return [newest[peer_id] for peer_id in sorted(newest)]
+        hashed = {DHTID.generate(key).to_bytes(): stage for key, stage in self._keys.items()}
+        creating = DHTNode.create(
+            p2p=self._libp2p.p2p,
+            node_id=node_id,
+            wait_timeout=WAIT_TIMEOUT_S,
+            record_validator=adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time),
+            backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            reuse_get_requests=False,
+        )
+        return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
 
 
-def libp2p_addresses(record: AdvertRecord) -> list[JoinAddress]:
-    """Where a peer says that its daemon is; what is malformed or another peer's is left out."""
-    addresses = []
-    for text in record.libp2p:
-        with contextlib.suppress(ConfigError):
-            address = JoinAddress.parse(text)
-            if address.peer_id == record.advert.peer_id:
-                addresses.append(address)
-    return addresses
+def _again(starts: int) -> str:
+    return f"started again {starts} time{'s' if starts > 1 else ''}"

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from noloco_p2p.core.messages import PeerId
@@ -32,21 +33,22 @@ log = logging.getLogger(__name__)
 class Libp2pDaemon:
     """A running daemon, owned by this object from `open` to `close`."""
 
-    def __init__(self, identity: Identity, host: str, p2p: Any, address: JoinAddress, metrics_port: int | None) -> None:
+    p2p: Any
+    """hivemind's `P2P`; for the DHT node only."""
+    failed: asyncio.Future[None]
+    """Raises LocalError to whoever awaits it when the daemon has died; cancelled by `close`."""
+
+    def __init__(self, identity: Identity, host: str, address: JoinAddress, metrics_port: int | None) -> None:
         """See `open`; `address` is what it announces."""
         self.identity = identity
-        self.p2p = p2p
-        """hivemind's `P2P`; for the DHT node only."""
         self.joined: tuple[JoinAddress, ...] = ()
         """The given join addresses that answered."""
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises LocalError to whoever awaits it when the daemon has died; cancelled by `close`."""
         self.metrics_port = metrics_port
         """TCP port of the daemon's own /metrics on the host that it listens on; None when it serves none."""
         self._host = host
         self._address = address
         self._death = "the libp2p daemon has ended"
-        self._watch = asyncio.create_task(self._watched())
+        self._handlers: dict[str, CallHandler] = {}
 
     @classmethod
     async def open(
@@ -69,16 +71,9 @@ class Libp2pDaemon:
         others = [target for target in targets if target.peer_id != identity.peer_id]
         if targets and not others:
             raise ConfigError(f"join address {targets[0]} is this node's own: give the address of another node")
-        p2p_daemon.sweep_stale_sockets()
         announced = announced_host(host, announce_host, others[0] if others else None)
-        with contextlib.ExitStack() as held:
-            own = held.enter_context(reserve_port(host, port, "listen.dht_port"))
-            address = JoinAddress(announced, own.getsockname()[1], identity.peer_id)
-            if metrics_port is not None:
-                metrics = held.enter_context(reserve_port(host, metrics_port, "listen.libp2p_metrics_port"))
-                metrics_port = metrics.getsockname()[1]
-            p2p = await p2p_daemon.start(identity, host, address, metrics_port)
-        libp2p = cls(identity, host, p2p, address, metrics_port)
+        libp2p = cls(identity, host, JoinAddress(announced, port, identity.peer_id), metrics_port)
+        await libp2p._start()
         try:
             if others:
                 libp2p.joined = await libp2p._join(others)
@@ -87,16 +82,15 @@ class Libp2pDaemon:
             raise
         return libp2p
 
-    async def reopened(self) -> "Libp2pDaemon":
-        """A fresh daemon in place of this one, which has ended: the same peer on the same ports. Raises LocalError."""
-        address = self._address
-        return await Libp2pDaemon.open(
-            self.identity,
-            host=self._host,
-            port=address.port,
-            announce_host=address.host,
-            metrics_port=self.metrics_port,
-        )
+    async def restart(self) -> None:
+        """Start the daemon again when it has died: the same peer on the same ports, which answers the same calls.
+
+        Raises LocalError, Unreachable.
+        """
+        await self.close()
+        await self._start()
+        for name, handler in self._handlers.items():
+            await self.serve(name, handler)
 
     @property
     def peer_id(self) -> PeerId:
@@ -144,7 +138,7 @@ class Libp2pDaemon:
         return {peer.peer_id.to_base58() for peer in peers}
 
     async def serve(self, name: str, handler: CallHandler) -> None:
-        """Answer calls of this name from now on. Once per name."""
+        """Answer calls of this name from now on, after a restart too. Once per name."""
         from google.protobuf.wrappers_pb2 import BytesValue
 
         async def answer(request: BytesValue, context: Any) -> BytesValue:
@@ -153,6 +147,7 @@ class Libp2pDaemon:
             except PeerError as error:
                 return BytesValue(value=_ERROR + str(error).encode())
 
+        self._handlers[name] = handler
         adding = self.p2p.add_protobuf_handler(name, answer, BytesValue)
         await self.guard(adding, DAEMON_TIMEOUT_S, "the libp2p daemon")
 
@@ -206,6 +201,19 @@ class Libp2pDaemon:
         if not self.failed.done():
             self.failed.cancel()
         await p2p_daemon.stop(self.p2p)
+
+    async def _start(self) -> None:
+        """Start the daemon; a port 0 becomes the one that was picked."""
+        p2p_daemon.sweep_stale_sockets()
+        with contextlib.ExitStack() as held:
+            own = held.enter_context(reserve_port(self._host, self._address.port, "listen.dht_port"))
+            self._address = replace(self._address, port=own.getsockname()[1])
+            if self.metrics_port is not None:
+                metrics = reserve_port(self._host, self.metrics_port, "listen.libp2p_metrics_port")
+                self.metrics_port = held.enter_context(metrics).getsockname()[1]
+            self.p2p = await p2p_daemon.start(self.identity, self._host, self._address, self.metrics_port)
+        self.failed = asyncio.get_running_loop().create_future()
+        self._watch = asyncio.create_task(self._watched())
 
     async def _watched(self) -> None:
         code = await self.p2p._child.wait()

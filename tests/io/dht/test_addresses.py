@@ -6,10 +6,17 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, from_here, local_host_towards, reserve_port
+from noloco_p2p.io.dht.addresses import (
+    PEERS_LIMIT,
+    JoinAddress,
+    KnownPeers,
+    announced_host,
+    from_here,
+    local_host_towards,
+    reserve_port,
+)
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.dht.join_handshake import DialRateLimit, check_clock
-from noloco_p2p.io.dht.known_peers import PEERS_LIMIT, KnownPeers
 
 PEER = peer_id_of(bytes(range(32)))
 

@@ -180,7 +180,7 @@ def test_the_death_of_the_daemon_is_noticed(tmp_path: Path) -> None:
             with pytest.raises(LocalError, match="has died"):
                 await asyncio.wait_for(asyncio.shield(a.libp2p.failed), at_most(5.0))
             for refused in (a.directory.announce(a.advert(), 30.0), a.directory.peers(), a.directory.withdraw()):
-                with pytest.raises(LocalError, match="has died"):
+                with pytest.raises(Unreachable, match="has died"):
                     await refused
 
     run(scenario)

@@ -6,48 +6,39 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from daemons import RUN, Node, daemon, node, run, until
+from daemons import Node, daemon, node, run, until
 from machine import at_most
 
-from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import LocalError, Unreachable
-from noloco_p2p.io.dht import dht_supervisor as presence_module
-from noloco_p2p.io.dht.dht_supervisor import SupervisedDirectory
+from noloco_p2p.io.dht import hivemind_directory
 from noloco_p2p.io.dht.join_handshake import fetch_manifest, serve_manifest
-from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.launch.node_probe import scrape
 
 
 @dataclass
-class Kept:
-    """A node's presence, kept; what it tells of its troubles."""
+class Kept(Node):
+    """A node whose daemon is kept alive; what it tells of its troubles."""
 
-    presence: SupervisedDirectory
-    address: str
     keeping: "asyncio.Task[None]"
-    troubles: list[str | None] = field(default_factory=list)
-
-    @property
-    def advert(self) -> Advert:
-        return Advert(self.presence.libp2p.peer_id, RUN, 0, ("127.0.0.1:5000",), state="training", step=1.5)
+    troubles: list[str | None]
 
     async def kill(self) -> None:
         """Kill the daemon, and wait until it is known to be dead."""
-        libp2p = self.presence.libp2p
-        os.kill(libp2p.daemon_pid, signal.SIGKILL)
+        failed = self.libp2p.failed
+        os.kill(self.libp2p.daemon_pid, signal.SIGKILL)
         with suppress(LocalError):
-            await asyncio.shield(libp2p.failed)
+            await asyncio.shield(failed)
 
     async def back(self) -> None:
         """Until the directory can be read again."""
 
         async def readable() -> bool:
             with suppress(Unreachable):
-                await self.presence.peers()
+                await self.directory.peers()
                 return True
             return False
 
@@ -56,21 +47,15 @@ class Kept:
 
 @asynccontextmanager
 async def kept(home: Path) -> AsyncIterator[Kept]:
-    async def offer(libp2p: Libp2pDaemon) -> None:
-        await serve_manifest(libp2p, b"the manifest")
-
-    async with daemon(home, metrics_port=0) as libp2p:
-        presence = await SupervisedDirectory.open(
-            libp2p, run_id=RUN, stages=2, known_path=home / "known.json", offer=offer
-        )
+    async with node(home, metrics_port=0) as own:
+        await serve_manifest(own.libp2p, b"the manifest")
         troubles: list[str | None] = []
-        keeping = asyncio.create_task(presence.keep(troubles.append))
+        keeping = asyncio.create_task(own.directory.keep(troubles.append))
         try:
-            yield Kept(presence, libp2p.join_addresses[0], keeping, troubles)
+            yield Kept(own.libp2p, own.directory, keeping, troubles)
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            await presence.close()
 
 
 async def step_seen_by(other: Node, peer: str) -> float | None:
@@ -80,7 +65,7 @@ async def step_seen_by(other: Node, peer: str) -> float | None:
 def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence_module, "RECOVERED_S", 1.0)
+    monkeypatch.setattr(hivemind_directory, "RECOVERED_S", 1.0)
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
@@ -88,25 +73,26 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
             async def settled() -> bool:
                 return a.troubles[-1] is None
 
-            me, before = a.advert.peer_id, a.presence.libp2p
-            await a.presence.announce(a.advert, 30.0)
+            me, before = a.libp2p.peer_id, a.libp2p.p2p
+            await a.directory.announce(a.advert(), 30.0)
             await b.directory.announce(b.advert(stage=1), 30.0)
+            address, metrics_port = a.address, a.libp2p.metrics_port
             both = sorted([me, b.libp2p.peer_id])
-            assert [peer.peer_id for peer in await a.presence.peers()] == both
+            assert [peer.peer_id for peer in await a.directory.peers()] == both
             await a.kill()
-            for cut_off in (a.presence.peers(), a.presence.announce(a.advert, 30.0), a.presence.withdraw()):
+            for cut_off in (a.directory.peers(), a.directory.announce(a.advert(), 30.0), a.directory.withdraw()):
                 with pytest.raises(Unreachable, match="libp2p daemon"):
                     await cut_off
             await a.back()
 
-            assert a.presence.libp2p is not before
-            assert a.presence.libp2p.join_addresses == before.join_addresses == [a.address]
-            await asyncio.to_thread(scrape, f"http://127.0.0.1:{before.metrics_port}/metrics", 5.0)
-            assert not os.path.exists(before.p2p._daemon_listen_maddr["unix"])  # noqa: ASYNC240
-            assert [peer.peer_id for peer in await a.presence.peers()] == both, "what was known is kept"
-            await a.presence.withdraw()
+            assert a.libp2p.p2p is not before
+            assert a.libp2p.join_addresses == [address]
+            await asyncio.to_thread(scrape, f"http://127.0.0.1:{metrics_port}/metrics", 5.0)
+            assert not os.path.exists(before._daemon_listen_maddr["unix"])  # noqa: ASYNC240
+            assert [peer.peer_id for peer in await a.directory.peers()] == both, "what was known is kept"
+            await a.directory.withdraw()
             assert [(p.peer_id, p.state) for p in await b.directory.peers() if p.peer_id == me] == [(me, "left")]
-            await a.presence.announce(replace(a.advert, step=9.0), 30.0)
+            await a.directory.announce(a.advert(step=9.0), 30.0)
             assert await step_seen_by(b, me) == 9.0
             async with daemon(tmp_path / "c", join=[a.address]) as newcomer:
                 assert (await fetch_manifest(newcomer, me))[0] == b"the manifest"
@@ -120,11 +106,11 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
 
 
 def test_a_daemon_that_dies_again_and_again_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence_module, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(hivemind_directory, "PAUSES_S", (0.0, 0.0))
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a:
-            for _ in presence_module.PAUSES_S:
+            for _ in hivemind_directory.PAUSES_S:
                 await a.kill()
                 await a.back()
             await a.kill()
@@ -132,17 +118,18 @@ def test_a_daemon_that_dies_again_and_again_is_the_end(tmp_path: Path, monkeypat
                 await asyncio.wait_for(asyncio.shield(a.keeping), at_most(3.0))
             assert "\n" not in str(caught.value)
             with pytest.raises(Unreachable):
-                await a.presence.peers()
+                await a.directory.peers()
 
     run(scenario)
 
 
 def test_a_daemon_that_cannot_start_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence_module, "PAUSES_S", (0.3, 1.0))
+    monkeypatch.setattr(hivemind_directory, "PAUSES_S", (0.3, 1.0))
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a:
-            port = int(a.address.split("/")[4])
+            address = a.address
+            port = int(address.split("/")[4])
             await a.kill()
             with socket.socket() as other:
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -154,7 +141,7 @@ def test_a_daemon_that_cannot_start_is_tried_again(tmp_path: Path, monkeypatch: 
 
                 await until(tried)
             await a.back()
-            assert a.presence.libp2p.join_addresses == [a.address]
+            assert a.libp2p.join_addresses == [address]
             assert a.troubles[-1] is not None
             assert "started again 2 times" in a.troubles[-1]
 
