@@ -32,9 +32,9 @@ BROAD: dict[str, str] = {
     "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
     "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",
-    "io/telemetry/metrics.py:NodeMetrics.collect": "a bug in the status may not cost the other metrics",
+    "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.collect": "a bug in the status may not cost the others",
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.event": "an instrument may never stop what it watches",
-    "io/telemetry/watchdog.py:Watchdog._run": "an instrument may never stop what it watches",
+    "io/telemetry/prometheus_telemetry.py:Watchdog._run": "an instrument may never stop what it watches",
 }
 """`file:function`: why it catches everything."""
 SAME_NAME = {

@@ -8,8 +8,8 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.sim_runs import SimRun
 from noloco_p2p.lab.sim_table import causes
 from noloco_p2p.observe.plotting.axes import Points
-from noloco_p2p.observe.plotting.palette import IDLE_COLOURS, SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, save
+from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.sim.figures import RunFigures
 from noloco_p2p.sim.process import Outcome

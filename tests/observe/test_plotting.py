@@ -6,10 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from noloco_p2p.observe.plotting.axes import thin
-from noloco_p2p.observe.plotting.palette import Colour
+from noloco_p2p.observe.plotting.axes import Axis, Scale, fitted, thin, ticks
 from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Heatmap, Plot, steps, svg
-from noloco_p2p.observe.plotting.scales import Axis, Scale, fitted, ticks
+from noloco_p2p.observe.plotting.svg import Colour
 
 NAME = "{http://www.w3.org/2000/svg}"
 CURVE = Curve("a < b", [1, 2, 4], [1, 2, 3], error=[0.1, 0.1, 5.0])

@@ -21,9 +21,8 @@ from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.report.journals import read_processes
-from noloco_p2p.observe.report.node_history import StateSpan
 from noloco_p2p.observe.report.page import make, render
-from noloco_p2p.observe.report.recorded_run import RecordedRun, read_run
+from noloco_p2p.observe.report.recorded_run import RecordedRun, StateSpan, read_run
 from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
@@ -186,14 +185,14 @@ def test_the_figures_are_those_that_the_nodes_counted_themselves(recorded: Recor
     assert run.total("idle_s")["partner"] == pytest.approx(
         sum(totals["idle_s"]["partner"] for totals in [*first, *later]), rel=1e-4
     )
-    assert run.replica_std(1) == pytest.approx(mean([totals["replica_std"] for totals in later]), rel=1e-5)
+    assert run.last("spread", 1) == pytest.approx(mean([totals["replica_std"] for totals in later]), rel=1e-5)
 
 
 def test_a_kill_loses_the_counts_of_a_second_at_most(recorded: Recorded, run: RecordedRun) -> None:
     totals = recorded.totals["s0r1"]
     (history,) = [history for history in run.nodes if history.peer_id == "s0r1"]
     a_second = totals[0]["tokens"] / (history.processes[0].ended_at - (history.training_at or 0.0))
-    lost = sum(process["tokens"] for process in totals) - history.tokens
+    lost = sum(process["tokens"] for process in totals) - history.total("tokens")
     assert 0 <= lost <= 2 * a_second
 
 
@@ -211,7 +210,7 @@ def test_kills_and_restarts_show_in_the_life_of_a_node(run: RecordedRun) -> None
     histories = {history.peer_id: history for history in run.nodes}
     assert [process.ended for process in histories["s0r1"].processes] == [False, True]
     assert [process.ended for process in histories["s1r1"].processes] == [False]
-    assert histories["s1r1"].ended_at - BEGAN_AT == pytest.approx(4.0, abs=1.1)
+    assert histories["s1r1"].processes[-1].ended_at - BEGAN_AT == pytest.approx(4.0, abs=1.1)
     down_s = histories["s0r1"].processes[1].began_at - histories["s0r1"].processes[0].ended_at
     assert 1.9 < down_s < 3.1
     (svg,) = [svg for svg in parsed(render(run)).findall(".//svg") if svg.get("aria-label") == "Lives of the nodes"]
@@ -296,7 +295,7 @@ def test_rotated_files_are_read_in_order_and_lost_ones_are_not_missed(node: Path
     run = read_run([node])
     (history,) = run.nodes
     assert run.tokens == 3_000
-    assert [gain.amount for gain in history.token_increments] == [1_000, 1_000, 1_000]
+    assert [gain.amount for gain in history.increments["tokens"]] == [1_000, 1_000, 1_000]
     assert [process.ended for process in history.processes] == [True]
 
 

@@ -1,35 +1,43 @@
-"""The Telemetry port: a node's events are counted, and go to its log and its journal.
+"""The Telemetry port: a node's events are counted, and go to its log, its journal and its metrics.
 
 What is counted of an event is in counters.py, what the log says in event_log.py, what is answered over HTTP in
-http_pages.py.
+http_pages.py. The Prometheus metrics (ARCHITECTURE.md, "Metrics") are made at a scrape from what was counted.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from noloco_p2p.core.health import problem_line
+from noloco_p2p.core.health import HealthProblem, problem, problem_line
+from noloco_p2p.core.members import STATES
 from noloco_p2p.core.status import NodeFigures, Status
 from noloco_p2p.io.telemetry import node_figures
-from noloco_p2p.io.telemetry.counters import RunCounters
+from noloco_p2p.io.telemetry.counters import LAST_VALUES, MOST_LABELS, TALLIES, RunCounters, known_labels
 from noloco_p2p.io.telemetry.event_log import EventLog
 from noloco_p2p.io.telemetry.http_pages import STARTING, pages
 from noloco_p2p.io.telemetry.http_server import HttpServer
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.log import RepeatLimiter
-from noloco_p2p.io.telemetry.metrics import PHASES, SECONDS_BUCKETS, NodeMetrics
-from noloco_p2p.io.telemetry.watchdog import Watchdog
+
+PHASES = ("forward", "backward", "send", "wait", "step", "outer", "other")
+"""Phases of the work that are measured; any other name counts as `other`."""
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper ends of the buckets of the histogram of phases."""
+WATCHDOG_PERIOD_S = 1.0
 
 logger = logging.getLogger("noloco_p2p")
 
 
-class PrometheusTelemetry:
+class PrometheusTelemetry(Collector):
     """Telemetry of ports.py for a run of `stages` stages; `serve` opens the port."""
 
     def __init__(self, stages: int) -> None:
@@ -41,13 +49,17 @@ class PrometheusTelemetry:
         self._directory: Path | None = None
         self._status: Callable[[], Status] | None = None
         self._watchdog: Watchdog | None = None
-        self._metrics = NodeMetrics(self.counters, self._health)
-        self.registry.register(self._metrics)
+        self._server: HttpServer | None = None
+        self._identity: dict[str, str] = {}
+        """Peer id, run id, stage and version."""
+        self._device_memory: Callable[[], tuple[int, int]] | None = None
+        """Bytes of the device's memory that are used, and that there are; called from any thread."""
+        self._made_at = time.time()
+        self.registry.register(self)
         text = "Seconds of one phase of the work."
         phases = Histogram("noloco_phase_seconds", text, ["phase"], buckets=SECONDS_BUCKETS, registry=self.registry)
         self._phases = {name: phases.labels(name) for name in PHASES}
         ProcessCollector(registry=self.registry)
-        self._server: HttpServer | None = None
 
     def serve(self, host: str, port: int) -> int:
         """Answer from threads of its own; returns the port (0 picks one). LocalError when it is in use."""
@@ -75,7 +87,7 @@ class PrometheusTelemetry:
 
     def measure_memory(self, memory: Callable[[], tuple[int, int]] | None) -> None:
         """What gives the used and total bytes of the device's memory, from any thread; None: the CPU's."""
-        self._metrics.device_memory = memory or (lambda: (node_figures.rss_bytes(), node_figures.memory_bytes()))
+        self._device_memory = memory or (lambda: (node_figures.rss_bytes(), node_figures.memory_bytes()))
 
     def record(self, journal: Journal) -> None:
         """Let a journal, made with `counters`, have every event from now on."""
@@ -83,7 +95,7 @@ class PrometheusTelemetry:
 
     def identify(self, **labels: str) -> None:
         """Fill in node_info: peer id, run id, stage, version."""
-        self._metrics.identity = labels
+        self._identity = labels
 
     def event(self, kind: str, /, **fields: object) -> None:
         """See `ports.Telemetry`."""
@@ -117,9 +129,133 @@ class PrometheusTelemetry:
         """What has been counted until now, for the node's status; from any thread."""
         return node_figures.status_figures(self.counters, self._directory)
 
+    def collect(self) -> Iterator[Metric]:
+        """All metrics but the histogram of phases. A bug in the status costs what comes from it, nothing else."""
+        yield InfoMetricFamily("noloco_node", "Who this node is.", self._identity)
+        with self.counters.lock:
+            counted = [*_of_counters(self.counters, self._made_at), *_of_stages(self.counters)]
+        yield from counted
+        try:
+            found = list(_of_status(*self._health(), self._device_memory))
+        except Exception:  # an instrument may never stop what it watches
+            logger.debug("the node's status could not be read", exc_info=True)
+            found = [_healthy(False)]
+        yield from found
+
+    describe = collect
+
     def _health(self) -> tuple[Status | None, str | None]:
         """The node's status, None before there is one, and what is wrong in one line, None when nothing is."""
         if self._status is None:
             return None, STARTING
         status = self._status()
         return status, problem_line(status)
+
+
+def _of_counters(counters: RunCounters, made_at: float) -> Iterator[Metric]:
+    """What TALLIES and LAST_VALUES say."""
+    for tally in TALLIES:
+        if tally.help is not None:
+            counter = CounterMetricFamily(f"noloco_{tally.name}", tally.help, labels=tally.labels)
+            # What is known beforehand is there at 0: nobody sees an increase from nothing to 1.
+            initial = known_labels(tally.name) if tally.labels else [()]
+            for labels, amount in (dict.fromkeys(initial, 0) | counters.sums[tally.name]).items():
+                first_at = made_at if labels in initial else counters.created_at[tally.name, labels]
+                counter.add_metric(labels, amount, created=first_at)
+            yield counter
+    for value in LAST_VALUES:
+        yield _gauge(value.name, value.help, counters.latest.get(value.name, 0))
+
+
+def _of_stages(counters: RunCounters) -> Iterator[Metric]:
+    """The node's state, and what it knows of each stage."""
+    now, members, stages = time.monotonic(), counters.members, counters.stages
+    states = {(each,): each == (counters.state or STATES[0]) for each in STATES}
+    yield _gauges("state", "1 for the state that this node is in, else 0.", ["state"], states)
+    peers = {} if members is None else {(str(s), each): members.get((s, each), 0) for s in stages for each in STATES}
+    yield _gauges("peers", "Nodes of the swarm, this one included.", ["stage", "state"], peers)
+    deserted = {(str(s),): max(0.0, now - counters.deserted_since.get(s, now)) for s in stages}
+    text = "Since when nobody serves a stage; 0 when served."
+    yield _gauges("stage_deserted_seconds", text, ["stage"], deserted)
+    guarded = {(str(stage),): outer_round for stage, outer_round in counters.guarded_rounds.items()}
+    yield _gauges("guarded_round", "Outer round of the snapshot held for another stage.", ["stage"], guarded)
+
+
+def _of_status(
+    status: Status | None, wrong: str | None, device_memory: Callable[[], tuple[int, int]] | None
+) -> Iterator[Metric]:
+    """What is asked at the scrape: of the node itself, once there is one, and of the device."""
+    yield _healthy(wrong is None)
+    if status is not None:
+        yield _gauge("run_steps", "Length of the run, in steps.", status.steps)
+        longest_s = max((wait.since_s for wait in status.waits if not wait.idle), default=0.0)
+        yield _gauge("longest_wait_seconds", "Age of the longest wait that holds something up.", longest_s)
+        troubles = {(trouble.name,): 1 for trouble in status.troubles[:MOST_LABELS]}
+        yield _gauges("trouble", "1 while something is wrong, by its name.", ["name"], troubles)
+        if status.figures.disk_free_bytes is not None:
+            yield _gauge("disk_free_bytes", "Free space where the node's directory is.", status.figures.disk_free_bytes)
+    if device_memory is not None:
+        text = "Memory of the device: used, and in total. Where the CPU is the device: by this process."
+        used, total = device_memory()
+        yield _gauges("device_memory_bytes", text, ["kind"], {("used",): used, ("total",): total})
+
+
+def _healthy(well: bool) -> Metric:
+    return _gauge("healthy", "1 while /health answers 200, else 0.", well)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return _gauges(name, text, [], {(): value})
+
+
+def _gauges(name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
+    """A gauge: values of its labels, a tuple of texts → value."""
+    found = GaugeMetricFamily(f"noloco_{name}", text, labels=labels)
+    for key, value in values.items():
+        found.add_metric(key, value)
+    return found
+
+
+class Watchdog:
+    """Looks at a node's status once a second; one line when something goes wrong, one when that is over.
+
+    In a thread of its own: a stuck event loop is noticed, too.
+
+    `status` is called from the watchdog's thread, `say` gets a line: `say(line, well)`.
+    """
+
+    def __init__(
+        self, status: Callable[[], Status], say: Callable[[str, bool], None], period_s: float = WATCHDOG_PERIOD_S
+    ) -> None:
+        self._status = status
+        self._say = say
+        self._period_s = period_s
+        self._problem: HealthProblem | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more; returns when the thread has ended."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def look(self) -> None:
+        """Once: say what has changed. The same problem is said once, however long it lasts."""
+        found, before = problem(self._status()), self._problem
+        self._problem = found
+        if found is not None and (before is None or before.key != found.key):
+            self._say(found.line, False)
+        elif found is None and before is not None:
+            self._say("goes on", True)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._period_s):
+            try:
+                self.look()
+            except Exception:  # an instrument may never stop what it watches
+                logger.debug("the watchdog could not look", exc_info=True)

@@ -1,10 +1,116 @@
-"""Two axes as SVG, and what is drawn between them: lines, dots, areas, columns and cells."""
+"""Axes as values: where a number lies on one, at which round numbers it has ticks; and two of them drawn as SVG."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
-from noloco_p2p.observe.plotting.palette import Colour
-from noloco_p2p.observe.plotting.scales import Axis
-from noloco_p2p.observe.plotting.svg import canvas, cross, decimal, element
+from noloco_p2p import humanize
+from noloco_p2p.observe.plotting.svg import Colour, canvas, decimal, element
+
+Scale = Literal["linear", "log", "log2"]
+"""Equal distances are equal differences; or equal factors, with ticks at powers of ten or of two."""
+
+MOST_LOG_TICKS = 11
+
+tick_label = partial(humanize.compact, digits=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a chart. On a logarithmic one both ends are above 0. One of no length reaches to the next number."""
+
+    title: str
+    low: float
+    high: float
+    scale: Scale = "linear"
+    label: Callable[[float], str] = tick_label
+    """How the number at a tick is written."""
+    names: Sequence[str] = ()
+    """Of rows, which take one unit each from `high` downwards: they are written there, in place of numbers."""
+
+    def position(self, value: float) -> float:
+        """Where a value lies: 0 at `low`, 1 at `high`."""
+        if self.scale != "linear":
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self._end - self.low)
+
+    def value(self, position: float) -> float:
+        """The value at a position."""
+        if self.scale != "linear":
+            return self.low * math.exp(position * math.log(self.high / self.low))
+        return self.low + position * (self._end - self.low)
+
+    @property
+    def _end(self) -> float:
+        return self.high if self.high > self.low else self.low + max(1.0, abs(self.low))
+
+    def holds(self, value: float) -> bool:
+        """It lies between the ends."""
+        return showable(value, self.scale) and -1e-9 <= self.position(value) <= 1 + 1e-9
+
+    def ticks(self, about: int) -> list[float]:
+        """Round numbers between the ends, about as many as asked for."""
+        if self.scale == "linear":
+            return ticks(self.low, self._end, about)
+        return _log_ticks(self.low, self.high, 2 if self.scale == "log2" else 10)
+
+    def labelled(self, about: int) -> list[tuple[float, str]]:
+        """The ticks and what is written at them: the middle of each row, where there are rows."""
+        if self.names:
+            return [(self.high - n - 0.5, name) for n, name in enumerate(self.names)]
+        return [(value, self.label(value)) for value in self.ticks(about)]
+
+
+def fitted(title: str, values: Iterable[float], scale: Scale = "linear", *, from_zero: bool = False) -> Axis:
+    """The axis that these values need, with a margin of a twentieth. What it cannot show is left out."""
+    shown = [value for value in values if showable(value, scale)] or [1.0]
+    low, high = min(shown), max(shown)
+    if scale == "linear":
+        margin = (high - low or abs(high) or 1.0) * 0.05
+        return Axis(title, 0.0 if from_zero else low - margin, high + margin)
+    factor = (high / low) ** 0.05 if high > low else 2.0
+    return Axis(title, low / factor, high * factor, scale, humanize.figure if scale == "log2" else tick_label)
+
+
+def showable(value: float, scale: Scale) -> bool:
+    """It has a place on an axis of this kind: no logarithm of 0."""
+    return math.isfinite(value) and (scale == "linear" or value > 0)
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers from `low` to `high`, about as many as asked for: 1, 2 or 5 times a power of ten apart."""
+    span = high - low
+    if not span > 0 or not math.isfinite(span):
+        return [low]
+    rough = span / about
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [n * step for n in range(first, last + 1)]
+
+
+def time_unit(span_s: float) -> tuple[float, str]:
+    """(seconds, name) of the unit for a time of this length."""
+    units = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"))
+    return next(((unit_s, name) for unit_s, name in units if span_s >= 2 * unit_s), (1.0, "seconds"))
+
+
+def _log_ticks(low: float, high: float, base: int) -> list[float]:
+    """Powers of the base, and multiples of them where there are too few; equal steps over less than a power."""
+    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+    found: list[float] = []
+    for multiples in ((1,), (1, 2, 5), (1, 2, 3, 4, 5, 7)) if base == 10 else ((1,),):
+        every = [multiple * float(base) ** power for power in powers for multiple in multiples]
+        found = [value for value in every if low <= value <= high]
+        if len(found) > 2:
+            return found[:: math.ceil(len(found) / MOST_LOG_TICKS)]
+    return found if base == 2 and found else ticks(low, high, 4)
+
+
+# --- drawn ------------------------------------------------------------------------------------------------------------
 
 Points = Sequence[tuple[float, float]]
 """(x, y), in the order in which they are joined."""
@@ -21,10 +127,12 @@ MOST_POINTS = 800
 class Axes:
     """An SVG with two axes. Colours are numbers of the style sheet, names are shown when one points at a thing."""
 
-    def __init__(self, title: str, x: Axis | None, y: Axis, size: tuple[float, float] = PAGE_SIZE) -> None:
+    def __init__(
+        self, title: str, x: Axis | None, y: Axis, size: tuple[float, float] = PAGE_SIZE, left: float = LEFT
+    ) -> None:
         self.svg = canvas(title, *size)
         self._x, self._y = x or Axis("", 0.0, 1.0), y
-        self._left, self._right = LEFT, size[0] - RIGHT
+        self._left, self._right = left, size[0] - RIGHT
         self._top, self._bottom = TOP + (Y_TITLE if y.title else 0.0), size[1] - BOTTOM
         self._cells = False
         """There are coloured cells below what is drawn next, which gets a border."""
@@ -42,7 +150,7 @@ class Axes:
         if len(thinned) == 1:
             self.dots(thinned, colour, name)
         elif thinned:
-            path = "M" + "L".join(self._at(x, y) for x, y in thinned)
+            path = self._path(thinned)
             if self._cells:
                 element(self.svg, "path", d=path, class_="halo")
             self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip())
@@ -56,60 +164,61 @@ class Axes:
     def error_bars(self, points: Points, errors: Sequence[float], colour: Colour) -> None:
         """From below each point to above it, or to the lower end of an axis that cannot show so little."""
         for (x, y), error in zip(points, errors, strict=True):
-            if not self.holds(x, y):
-                continue
-            across = self._across(x)
-            low, high = (self._up(end) if self._y.holds(end) else self._bottom for end in (y - error, y + error))
-            path = f"M{across - 3:.1f} {low:.1f}h6m-3 0V{high:.1f}m-3 0h6"
-            element(self.svg, "path", d=path, class_=f"error s{colour}")
+            if self.holds(x, y):
+                across = self._across(x)
+                low, high = (self._up(end) if self._y.holds(end) else self._bottom for end in (y - error, y + error))
+                path = f"M{across - 3:.1f} {low:.1f}h6m-3 0V{high:.1f}m-3 0h6"
+                element(self.svg, "path", d=path, class_=f"error s{colour}")
 
     def area(self, lower: Sequence[float], upper: Sequence[float], colour: Colour, name: str) -> None:
         """What lies between two values at equal times over the whole width, as steps."""
-        width = (self._x.high - self._x.low) / len(upper)
-        edges = [self._x.low + n * width for n in range(len(upper) + 1)]
-        there = [self._at(x, y) for n, y in enumerate(upper) for x in (edges[n], edges[n + 1])]
-        back = [self._at(x, y) for n, y in reversed(list(enumerate(lower))) for x in (edges[n + 1], edges[n])]
-        self._named(name, "path", d="M" + "L".join([*there, *back]) + "Z", class_=f"f{colour}")
+        edges = [self._x.value(n / len(upper)) for n in range(len(upper) + 1)]
+        top, bottom = ([(x, y) for n, y in enumerate(ys) for x in edges[n : n + 2]] for ys in (upper, lower))
+        self._named(name, "path", d=self._path([*top, *reversed(bottom)]) + "Z", class_=f"f{colour}")
 
-    def column(self, place: tuple[int, int], lower: float, upper: float, colour: Colour, name: str) -> None:
-        """A piece of one of the columns over the whole width; `place`: (which, of how many)."""
-        which, count = place
-        width = (self._right - self._left) / count
-        top = self._up(upper)
-        corner = {"x": self._left + which * width, "y": top}
-        size = {"width": max(0.5, width - 1), "height": max(0.0, self._up(lower) - top)}
-        self._named(name, "rect", **corner, **size, class_=f"f{colour}")
+    def cell(self, x: tuple[float, float], y: tuple[float, float], fill: Colour | str, name: str = "") -> None:
+        """A rectangle from one value to another on both axes; `fill`: a colour of the style sheet, or one of SVG.
 
-    def cell(self, x: tuple[float, float], y: tuple[float, float], fill: str, name: str = "") -> None:
-        """A rectangle from one value to another on both axes; `fill`: a colour of SVG."""
-        self._cells = True
-        left, right = self._across(x[0]), self._across(x[1])
-        bottom, top = self._up(y[0]), self._up(y[1])
-        # A little too wide, so that no seam shows between neighbours.
-        place = {"x": left, "y": top, "width": right - left + 0.4, "height": bottom - top + 0.4}
-        self._named(name, "rect", **place, fill=fill, shape_rendering="crispEdges")
+        Cells of a colour of SVG are those of a heatmap, which is drawn upon.
+        """
+        left, top = self._across(x[0]), self._up(y[1])
+        size = {"width": max(0.6, self._across(x[1]) - left), "height": self._up(y[0]) - top}
+        look: dict[str, object] = {"class_": f"f{fill}"}
+        if isinstance(fill, str):
+            self._cells = True
+            # A little too wide, so that no seam shows between neighbours.
+            size = {side: length + 0.4 for side, length in size.items()}
+            look = {"fill": fill, "shape_rendering": "crispEdges"}
+        self._named(name, "rect", x=left, y=top, **size, **look)
 
-    def cross(self, x: float, y: float) -> None:
-        """A cross at a point, with a border that shows it on any ground."""
-        path = cross(self._across(x), self._up(y))
-        for kind in ("halo", "cross"):
-            element(self.svg, "path", d=path, class_=kind)
+    def cross(self, x: float, y: float, name: str = "") -> None:
+        """A cross at a point; in a heatmap with a border that shows it on any ground."""
+        path = f"M{self._across(x) - 4:.1f} {self._up(y) - 4:.1f}l8 8m0 -8l-8 8"
+        if self._cells:
+            element(self.svg, "path", d=path, class_="halo")
+        self._named(name, "path", d=path, class_="cross")
+
+    def stroke(self, x: float, y: tuple[float, float]) -> None:
+        """An upright stroke from one y to another, and a little beyond."""
+        low, high = map(self._up, y)
+        element(self.svg, "line", x1=self._across(x), x2=self._across(x), y1=high - 2, y2=low + 2, class_="start")
 
     def _draw_y_axis(self, *, at_left: bool) -> None:
-        for value in self._y.ticks(5):
+        for value, label in self._y.labelled(5):
             y = self._up(value)
-            element(self.svg, "line", x1=self._left, x2=self._right, y1=y, y2=y, class_="grid")
-            element(self.svg, "text", self._y.label(value), x=self._left - 5, y=y + 4, class_="tick end")
+            if not self._y.names:
+                element(self.svg, "line", x1=self._left, x2=self._right, y1=y, y2=y, class_="grid")
+            element(self.svg, "text", label, x=self._left - 5, y=y + 4, class_="tick end")
         if self._y.title:
             place, kind = (0.0, "tick") if at_left else (self._right, "tick end")
             element(self.svg, "text", self._y.title, x=place, y=self._top - 12, class_=kind)
 
     def _draw_x_axis(self) -> None:
         bottom = self._bottom
-        for value in self._x.ticks(7):
+        for value, label in self._x.labelled(7):
             x = self._across(value)
             element(self.svg, "line", x1=x, x2=x, y1=bottom, y2=bottom + 4, class_="axis")
-            element(self.svg, "text", self._x.label(value), x=x, y=bottom + 16, class_="tick middle")
+            element(self.svg, "text", label, x=x, y=bottom + 16, class_="tick middle")
         element(self.svg, "line", x1=self._left, x2=self._right, y1=bottom, y2=bottom, class_="axis")
         element(self.svg, "text", self._x.title, x=self._right, y=bottom + 32, class_="tick end")
 
@@ -124,8 +233,8 @@ class Axes:
     def _up(self, y: float) -> float:
         return self._bottom - self._y.position(y) * (self._bottom - self._top)
 
-    def _at(self, x: float, y: float) -> str:
-        return f"{decimal(self._across(x))} {decimal(self._up(y))}"
+    def _path(self, points: Points) -> str:
+        return "M" + "L".join(f"{decimal(self._across(x))} {decimal(self._up(y))}" for x, y in points)
 
 
 def thin(points: Points, most: int) -> Points:

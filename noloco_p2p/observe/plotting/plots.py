@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Self
 
 from noloco_p2p import humanize
-from noloco_p2p.observe.plotting.axes import LEFT, PAGE_SIZE, RIGHT, Axes, Points
-from noloco_p2p.observe.plotting.palette import SERIES_COLOURS, Colour
-from noloco_p2p.observe.plotting.scales import Axis, Scale, fitted
-from noloco_p2p.observe.plotting.svg import CHARACTER, Element, LegendKey, LineStyle, canvas, document, element
+from noloco_p2p.observe.plotting import svg as drawing
+from noloco_p2p.observe.plotting.axes import LEFT, PAGE_SIZE, RIGHT, Axes, Axis, Points, Scale, fitted
+from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour, Element, LegendKey, LineStyle, element
 
 WIDTH, HEIGHT = 640.0, 330.0
 COLOUR_BAR = LEFT + RIGHT + 18.0
@@ -114,13 +113,13 @@ def svg(chart: Chart) -> str:
     if isinstance(chart, Bars):
         keys = dict.fromkeys(LegendKey(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
         left = CHARACTER * max((len(label) for label, _ in chart.rows), default=0) + 10
-        return document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
+        return drawing.document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
     axes, *beside = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
     coloured = list(zip(chart.curves, itertools.cycle(CURVE_COLOURS), strict=False))
     for curve, colour in coloured:
         _draw(axes, curve, colour)
     keys_of_curves = [LegendKey(curve.label, colour, curve.style) for curve, colour in coloured]
-    return document(chart.title, [axes.svg, *(each.svg for each in beside)], keys_of_curves)
+    return drawing.document(chart.title, [axes.svg, *(each.svg for each in beside)], keys_of_curves)
 
 
 def _plot(plot: Plot) -> Axes:
@@ -159,7 +158,7 @@ def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
 
 def bars(title: str, rows: Sequence[BarRow], *, width: float = PAGE_SIZE[0], left: float = BAR_LEFT) -> Element:
     """One bar a row as wide as the others, its pieces as shares of the row's sum."""
-    svg = canvas(title, width, len(rows) * (BAR_HEIGHT + BAR_GAP) + BAR_GAP)
+    svg = drawing.canvas(title, width, len(rows) * (BAR_HEIGHT + BAR_GAP) + BAR_GAP)
     for n, (label, pieces) in enumerate(rows):
         top, x = BAR_GAP + n * (BAR_HEIGHT + BAR_GAP), left
         middle = top + BAR_HEIGHT / 2 + 4

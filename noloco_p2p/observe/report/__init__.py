@@ -1,8 +1,7 @@
 """`noloco report`: one page about a run, from what its nodes wrote into their directories.
 
 journals      the events of a node, torn and rotated files included
-node_history  what they say of one node
-recorded_run  what the nodes say together: figures
-charts        the charts of the page; `lives` has the one of every node's life
+recorded_run  what they say of each node, and what the nodes say together: figures
+charts        the charts of the page
 page          the page, with page.html
 """

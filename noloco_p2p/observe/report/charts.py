@@ -1,24 +1,27 @@
 """The charts of the page: what of a run each of them shows, and what its colours mean."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from markupsafe import Markup
 
-from noloco_p2p.observe.plotting.axes import MOST_POINTS, Axes, Points
-from noloco_p2p.observe.plotting.palette import IDLE_COLOURS, SERIES_COLOURS, Colour
-from noloco_p2p.observe.plotting.plots import bars
-from noloco_p2p.observe.plotting.scales import Axis, fitted, time_unit
-from noloco_p2p.observe.plotting.svg import Element, LegendKey, markup
+from noloco_p2p.observe.plotting.axes import MOST_POINTS, PAGE_SIZE, Axes, Axis, Points, fitted, time_unit
+from noloco_p2p.observe.plotting.plots import BAR_LEFT, bars
+from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour, Element, LegendKey, markup
 from noloco_p2p.observe.plotting.time_bins import TimeBins
-from noloco_p2p.observe.report.lives import lives
-from noloco_p2p.observe.report.node_history import UNKNOWN
-from noloco_p2p.observe.report.recorded_run import RecordedRun
+from noloco_p2p.observe.report.recorded_run import UNKNOWN, RecordedRun
+
+T = TypeVar("T")
 
 BINS, COLUMNS = 150, 50
 MOST_ROWS = 60
 """Nodes that have a row of their own."""
+ROW, ROW_SHARE, BESIDE_ROWS = 22.0, 0.72, 46.0
+"""Height of a row; the share of it that its pieces take; what is above and below all rows."""
+LABEL_CHARACTERS = 11
+MOST_ROW_PIECES = 3_000
+"""Of all rows together; of more, those that would lie upon one another are left out."""
 MOST_PIECES, ALL_POINTS = 400, 16_000
 """Of curves in one chart; a replica has one for each of its processes."""
 STATE_COLOURS = {
@@ -44,8 +47,8 @@ class Panel(NamedTuple):
 
     title: str
     svg: Markup
-    legend: Sequence[LegendKey] = ()
-    note: str = ""
+    legend: Sequence[LegendKey]
+    note: str
 
 
 class RunCharts:
@@ -53,83 +56,86 @@ class RunCharts:
 
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
-        self._whole = run.began_at, run.ended_at
         self._span_s = max(run.ended_at - run.began_at, 1e-9)
-        self._bins = TimeBins(*self._whole, BINS)
-        self._columns = TimeBins(*self._whole, COLUMNS)
+        self._unit_s, unit = time_unit(self._span_s)
+        self._time = Axis(f"{unit} since the start", 0.0, self._span_s / self._unit_s, label=lambda value: f"{value:g}")
+        self._bins, self._columns = (TimeBins(run.began_at, run.ended_at, count) for count in (BINS, COLUMNS))
 
     def loss(self) -> Panel:
         """Loss of every replica of stage 0, and validation, by step."""
         nodes = self._run.of_stage(0)
         few = len(nodes) <= len(SERIES_COLOURS)
         keys = [LegendKey(node.name, SERIES_COLOURS[n] if few else Colour.BLUE) for n, node in enumerate(nodes)]
-        lines = [(key.label, key.colour, piece) for key, node in zip(keys, nodes, strict=True) for piece in node.loss]
-        dots = sorted(point for node in nodes for piece in node.validation for point in piece)
-        axes = self._by_step("Loss", lines, dots, from_zero=False, kind="" if few else "faint")
+        lines = [(key.label, key.colour, x) for key, node in zip(keys, nodes, strict=True) for x in node.curves["loss"]]
+        dots = sorted(point for node in nodes for piece in node.curves["validation"] for point in piece)
+        svg = _by_step("Loss", lines, dots, from_zero=False, kind="" if few else "faint")
         legend = keys if few else [LegendKey(f"{len(nodes)} replicas", Colour.BLUE)]
         legend += [LegendKey("validation (dots)", Colour.GREY)] if dots else []
-        return _panel(axes.svg, legend, "Nats per token, by step.")
+        return _panel(svg, legend, "Nats per token, by step.")
 
     def throughput(self) -> Panel:
         """Tokens per second of the swarm."""
-        rates = self._bins.rates(each for node in self._run.nodes for each in node.token_increments)
-        svg = self._over_time("Tokens per second", [("tokens per second", Colour.GREEN, rates)])
-        return _panel(svg, (), "The whole swarm, evaluations and waits included.")
+        lines = [("tokens per second", Colour.GREEN, self._rates("tokens"))]
+        return self._over_time("Tokens per second", lines, "The whole swarm, evaluations and waits included.")
 
     def time(self) -> Panel:
         """Where the time of each stage went."""
         causes = [cause for cause, _ in self._run.total("idle_s").most_common()]
-        colours = {cause: IDLE_COLOURS[n % len(IDLE_COLOURS)] for n, cause in enumerate(causes)}
+        colours = {f"waits: {cause}": IDLE_COLOURS[n % len(IDLE_COLOURS)] for n, cause in enumerate(causes)}
         rows = []
         for stage in self._run.stages:
             nodes, idle = self._run.of_stage(stage), self._run.total("idle_s", stage)
             worked = sum(node.device_s for node in nodes)
             rest = sum(node.trained_s for node in nodes) - worked - sum(idle.values())
-            waits = [(f"waits: {cause}", float(idle[cause]), colours[cause]) for cause in causes]
+            waits = [(name, float(idle[cause]), colours[name]) for cause, name in zip(causes, colours, strict=True)]
             pieces = [("device works", worked, Colour.GREEN), *waits, ("the rest", max(0.0, rest), Colour.PALE)]
             rows.append((f"stage {stage}", pieces))
-        legend = [LegendKey("device works", Colour.GREEN)]
-        legend += [LegendKey(f"waits: {cause}", colour) for cause, colour in colours.items()]
-        legend.append(LegendKey("the rest: evaluation, merging, saving", Colour.PALE))
+        legend = {"device works": Colour.GREEN, **colours, "the rest: evaluation, merging, saving": Colour.PALE}
         note = "Shares of the seconds in which the nodes of a stage were training."
-        return _panel(bars("Where the time went", rows), legend, note)
+        return _panel(bars("Where the time went", rows), _keys(legend), note)
 
     def rounds(self) -> Panel:
         """Outer rounds by result, over time."""
-        found = self._columns.counts(event for node in self._run.nodes for event in node.new_rounds)
-        axes = self._stack_axes("Outer rounds by result", found)
-        names = sorted(self._run.total("rounds"), key=[*RESULT_COLOURS, *self._run.total("rounds")].index)
+        results = [*RESULT_COLOURS, *(name for name in self._run.total("rounds") if name not in RESULT_COLOURS)]
+        names = [name for name in results if self._run.total("rounds")[name]]
+        found = self._columns.counts(
+            (new.ended_at, name, new.amount)
+            for node in self._run.nodes
+            for name in names
+            for new in node.increments[f"rounds {name}"]
+        )
+        axes, width = self._stack("Outer rounds by result", found), self._time.high / COLUMNS
+        colours = {name: RESULT_COLOURS.get(name, Colour.GREY) for name in names}
         for n, counts in enumerate(found):
-            low = 0.0
+            low = 0
             for name in (name for name in names if counts[name]):
-                high = low + counts[name]
-                axes.column((n, COLUMNS), low, high, RESULT_COLOURS.get(name, Colour.GREY), f"{name}: {counts[name]}")
-                low = high
-        legend = [LegendKey(name, RESULT_COLOURS.get(name, Colour.GREY)) for name in names]
-        return _panel(axes.svg, legend, "Rounds of all nodes that ended in each time.")
+                place = ((n + 0.05) * width, (n + 0.95) * width), (low, low + counts[name])
+                axes.cell(*place, colours[name], f"{name}: {counts[name]}")
+                low += counts[name]
+        return _panel(axes.svg, _keys(colours), "Rounds of all nodes that ended in each time.")
 
     def round_seconds(self) -> Panel:
         """How long outer rounds took."""
         points = [point for node in self._run.nodes for point in node.round_seconds]
         mean, largest = self._columns.mean_and_largest(points)
         lines = [("mean", Colour.BLUE, mean), ("longest", Colour.ORANGE, largest)]
-        return _panel(self._over_time("Seconds of an outer round", lines), _keys(lines))
+        return self._over_time("Seconds of an outer round", lines)
 
     def spread(self) -> list[Panel]:
         """Standard deviation between replicas, and the learning rate, by step."""
-        keys = [LegendKey(f"stage {stage}", SERIES_COLOURS[stage % len(SERIES_COLOURS)]) for stage in self._run.stages]
+        colours = {f"stage {stage}": SERIES_COLOURS[stage % len(SERIES_COLOURS)] for stage in self._run.stages}
         lines = [
-            (key.label, key.colour, piece)
-            for key, stage in zip(keys, self._run.stages, strict=True)
+            (name, colour, piece)
+            for (name, colour), stage in zip(colours.items(), self._run.stages, strict=True)
             for node in self._run.of_stage(stage)
-            for piece in node.spread
+            for piece in node.curves["spread"]
         ]
-        longest = max(self._run.nodes, key=lambda node: sum(map(len, node.rate)))
-        rates = [("learning rate", Colour.GREY, piece) for piece in longest.rate]
+        longest = max(self._run.nodes, key=lambda node: sum(map(len, node.curves["learning_rate"])))
+        rates = [("learning rate", Colour.GREY, piece) for piece in longest.curves["learning_rate"]]
         note = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
         return [
-            _panel(self._by_step("Spread of the replicas", lines).svg, keys, note),
-            _panel(self._by_step("Learning rate", rates).svg, (), "By step, as the spread beside it."),
+            _panel(_by_step("Spread of the replicas", lines), _keys(colours), note),
+            _panel(_by_step("Learning rate", rates), (), "By step, as the spread beside it."),
         ]
 
     def membership(self) -> Panel:
@@ -137,7 +143,7 @@ class RunCharts:
         nodes = self._run.nodes
         if len(nodes) > 1:
             spans = [span for node in nodes for process in node.processes for span in process.spans]
-            there = [(span.began_at, span.ended_at, {span.state: 1.0}) for span in spans if span.state != "left"]
+            there = [(span.began_at, span.ended_at, Counter([span.state])) for span in spans if span.state != "left"]
             note = "Nodes whose journals are here."
         else:
             lines = nodes[0].membership
@@ -145,68 +151,92 @@ class RunCharts:
             there = [(at, until, counts) for (at, counts), until in zip(lines, ends, strict=False)]
             note = "As this node saw the swarm."
         found = self._bins.present(there)
-        axes = self._stack_axes("Nodes by state", found)
-        names = [state for state in STATE_COLOURS if any(counts[state] for counts in found)]
+        axes = self._stack("Nodes by state", found)
+        colours = {name: colour for name, colour in STATE_COLOURS.items() if any(counts[name] for counts in found)}
         heights = [0.0] * len(found)
-        for name in names:
+        for name, colour in colours.items():
             upper = [low + counts[name] for low, counts in zip(heights, found, strict=True)]
-            axes.area(heights, upper, STATE_COLOURS[name], name)
+            axes.area(heights, upper, colour, name)
             heights = upper
-        return _panel(axes.svg, [LegendKey(name, STATE_COLOURS[name]) for name in names], note)
+        return _panel(axes.svg, _keys(colours), note)
 
     def lives(self) -> Panel:
-        """The life of every node."""
+        """The life of every node: a row for each, its states by colour."""
         nodes = self._run.nodes[:MOST_ROWS]
+        names = [node.name[-LABEL_CHARACTERS:] for node in nodes]
+        size = PAGE_SIZE[0], ROW * len(nodes) + BESIDE_ROWS
+        axes = Axes("Lives of the nodes", self._time, Axis("", 0.0, len(nodes), names=names), size, BAR_LEFT)
+        pieces = sum(len(process.spans) + 2 for node in nodes for process in node.processes)
+        apart_s = 0.0 if pieces <= MOST_ROW_PIECES else 3 * len(nodes) * self._span_s / MOST_ROW_PIECES
+        for n, node in enumerate(nodes):
+            middle = len(nodes) - n - 0.5
+            row = middle - ROW_SHARE / 2, middle + ROW_SHARE / 2
+            spans = [span for process in node.processes for span in process.spans]
+            for span in _apart(spans, lambda span: span.began_at, apart_s):
+                since_s, until_s = span.began_at - self._run.began_at, span.ended_at - self._run.began_at
+                name = f"{node.name}: {span.state}, {since_s:.0f} to {until_s:.0f} s"
+                axes.cell((since_s / self._unit_s, until_s / self._unit_s), row, STATE_COLOURS[span.state], name)
+            for process in _apart(node.processes, lambda process: process.began_at, apart_s):
+                axes.stroke((process.began_at - self._run.began_at) / self._unit_s, row)
+            unended = [process for process in node.processes if not process.ended]
+            for process in _apart(unended, lambda process: process.ended_at, apart_s):
+                last_s = process.ended_at - self._run.began_at
+                axes.cross(last_s / self._unit_s, middle, f"{node.name}: its last line at {last_s:.0f} s")
         states = {span.state for node in nodes for process in node.processes for span in process.spans}
-        legend = [LegendKey(state, colour) for state, colour in STATE_COLOURS.items() if state in states]
-        svg = lives("Lives of the nodes", nodes, self._whole, STATE_COLOURS)
         note = "A stroke: a process began. A cross: its last line, without an end; it was killed, or still runs."
         left_out = len(self._run.nodes) - len(nodes)
         note += f" {left_out} nodes are left out." if left_out else ""
-        return _panel(svg, legend, note)
+        return _panel(axes.svg, [key for key in _keys(STATE_COLOURS) if key.label in states], note)
 
     def bytes(self) -> Panel:
         """Bytes per second that the nodes sent and received."""
-        lines = [
-            (name, colour, self._bins.rates(each for node in self._run.nodes for each in node.byte_increments[way]))
-            for name, colour, way in (("received", Colour.BLUE, "in"), ("sent", Colour.ORANGE, "out"))
-        ]
-        return _panel(self._over_time("Bytes per second", lines), _keys(lines), "All nodes together.")
+        lines = [("received", Colour.BLUE, self._rates("in")), ("sent", Colour.ORANGE, self._rates("out"))]
+        return self._over_time("Bytes per second", lines, "All nodes together.")
 
-    def _over_time(self, title: str, lines: Sequence[Line]) -> Element:
-        """Lines by seconds since the start, the first on top."""
-        unit_s, _ = time_unit(self._span_s)
-        axes = self._time_axes(title, max((y for _, _, points in lines for _, y in points), default=0.0))
+    def _rates(self, name: str) -> Points:
+        return self._bins.rates(each for node in self._run.nodes for each in node.increments[name])
+
+    def _over_time(self, title: str, lines: Sequence[Line], note: str = "") -> Panel:
+        """Lines by seconds since the start, the first on top; of a single one the title says what it is."""
+        highest = max((y for _, _, points in lines for _, y in points), default=0.0)
+        axes = Axes(title, self._time, Axis("", 0.0, highest * 1.05))
         for name, colour, points in reversed(lines):
-            axes.line([(seconds / unit_s, value) for seconds, value in points], colour, name)
-        return axes.svg
+            axes.line([(seconds / self._unit_s, value) for seconds, value in points], colour, name)
+        legend = [LegendKey(name, colour) for name, colour, _ in lines] if len(lines) > 1 else []
+        return _panel(axes.svg, legend, note)
 
-    def _stack_axes(self, title: str, found: Sequence[Counter[str]]) -> Axes:
-        return self._time_axes(title, max((sum(counts.values()) for counts in found), default=0))
-
-    def _time_axes(self, title: str, highest: float) -> Axes:
-        unit_s, unit = time_unit(self._span_s)
-        x = Axis(f"{unit} since the start", 0.0, self._span_s / unit_s, label=lambda value: f"{value:g}")
-        return Axes(title, x, Axis("", 0.0, highest * 1.05))
-
-    def _by_step(
-        self, title: str, lines: Sequence[Line], dots: Points = (), *, from_zero: bool = True, kind: str = ""
-    ) -> Axes:
-        """Lines, at most MOST_PIECES of them, and dots of validation."""
-        lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MOST_PIECES], key=lambda line: line[0])
-        points = [*dots, *(point for _, _, some in lines for point in some)]
-        x = Axis("step", 0.0, max((x for x, _ in points), default=1.0))
-        axes = Axes(title, x, fitted("", [y for _, y in points], from_zero=from_zero))
-        most = max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(lines))))
-        for name, colour, some in lines:
-            axes.line(some, colour, name, most=most, kind=kind)
-        axes.dots(dots, Colour.GREY, "validation")
-        return axes
+    def _stack(self, title: str, found: Sequence[Counter[str]]) -> Axes:
+        """Axes for counts upon one another."""
+        return Axes(title, self._time, Axis("", 0.0, max((counts.total() for counts in found), default=0) * 1.05))
 
 
-def _panel(svg: Element, legend: Iterable[LegendKey] = (), note: str = "") -> Panel:
-    return Panel(svg.findtext("title", ""), Markup(markup(svg)), list(legend), note)
+def _by_step(
+    title: str, lines: Sequence[Line], dots: Points = (), *, from_zero: bool = True, kind: str = ""
+) -> Element:
+    """Lines, at most MOST_PIECES of them, and dots of validation."""
+    lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MOST_PIECES], key=lambda line: line[0])
+    points = [*dots, *(point for _, _, some in lines for point in some)]
+    x = Axis("step", 0.0, max((x for x, _ in points), default=1.0))
+    axes = Axes(title, x, fitted("", [y for _, y in points], from_zero=from_zero))
+    most = max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(lines))))
+    for name, colour, some in lines:
+        axes.line(some, colour, name, most=most, kind=kind)
+    axes.dots(dots, Colour.GREY, "validation")
+    return axes.svg
 
 
-def _keys(lines: Sequence[Line]) -> list[LegendKey]:
-    return [LegendKey(name, colour) for name, colour, _ in lines]
+def _panel(svg: Element, legend: Sequence[LegendKey], note: str) -> Panel:
+    return Panel(svg.findtext("title", ""), Markup(markup(svg)), legend, note)
+
+
+def _keys(colours: dict[str, Colour]) -> list[LegendKey]:
+    return [LegendKey(name, colour) for name, colour in colours.items()]
+
+
+def _apart(items: Sequence[T], at: Callable[[T], float], least_s: float) -> Iterator[T]:
+    """Those that are at least so far from the one before that is kept."""
+    before = float("-inf")
+    for item in items:
+        if at(item) - before >= least_s:
+            before = at(item)
+            yield item

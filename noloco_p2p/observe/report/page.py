@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -13,11 +12,10 @@ from markupsafe import Markup
 from noloco_p2p import __version__, humanize
 from noloco_p2p.launch.run_files import write_whole
 from noloco_p2p.launch.swarm_summary import perplexity
-from noloco_p2p.observe.plotting.palette import DARK, LIGHT, stylesheet
+from noloco_p2p.observe.plotting.svg import DARK, LIGHT, stylesheet
 from noloco_p2p.observe.report.charts import Panel, RunCharts
 from noloco_p2p.observe.report.journals import number
-from noloco_p2p.observe.report.node_history import NodeHistory
-from noloco_p2p.observe.report.recorded_run import RecordedRun, read_run
+from noloco_p2p.observe.report.recorded_run import NodeHistory, RecordedRun, read_run
 
 TEMPLATE = "page.html"
 MOST_RUNS = 5
@@ -28,21 +26,9 @@ MOST_ROWS = 40
 MOST_CONFIGURATION = 100_000
 """Characters of the manifest."""
 
-
-class PageTable(NamedTuple):
-    """A table: all cells are texts."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
-class Section(NamedTuple):
-    """A heading with what belongs below it."""
-
-    title: str
-    panels: Sequence[Panel]
-    tables: Sequence[PageTable] = ()
+Cells = tuple[str, ...]
+PageTable = tuple[str, Cells, Sequence[Cells]]
+"""(heading, names of the columns, rows)."""
 
 
 def make(directories: Sequence[Path], out: Path) -> int:
@@ -60,10 +46,11 @@ def render(run: RecordedRun) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     frame = resources.files("noloco_p2p.observe.report").joinpath(TEMPLATE).read_text("utf-8")
     nodes = run.nodes[:MOST_NODES]
+    run_ids = sorted({node.run_id for node in run.nodes if node.run_id})
     return environment.from_string(frame).render(
-        name=run.name,
-        run_ids=run.run_ids[:MOST_RUNS],
-        runs=len(run.run_ids),
+        name=next((node.run_name for node in run.nodes if node.run_name), "run"),
+        run_ids=run_ids[:MOST_RUNS],
+        runs=len(run_ids),
         period=f"{humanize.clock(run.began_at)} to {humanize.clock(run.ended_at)} UTC",
         headline=_headline(run),
         sections=_sections(run),
@@ -82,73 +69,63 @@ def render(run: RecordedRun) -> str:
 
 def _headline(run: RecordedRun) -> list[tuple[str, str]]:
     steps = number(run.manifest.get("steps"))
-    done = humanize.count(run.step) + (f" of {humanize.count(steps)}" if steps is not None else "")
+    done = humanize.count(max(node.step for node in run.nodes))
+    validation = run.last("validation")
     return [
         ("nodes", f"{len(run.nodes)} in {len(run.stages)} stages"),
-        ("steps", done),
+        ("steps", done + (f" of {humanize.count(steps)}" if steps is not None else "")),
         ("tokens", humanize.count(run.tokens)),
         ("tokens/s", humanize.figure(run.tokens_per_s)),
-        ("final loss", humanize.loss(run.final_loss)),
-        ("validation loss", humanize.loss(run.validation_loss)),
-        ("validation perplexity", humanize.figure(perplexity(run.validation_loss))),
+        ("final loss", humanize.loss(run.last("final_loss"))),
+        ("validation loss", humanize.loss(validation)),
+        ("validation perplexity", humanize.figure(perplexity(validation))),
         ("wall time", humanize.duration(run.wall_s)),
     ]
 
 
-def _sections(run: RecordedRun) -> list[Section]:
+def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]]:
+    """(heading, charts, tables) of each section."""
     charts = RunCharts(run)
+    panels = {
+        "Training": [charts.loss(), charts.throughput()],
+        "Nodes": [charts.lives(), charts.membership()],
+        "Time": [charts.time()],
+        "Outer rounds": [charts.rounds(), charts.round_seconds(), *charts.spread()],
+        "Network": [charts.bytes()],
+    }
     rounds = run.total("rounds")
-    stds = {stage: run.replica_std(stage) for stage in run.stages}
+    by_result = [(name, humanize.count(n), _share(n, rounds.total())) for name, n in rounds.most_common()]
+    stds = {stage: run.last("spread", stage) for stage in run.stages}
     spread = [(f"stage {stage}", humanize.figure(std)) for stage, std in stds.items() if std is not None]
-    sections = [
-        Section("Training", [charts.loss(), charts.throughput()]),
-        Section("Nodes", [charts.lives(), charts.membership()]),
-        Section(
-            "Time",
-            [charts.time()],
-            [
-                PageTable("Seconds while training, of all nodes", ("what", "time", "share"), _times(run)),
-                _counts("Phases (calls overlap)", ("phase", "time"), run.total("phase_s"), humanize.duration),
-            ],
-        ),
-        Section(
-            "Outer rounds",
-            [charts.rounds(), charts.round_seconds(), *charts.spread()],
-            [
-                PageTable(
-                    "Outer rounds by result",
-                    ("result", "rounds", "share"),
-                    [(name, humanize.count(n), _share(n, rounds.total())) for name, n in rounds.most_common()],
-                ),
-                PageTable("Spread after the last round", ("stage", "standard deviation"), spread),
-            ],
-        ),
-        Section(
-            "Network",
-            [charts.bytes()],
-            [
-                _counts("Bytes by kind", ("direction and kind", "bytes"), run.total("bytes"), humanize.size_text),
-                _counts("Re-routes by reason", ("what", "count"), run.total("rerouted")),
-                _counts("Microbatches by result", ("what", "count"), run.total("microbatches")),
-                _counts("Microbatches dropped, by reason", ("what", "count"), run.total("dropped")),
-            ],
-        ),
-    ]
+    tables: dict[str, list[PageTable]] = {
+        "Time": [
+            ("Seconds while training, of all nodes", ("what", "time", "share"), _times(run)),
+            ("Phases (calls overlap)", ("phase", "time"), _counts(run.total("phase_s"), humanize.duration)),
+        ],
+        "Outer rounds": [
+            ("Outer rounds by result", ("result", "rounds", "share"), by_result),
+            ("Spread after the last round", ("stage", "standard deviation"), spread),
+        ],
+        "Network": [
+            ("Bytes by kind", ("direction and kind", "bytes"), _counts(run.total("bytes"), humanize.size_text)),
+            ("Re-routes by reason", ("what", "count"), _counts(run.total("rerouted"))),
+            ("Microbatches by result", ("what", "count"), _counts(run.total("microbatches"))),
+            ("Microbatches dropped, by reason", ("what", "count"), _counts(run.total("dropped"))),
+        ],
+    }
     return [
-        section._replace(tables=[each._replace(rows=each.rows[:MOST_ROWS]) for each in section.tables if each.rows])
-        for section in sections
+        (title, some, [(name, head, rows[:MOST_ROWS]) for name, head, rows in tables.get(title, ()) if rows])
+        for title, some in panels.items()
     ]
 
 
-def _counts(
-    title: str, head: tuple[str, str], found: Counter[str], written: Callable[[float], str] = humanize.count
-) -> PageTable:
-    return PageTable(title, head, [(name, written(number)) for name, number in found.most_common()])
+def _counts(found: Counter[str], written: Callable[[float], str] = humanize.count) -> list[Cells]:
+    return [(name, written(number)) for name, number in found.most_common()]
 
 
-def _times(run: RecordedRun) -> list[tuple[str, ...]]:
+def _times(run: RecordedRun) -> list[Cells]:
     """Per stage: the time in which the devices worked, then the waits, longest first."""
-    rows: list[tuple[str, ...]] = []
+    rows: list[Cells] = []
     for stage in run.stages:
         nodes = run.of_stage(stage)
         trained, worked = sum(node.trained_s for node in nodes), sum(node.device_s for node in nodes)
@@ -162,10 +139,6 @@ def _share(part: float, whole: float) -> str:
     return humanize.percent(part / whole if whole else None)
 
 
-def _bytes(node: NodeHistory, way: str) -> str:
-    return humanize.size_text(sum(increment.amount for increment in node.byte_increments[way]))
-
-
 NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
     "node": lambda node: node.name,
     "peer": lambda node: humanize.short_id(node.peer_id),
@@ -174,10 +147,10 @@ NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
     "at the end": lambda node: node.processes[-1].spans[-1].state if node.processes[-1].ended else "no last line",
     "inner steps": lambda node: humanize.count(node.inner_steps),
     "rounds": lambda node: humanize.count(node.tallies["rounds"].total()),
-    "final loss": lambda node: humanize.loss(node.final_loss),
+    "final loss": lambda node: humanize.loss(node.last("final_loss")),
     "device": lambda node: _share(node.device_s, node.trained_s),
-    "sent": lambda node: _bytes(node, "out"),
-    "received": lambda node: _bytes(node, "in"),
+    "sent": lambda node: humanize.size_text(node.total("out")),
+    "received": lambda node: humanize.size_text(node.total("in")),
     "re-routes": lambda node: humanize.count(node.tallies["rerouted"].total()),
     "checkpoints": lambda node: humanize.count(node.checkpoints),
 }

@@ -10,8 +10,7 @@ from processes import wait_until
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import NodeFigures, Status, Wait
-from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
-from noloco_p2p.io.telemetry.watchdog import Watchdog
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry, Watchdog
 
 WELL = Status(Advert("12D3me", "run", 0, ("h:1",), state="training"), "tiny", 2, 100, 7)
 
