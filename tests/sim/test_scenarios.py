@@ -19,7 +19,7 @@ from noloco_p2p.sim.scenario import ChurnSettings, Scenario, shared_out
 from noloco_p2p.sim.simulation import build, sizes_of
 
 FILES = Path(__file__).parents[2] / "configs" / "sim"
-NAMES = ("lan", "continents", "consumer", "stragglers", "churn", "partition")
+NAMES = ("lan", "continents", "consumer", "home-200", "protocol-nanogpt", "stragglers", "churn", "partition")
 SEEDS, SEEDS_A_TEST = 100, 20
 SHORT = (
     "limit_s=600",
@@ -38,6 +38,8 @@ SHORTER = {
     "lan": (),
     "continents": ("workload.parameters_per_stage=25_000_000",),
     "consumer": ("workload.parameters_per_stage=1_000_000", "workload.sequence_length=256"),
+    "home-200": ("workload.parameters_per_stage=1_000_000",),
+    "protocol-nanogpt": ("workload.sequence_length=256",),
     "stragglers": ("compute.node_spread=0.6",),
     "churn": (
         "workload.parameters_per_stage=5_000_000",
@@ -110,7 +112,7 @@ def test_one_seed_gives_one_run() -> None:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_six_files_each_with_its_own_name() -> None:
+def test_each_file_has_its_own_name() -> None:
     assert sorted(path.stem for path in FILES.glob("*.yaml")) == sorted(NAMES)
     for name in NAMES:
         scenario = load(FILES / f"{name}.yaml")
