@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from noloco_p2p.compute.model_size import describe
+from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.launch import settings
 from noloco_p2p.launch.yaml_entries import KnownKeys
@@ -39,7 +39,7 @@ def test_tiny_is_the_defaults_written_out() -> None:
     assert node == NodeConfig()
     given = {entry.key for entry in settings.read(CONFIGS / "tiny.yaml", {}, []).entries}
     assert set(KnownKeys.of(RunManifest).keys) <= given, "every key of the manifest stands there"
-    assert describe(manifest).parameters == 1_148_032
+    assert sum(stage.parameters for stage in stage_sizes(manifest)) == 1_148_032
 
 
 def test_the_local_settings_in_tinys_comments_are_the_defaults() -> None:
@@ -80,8 +80,7 @@ def test_the_parameter_counts_in_the_comments(name: str) -> None:
     hidden, layers, ffn, *_ = SIZES[name.partition("-")[0]]
     body = layers * (4 * hidden**2 + 3 * hidden * ffn + 2 * hidden) + hidden
     total = body + 2 * 128_002 * hidden
-    size = describe(loaded(name)[0])
-    assert size.parameters == total
+    assert sum(stage.parameters for stage in stage_sizes(loaded(name)[0])) == total
     text = (CONFIGS / name).read_text("utf-8")
     assert f"# Parameters: {total:,} in all, {body:,} without the two embedding matrices" in text
     assert f"{layers * (4 * hidden**2 + 2 * hidden * ffn):,}" in text

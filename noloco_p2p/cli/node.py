@@ -91,11 +91,12 @@ def health(
 
 def _describe(overrides: "Overrides") -> None:
     """Sizes of the model and its stages, without allocating the weights."""
-    from noloco_p2p.compute.model_size import describe
+    from noloco_p2p.compute.factory import stage_sizes
 
-    size = describe(overrides.manifest())
-    print(f"{size.family}: {size.parameters:,} parameters in {len(size.stages)} stages")
-    for stage in size.stages:
+    manifest = overrides.manifest()
+    sizes = stage_sizes(manifest)
+    print(f"{manifest.model.family}: {sum(stage.parameters for stage in sizes):,} parameters in {len(sizes)} stages")
+    for stage in sizes:
         device, host = stage.device_bytes / 2**30, stage.host_bytes / 2**30
         print(
             f"stage {stage.index}: {stage.layers} layers, {stage.parameters:,} parameters, "

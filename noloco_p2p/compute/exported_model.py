@@ -1,20 +1,122 @@
-"""An exported model, loaded by plain transformers in float32: its loss, and text that it generates.
+"""A Hugging Face model directory: made from the stages of a run, and loaded again by plain transformers in float32.
+
+The parameters keep their global names on every stage, so the union of the stages is the whole state dict. What remains
+is to average replicas, to check that nothing is missing, and to let transformers write its own format. Nothing here
+knows where the weights come from.
 
 Shape legend: B microbatch, T sequence, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import host_tensor, model_family
+from noloco_p2p.compute import host_tensor, model_family, replica_tensors
 from noloco_p2p.compute.hardware import pick_device
+from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.compute.stage import IGNORED
-from noloco_p2p.core.messages import Batch, LossSum
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Batch, HostTensor, LossSum, Snapshot, TensorSpec
+from noloco_p2p.errors import ConfigError, LocalError, Violation
+
+Weights = Mapping[str, Tensor]
+"""θ of one replica or of their mean, by global name, in compute_dtype, in host memory."""
+
+
+def silence_transformers() -> None:
+    """Turn off transformers' progress bars and warnings, for this process."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def stage_specs(manifest: RunManifest, index: int) -> tuple[TensorSpec, ...]:
+    """The parameters of a stage in order, without a prefix, in compute_dtype. Nothing is allocated.
+
+    Raises ConfigError.
+    """
+    causal = _outlined(manifest, index, manifest.stages)
+    return tuple(TensorSpec(name, manifest.compute_dtype, tuple(p.shape)) for name, p in causal.named_parameters())
+
+
+def fast_weights(snapshot: Snapshot, parameters: Sequence[TensorSpec]) -> Weights:
+    """θ = φ + Δ of a snapshot, in compute_dtype. Raises Violation as `replica_tensors.unpack`."""
+    kinds = replica_tensors.unpack(snapshot, replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, parameters))
+    return {name: phi + kinds["delta"][name] for name, phi in kinds["slow"].items()}
+
+
+def check_weights(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:
+    """Tensors in the order of `parameters`, by its names. Raises Violation when one does not fit or is not finite."""
+    weights = {}
+    for tensor, spec in zip(tensors, parameters, strict=True):
+        weights[spec.name] = host_tensor.check(tensor, spec)
+        if not host_tensor.is_finite(weights[spec.name]):
+            raise Violation(f"{spec.name} is not finite")
+    return weights
+
+
+def mean(replicas: Sequence[Weights]) -> Weights:
+    """The element-wise mean of replicas of one stage: summed in float64, rounded once to compute_dtype."""
+    if len(replicas) == 1:
+        return replicas[0]
+    merged = {}
+    for name, first in replicas[0].items():
+        total = first.to(torch.float64, copy=True)
+        for other in replicas[1:]:
+            total += other[name]
+        merged[name] = total.div_(len(replicas)).to(first.dtype)
+    return merged
+
+
+def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Path, eos: int | None = None) -> None:
+    """Write config.json, generation_config.json and the safetensors of the whole model into an existing directory.
+
+    `eos` is the id that ends generation, where it is known. Raises ConfigError when the stages are not the
+    whole model, LocalError when the disk refuses.
+    """
+    causal = _outlined(manifest, 0, 1)
+    state = {name: tensor for weights in stages for name, tensor in weights.items()}
+    wanted = {name for name, _ in causal.named_parameters()}
+    if set(state) != wanted:
+        raise ConfigError(f"the stages are not the whole model: {', '.join(sorted(wanted ^ set(state))[:3])} …")
+    if eos is not None:
+        for name in model_family.SPECIAL_IDS:
+            setattr(causal.generation_config, name, eos if name == "eos_token_id" else None)
+    try:
+        causal.save_pretrained(directory, state_dict=state)
+    except OSError as error:
+        raise LocalError(f"{directory} cannot be written: {error.strerror or error}") from error
+
+
+def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
+    """The model class without memory, with its tied weights tied. Raises ConfigError."""
+    causal = meta_stage_module(
+        model_family.checked_config(manifest), index, stages, dtype=host_tensor.DTYPES[manifest.compute_dtype]
+    ).causal
+    if getattr(causal.config, "tie_word_embeddings", False):
+        causal.tie_weights()
+    return causal
+
+
+def write_tokenizer(source: str | None, directory: Path) -> None:
+    """Write a tokenizer's files: ByT5's for None, else those that AutoTokenizer loads from `source`, name or path.
+
+    `tokenizers.load_tokenizer` has to accept `source` first. Raises LocalError when the disk refuses.
+    """
+    from transformers import AutoTokenizer
+    from transformers.models.byt5 import ByT5Tokenizer
+
+    tokenizer: Any = ByT5Tokenizer()
+    if source is not None:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        tokenizer.save_pretrained(directory)
+    except OSError as error:
+        raise LocalError(f"{directory} cannot be written: {error.strerror or error}") from error
 
 
 class ExportedModel:

@@ -1,19 +1,50 @@
-"""From the settings to a stage: checks first, then memory."""
+"""From the settings to a stage: its model is checked first, then its size, then memory is taken.
 
+The self-test at start-up is that the split of an architecture computes what the whole model computes: a tiny random
+model of the same architecture is cut at every layer boundary; the parts, chained, must give the whole's initial
+weights, logits and gradients. A family that scales its embeddings inside the decoder (granite) fails here, with a
+message, rather than train a wrong model.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from noloco_p2p.compute import model_family
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.host_tensor import DTYPES
-from noloco_p2p.compute.model import make_stage_module
-from noloco_p2p.compute.model_size import check_fits
-from noloco_p2p.compute.selftest import check_architecture
+from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
+
+DEVICE_COPIES = 5
+"""Times the weights on the device: θ, accumulated gradients, those of the present microbatch, Adam's two moments."""
+HOST_COPIES = 11
+"""Times the weights on the host: φ, δ, (φ, Δ) of two rounds, a partner's (φ, Δ), θ and Adam's moments captured."""
+TOLERANCE = 1e-5
+"""Largest difference over largest value. A right split agrees bit for bit; this allows for another summation order."""
+SAMPLES, TOKENS = 2, 6
+MOST_PARAMETERS = 1 << 27
+"""Of the small model: it keeps the size of a head, by which a stranger's manifest could fill memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSize:
+    """What one stage holds. Activations come on top; they depend on the microbatches in flight."""
+
+    index: int
+    layers: int
+    parameters: int
+    device_bytes: int
+    host_bytes: int
 
 
 def make_torch_stage(
@@ -62,3 +93,109 @@ def _make_audit(directory: Path, peer_id: PeerId, weights: bool) -> Audit:
     except OSError as error:
         raise LocalError(f"audit.dir: cannot make {directory}: {error.strerror}") from error
     return Audit(directory, peer_id, weights=weights)
+
+
+def stage_sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
+    """Parameters and bytes of each stage, without allocating weights. Raises ConfigError."""
+    config = model_family.checked_config(manifest)
+    dtype = DTYPES[manifest.compute_dtype]
+    ranges = model_family.layer_ranges(config.num_hidden_layers, manifest.stages)
+    counts = meta_stage_module(config, 0, manifest.stages, dtype=dtype).counts
+    copies = (DEVICE_COPIES * dtype.itemsize, HOST_COPIES * dtype.itemsize)
+    return tuple(
+        StageSize(index, len(layers), count, *(each * count for each in copies))
+        for index, (layers, count) in enumerate(zip(ranges, counts, strict=True))
+    )
+
+
+def check_fits(manifest: RunManifest, index: int, device: torch.device) -> StageSize:
+    """The size of a stage that fits this machine's free memory. Raises LocalError when it does not, ConfigError."""
+    size = stage_sizes(manifest)[index]
+    on_host = size.host_bytes if device.type == "cuda" else size.host_bytes + size.device_bytes
+    _compare(index, on_host, _free_host_bytes(), "free memory")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier stage of this process has left
+        _compare(index, size.device_bytes, torch.cuda.mem_get_info(device)[0], f"free memory on {device}")
+    return size
+
+
+def _compare(index: int, needed_bytes: int, free_bytes: int | None, what: str) -> None:
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise LocalError(
+            f"stage {index} needs {needed_bytes / 2**30:.1f} GiB for weights, optimizer and snapshots, but this "
+            f"machine has {free_bytes / 2**30:.1f} GiB of {what}: use more stages or a larger machine"
+        )
+
+
+def _free_host_bytes() -> int | None:
+    """Memory that can be had without swapping, or None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
+    """Raises ConfigError when the split of this architecture is not exact. One stage is never split: no check."""
+    if stages == 1:
+        return
+    try:
+        small = model_family.small_config(config)
+        count = sum(parameter.numel() for parameter in meta_stage_module(small, 0, 1, dtype=dtype).parameters.values())
+        too_large = f"its heads are too wide to be tried: a small model has {count:,} parameters"
+        reason = too_large if count > MOST_PARAMETERS else next(_differences(small, dtype), None)
+    except model_family.FOREIGN_ERRORS as error:
+        reason = f"it fails with {type(error).__name__}: {model_family.one_line(error)}"
+    if reason is not None:
+        raise ConfigError(
+            f"model: the family {config.model_type} cannot be split over {stages} stages: {reason}; "
+            "use another family, or stages: 1"
+        )
+
+
+def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
+    """How a one-layer-a-stage split differs from the whole. Of several differences only the first one means much."""
+    layers = config.num_hidden_layers
+    whole = make_stage_module(config, 0, 1, seed=0, dtype=dtype)
+    parts = [make_stage_module(config, index, layers, seed=0, dtype=dtype) for index in range(layers)]
+    names = [name for part in parts for name in part.parameters]
+    if sorted(names) != sorted(whole.parameters):
+        yield "its parameters are not divided among the stages exactly once"
+    for part in parts:
+        for name, parameter in part.parameters.items():
+            if not torch.equal(parameter, whole.parameters[name]):
+                yield f"the initial value of {name} depends on the split"
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.randint(0, config.vocab_size, (SAMPLES, TOKENS), generator=generator)
+    mask_BT = torch.ones_like(tokens_BT)
+    mask_BT[-1, TOKENS // 2 :] = 0
+    for mask in (None, mask_BT):
+        logits_BTV = whole(tokens_BT, mask)
+        flow = tokens_BT
+        for part in parts:
+            flow = part(flow, mask)
+        if flow.shape != logits_BTV.shape or not _near(flow, logits_BTV):
+            yield "its logits differ from those of the whole model"
+        weights = torch.linspace(-1, 1, logits_BTV.numel(), dtype=logits_BTV.dtype).reshape(logits_BTV.shape)
+        found = {name: grad for part in parts for name, grad in _gradients(flow, weights, part).items()}
+        for name, grad in _gradients(logits_BTV, weights, whole).items():
+            if not _near(found[name], grad):
+                yield f"the gradient of {name} differs from that of the whole model"
+
+
+def _gradients(logits_BTV: Tensor, weights: Tensor, part: StageModule) -> dict[str, Tensor]:
+    """Gradient of Σ weights·logits² for each parameter; zeros where it does not reach."""
+    scalar = (weights * logits_BTV.square()).sum()
+    grads = torch.autograd.grad(scalar, list(part.parameters.values()), retain_graph=True, materialize_grads=True)
+    return dict(zip(part.parameters, grads, strict=True))
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    found, expected = found.detach(), expected.detach()
+    scale = float(expected.abs().max())
+    return bool(torch.isfinite(found).all()) and float((found - expected).abs().max()) <= TOLERANCE * scale

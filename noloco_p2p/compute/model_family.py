@@ -34,7 +34,6 @@ FOREIGN_ERRORS = (
     AttributeError,
     ImportError,
     LookupError,
-    NotImplementedError,
     RuntimeError,
     TypeError,
     ValueError,

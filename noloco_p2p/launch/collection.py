@@ -21,7 +21,7 @@ from noloco_p2p.io.storage.checkpoint_format import (
 from noloco_p2p.launch import run_files, settings
 
 if TYPE_CHECKING:
-    from noloco_p2p.compute.model_export import Weights
+    from noloco_p2p.compute.exported_model import Weights
 
 ATTEMPTS = 3
 """A running node may remove a checkpoint before it is read; then the newer ones are tried."""
@@ -158,12 +158,12 @@ def _home(checkpoint: CheckpointFiles) -> Path:
 
 def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> tuple[tuple[CollectedReplica, ...], ...]:
     """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
-    from noloco_p2p.compute import model_export
+    from noloco_p2p.compute import exported_model
 
     stages: list[tuple[CollectedReplica, ...]] = []
     with progress_bar("reading checkpoints", sum(len(mine) for mine in used)) as done:
         for stage, mine in enumerate(used):
-            parameters = model_export.stage_specs(manifest, stage)
+            parameters = exported_model.stage_specs(manifest, stage)
             replicas = []
             for checkpoint in mine:
                 m = checkpoint.manifest
@@ -176,7 +176,7 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> t
 
 
 def _weights(checkpoint: CheckpointFiles, parameters: tuple[TensorSpec, ...]) -> "Weights":
-    from noloco_p2p.compute import model_export
+    from noloco_p2p.compute import exported_model
 
     try:
         tensors = read_tensors(checkpoint, {"fast"})
@@ -184,7 +184,7 @@ def _weights(checkpoint: CheckpointFiles, parameters: tuple[TensorSpec, ...]) ->
             raise LocalError(
                 f"{checkpoint.tensors_path} does not hold the parameters of stage {checkpoint.manifest.stage}"
             )
-        return model_export.check_weights(tensors, parameters)
+        return exported_model.check_weights(tensors, parameters)
     except DamagedCheckpoint as error:
         if not checkpoint.path.exists():
             raise

@@ -36,10 +36,10 @@ def run_eval(
     `data` is `stdlib`, files or globs; nothing: the data of the run. Of files all tokens count, unless `held_out`.
     Raises ConfigError, LocalError.
     """
-    from noloco_p2p.compute import model_export
+    from noloco_p2p.compute import exported_model
 
     manifest, replicas = read_record(out)
-    model_export.silence_transformers()
+    exported_model.silence_transformers()
     batches = _batches(manifest, out, data, held_out, microbatches)
     with progress_bar("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
@@ -77,11 +77,10 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
 
     Raises ConfigError.
     """
-    from noloco_p2p.compute import model_export
-    from noloco_p2p.compute.exported_model import ExportedModel, load_decoder
+    from noloco_p2p.compute.exported_model import ExportedModel, load_decoder, silence_transformers
 
     manifest, _ = read_record(out)
-    model_export.silence_transformers()
+    silence_transformers()
     tokenizer = _tokenizer(manifest, out)
     decode = load_decoder(out)
     given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]

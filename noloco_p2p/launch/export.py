@@ -70,22 +70,22 @@ def _collected(options: ExportOptions) -> "CollectedWeights":
 
 def _write(options: ExportOptions, found: "CollectedWeights", directory: Path) -> None:
     """Model, tokenizer and record, and the single replicas of a mean."""
-    from noloco_p2p.compute import model_export
+    from noloco_p2p.compute import exported_model
     from noloco_p2p.launch.collection import progress_bar
 
-    model_export.silence_transformers()
+    exported_model.silence_transformers()
     manifest = found.manifest
     eos = _write_tokenizer(manifest, options.tokenizer_dir, directory)
     chains = max(len(stage) for stage in found.stages)
     chains = chains if options.mean and options.replicas and chains > 1 else 0
     with progress_bar("writing", 1 + chains) as done:
-        means = [model_export.mean([r.weights for r in mine]) for mine in found.stages]
-        model_export.write_model(manifest, means, directory, eos)
+        means = [exported_model.mean([r.weights for r in mine]) for mine in found.stages]
+        exported_model.write_model(manifest, means, directory, eos)
         done()
         for i in range(chains):
             (directory / REPLICAS / str(i)).mkdir(parents=True)
             chain = [mine[i % len(mine)].weights for mine in found.stages]
-            model_export.write_model(manifest, chain, directory / REPLICAS / str(i), eos)
+            exported_model.write_model(manifest, chain, directory / REPLICAS / str(i), eos)
             done()
     run_files.write_json(
         directory / RECORD,
@@ -104,7 +104,7 @@ def _write(options: ExportOptions, found: "CollectedWeights", directory: Path) -
 
 def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory: Path) -> int | None:
     """Its end-of-text id. Token ids that were given as such (parquet) have a tokenizer only if one is named here."""
-    from noloco_p2p.compute import model_export
+    from noloco_p2p.compute import exported_model
     from noloco_p2p.io.data.tokenizers import load_tokenizer
 
     name = manifest.data.tokenizer
@@ -114,7 +114,7 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
     if tokenizer_dir is not None and manifest.data.kind == "parquet":
         name = tokenizer_dir
     eos = load_tokenizer(name, tokenizer_dir, int(str(manifest.model.config["vocab_size"]))).eos
-    model_export.write_tokenizer(tokenizer_dir or (None if name == "bytes" else name), directory)
+    exported_model.write_tokenizer(tokenizer_dir or (None if name == "bytes" else name), directory)
     return eos
 
 

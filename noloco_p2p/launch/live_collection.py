@@ -98,7 +98,7 @@ class SnapshotCollector:
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
-        from noloco_p2p.compute import model_export, replica_tensors
+        from noloco_p2p.compute import exported_model, replica_tensors
 
         parameters, deadline_s = self.specs[advert.stage], self.manifest.outer.deadline_s
         expected = replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, parameters)
@@ -108,7 +108,7 @@ class SnapshotCollector:
             )
             if snapshot.peer != advert.peer_id:
                 raise Violation(f"{advert.peer_id} sent the snapshot of {snapshot.peer}")
-            weights = await asyncio.to_thread(model_export.fast_weights, snapshot, parameters)
+            weights = await asyncio.to_thread(exported_model.fast_weights, snapshot, parameters)
         except PeerError as error:
             self.failed.add(advert.peer_id)
             self.say(f"not used: {advert.peer_id} of stage {advert.stage}: {error}")
@@ -162,6 +162,6 @@ def next_target(target: int, rounds: Mapping[int, Sequence[int]]) -> int:
 
 def _specs(manifest: RunManifest) -> list[tuple[TensorSpec, ...]]:
     """The parameters of every stage. Importing the model's code takes seconds."""
-    from noloco_p2p.compute import model_export
+    from noloco_p2p.compute import exported_model
 
-    return [model_export.stage_specs(manifest, stage) for stage in range(manifest.stages)]
+    return [exported_model.stage_specs(manifest, stage) for stage in range(manifest.stages)]

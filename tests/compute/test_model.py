@@ -6,8 +6,8 @@ import pytest
 import torch
 from stages import SIZES, make_manifest, make_stages, weights
 
-from noloco_p2p.compute import model, model_family, model_size, selftest
-from noloco_p2p.compute.factory import check_model, make_torch_stage
+from noloco_p2p.compute import model, model_family
+from noloco_p2p.compute.factory import check_architecture, check_model, make_torch_stage, stage_sizes
 from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.config import ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
@@ -100,14 +100,14 @@ def small(name: str) -> Any:
 
 @pytest.mark.parametrize("name", SPLITTABLE)
 def test_self_test_accepts_what_splits_exactly(name: str) -> None:
-    selftest.check_architecture(small(name), 2, torch.float32)
+    check_architecture(small(name), 2, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["granite", "bloom"])
 def test_self_test_refuses_what_does_not(name: str) -> None:
     with pytest.raises(ConfigError, match=f"the family {name} cannot be split over 2 stages"):
-        selftest.check_architecture(small(name), 2, torch.float32)
-    selftest.check_architecture(small(name), 1, torch.float32)
+        check_architecture(small(name), 2, torch.float32)
+    check_architecture(small(name), 1, torch.float32)
 
 
 def test_self_test_notices_a_stage_that_adds_positions_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,26 +116,25 @@ def test_self_test_notices_a_stage_that_adds_positions_again(monkeypatch: pytest
 
     monkeypatch.setattr(model.ZeroPositions, "forward", add_one)
     with pytest.raises(ConfigError, match="gpt2 cannot be split over 2 stages: its logits differ"):
-        selftest.check_architecture(small("gpt2"), 2, torch.float32)
+        check_architecture(small("gpt2"), 2, torch.float32)
 
 
 def test_sizes_are_those_of_the_real_stages() -> None:
     manifest = make_manifest("opt", 3)
-    described = model_size.describe(manifest)
+    sizes = stage_sizes(manifest)
     stages = make_stages(manifest)
-    assert [one.parameters for one in described.stages] == [stage.state.parameters for stage in stages]
-    assert described.parameters == sum(stage.state.parameters for stage in stages)
-    assert [one.layers for one in described.stages] == [2, 1, 1]
+    assert [one.parameters for one in sizes] == [stage.state.parameters for stage in stages]
+    assert [one.layers for one in sizes] == [2, 1, 1]
 
 
 def test_the_default_run_has_about_a_million_parameters() -> None:
-    assert model_size.describe(RunManifest()).parameters == 1_148_032
+    assert sum(stage.parameters for stage in stage_sizes(RunManifest())) == 1_148_032
 
 
 def test_a_stage_that_does_not_fit_is_refused_before_anything_is_allocated() -> None:
     fields = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2, "num_attention_heads": 64}
     manifest = RunManifest(model=ModelSettings(config={**fields, "vocab_size": 2**17}), stages=2)
-    assert model_size.describe(manifest).parameters > 10**13
+    assert sum(stage.parameters for stage in stage_sizes(manifest)) > 10**13
     with pytest.raises(LocalError, match=r"stage 1 needs .* GiB for weights, optimizer and snapshots, but this"):
         make_torch_stage(manifest, 1, "me")
 

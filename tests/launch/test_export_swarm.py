@@ -11,7 +11,7 @@ from daemons import daemon, run
 from stages import make_manifest, make_stages
 from transport_fixture import Events, Node, hang
 
-from noloco_p2p.compute import host_tensor, model_export, replica_tensors
+from noloco_p2p.compute import exported_model, host_tensor, replica_tensors
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ListenSettings, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
@@ -162,10 +162,10 @@ def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
 
 def test_weights_of_a_snapshot_are_phi_and_delta() -> None:
     stage = holders((1, 3))[0].stage
-    parameters = model_export.stage_specs(MANIFEST, 1)
+    parameters = exported_model.stage_specs(MANIFEST, 1)
     snapshot = stage.snapshot(3, 7)
     assert tuple(tensor.spec for tensor in snapshot.tensors) == replica_tensors.specs(("slow", "delta"), parameters)
-    found = model_export.fast_weights(snapshot, parameters)
+    found = exported_model.fast_weights(snapshot, parameters)
     for name, theta in stage.parameters.items():
         torch.testing.assert_close(found[name], theta.detach(), rtol=1e-6, atol=1e-7)
     first = host_tensor.to_torch(snapshot.tensors[0]).clone()
@@ -173,7 +173,7 @@ def test_weights_of_a_snapshot_are_phi_and_delta() -> None:
     bad = replace(snapshot, tensors=(host_tensor.from_torch(parameters[0].name, first), *snapshot.tensors[1:]))
     bad = replace(bad, tensors=(replace(bad.tensors[0], name=snapshot.tensors[0].name), *bad.tensors[1:]))
     with pytest.raises(Violation, match="not finite"):
-        model_export.fast_weights(bad, parameters)
+        exported_model.fast_weights(bad, parameters)
 
 
 @pytest.mark.parametrize(

@@ -199,13 +199,13 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from noloco_p2p.compute import model_size
+    from noloco_p2p.compute import factory
 
     manifest = RunManifest()
     report = quiet()
     run_requirements.check_memory(report, manifest, "cpu", None)
     assert outcome(report) == [("ok", "memory")]
-    monkeypatch.setattr(model_size, "_free_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(factory, "_free_host_bytes", lambda: 1 << 20)
     report = quiet()
     run_requirements.check_memory(report, manifest, "cpu", 1)
     assert outcome(report) == [("error", "memory")]

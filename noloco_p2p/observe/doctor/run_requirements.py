@@ -44,18 +44,17 @@ async def sizes_of(report: DoctorReport, manifest: RunManifest) -> StageSizes | 
 
 
 def _sizes(manifest: RunManifest) -> StageSizes:
-    from noloco_p2p.compute.factory import check_model
-    from noloco_p2p.compute.model_size import describe
+    from noloco_p2p.compute.factory import check_model, stage_sizes
 
     check_model(manifest)
-    found = describe(manifest)
-    return StageSizes(tuple(stage.parameters for stage in found.stages), ITEM_BYTES[manifest.compute_dtype])
+    found = stage_sizes(manifest)
+    return StageSizes(tuple(stage.parameters for stage in found), ITEM_BYTES[manifest.compute_dtype])
 
 
 def check_memory(report: DoctorReport, manifest: RunManifest, device: str, stage: int | None) -> None:
     """Whether the stage fits into the memory that is free; without one, whether every stage does."""
+    from noloco_p2p.compute.factory import check_fits
     from noloco_p2p.compute.hardware import pick_device
-    from noloco_p2p.compute.model_size import check_fits
 
     fit, faults = [], []
     for index in range(manifest.stages) if stage is None else [stage]:
