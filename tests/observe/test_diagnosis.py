@@ -120,14 +120,14 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "clock": (
         "clock",
         "error",
-        "its clock is 2 min ahead of the others",
+        "the clock of node 12D3…xS1R0 is 119.9 s ahead of the others'",
         _set("S1R0", lambda r: replace(r, clock_ahead_s=120.0)),
         _set("S1R0", lambda r: replace(r, clock_ahead_s=-4.0)),
     ),
     "clock, a little": (
         "clock",
         "warning",
-        "its clock is 8.0 s behind the others",
+        "the clock of node 12D3…xS1R0 is 8.0 s behind the others'",
         _set("S1R0", lambda r: replace(r, clock_ahead_s=-7.9)),
         _set("S1R0", lambda r: replace(r, clock_ahead_s=None)),
     ),
@@ -235,14 +235,14 @@ def test_the_observers_own_wrong_clock_is_recognised() -> None:
     nodes = {name: replace(report, clock_ahead_s=119.0) for name, report in swarm().items()}
     found = _found(nodes)
     assert [(f.name, f.peer) for f in found] == [("clock", None)]
-    assert "this machine's clock is 2 min behind the nodes' clocks" in found[0].sentence
+    assert "this machine's clock is 119.0 s behind those of 9 nodes" in found[0].sentence
 
 
 def test_two_clocks_that_differ_are_both_named() -> None:
     nodes = swarm(1, 1)
     nodes["S0R0"] = replace(nodes["S0R0"], clock_ahead_s=120.0)
     shown = next(f.sentence for f in _found(nodes) if f.name == "clock")
-    assert shown == "the clocks of node 12D3…xS0R0 and of this machine are 2 min apart"
+    assert shown == "the clocks of node 12D3…xS0R0 and of this machine are 120.0 s apart"
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ import uvloop
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.launch.settings import read
-from noloco_p2p.observe.doctor import machine, run_requirements
+from noloco_p2p.observe.doctor import machine
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport, in_time
 from noloco_p2p.observe.doctor.examination import DoctorOptions, run_doctor
+from noloco_p2p.observe.doctor.run_requirements import RunRequirements
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 MANY = 4096
@@ -164,13 +165,18 @@ def test_a_port_in_use_is_named_and_replaced_so_that_the_rest_can_go_on() -> Non
 # --- what the run needs -------------------------------------------------------------------------------------------
 
 
+def against(report: DoctorReport) -> RunRequirements:
+    """The checks against the default run."""
+    return RunRequirements(report, RunManifest(), NodeConfig(), "cpu")
+
+
 @pytest.mark.parametrize(
     ("free", "severity"), [(10_000_000, "ok"), (2_000_000, "warning"), (999_000, "error"), (0, "error")]
 )
 def test_room_for_the_checkpoints(free: int, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free))
     report = quiet()
-    run_requirements.check_disk(report, tmp_path / "not" / "there" / "yet", NodeConfig(), 1_000_000)
+    against(report).check_disk(tmp_path / "not" / "there" / "yet", 1_000_000)
     assert outcome(report) == [(severity, "disk")]
     assert str(tmp_path) in sentences(report)
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
@@ -182,7 +188,7 @@ def test_checkpoints_that_lie_there_already_count_as_room(tmp_path: Path, monkey
     held.parent.mkdir(parents=True)
     held.write_bytes(bytes(2_600_000))
     report = quiet()
-    run_requirements.check_disk(report, tmp_path, NodeConfig(), 1_000_000)
+    against(report).check_disk(tmp_path, 1_000_000)
     assert outcome(report) == [("ok", "disk")]
 
 
@@ -191,7 +197,7 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     report = quiet()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        run_requirements.check_disk(report, tmp_path, NodeConfig(), 1000)
+        against(report).check_disk(tmp_path, 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert outcome(report) == [("error", "disk")]
@@ -201,13 +207,12 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
 def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     from noloco_p2p.compute import factory
 
-    manifest = RunManifest()
     report = quiet()
-    run_requirements.check_memory(report, manifest, "cpu", None)
+    against(report).check_memory(None)
     assert outcome(report) == [("ok", "memory")]
     monkeypatch.setattr(factory, "_free_host_bytes", lambda: 1 << 20)
     report = quiet()
-    run_requirements.check_memory(report, manifest, "cpu", 1)
+    against(report).check_memory(1)
     assert outcome(report) == [("error", "memory")]
     assert "stage 1 needs" in sentences(report)
     assert "use more stages or a larger machine" in sentences(report)
@@ -217,7 +222,7 @@ def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
     manifest = RunManifest.model_validate({"data": {"kind": "text"}})
     local = NodeConfig(data_files=(str(tmp_path / "*.txt"),))
     report = quiet()
-    uvloop.run(run_requirements.check_data(report, manifest, local, "doctor"))
+    uvloop.run(RunRequirements(report, manifest, local, "cpu").check_data())
     assert outcome(report) == [("error", "data")]
     assert "*.txt" in sentences(report)
 

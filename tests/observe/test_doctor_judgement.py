@@ -4,8 +4,8 @@ import pytest
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.observe.diagnosis.findings import Finding
-from noloco_p2p.observe.doctor import link_speed, peers
-from noloco_p2p.observe.doctor.link_speed import Load, StageLinks
+from noloco_p2p.observe.doctor import peers
+from noloco_p2p.observe.doctor.run_requirements import StageLinks, expected_rate, round_seconds
 
 # --- clocks -------------------------------------------------------------------------------------------------------
 
@@ -39,33 +39,36 @@ def test_the_one_node_whose_clock_is_off_is_named() -> None:
 
 # --- expectations -------------------------------------------------------------------------------------------------
 
-LOAD = Load(device_s=0.1, tokens=512, hidden_bytes=1_000_000, stage=0, stages=2)
+MEGABYTE = 1_000_000
+
+
+def expected(next: StageLinks | None, max_in_flight: int, stage: int = 0, stages: int = 2) -> tuple[float, str]:
+    """Microbatches per second of a stage that takes 0.1 s for one, whose hidden states have 1 MB."""
+    return expected_rate(0.1, MEGABYTE, stage, stages - 1 - stage, next, max_in_flight)
 
 
 def test_a_fast_link_leaves_the_device_as_the_bound() -> None:
-    assert link_speed.expected_rate(LOAD, StageLinks(0.001, 1e9), 4) == (5120.0, "device")
-    assert link_speed.expected_rate(LOAD, None, 4) == (5120.0, "device")
+    assert expected(StageLinks(0.001, 1e9), 4) == (10.0, "device")
+    assert expected(None, 4) == (10.0, "device")
 
 
 def test_a_thin_link_bounds_by_its_bytes_and_a_long_one_by_the_places_in_flight() -> None:
-    rate, bound = link_speed.expected_rate(LOAD, StageLinks(0.001, 5e6), 8)
+    rate, bound = expected(StageLinks(0.001, 5e6), 8)
     assert bound == "link"
-    assert rate == pytest.approx(5 * 512)
-    rate, bound = link_speed.expected_rate(LOAD, StageLinks(1.0, 1e9), 4)
+    assert rate == pytest.approx(5)
+    rate, bound = expected(StageLinks(1.0, 1e9), 4)
     assert bound == "places in flight"
-    assert rate == pytest.approx(512 * 4 / (0.1 + 1.0 + 0.002 + 0.1))
+    assert rate == pytest.approx(4 / (0.1 + 1.0 + 0.002 + 0.1))
 
 
 def test_a_middle_stage_sends_and_receives_twice_as_much_and_the_last_one_nothing_further() -> None:
-    middle = Load(0.1, 512, 1_000_000, stage=1, stages=3)
-    assert link_speed.expected_rate(middle, StageLinks(0.001, 1e7), 8)[0] == pytest.approx(5 * 512)
-    last = Load(0.1, 512, 1_000_000, stage=2, stages=3)
-    assert link_speed.expected_rate(last, StageLinks(9.0, 10.0), 1) == (5120.0, "device")
+    assert expected(StageLinks(0.001, 1e7), 8, stage=1, stages=3)[0] == pytest.approx(5)
+    assert expected(StageLinks(9.0, 10.0), 1, stage=2, stages=3) == (10.0, "device")
 
 
 def test_an_outer_round_takes_its_bytes_over_the_bandwidth_and_a_round_trip() -> None:
-    assert link_speed.round_seconds(10_000_000, StageLinks(0.5, 1e6)) == 10.5
-    assert link_speed.round_seconds(10_000_000, StageLinks(0.5, None)) is None
+    assert round_seconds(10_000_000, StageLinks(0.5, 1e6)) == 10.5
+    assert round_seconds(10_000_000, StageLinks(0.5, None)) is None
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -4,7 +4,7 @@ Every rule gives what is wrong of its kind: those of NODE_RULES look at one node
 compare nodes. Thresholds are at the top, with their reasons.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Resource, Status, Wait
@@ -28,6 +28,7 @@ DISK_LOW_BYTES, DISK_FULL_BYTES = 1 << 30, 128 << 20
 """What a checkpoint takes is not known here: a model of a few million parameters needs 100 MB for one."""
 NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
 """Both this part of the microbatches, and at least this many of them."""
+SET_CLOCK = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
 TROUBLES_LIMIT = 8
 """Troubles of one node that are passed on."""
 _SERIOUS = ("disk", "libp2p")
@@ -116,28 +117,35 @@ NODE_RULES = (_silent_loop, _stuck_device, _troubles, _disk, _non_finite, _pause
 
 
 def _clocks(swarm: SwarmView) -> Iterator[Cause]:
-    """Clocks are compared with the median of all, the observer's own among them."""
-    known = [(r.peer, r.clock_ahead_s) for r in swarm.everybody if r.clock_ahead_s is not None]
-    middle = median([0.0, *(ahead_s for _, ahead_s in known)])
-    assert middle is not None
-    advice = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
-    if len(known) > 1 and abs(middle) > CLOCK_OFF_S:
-        way = "behind" if middle > 0 else "ahead of"
-        sentence = f"this machine's clock is {elapsed(abs(middle))} {way} the nodes' clocks"
-        yield at_node(_clock_severity(middle), "clock", None, sentence, advice)
-    for peer, ahead_s in known:
-        off_s = ahead_s - middle
-        if abs(off_s) > CLOCK_OFF_S:
-            node, off = f"node {short_id(peer)}", elapsed(abs(off_s))
-            sentence = f"{node}: its clock is {off} {'ahead of' if off_s > 0 else 'behind'} the others"
-            if len(known) == 1:
-                sentence = f"the clocks of {node} and of this machine are {off} apart"
-            # Nobody waits for a clock: what the node waits for, or others of it, is found on its own.
-            yield Cause(Finding(_clock_severity(off_s), "clock", peer, sentence, advice), None)
+    known = {r.peer: r.clock_ahead_s for r in swarm.everybody if r.clock_ahead_s is not None}
+    # Nobody waits for a clock: what the node waits for, or others of it, is found on its own.
+    yield from (Cause(finding, None) for finding in wrong_clocks(known, CLOCK_OFF_S, CLOCK_BAD_S))
 
 
-def _clock_severity(off_s: float) -> Severity:
-    return "error" if abs(off_s) > CLOCK_BAD_S else "warning"
+def wrong_clocks(ahead: Mapping[PeerId, float], close_s: float, bad_s: float) -> list[Finding]:
+    """Whose clock is off, by how far each node's is ahead of the observer's, seconds.
+
+    Clocks at most `close_s` apart agree, and the time on which most agree is taken for right; where nobody agrees, that
+    of a node. A clock that is more than `bad_s` off is an error.
+    """
+    votes = [*(ahead[peer] for peer in sorted(ahead)), 0.0]
+    right = max(votes, key=lambda one: sum(abs(one - other) <= close_s for other in votes))
+    agreeing = [peer for peer in sorted(ahead) if abs(ahead[peer] - right) <= close_s]
+    found = []
+    for peer in (None, *sorted(ahead)):
+        off_s = (0.0 if peer is None else ahead[peer]) - right
+        if abs(off_s) <= close_s:
+            continue
+        culprit, off = peer, f"{abs(off_s):,.1f} s {'ahead of' if off_s > 0 else 'behind'}"
+        if peer is not None:
+            sentence = f"the clock of node {short_id(peer)} is {off} the others'"
+        elif len(agreeing) > 1:
+            sentence = f"this machine's clock is {off} those of {len(agreeing)} nodes"
+        else:  # one clock against another: nobody can say which is wrong
+            culprit = agreeing[0]
+            sentence = f"the clocks of node {short_id(culprit)} and of this machine are {abs(off_s):,.1f} s apart"
+        found.append(Finding("error" if abs(off_s) > bad_s else "warning", "clock", culprit, sentence, SET_CLOCK))
+    return found
 
 
 def _unreachable(swarm: SwarmView) -> Iterator[Cause]:

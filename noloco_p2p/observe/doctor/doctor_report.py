@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 import typer
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
+from noloco_p2p.errors import NolocoError, Unreachable
 from noloco_p2p.humanize import plural
 from noloco_p2p.observe import terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding
@@ -82,21 +82,21 @@ class DoctorReport:
         finally:
             note.cancel()
 
-    async def in_time(self, doing: str, limit_s: float, work: Callable[[], R]) -> R:
-        """A step of blocking work. Raises what it raises, and Unreachable when it takes longer than `limit_s`."""
-        with self.step(doing):
-            return await in_time(doing, limit_s, work)
-
     async def attempt(
-        self, name: str, doing: str, limit_s: float, work: Callable[[], R], *, advice: str, if_late: str = BUSY
+        self, name: str, doing: str, asked: Awaitable[R], advice: str, if_late: str | None = None
     ) -> R | None:
-        """A step of blocking work that may fail: None when it did, reported as an error, or a warning if it is late."""
+        """A step that may fail: None when it did, which is reported as an error.
+
+        `if_late`: what to do when it only takes too long, which is a warning then.
+        """
         try:
-            return await self.in_time(doing, limit_s, work)
-        except (ConfigError, LocalError) as error:
-            self.error(name, str(error), advice)
-        except Unreachable as error:
-            self.warning(name, str(error), if_late)
+            with self.step(doing):
+                return await asked
+        except NolocoError as error:
+            if if_late is not None and isinstance(error, Unreachable):
+                self.warning(name, str(error), if_late)
+            else:
+                self.error(name, str(error), advice)
         return None
 
     @property
@@ -141,9 +141,9 @@ async def in_time(what: str, limit_s: float, work: Callable[[], R]) -> R:
         raise Unreachable(f"{what} took longer than {limit_s:g} s") from None
 
 
-async def or_peer_error(asked: Awaitable[R]) -> R | PeerError:
-    """What a peer answers, or why it does not; to be gathered."""
+async def or_error(asked: Awaitable[R]) -> R | NolocoError:
+    """What was asked for, or why it did not come; to be gathered."""
     try:
         return await asked
-    except PeerError as error:
+    except NolocoError as error:
         return error

@@ -20,7 +20,7 @@ from noloco_p2p.io.dht.addresses import reserve_port
 from noloco_p2p.launch import control, node_probe
 from noloco_p2p.launch.node_probe import NodeEndpoints
 from noloco_p2p.observe import health_check
-from noloco_p2p.observe.doctor.doctor_report import DoctorReport
+from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
 
 PACKAGE = "noloco_p2p"
 FEW_FILES, TOO_FEW_FILES = 1024, 256
@@ -85,8 +85,8 @@ def _package_fault(requirement: str) -> str | None:
 
 async def check_device(report: DoctorReport, local: NodeConfig) -> str | None:
     """The device that the settings ask for. Returns its name in torch, None when it is not here."""
-    advice = "see to the driver, or set device to cpu or auto"
-    return await report.attempt("device", "importing torch", IMPORT_S, lambda: _device(report, local), advice=advice)
+    doing, advice = "importing torch", "see to the driver, or set device to cpu or auto"
+    return await report.attempt("device", doing, in_time(doing, IMPORT_S, lambda: _device(report, local)), advice, BUSY)
 
 
 def _device(report: DoctorReport, local: NodeConfig) -> str:
@@ -220,7 +220,8 @@ async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEnd
     node = f"{node_dir}: node {short_id(endpoints.peer_id)} (process {endpoints.pid})"
     try:
         doing = f"asking the node of {node_dir} how it is"
-        well, line = await report.in_time(doing, HEALTH_S, lambda: health_check.ask(node_dir, None))
+        with report.step(doing):
+            well, line = await in_time(doing, HEALTH_S, lambda: health_check.ask(node_dir, None))
     except Unreachable as error:
         well, line = False, str(error)
     if well:

@@ -3,21 +3,24 @@
 import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import PRESENT
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.errors import Busy, ConfigError, LocalError, NolocoError, PeerError, Unreachable
+from noloco_p2p.errors import Busy, ConfigError, LocalError, NolocoError, PeerError
 from noloco_p2p.humanize import short_id
 from noloco_p2p.io.dht import adverts, join_handshake
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.transport.grpc_transport import probe
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport, probe
+from noloco_p2p.launch.observer import NullTelemetry
 from noloco_p2p.launch.settings import Overrides, manifest_from_json
-from noloco_p2p.observe.diagnosis.findings import Finding, Severity
-from noloco_p2p.observe.doctor.doctor_report import DoctorReport, or_peer_error
+from noloco_p2p.observe.diagnosis.findings import Finding
+from noloco_p2p.observe.diagnosis.symptoms import wrong_clocks
+from noloco_p2p.observe.doctor.doctor_report import DoctorReport, in_time, or_error
 
 IMPORT_S = 30.0
 PROBE_S = 3.0
@@ -31,7 +34,6 @@ CLOSE_S = 1.5
 READINGS = 3
 READING_PAUSE_S = 1.0
 """One reading of a DHT that was joined a moment ago can miss somebody."""
-SET_CLOCK = "set the clock, for example by NTP"
 ANOTHER_NODE = "give the address of a node that runs"
 
 
@@ -39,34 +41,32 @@ async def open_daemon(
     report: DoctorReport, identity: Identity, listen: ListenSettings, join: Sequence[JoinAddress]
 ) -> Libp2pDaemon | None:
     """Start p2pd; None, reported, when it does not start."""
-    try:
-        await report.in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind"))
+    advice = "see listen.host and listen.dht_port, and whether p2pd may run here, and is not held up by other work"
+
+    async def start() -> Libp2pDaemon:
+        await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind"))
         host = announced_host(listen.host, listen.announce_host, join[0] if join else None)
-        with report.step("starting the libp2p daemon (p2pd)"):
-            libp2p = await Libp2pDaemon.open(identity, host=listen.host, port=listen.dht_port, announce_host=host)
-    except (LocalError, Unreachable, ConfigError) as error:
-        advice = "see listen.host and listen.dht_port, and whether p2pd may run here, and is not held up by other work"
-        report.error("libp2p", str(error), advice)
-        return None
-    where = JoinAddress.parse(libp2p.join_addresses[0]).multiaddress
-    report.ok("libp2p", f"the libp2p daemon (p2pd) starts; others would find it at {where}")
+        return await Libp2pDaemon.open(identity, host=listen.host, port=listen.dht_port, announce_host=host)
+
+    libp2p = await report.attempt("libp2p", "starting the libp2p daemon (p2pd)", start(), advice)
+    if libp2p is not None:
+        where = JoinAddress.parse(libp2p.join_addresses[0]).multiaddress
+        report.ok("libp2p", f"the libp2p daemon (p2pd) starts; others would find it at {where}")
     return libp2p
 
 
 async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[JoinAddress]) -> None:
     """Links to the peers to be joined; `libp2p.joined` are those that answer."""
     with report.step(f"dialling {', '.join(map(str, targets))}"):
-        results = await asyncio.gather(*(libp2p.dial(target) for target in targets), return_exceptions=True)
-    for target, result in zip(targets, results, strict=True):
-        if result is None:
+        failures = await asyncio.gather(*(or_error(libp2p.dial(target)) for target in targets))
+    for target, failure in zip(targets, failures, strict=True):
+        if failure is None:
             libp2p.joined += (target,)
             report.ok("join", f"{target.multiaddress} answers as {short_id(target.peer_id)}")
-        elif isinstance(result, ConfigError | Unreachable | LocalError):
-            reason, _, advice = str(result).partition("; ")
+        else:
+            reason, _, advice = str(failure).partition("; ")
             add = report.warning if len(targets) > 1 else report.error
             add("join", reason, advice or ANOTHER_NODE, target.peer_id)
-        else:
-            raise result
     if len(targets) > 1 and not libp2p.joined:
         report.error("join", "none of the join addresses answers", ANOTHER_NODE)
 
@@ -121,49 +121,40 @@ async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[Peer
     """The clocks of some more nodes of the swarm, besides those that are known."""
     more = sorted((await libp2p.links()) - ahead.keys())[: MOST_CLOCKS - len(ahead)]
     with report.step(f"asking {len(more)} nodes for the time"):
-        answers = await asyncio.gather(*(or_peer_error(_manifest_and_clock(libp2p, peer)) for peer in more))
-    found = {peer: answer[1] for peer, answer in zip(more, answers, strict=True) if not isinstance(answer, PeerError)}
+        answers = await asyncio.gather(*(or_error(_manifest_and_clock(libp2p, peer)) for peer in more))
+    found = {peer: one[1] for peer, one in zip(more, answers, strict=True) if not isinstance(one, NolocoError)}
     return {**ahead, **found}
 
 
 def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
-    """Whose clock is wrong, by how far each peer's is ahead of ours. Pure.
+    """Whose clock is wrong, by how far each peer's is ahead of ours; one finding that all is well, else. Pure.
 
-    The time on which most agree is taken for right; where nobody agrees, the first peer's.
+    A clock is judged as by a node that joins: more than half an advert's life, and adverts look expired or live too
+    long.
     """
     if not ahead:
         return []
-    votes = [*(ahead[peer] for peer in sorted(ahead)), 0.0]
-    right = max(votes, key=lambda one: sum(abs(one - other) <= CLOSE_S for other in votes))
-    found = []
-    if abs(right) > CLOSE_S:
-        agreeing = [peer for peer in sorted(ahead) if abs(ahead[peer] - right) <= CLOSE_S]
-        one = len(agreeing) == 1
-        of = f"that of node {short_id(agreeing[0])}" if one else f"those of {len(agreeing)} nodes"
-        sentence = f"this machine's clock is {_off(-right)} {of}"
-        found.append(Finding(_severity(right, ttl_s), "clock", None, sentence, SET_CLOCK))
-    for peer in sorted(ahead):
-        off_s = ahead[peer] - right
-        if abs(off_s) > CLOSE_S:
-            sentence = f"the clock of node {short_id(peer)} is {_off(off_s)} the others'"
-            found.append(Finding(_severity(off_s, ttl_s), "clock", peer, sentence, f"on that machine, {SET_CLOCK}"))
-    if not found:
-        largest = max(abs(off) for off in ahead.values())
-        sentence = f"the clock agrees with {len(ahead)} nodes' (within {largest:.2f} s)"
-        found.append(Finding("ok", "clock", None, sentence, ""))
-    return found
+    largest_s = max(abs(off_s) for off_s in ahead.values())
+    well = Finding("ok", "clock", None, f"the clock agrees with {len(ahead)} nodes' (within {largest_s:.2f} s)", "")
+    return wrong_clocks(ahead, CLOSE_S, ttl_s / 2) or [well]
 
 
-def _off(ahead_s: float) -> str:
-    return f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+async def check_reached(
+    report: DoctorReport, libp2p: Libp2pDaemon, listen: ListenSettings, manifest: RunManifest
+) -> None:
+    """Listen where a node would, and let joined peers dial back."""
+    transport = GrpcTransport(libp2p.peer_id, manifest.run_id, listen, NullTelemetry(), 0)
+    try:
+        await transport.listen()
+        host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
+        await _dialled_back(report, libp2p, f"{host}:{transport.port}")
+    except LocalError as error:
+        report.error("port", str(error), "set listen.grpc_port")
+    finally:
+        await transport.close()
 
 
-def _severity(off_s: float, ttl_s: float) -> Severity:
-    """As a node that joins judges: more than half an advert's life, and adverts look expired or live too long."""
-    return "error" if abs(off_s) > ttl_s / 2 else "warning"
-
-
-async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, address: str) -> None:
+async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str) -> None:
     """Let joined peers dial this machine's gRPC address (`host:port`), at which this process listens, back."""
     failure = ""
     for peer in (target.peer_id for target in libp2p.joined):
@@ -185,24 +176,32 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, address: str
     report.warning("port", sentence, "try again, or join another node")
 
 
+async def open_directory(
+    report: DoctorReport, libp2p: Libp2pDaemon, manifest: RunManifest, known_path: Path
+) -> HivemindDirectory | None:
+    """Join the DHT; None, reported, when that fails."""
+    opened = HivemindDirectory.open(libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path)
+    return await report.attempt("directory", "joining the directory (DHT)", opened, "join another node")
+
+
 async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> list[Advert]:
     """The nodes that are present, sorted by peer id; reports failures."""
     found: dict[PeerId, Advert] = {}
-    whole = True
-    try:
-        with report.step("reading the directory"):
-            for reading in range(READINGS):
-                if reading:
-                    await asyncio.sleep(READING_PAUSE_S)
-                before = len(found)
-                found |= {advert.peer_id: advert for advert in await directory.peers()}
-                if reading and len(found) == before:
-                    break
-    except NolocoError as error:
-        report.error("directory", str(error), "try again; the swarm's directory does not answer")
-        whole = False
+
+    async def read() -> bool:
+        for reading in range(READINGS):
+            if reading:
+                await asyncio.sleep(READING_PAUSE_S)
+            before = len(found)
+            found.update({advert.peer_id: advert for advert in await directory.peers()})
+            if reading and len(found) == before:
+                break
+        return True
+
+    advice = "try again; the swarm's directory does not answer"
+    whole = await report.attempt("directory", "reading the directory", read(), advice)
     present = [found[peer] for peer in sorted(found) if found[peer].state in PRESENT]
-    if not present and whole:
+    if whole and not present:
         advice = "set this machine's clock if it is wrong: all adverts look expired by it; else try again"
         report.warning("directory", "the directory lists no node that is there", advice)
     return present

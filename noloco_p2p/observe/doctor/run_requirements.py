@@ -1,17 +1,26 @@
-"""What the run asks of this machine: memory for its stage, room for checkpoints, its data."""
+"""What the run asks of this machine (memory, room for checkpoints, data), and what speed its links and device promise.
 
+The model of the speed: a stage is as fast as the slowest of its device, its link, and the microbatches that it may have
+in flight over the time that one of them is away. Legend: B microbatch, T sequence, D hidden size.
+"""
+
+import asyncio
 import os
 import shutil
+import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS
-from noloco_p2p.errors import LocalError
-from noloco_p2p.humanize import size_text
-from noloco_p2p.observe.doctor.doctor_report import DoctorReport
+from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS, Advert
+from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
+from noloco_p2p.humanize import short_id, size_text
+from noloco_p2p.observe.bandwidth_probe import LinkProbe
+from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time, or_error
 
 MODEL_S = 30.0
 """Longest import of the model's code."""
@@ -19,114 +28,258 @@ DATA_S = 15.0
 """Longest wait for the held-out data, which a hub may have to send."""
 PROBE_BYTES = 1 << 16
 """Written beside the checkpoints, and removed: whether they can be written at all."""
+CALLS = 7
+"""Small calls from which a round-trip time is taken."""
+PEERS_MEASURED = 3
+"""Of each stage."""
+TRANSFER_S = 3.0
+"""Longest transfer from which a bandwidth is taken."""
+FAIR_SAMPLE_BYTES = 1 << 20
+"""A smaller snapshot is through before the link has shown what it can do."""
+LARGEST_TIMED_PARAMETERS = 50_000_000
+"""A larger stage is not made only to measure the device: its making takes longer than the rest of the examination."""
+TIMING_S = 12.0
+"""Longest time to make a stage and to measure it."""
+
+
+class StageLinks(NamedTuple):
+    """What was measured of the links to a stage's replicas."""
+
+    round_trip_s: float
+    """Median over the peers."""
+    bytes_per_s: float | None
+    """From one of them; None when it could not be measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class StageSizes:
-    """Of the stages of a run, in order."""
+class RunRequirements:
+    """The checks of one machine against one run."""
 
-    parameters: tuple[int, ...]
-    item_bytes: int
+    report: DoctorReport
+    manifest: RunManifest
+    local: NodeConfig
+    device: str | None
+    """That a node would use; None when it is not here."""
+    runs_here: bool = False
+    """A node of the directory in question runs on this machine: what it has, it has."""
 
-    def snapshot_bytes(self, stage: int) -> int:
-        """(φ, Δ) of one stage."""
-        return 2 * self.parameters[stage] * self.item_bytes
+    def wanted_stage(self) -> int | None:
+        """The stage that the settings ask for; None when they ask for none, or for one that the run does not have."""
+        wanted = self.local.stage
+        if wanted is not None and wanted >= self.manifest.stages:
+            sentence = f"stage {wanted} is asked for, the run has stages 0 to {self.manifest.stages - 1}"
+            self.report.error("stage", sentence, "set stage to one of these, or leave it out")
+            return None
+        return wanted
 
-    def checkpoint_bytes(self, stage: int) -> int:
-        """All that makes a replica of one stage."""
-        return len(REPLICA_KINDS) * self.parameters[stage] * self.item_bytes
+    async def check(self, home: Path, stage: int | None) -> list[int] | None:
+        """All that the run asks at a stage, or at any. Returns the parameters of each stage; None without a model."""
+        doing = "importing the model's code"
+        advice = "the run cannot be held by this version: see model.* and stages"
+        parameters = await self.report.attempt("model", doing, in_time(doing, MODEL_S, self._sizes), advice, BUSY)
+        if parameters is None:
+            return None
+        if not self.runs_here:
+            self.check_memory(stage)
+        stages = range(self.manifest.stages) if stage is None else [stage]
+        item_bytes = ITEM_BYTES[self.manifest.compute_dtype]
+        self.check_disk(home, len(REPLICA_KINDS) * item_bytes * max(parameters[index] for index in stages))
+        if 0 in stages and not self.runs_here:
+            await self.check_data()
+        return parameters
 
+    def _sizes(self) -> list[int]:
+        from noloco_p2p.compute.factory import check_model, stage_sizes
 
-async def sizes_of(report: DoctorReport, manifest: RunManifest) -> StageSizes | None:
-    """The stages of a run, without weights; None, reported, when its model cannot be split."""
-    advice = "the run cannot be held by this version: see model.* and stages"
-    return await report.attempt("model", "importing the model's code", MODEL_S, lambda: _sizes(manifest), advice=advice)
+        check_model(self.manifest)
+        return [stage.parameters for stage in stage_sizes(self.manifest)]
 
+    def check_memory(self, stage: int | None) -> None:
+        """Whether the stage fits into the memory that is free; without one, whether every stage does."""
+        from noloco_p2p.compute.factory import check_fits
+        from noloco_p2p.compute.hardware import pick_device
 
-def _sizes(manifest: RunManifest) -> StageSizes:
-    from noloco_p2p.compute.factory import check_model, stage_sizes
+        if self.device is None:
+            return
+        fit, faults = [], []
+        for index in range(self.manifest.stages) if stage is None else [stage]:
+            try:
+                fit.append(check_fits(self.manifest, index, pick_device(self.device)))
+            except LocalError as error:
+                faults.append(str(error))
+        if fit:
+            largest = max(fit, key=lambda size: size.device_bytes + size.host_bytes)
+            needs = f"{size_text(largest.device_bytes)} on the device and {size_text(largest.host_bytes)} on the host"
+            stage_words = f"stage {largest.index} ({largest.parameters:,} parameters)"
+            self.report.ok("memory", f"{stage_words} needs {needs}, and fits")
+        for fault in faults:
+            reason, _, advice = fault.partition(": ")
+            (self.report.warning if fit else self.report.error)("memory", reason, advice)
 
-    check_model(manifest)
-    found = stage_sizes(manifest)
-    return StageSizes(tuple(stage.parameters for stage in found), ITEM_BYTES[manifest.compute_dtype])
-
-
-def check_memory(report: DoctorReport, manifest: RunManifest, device: str, stage: int | None) -> None:
-    """Whether the stage fits into the memory that is free; without one, whether every stage does."""
-    from noloco_p2p.compute.factory import check_fits
-    from noloco_p2p.compute.hardware import pick_device
-
-    fit, faults = [], []
-    for index in range(manifest.stages) if stage is None else [stage]:
+    def check_disk(self, home: Path, checkpoint_bytes: int) -> None:
+        """Whether the checkpoints that are kept have room where the node's directory is or will be."""
+        where = next(path for path in (home.absolute(), *home.absolute().parents) if path.is_dir())
         try:
-            fit.append(check_fits(manifest, index, pick_device(device)))
-        except LocalError as error:
-            faults.append(str(error))
-    if fit:
-        largest = max(fit, key=lambda size: size.device_bytes + size.host_bytes)
-        on_device, on_host = size_text(largest.device_bytes), size_text(largest.host_bytes)
-        stage_words = f"stage {largest.index} ({largest.parameters:,} parameters)"
-        report.ok("memory", f"{stage_words} needs {on_device} on the device and {on_host} on the host, and fits")
-    for fault in faults:
-        reason, _, advice = fault.partition(": ")
-        (report.warning if fit else report.error)("memory", reason, advice)
+            with tempfile.TemporaryFile(dir=where) as probe:
+                probe.write(bytes(PROBE_BYTES))
+                probe.flush()
+                os.fsync(probe.fileno())
+            free = shutil.disk_usage(where).free
+        except OSError as error:
+            sentence = f"nothing can be written to {where} ({error.strerror})"
+            self.report.error("disk", sentence, "free some space, see to its permissions, or name another --dir")
+            return
+        room = f"{where} has {size_text(free)} free"
+        if self.local.checkpoint.every_rounds is None:
+            self.report.ok("disk", f"{room}; no checkpoints are written")
+            return
+        # One more than is kept: the oldest is removed once the newest is whole.
+        count = self.local.checkpoint.keep + 1
+        wanted = count * checkpoint_bytes
+        sentence = f"{room}; {count} checkpoints need {size_text(wanted)}"
+        if free < min(wanted, checkpoint_bytes):
+            advice = "free some space, or name another --dir: not even the next checkpoint fits"
+            self.report.error("disk", sentence, advice)
+        elif free + _checkpoints_bytes(home) < wanted:
+            self.report.warning("disk", sentence, "free some space, or set checkpoint.keep lower")
+        else:
+            self.report.ok("disk", sentence)
+
+    async def check_data(self) -> None:
+        """Whether tokenizer and data are to be had, tried as a node of stage 0 tries it."""
+        doing, data = "reading the held-out data", self.manifest.data
+        advice = "see data.* of the run, and data_files and tokenizer_dir of this node"
+        late = "a node waits for it too: take data that lie on this machine (data_files)"
+        if await self.report.attempt("data", doing, in_time(doing, DATA_S, self._open_data), advice, late):
+            self.report.ok(
+                "data", f"tokenizer and held-out data are here ({data.kind} with tokenizer {data.tokenizer})"
+            )
+
+    def _open_data(self) -> bool:
+        from noloco_p2p.io.data.threaded_batches import make_batches
+
+        make_batches(self.manifest, self.local, "doctor").close()
+        return True
+
+    async def measure_links(self, probe: LinkProbe, stage: int, replicas: Sequence[Advert]) -> StageLinks | None:
+        """Round trips to some replicas of a stage, and the bandwidth from the nearest; None when none answers."""
+        peers = replicas[:PEERS_MEASURED]
+        with self.report.step(f"measuring round trips to {len(peers)} nodes of stage {stage}"):
+            answers = await asyncio.gather(*(or_error(probe.round_trip_s(peer, CALLS)) for peer in peers))
+        found: list[tuple[float, Advert]] = []
+        for peer, answer in zip(peers, answers, strict=True):
+            if isinstance(answer, NolocoError):
+                advice = "see to that node and to the network between it and this machine"
+                sentence = f"{short_id(peer.peer_id)} of stage {stage}: {answer}"
+                self.report.warning("latency", sentence, advice, peer.peer_id)
+            else:
+                found.append((answer, peer))
+        if not found:
+            return None
+        times = ", ".join(f"{short_id(peer.peer_id)} {1e3 * took_s:.1f} ms" for took_s, peer in found)
+        self.report.ok("latency", f"round trip to stage {stage}: {times} (median of {CALLS})")
+        nearest = min(found, key=lambda each: each[0])[1]
+        return StageLinks(statistics.median(took_s for took_s, _ in found), await self._bandwidth(probe, nearest))
+
+    async def _bandwidth(self, probe: LinkProbe, peer: Advert) -> float | None:
+        """Bytes per second from a peer, by its newest snapshot."""
+        node = f"{short_id(peer.peer_id)} of stage {peer.stage}"
+        try:
+            with self.report.step(f"fetching a snapshot from {short_id(peer.peer_id)} to measure the bandwidth"):
+                got = await probe.transfer(peer, TRANSFER_S)
+        except PeerError as error:
+            self.report.ok("bandwidth", f"not measured: {node} gives no snapshot: {error}")
+            return None
+        unsure = ", too little to be sure" if got.bytes < FAIR_SAMPLE_BYTES else ""
+        sample = f"{size_text(got.bytes)} of its snapshot in {got.seconds:.3f} s"
+        sample += unsure if got.whole else ", cut off there"
+        self.report.ok("bandwidth", f"from {node}: {size_text(got.bytes_per_s)}/s ({sample})")
+        return got.bytes_per_s or None
+
+    async def check_speed(
+        self, stage: int, parameters: int, replicas: Sequence[Advert], mates: StageLinks | None, next: StageLinks | None
+    ) -> None:
+        """The speed to be expected at a stage of so many parameters, from this device, else from what replicas say.
+
+        `mates` and `next` are the links to the stage's own replicas and to those of the next stage.
+        """
+        measured = await self._device_seconds(stage, parameters, replicas)
+        if measured is None:
+            reason = f"nobody announces one for stage {stage}, and it is not measured here"
+            self.report.ok("speed", f"no speed can be given: {reason}")
+            return
+        from noloco_p2p.compute.model_family import make_config
+
+        (device_s, origin), run = measured, self.manifest
+        tokens, width = run.microbatch_size * run.sequence_length, int(make_config(run.model).hidden_size)
+        hidden_bytes, below = tokens * width * ITEM_BYTES[run.wire_dtype], run.stages - 1 - stage
+        rate, bound = expected_rate(device_s, hidden_bytes, stage, below, next, self.local.limits.max_in_flight)
+        self.report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate * tokens}
+        expected = f"at stage {stage} about {rate * tokens:,.0f} tokens/s are to be expected, bounded by {bound}"
+        self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of the device per microbatch, {origin}")
+        snapshot_bytes = 2 * parameters * ITEM_BYTES[run.compute_dtype]  # φ and Δ
+        took_s = None if mates is None else round_seconds(snapshot_bytes, mates)
+        if took_s is not None and run.outer.pairing != "none":
+            self.report.figures["expected_s_per_outer_round"] = took_s
+            sentence = f"an outer round moves {size_text(snapshot_bytes)}, about {took_s:.2f} s"
+            if took_s > run.outer.deadline_s:
+                sentence += f", more than outer.deadline_s ({run.outer.deadline_s:g} s)"
+                advice = "use a faster link, or take a run with more stages: its rounds would all end alone"
+                self.report.error("round", sentence, advice)
+            else:
+                self.report.ok("round", sentence)
+
+    async def _device_seconds(
+        self, stage: int, parameters: int, replicas: Sequence[Advert]
+    ) -> tuple[float, str] | None:
+        """(device seconds for one microbatch of a stage, where the figure is from): measured, or as others announce."""
+        # A device that a node uses is not measured besides.
+        if self.device is not None and not self.runs_here and parameters <= LARGEST_TIMED_PARAMETERS:
+            doing = f"measuring this device on stage {stage}"
+            try:
+                with self.report.step(doing):
+                    return await in_time(doing, TIMING_S, lambda: self._timed(stage)), "measured here"
+            except (ConfigError, LocalError, Unreachable) as error:
+                self.report.warning("speed", f"this device was not measured: {error}", "run noloco bench stage")
+        announced = [a.microbatches_per_s for a in replicas if a.microbatches_per_s > 0]
+        return (1.0 / statistics.median(announced), "as its replicas announce") if announced else None
+
+    def _timed(self, stage: int) -> float:
+        from noloco_p2p.compute.stage_timing import time_stage
+
+        assert self.device is not None
+        return time_stage(self.manifest, stage, self.device)
 
 
-def check_disk(report: DoctorReport, home: Path, local: NodeConfig, checkpoint_bytes: int) -> None:
-    """Whether the checkpoints that are kept have room where the node's directory is or will be."""
-    where = next(path for path in (home.absolute(), *home.absolute().parents) if path.is_dir())
-    try:
-        with tempfile.TemporaryFile(dir=where) as probe:
-            probe.write(bytes(PROBE_BYTES))
-            probe.flush()
-            os.fsync(probe.fileno())
-        free = shutil.disk_usage(where).free
-    except OSError as error:
-        sentence = f"nothing can be written to {where} ({error.strerror})"
-        report.error("disk", sentence, "free some space, see to its permissions, or name another --dir")
-        return
-    room = f"{where} has {size_text(free)} free"
-    if local.checkpoint.every_rounds is None:
-        report.ok("disk", f"{room}; no checkpoints are written")
-        return
-    # One more than is kept: the oldest is removed once the newest is whole.
-    count = local.checkpoint.keep + 1
-    wanted = count * checkpoint_bytes
-    sentence = f"{room}; {count} checkpoints need {size_text(wanted)}"
-    if free < min(wanted, checkpoint_bytes):
-        report.error("disk", sentence, "free some space, or name another --dir: not even the next checkpoint fits")
-    elif free + sum(_checkpoint_lengths(home)) < wanted:
-        report.warning("disk", sentence, "free some space, or set checkpoint.keep lower")
-    else:
-        report.ok("disk", sentence)
-
-
-def _checkpoint_lengths(home: Path) -> Iterator[int]:
-    """Bytes of every checkpoint file that lies there."""
+def _checkpoints_bytes(home: Path) -> int:
+    """Of all checkpoint files that lie there."""
+    found = 0
     for path in home.glob("checkpoints/*/*"):
-        try:
-            yield path.stat().st_size
-        except OSError:
-            continue
+        with suppress(OSError):
+            found += path.stat().st_size
+    return found
 
 
-async def check_data(report: DoctorReport, manifest: RunManifest, local: NodeConfig, peer_id: str) -> None:
-    """Whether tokenizer and data are to be had, tried as a node of stage 0 tries it."""
-    done = await report.attempt(
-        "data",
-        "reading the held-out data",
-        DATA_S,
-        lambda: _open_data(manifest, local, peer_id),
-        advice="see data.* of the run, and data_files and tokenizer_dir of this node",
-        if_late="a node waits for it too: take data that lie on this machine (data_files)",
-    )
-    if done:
-        kind = f"{manifest.data.kind} with tokenizer {manifest.data.tokenizer}"
-        report.ok("data", f"tokenizer and held-out data are here ({kind})")
+def expected_rate(
+    device_s: float, hidden_bytes: int, stage: int, below: int, next: StageLinks | None, max_in_flight: int
+) -> tuple[float, str]:
+    """(microbatches per second of one replica, what bounds it: `device`, `link`, or `places in flight`).
+
+    `device_s` is what a microbatch takes; `hidden_bytes`: B·T·D in the wire dtype, what goes to the next stage, and
+    what comes back. `below` stages follow; `next` are the links to the first of them, None where nothing was measured.
+    Links and devices further down are taken to be like those.
+    """
+    bounds = {"device": 1.0 / device_s}
+    if next is not None and below > 0:
+        sending_s = 0.0
+        if next.bytes_per_s is not None:
+            bounds["link"] = next.bytes_per_s / (hidden_bytes * (1 if stage == 0 else 2))
+            sending_s = 2 * hidden_bytes / next.bytes_per_s
+        bounds["places in flight"] = max_in_flight / (device_s + below * (next.round_trip_s + sending_s + device_s))
+    bound = min(bounds, key=lambda name: bounds[name])
+    return bounds[bound], bound
 
 
-def _open_data(manifest: RunManifest, local: NodeConfig, peer_id: str) -> bool:
-    from noloco_p2p.io.data.threaded_batches import make_batches
-
-    make_batches(manifest, local, peer_id).close()
-    return True
+def round_seconds(snapshot_bytes: int, mates: StageLinks) -> float | None:
+    """Seconds that pulling a partner's snapshot takes; None when no bandwidth is known."""
+    return None if mates.bytes_per_s is None else snapshot_bytes / mates.bytes_per_s + mates.round_trip_s
