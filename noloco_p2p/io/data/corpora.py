@@ -41,11 +41,14 @@ READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error)
 """What gzip, pyarrow and datasets raise for files that are missing, cut short or not what they should be."""
 
 
+Mask = npt.NDArray[np.uint8]
+
+
 class TokenizedDocument(NamedTuple):
     """Token ids, int32, and for padded kinds the attention mask, uint8, of the same length."""
 
     ids: Ids
-    mask: npt.NDArray[np.uint8] | None = None
+    mask: Mask | None = None
 
 
 TakeDocument = Callable[[], bool]
@@ -135,10 +138,8 @@ def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
     found: dict[str, Path] = {}
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in SKIPPED_DIRECTORIES]
-        for name in files:
-            if name.endswith(".py"):
-                path = Path(directory, name)
-                found[path.relative_to(root).as_posix()] = path
+        paths = (Path(directory, name) for name in files if name.endswith(".py"))
+        found |= {path.relative_to(root).as_posix(): path for path in paths}
     if not found:
         raise ConfigError(f"data.kind 'stdlib': there are no *.py files under {root}; set data.kind to 'text'")
     return file_corpus(found, tokenizer)

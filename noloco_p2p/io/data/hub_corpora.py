@@ -12,16 +12,8 @@ import numpy as np
 
 from noloco_p2p.config import DataSettings
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.data.corpora import (
-    EMPTY,
-    FEW_UNITS,
-    HELD_OUT_EVERY,
-    READ_ERRORS,
-    THIN_SHARE,
-    TakeDocument,
-    TokenizedDocument,
-    matching_files,
-)
+from noloco_p2p.io.data import corpora
+from noloco_p2p.io.data.corpora import EMPTY, READ_ERRORS, TakeDocument, TokenizedDocument
 from noloco_p2p.io.data.tokenizers import Tokenizer, first_line
 
 
@@ -32,7 +24,7 @@ class StreamCorpus:
         self, train: Any, validation: Any | None, encode: Callable[[dict[str, Any]], TokenizedDocument]
     ) -> None:
         self.units = int(train.num_shards)
-        self.share = THIN_SHARE if self.units < FEW_UNITS else 1.0
+        self.share = corpora.THIN_SHARE if self.units < corpora.FEW_UNITS else 1.0
         self._train = train
         self._validation = validation
         self._encode = encode
@@ -57,7 +49,7 @@ class StreamCorpus:
 
 
 def _is_held_out(document: TokenizedDocument) -> bool:
-    return zlib.crc32(document.ids.tobytes()) % HELD_OUT_EVERY == 0
+    return zlib.crc32(document.ids.tobytes()) % corpora.HELD_OUT_EVERY == 0
 
 
 def c4_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokenizer) -> StreamCorpus:
@@ -90,7 +82,7 @@ def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: in
 def _streams(layout: str, data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None]:
     """The training stream and the validation stream, None where the data has no such part."""
     if patterns:
-        found = matching_files(patterns)
+        found = corpora.matching_files(patterns)
         names = sorted(found)
         chosen = [name for name in names if "validation" in Path(name).name]
         train = [str(found[name]) for name in names if name not in chosen]
@@ -121,10 +113,9 @@ def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | 
     import datasets
 
     try:
-        splits = datasets.get_dataset_split_names(name, subset)
-        train = datasets.load_dataset(name, subset, split="train", streaming=True).select_columns(columns)
-        if "validation" not in splits:
-            return train, None
-        return train, datasets.load_dataset(name, subset, split="validation", streaming=True).select_columns(columns)
+        names = {"train", *datasets.get_dataset_split_names(name, subset)} & {"train", "validation"}
+        opened = {split: datasets.load_dataset(name, subset, split=split, streaming=True) for split in sorted(names)}
+        streams = {split: stream.select_columns(columns) for split, stream in opened.items()}
+        return streams["train"], streams.get("validation")
     except READ_ERRORS as error:
         raise LocalError(f"data set {name} cannot be opened: {first_line(error)}") from error

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, HostTensor, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.data import corpora
+from noloco_p2p.io.data.corpora import EMPTY, Corpus, Mask, TokenizedDocument
+from noloco_p2p.io.data.tokenizers import Ids
 
 POOL_TOKENS = 1 << 19
 VALIDATION_TOKENS = 1 << 17
@@ -30,8 +30,8 @@ EMPTY_PASSES = 100
 
 IGNORED_TARGET = -100
 
-Ids = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.uint8]
+Samples = list[TokenizedDocument]
+"""Each of T+1 ids."""
 
 
 class StreamPosition(NamedTuple):
@@ -43,17 +43,10 @@ class StreamPosition(NamedTuple):
     sample: int = 0
 
 
-class SamplePool(NamedTuple):
-    """Samples N×(T+1), and their mask where the kind has one."""
-
-    ids: Ids
-    mask: Mask | None
-
-
 class SampleStream:
     """An endless, seeded stream of microbatches; a function of its arguments and the data only."""
 
-    def __init__(self, corpus: corpora.Corpus, manifest: RunManifest, peer_id: PeerId) -> None:
+    def __init__(self, corpus: Corpus, manifest: RunManifest, peer_id: PeerId) -> None:
         self._corpus = corpus
         self._manifest = manifest
         self._peer_id = peer_id
@@ -61,7 +54,7 @@ class SampleStream:
     def batches(self, start: StreamPosition) -> Iterator[tuple[Batch, StreamPosition]]:
         """Microbatches from `start` on, each with the place after it. Raises LocalError when the data is unreadable."""
         size = self._manifest.microbatch_size
-        rows: list[tuple[Ids, Mask | None]] = []
+        rows: Samples = []
         for row, place in self._samples(start):
             rows.append(row)
             if len(rows) == size:
@@ -79,9 +72,8 @@ class SampleStream:
             if held >= max(VALIDATION_TOKENS, 2 * wanted * length):
                 break
         pool = _cut(documents, length)
-        order = list(range(len(pool.ids)))
-        generator(self._manifest.seed, "data", "validation").shuffle(order)
-        rows = [_row(pool, i) for i in order[:wanted]]
+        generator(self._manifest.seed, "data", "validation").shuffle(pool)
+        rows = pool[:wanted]
         if len(rows) < size:
             raise ConfigError(
                 f"the held-out part of the data gives {len(rows)} samples of {length + 1} tokens, fewer than one "
@@ -89,18 +81,17 @@ class SampleStream:
             )
         return tuple(_batch(rows[at : at + size]) for at in range(0, len(rows) - size + 1, size))
 
-    def _samples(self, start: StreamPosition) -> Iterator[tuple[tuple[Ids, Mask | None], StreamPosition]]:
+    def _samples(self, start: StreamPosition) -> Iterator[tuple[TokenizedDocument, StreamPosition]]:
         at, used = start._replace(sample=0), start.sample
         for pool, following in self._pools(at):
-            order = list(range(len(pool.ids)))
-            generator(self._manifest.seed, "data", "pool", self._peer_id, *at[:3]).shuffle(order)
-            for n in range(used, len(order)):
-                yield _row(pool, order[n]), at._replace(sample=n + 1) if n + 1 < len(order) else following
+            generator(self._manifest.seed, "data", "pool", self._peer_id, *at[:3]).shuffle(pool)
+            for n in range(used, len(pool)):
+                yield pool[n], at._replace(sample=n + 1) if n + 1 < len(pool) else following
             at, used = following, 0
 
-    def _pools(self, start: StreamPosition) -> Iterator[tuple[SamplePool, StreamPosition]]:
+    def _pools(self, start: StreamPosition) -> Iterator[tuple[Samples, StreamPosition]]:
         length = self._manifest.sequence_length
-        documents: list[corpora.TokenizedDocument] = []
+        documents: list[TokenizedDocument] = []
         held = empty_passes = 0
         pass_number = start.pass_number
         for document, place in self._documents(start):
@@ -112,7 +103,7 @@ class SampleStream:
             if held < POOL_TOKENS and not ended:
                 continue
             pool = _cut(documents, length)
-            if len(pool.ids):
+            if pool:
                 yield pool, place
                 documents, held, empty_passes = [], 0, 0
                 continue
@@ -120,7 +111,7 @@ class SampleStream:
             if empty_passes == EMPTY_PASSES:
                 raise LocalError(f"the data does not hold one sample of {length + 1} tokens")
 
-    def _documents(self, start: StreamPosition) -> Iterator[tuple[corpora.TokenizedDocument, StreamPosition]]:
+    def _documents(self, start: StreamPosition) -> Iterator[tuple[TokenizedDocument, StreamPosition]]:
         """All documents, pass after pass, each with the place after it; an empty one ends each pass."""
         pass_number, unit, document = start[:3]
         while True:
@@ -133,7 +124,7 @@ class SampleStream:
                     yield found, StreamPosition(pass_number, unit, document)
                 unit, document = unit + 1, 0
             pass_number, unit = pass_number + 1, 0
-            yield corpora.EMPTY, StreamPosition(pass_number)
+            yield EMPTY, StreamPosition(pass_number)
 
     def _take(self, pass_number: int, unit: int, skip: int) -> Callable[[], bool]:
         share = self._corpus.share
@@ -145,36 +136,31 @@ class SampleStream:
         return lambda: chance.random() < share
 
 
-def _cut(documents: list[corpora.TokenizedDocument], length: int) -> SamplePool:
+def _cut(documents: list[TokenizedDocument], length: int) -> Samples:
     """Samples of `length` + 1 ids: windows over the joined documents, or one padded row for each masked document."""
     if any(document.mask is not None for document in documents):
-        return _pad(documents, length)
-    joined = np.concatenate([corpora.EMPTY.ids, *(document.ids for document in documents)])
+        return [sample for sample in _padded(documents, length) if sample.mask is not None and sample.mask[1:].any()]
+    joined = np.concatenate([EMPTY.ids, *(document.ids for document in documents)])
     if len(joined) <= length:
-        return SamplePool(np.empty((0, length + 1), np.int32), None)
-    return SamplePool(np.lib.stride_tricks.sliding_window_view(joined, length + 1)[::length], None)
+        return []
+    return [TokenizedDocument(ids) for ids in np.lib.stride_tricks.sliding_window_view(joined, length + 1)[::length]]
 
 
-def _pad(documents: list[corpora.TokenizedDocument], length: int) -> SamplePool:
-    ids = np.zeros((len(documents), length + 1), np.int32)
-    mask = np.zeros((len(documents), length + 1), np.uint8)
-    for i, document in enumerate(documents):
+def _padded(documents: list[TokenizedDocument], length: int) -> Iterator[TokenizedDocument]:
+    """One sample a document, some of which may have no target."""
+    for document in documents:
         n = min(len(document.ids), length + 1)
-        ids[i, :n] = document.ids[:n]
-        mask[i, :n] = 1 if document.mask is None else document.mask[:n]
-    useful = mask[:, 1:].any(axis=1)  # the others have no target
-    return SamplePool(ids[useful], mask[useful])
+        ids, mask = np.zeros(length + 1, np.int32), np.zeros(length + 1, np.uint8)
+        ids[:n] = document.ids[:n]
+        mask[:n] = 1 if document.mask is None else document.mask[:n]
+        yield TokenizedDocument(ids, mask)
 
 
-def _row(pool: SamplePool, i: int) -> tuple[Ids, Mask | None]:
-    return pool.ids[i], None if pool.mask is None else pool.mask[i]
-
-
-def _batch(rows: list[tuple[Ids, Mask | None]]) -> Batch:
+def _batch(rows: Samples) -> Batch:
     """B samples as a microbatch: the first T ids are inputs, the last T targets."""
-    ids = np.stack([row for row, _ in rows])
+    ids = np.stack([row.ids for row in rows])
     inputs_BT, targets_BT = ids[:, :-1], ids[:, 1:]
-    masks = [mask for _, mask in rows if mask is not None]
+    masks = [row.mask for row in rows if row.mask is not None]
     if not masks:
         return Batch(_tensor("inputs", "int32", inputs_BT), _tensor("targets", "int32", targets_BT))
     mask = np.stack(masks)
