@@ -1,13 +1,14 @@
-"""Checkpoints as files, read without a node: by the node after a restart, and by `noloco export`.
+"""Checkpoints as files: written by a node, and read by it after a restart, or without a node by `noloco export`.
 
     <node's directory>/checkpoints/<run>-<peer>/stage-1-round-000010-7.safetensors    the tensors
     <node's directory>/checkpoints/<run>-<peer>/stage-1-round-000010-7.json           the manifest, written last
 
 The last number counts what the node saved, so nothing is ever written over. A checkpoint exists once its manifest does,
-which carries a digest of itself and of every tensor. They are written by `file_checkpoints`.
+which carries a digest of itself and of every tensor.
 """
 
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.errors import LocalError
@@ -26,6 +28,8 @@ FORMAT = 1
 """Changes when an older program could not read the manifest any more."""
 STATE_NUMBERS = ("stage", "round", "step", "inner_steps", "adam_steps", "number")
 """Fields of `ReplicaState` that the manifest has under the same names."""
+DTYPES = {"float64": "<f8", "float32": "<f4"}
+"""numpy's names of the dtypes that a replica's state may have."""
 MANIFEST_LIMIT_BYTES = 64 << 20
 """A larger file is no manifest of ours (its spent ids are at most some hundred thousand)."""
 
@@ -182,3 +186,64 @@ def manifest_digest(content: dict[str, object]) -> str:
 
 def _tupled(value: object) -> object:
     return tuple(_tupled(one) for one in value) if isinstance(value, list) else value
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, run_id: str, peer_id: PeerId, saved: int) -> CheckpointFiles:
+    """Tensors first, manifest last; each is whole on the disk before it gets its name.
+
+    `saved` as in the manifest. Raises OSError and SafetensorError, and then leaves nothing of it.
+    """
+    state = checkpoint.state
+    stem = f"stage-{state.stage}-round-{state.round:06d}-{saved}"
+    fresh, tensors_path = folder / "tensors.new", folder / f"{stem}.safetensors"
+    try:
+        arrays = {each.name: np.ndarray(each.shape, DTYPES[each.dtype], each.data) for each in state.tensors}
+        save_file(arrays, fresh)
+        manifest = _manifest(checkpoint, run_id, peer_id, saved, fresh.stat().st_size)
+        content = manifest.model_dump(mode="json")
+        _settle(fresh, tensors_path)
+        fresh, path = folder / "manifest.new", folder / f"{stem}.json"
+        fresh.write_text(json.dumps(content | {"digest": manifest_digest(content)}), encoding="ascii")
+        _settle(fresh, path)
+    except (OSError, SafetensorError):
+        fresh.unlink(missing_ok=True)
+        tensors_path.unlink(missing_ok=True)
+        raise
+    return CheckpointFiles(path, manifest)
+
+
+def _manifest(checkpoint: Checkpoint, run_id: str, peer_id: PeerId, saved: int, file_bytes: int) -> CheckpointManifest:
+    state = checkpoint.state
+    names = dict.fromkeys((one.peer, one.incarnation) for one in state.spent)
+    origins = {origin: index for index, origin in enumerate(names)}
+    return CheckpointManifest(
+        format=FORMAT,
+        run_id=run_id,
+        peer_id=peer_id,
+        saved=saved,
+        file_bytes=file_bytes,
+        tensors=tuple(TensorEntry(*tensor.spec, xxhash.xxh3_128_hexdigest(tensor.data)) for tensor in state.tensors),
+        cursor=None if checkpoint.cursor is None else dict(checkpoint.cursor),
+        random_state=list(checkpoint.random_state),
+        origins=tuple(origins),
+        spent=tuple((origins[one.peer, one.incarnation], one.counter) for one in state.spent),
+        **{name: getattr(state, name) for name in STATE_NUMBERS},
+    )
+
+
+def _settle(fresh: Path, path: Path) -> None:
+    """Give a written file its name once its bytes are on the disk, and the name too."""
+    _flush(fresh)
+    fresh.replace(path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

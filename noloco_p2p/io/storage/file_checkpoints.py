@@ -5,36 +5,16 @@ processes never write here at once: the lock of the node's identity keeps the se
 """
 
 import asyncio
-import json
 import logging
-import os
 import threading
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, PeerId
+from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
 from noloco_p2p.errors import LocalError
-from noloco_p2p.io.storage.checkpoint_format import (
-    FORMAT,
-    STATE_NUMBERS,
-    CheckpointFiles,
-    CheckpointManifest,
-    DamagedCheckpoint,
-    ForeignCheckpointFormat,
-    TensorEntry,
-    complete_checkpoints,
-    manifest_digest,
-    read_checkpoint,
-    read_manifest,
-)
-
-_DTYPES = {"float64": "<f8", "float32": "<f4"}
-"""numpy's names of the dtypes that a replica's state may have."""
+from noloco_p2p.io.storage import checkpoint_format
+from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, ForeignCheckpointFormat
 
 log = logging.getLogger("noloco_p2p")
 
@@ -67,7 +47,7 @@ class FileCheckpoints:
     def _stored(self) -> list[CheckpointFiles]:
         """Whole ones of this run and node, oldest first."""
         try:
-            found = list(complete_checkpoints(self._folder.glob("stage-*.json")))
+            found = list(checkpoint_format.complete_checkpoints(self._folder.glob("stage-*.json")))
         except OSError as error:
             raise LocalError(f"checkpoints in {self._folder}: {error.strerror}; see to its permissions") from error
         own = [one for one in found if (one.manifest.run_id, one.manifest.peer_id) == (self._run_id, self._peer_id)]
@@ -76,7 +56,7 @@ class FileCheckpoints:
     def _load(self, held: Holding) -> Checkpoint | None:
         for stored in reversed([one for one in self._stored() if one.holding == held]):
             try:
-                return read_checkpoint(stored)
+                return checkpoint_format.read_checkpoint(stored)
             except DamagedCheckpoint as error:
                 self._damaged.add(stored.path)
                 log.warning("%s; the one before it is used", error)
@@ -87,58 +67,23 @@ class FileCheckpoints:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 before = self._stored()
-                stored = self._write(checkpoint, self._next_number())
+                stored = checkpoint_format.write_checkpoint(
+                    self._folder, checkpoint, self._run_id, self._peer_id, self._next_number()
+                )
                 place = stored.holding[:2]
                 others = [one for one in before if one.holding[:2] != place]
                 self._sweep([*others, stored][-self._keep :])
-            except OSError as error:
-                raise self._refused(str(error.strerror)) from error
-            except SafetensorError as error:
-                raise self._refused(str(error)) from error
+            except (OSError, SafetensorError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise LocalError(
+                    f"no checkpoint could be written to {self._folder} ({reason}): free some space, or start the node "
+                    "with another --dir; the earlier checkpoints are untouched"
+                ) from error
 
     def _next_number(self) -> int:
         """One more than any number here, that of the damaged and foreign ones too."""
         numbers = [path.stem.rpartition("-")[2] for path in self._folder.glob("stage-*")]
         return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
-
-    def _write(self, checkpoint: Checkpoint, saved: int) -> CheckpointFiles:
-        """Tensors first, manifest last; each is whole on the disk before it gets its name."""
-        state = checkpoint.state
-        stem = f"stage-{state.stage}-round-{state.round:06d}-{saved}"
-        fresh, tensors_path = self._folder / "tensors.new", self._folder / f"{stem}.safetensors"
-        try:
-            save_file({tensor.name: _array(tensor) for tensor in state.tensors}, fresh)
-            manifest = self._describe(checkpoint, saved, fresh.stat().st_size)
-            content = manifest.model_dump(mode="json")
-            _settle(fresh, tensors_path)
-            fresh, path = self._folder / "manifest.new", self._folder / f"{stem}.json"
-            fresh.write_text(json.dumps(content | {"digest": manifest_digest(content)}), encoding="ascii")
-            _settle(fresh, path)
-        except (OSError, SafetensorError):
-            fresh.unlink(missing_ok=True)
-            tensors_path.unlink(missing_ok=True)
-            raise
-        return CheckpointFiles(path, manifest)
-
-    def _describe(self, checkpoint: Checkpoint, saved: int, file_bytes: int) -> CheckpointManifest:
-        state = checkpoint.state
-        origins = {(one.peer, one.incarnation): 0 for one in state.spent}
-        origins = {origin: index for index, origin in enumerate(origins)}
-        return CheckpointManifest(
-            format=FORMAT,
-            run_id=self._run_id,
-            peer_id=self._peer_id,
-            saved=saved,
-            file_bytes=file_bytes,
-            tensors=tuple(
-                TensorEntry(*tensor.spec, xxhash.xxh3_128_hexdigest(tensor.data)) for tensor in state.tensors
-            ),
-            cursor=None if checkpoint.cursor is None else dict(checkpoint.cursor),
-            random_state=list(checkpoint.random_state),
-            origins=tuple(origins),
-            spent=tuple((origins[one.peer, one.incarnation], one.counter) for one in state.spent),
-            **{name: getattr(state, name) for name in STATE_NUMBERS},
-        )
 
     def _sweep(self, kept: list[CheckpointFiles]) -> None:
         """Remove all but these; a manifest goes before its tensors. Those of another format or node stay."""
@@ -153,35 +98,9 @@ class FileCheckpoints:
 
     def _foreign(self, path: Path) -> bool:
         try:
-            manifest = read_manifest(path)
+            manifest = checkpoint_format.read_manifest(path)
         except ForeignCheckpointFormat:
             return True
         except DamagedCheckpoint:
             return False
         return (manifest.run_id, manifest.peer_id) != (self._run_id, self._peer_id)
-
-    def _refused(self, reason: str) -> LocalError:
-        return LocalError(
-            f"no checkpoint could be written to {self._folder} ({reason}): free some space, or start the node with "
-            "another --dir; the earlier checkpoints are untouched"
-        )
-
-
-def _array(tensor: HostTensor) -> npt.NDArray[np.generic]:
-    """The values without a copy."""
-    return np.ndarray(tensor.shape, _DTYPES[tensor.dtype], tensor.data)
-
-
-def _settle(fresh: Path, path: Path) -> None:
-    """Give a written file its name once its bytes are on the disk, and the name too."""
-    _flush(fresh)
-    fresh.replace(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
