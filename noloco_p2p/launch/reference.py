@@ -4,12 +4,11 @@ A README has them between `<!-- noloco docs: NAME -->` and `<!-- end -->`.
 """
 
 import re
-import types
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, create_model
 from pydantic_core import to_json
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -19,8 +18,9 @@ from noloco_p2p.launch.yaml_entries import fields
 FILES = ("configs/README.md", "docker/README.md")
 BLOCK = re.compile(r"(?s)(<!-- noloco docs: (\w+) -->\n).*?(<!-- end -->)")
 
-NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "none"}
-BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
+TYPES |= {"null": "none", "object": "section"}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def update_files(root: Path) -> list[Path]:
@@ -60,8 +60,10 @@ def configuration_markdown() -> str:
 def _rows(model: type[BaseModel]) -> list[str]:
     rows = []
     for key, field in fields(model):
-        sentence = " ".join((field.description or "").split())
-        cells = (f"`{'.'.join(key)}`", _type(field.annotation, field.metadata), _default(field), sentence)
+        one: Any = (field.annotation, field)
+        schema = create_model("One", value=one).model_json_schema()["properties"]["value"]
+        default = "none" if field.default is None else f"`{to_json(field.default).decode()}`"
+        cells = (f"`{'.'.join(key)}`", _type(schema), default, " ".join((field.description or "").split()))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
@@ -107,22 +109,13 @@ def _node_metrics(*, used: bool) -> dict[str, Any]:
         telemetry.close()
 
 
-def _default(field: FieldInfo) -> str:
-    return "none" if field.default is None else f"`{to_json(field.default).decode()}`"
-
-
-def _type(annotation: Any, metadata: list[Any]) -> str:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        inner, *more = get_args(annotation)
-        return _type(inner, [part for each in more for part in getattr(each, "metadata", [each])])
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_type(each, []) for each in get_args(annotation)))
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
-    if origin is tuple:
-        return f"list of {_type(get_args(annotation)[0], [])}"
-    if origin is dict:
-        return "section"
-    bounds = [f"{sign} {getattr(each, name)}" for name, sign in BOUNDS for each in metadata if hasattr(each, name)]
-    return " ".join([NAMES[annotation], ", ".join(bounds)]).strip()
+def _type(schema: Mapping[str, Any]) -> str:
+    """The type of a key in words, from its JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema["type"] == "array":
+        return f"list of {_type(schema['items'])}"
+    bounds = [f"{sign} {schema[name]}" for name, sign in BOUNDS.items() if name in schema]
+    return " ".join([TYPES[schema["type"]], ", ".join(bounds)]).strip()

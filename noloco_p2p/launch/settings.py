@@ -5,7 +5,7 @@ with the file and line (or the variable, or the option) and the nearest key that
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,18 +17,20 @@ from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.launch.yaml_entries import FREE_SECTION, Key, KnownKeys, SettingEntry, read_entries
 
 WANTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "finite": "a finite number",
-    "bool": "true or false",
-    "string": "text",
-    "tuple": "a list",
-    "dict": "a section of keys",
-    "model": "a section of keys",
+    "int": "be a whole number",
+    "float": "be a number",
+    "finite": "be a finite number",
+    "bool": "be true or false",
+    "string": "be text",
+    "tuple": "be a list",
+    "dict": "be a section of keys",
+    "model": "be a section of keys",
 }
-"""First word of pydantic's error types → what the key wants."""
+"""First word of pydantic's error types → what the key must do."""
 
-BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+LIMITS = {"ge": "be at least", "gt": "be more than", "le": "be at most", "lt": "be less than"}
+LIMITS |= {"expected": "be", "pattern": "match"}
+"""What pydantic calls the limit that a value does not keep to → what the key must do."""
 
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)
 
@@ -55,8 +57,7 @@ class Overrides:
         return bool(_of(RunManifest, self.entries))
 
     def _validated(self, model: type[Model]) -> Model:
-        faults = _faults(model, self.entries)
-        refuse([f"{where(self.entries, key)}: {fault}" if key else fault for key, fault in faults])
+        refuse(_faults(model, self.entries))
         return model.model_validate_json(_overlaid_json(model, self.entries), strict=True)
 
     def check_agrees(self, swarm: RunManifest, elsewhere: str = "in the swarm: leave it out") -> None:
@@ -64,20 +65,15 @@ class Overrides:
 
         `elsewhere` ends each line: where the other value is set, and what to do.
         """
-        theirs = swarm.model_dump(mode="json")
-        mine = json.loads(json.dumps(overlaid(_of(RunManifest, self.entries), theirs), default=str))
-        lines: dict[Key, str] = {}
-        for entry in _of(RunManifest, self.entries):
-            keys = [entry.key]
-            if entry.key == FREE_SECTION:
-                keys = [(*entry.key, name) for name in sorted({*mine["model"]["config"], *theirs["model"]["config"]})]
-            for key in keys:
-                here, there = _at(mine, key), _at(theirs, key)
-                if here != there:
-                    lines[key] = f"{entry.where}: {'.'.join(key)} is {_shown(here)} here, {_shown(there)} {elsewhere}"
-                else:
-                    lines.pop(key, None)
-        refuse(list(lines.values()))
+        theirs = dict(_values(swarm.model_dump(mode="json")))
+        mine = dict(_values(json.loads(_overlaid_json(RunManifest, self.entries, swarm))))
+        lines = []
+        for key in dict.fromkeys([*mine, *theirs]):
+            here, there = mine.get(key), theirs.get(key)
+            if here != there:
+                both = f"{'.'.join(key)} is {_shown(here)} here, {_shown(there)}"
+                lines.append(f"{where(self.entries, key)}: {both} {elsewhere}")
+        refuse(lines)
 
 
 def read(
@@ -92,11 +88,9 @@ def read(
     """
     faults: list[str] = []
     entries = read_entries(path, environ, sets, KNOWN, faults)
-    for option, (name, value) in (options or {}).items():
-        entries += [SettingEntry((name,), value, option)] if value is not None else []
-    for key, fault in [*_faults(RunManifest, entries), *_faults(NodeConfig, entries)]:
-        faults += [f"{where(entries, key)}: {fault}"] if key else []
-    refuse(faults)
+    given = [SettingEntry((name,), value, option) for option, (name, value) in (options or {}).items()]
+    entries += [entry for entry in given if entry.value is not None]
+    refuse([*faults, *_faults(RunManifest, entries, together=False), *_faults(NodeConfig, entries, together=False)])
     return Overrides(tuple(entries))
 
 
@@ -125,72 +119,66 @@ def _of(model: type[BaseModel], entries: Sequence[SettingEntry]) -> list[Setting
     return [entry for entry in entries if entry.key[0] in model.model_fields]
 
 
-def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry]) -> str:
-    return json.dumps(overlaid(_of(model, entries), model().model_dump(mode="json")), default=str)
+def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:
+    """`base`, by default the defaults, with what the entries set."""
+    return json.dumps(overlaid(_of(model, entries), (base or model()).model_dump(mode="json")), default=str)
 
 
-def overlaid(entries: Sequence[SettingEntry], base: dict[str, Any]) -> dict[str, Any]:
-    """A model's values with what somebody has set."""
-    found: dict[str, Any] = json.loads(json.dumps(base))
+def overlaid(entries: Sequence[SettingEntry], values: dict[str, Any]) -> dict[str, Any]:
+    """A model's values (which are changed) with what somebody has set."""
     for entry in entries:
-        section = found
+        section = values
         for name in entry.key[:-1]:
             if not isinstance(section.get(name), dict):
                 section[name] = {}
             section = section[name]
         section[entry.key[-1]] = dict(entry.value) if isinstance(entry.value, dict) else entry.value
-    return found
+    return values
 
 
-def _faults(model: type[Model], entries: Sequence[SettingEntry]) -> list[tuple[Key, str]]:
-    """(key, what is wrong) for each fault; the key is () when values do not go together."""
+def _faults(model: type[Model], entries: Sequence[SettingEntry], *, together: bool = True) -> list[str]:
+    """A line for each fault; `together`: also for values that do not go together, which have no place."""
+    found: dict[Key, str] = {}
     try:
         model.model_validate_json(_overlaid_json(model, entries), strict=True)
     except ValidationError as error:
-        found: dict[Key, str] = {}
         for each in error.errors(include_url=False):
             location = tuple(str(part) for part in each["loc"])
             key = location[:3] if location[:2] == FREE_SECTION else KNOWN.longest(location)
-            found.setdefault(key, in_words(key, dict(each)))
-        return list(found.items())
-    return []
+            if key or together:
+                place = f"{where(entries, key)}: " if key else ""
+                found.setdefault(key, place + in_words(key, dict(each)))
+    return list(found.values())
 
 
 def in_words(key: Key, error: dict[str, Any]) -> str:
     """A fault of pydantic's in plain words."""
-    kind, limits = str(error["type"]), dict(error.get("ctx", {}))
-    value = "" if isinstance(error.get("input"), dict) else f", not {error.get('input')!r}"
+    kind, context = str(error["type"]), dict(error.get("ctx", {}))
     name = ".".join(key)
     if key[:2] == FREE_SECTION and len(key) == 3:
         return f"{name} must be a number, text, true, false, null, or a list of them"
     if kind == "value_error":
-        return str(limits.get("error", error["msg"]))
-    bound = next((word for word in BOUNDS if word in limits), None)
-    if bound is not None:
-        return f"{name} must be {BOUNDS[bound]} {limits[bound]}{value}"
-    if kind == "literal_error":
-        return f"{name} must be {limits['expected']}{value}"
-    if kind == "string_pattern_mismatch":
-        return f"{name} must match {limits['pattern']}{value}"
-    wanted = WANTED.get(kind.split("_")[0])
-    return f"{name} must be {wanted}{value}" if wanted else f"{name}: {error['msg']}"
+        return str(context.get("error", error["msg"]))
+    limit = next((f"{words} {context[limit]}" for limit, words in LIMITS.items() if limit in context), None)
+    wanted = limit or WANTED.get(kind.split("_")[0])
+    value = "" if isinstance(error.get("input"), dict) else f", not {error.get('input')!r}"
+    return f"{name} must {wanted}{value}" if wanted else f"{name}: {error['msg']}"
 
 
 def where(entries: Sequence[SettingEntry], key: Key) -> str:
     """The place of the last entry for this key, or of one above or below it."""
-    for exact in (True, False):
-        for entry in reversed(entries):
-            n = min(len(key), len(entry.key))
-            if entry.key == key or (not exact and entry.key[:n] == key[:n]):
-                return entry.where
-    return "defaults"
+    exact = [entry.where for entry in entries if entry.key == key]
+    related = [entry.where for entry in entries if entry.key[: len(key)] == key[: len(entry.key)]]
+    return ["defaults", *related, *exact][-1]
 
 
-def _at(values: dict[str, Any], key: Key) -> object:
-    found: Any = values
-    for name in key:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+def _values(section: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, object]]:
+    """Every value that is no section."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _values(value, (*key, name))
+        else:
+            yield (*key, name), value
 
 
 def _shown(value: object) -> str:

@@ -6,6 +6,7 @@ The keys that exist come from pydantic models; what the values mean is not check
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +32,6 @@ class SettingEntry(NamedTuple):
     value: object
     where: str
     """`file:line`, the variable or the option."""
-
-    @property
-    def name(self) -> str:
-        """The key with dots."""
-        return ".".join(self.key)
 
 
 class SettingsLoader(yaml.SafeLoader):
@@ -91,88 +87,83 @@ class KnownKeys(NamedTuple):
 
 
 def read_entries(
-    path: Path | None,
-    environ: Mapping[str, str],
-    sets: Sequence[str],
-    known: KnownKeys,
-    faults: list[str],
+    path: Path | None, environ: Mapping[str, str], sets: Sequence[str], known: KnownKeys, faults: list[str]
 ) -> list[SettingEntry]:
     """What the file, the environment (`NOLOCO__A__B`) and the `--set a.b=v` options set, later entries before earlier.
 
     What is not YAML and keys that do not exist are left out, each with a line in `faults`. Raises ConfigError when
     the file cannot be read at all.
     """
-    entries = [] if path is None else _from_file(path, faults, known)
+    entries = [] if path is None else _Reader(_text_of(path), str(path), True, known, faults).entries(())
     for name in sorted(environ):
         if name.startswith(ENVIRONMENT_PREFIX):
             key = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
-            entries += _from_text(key, environ[name], name, faults, known)
+            entries += _Reader(environ[name], name, False, known, faults).entries(key)
     for option in sets:
         name, equals, text = (part.strip() for part in option.partition("="))
         if equals:
-            entries += _from_text(tuple(name.split(".")), text, f"--set {name}", faults, known)
+            entries += _Reader(text, f"--set {name}", False, known, faults).entries(tuple(name.split(".")))
         else:
             faults.append(f"--set {option}: write it as --set key=value")
-    for entry in entries:
-        if not known.holds(entry.key):
-            faults.append(f"{entry.where}: there is no key {entry.name}; the nearest is {known.nearest(entry.key)}")
+    for key, _, place in entries:
+        if not known.holds(key):
+            faults.append(f"{place}: there is no key {'.'.join(key)}; the nearest is {known.nearest(key)}")
     return [entry for entry in entries if known.holds(entry.key)]
 
 
-def _from_file(path: Path, faults: list[str], known: KnownKeys) -> list[SettingEntry]:
+def _text_of(path: Path) -> str:
     try:
-        loader = SettingsLoader(path.read_text("utf-8"))
-        root = loader.get_single_node()
-        if root is None:
-            return []
-        if isinstance(root, yaml.MappingNode):
-            return list(_walk(loader, (), root, str(path), faults, known))
+        return path.read_text("utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except UNREADABLE as error:
-        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {_problem(error)}") from error
-    raise ConfigError(f"{path}:{root.start_mark.line + 1}: a file with lines `key: value` is wanted")
 
 
-def _from_text(key: Key, text: str, where: str, faults: list[str], known: KnownKeys) -> list[SettingEntry]:
-    """The entries of one variable or option; a whole section may be given as `{a: 1, b: 2}`."""
-    try:
-        loader = SettingsLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return [SettingEntry(key, None, where)]
-        return [entry._replace(where=where) for entry in _walk(loader, key, node, where, faults, known)]
-    except UNREADABLE as error:
-        faults.append(f"{where}: not valid YAML: {_problem(error)}")
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads one text: a whole file, or a variable's or an option's value, which may be a section as `{a: 1, b: 2}`."""
+
+    text: str
+    source: str
+    is_file: bool
+    known: KnownKeys
+    faults: list[str]
+
+    def entries(self, key: Key) -> list[SettingEntry]:
+        """What the text sets at and below a key; nothing, and a line in `faults`, when it is not YAML."""
+        try:
+            loader = SettingsLoader(self.text)
+            root = loader.get_single_node()
+            if root is None:
+                return [] if self.is_file else [SettingEntry(key, None, self.source)]
+            if not self.is_file or isinstance(root, yaml.MappingNode):
+                return list(self._walk(loader, key, root, self.source))
+            self.faults.append(f"{self._place(root.start_mark)}: a file with lines `key: value` is wanted")
+        except UNREADABLE as error:
+            problem, mark = None, None
+            if isinstance(error, yaml.MarkedYAMLError):
+                problem, mark = error.problem, error.problem_mark
+            problem = problem or " ".join(str(error).split()) or type(error).__name__
+            self.faults.append(f"{self._place(mark)}: not valid YAML: {problem}")
         return []
 
+    def _place(self, mark: yaml.Mark | None) -> str:
+        return f"{self.source}:{mark.line + 1}" if self.is_file and mark is not None else self.source
 
-def _walk(
-    loader: SettingsLoader, key: Key, node: yaml.Node, path: str, faults: list[str], known: KnownKeys
-) -> Iterator[SettingEntry]:
-    """The entries at and below a node; the line of an entry is that of its key, not of its value."""
-    where = f"{path}:{node.start_mark.line + 1}"
-    if isinstance(node, yaml.MappingNode):
-        lines = [(str(name.value), f"{path}:{name.start_mark.line + 1}", value) for name, value in node.value]
-        for i, (name, place, _) in enumerate(lines):
-            if name in [earlier for earlier, *_ in lines[:i]]:
-                faults.append(f"{place}: {'.'.join((*key, name))} is set a second time")
-        if key == FREE_SECTION:
-            yield SettingEntry(key, {}, where)
-        if key in known.sections or key == FREE_SECTION:
-            for name, place, value in lines:
-                for entry in _walk(loader, (*key, name), value, path, faults, known):
-                    yield entry._replace(where=place) if entry.key == (*key, name) else entry
-            return
-    if key in known.sections and isinstance(node, yaml.ScalarNode) and node.value == "":
-        return  # a section whose lines are all comments
-    yield SettingEntry(key, loader.construct_object(node, deep=True), where)
-
-
-def _problem(error: Exception) -> str:
-    problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
-    return problem or " ".join(str(error).split()) or type(error).__name__
+    def _walk(self, loader: SettingsLoader, key: Key, node: yaml.Node, place: str) -> Iterator[SettingEntry]:
+        """The entries at and below a node; the line of an entry is that of its key, not of its value."""
+        if isinstance(node, yaml.MappingNode):
+            lines = [((*key, str(name.value)), self._place(name.start_mark), value) for name, value in node.value]
+            for i, (below, where, _) in enumerate(lines):
+                if below in [earlier for earlier, *_ in lines[:i]]:
+                    self.faults.append(f"{where}: {'.'.join(below)} is set a second time")
+            if key == FREE_SECTION:
+                yield SettingEntry(key, {}, place)
+            if key in self.known.sections or key == FREE_SECTION:
+                for below, where, value in lines:
+                    yield from self._walk(loader, below, value, where)
+                return
+        if key in self.known.sections and isinstance(node, yaml.ScalarNode) and node.value == "":
+            return  # a section whose lines are all comments
+        yield SettingEntry(key, loader.construct_object(node, deep=True), place)
