@@ -115,9 +115,9 @@ def export_model(
     From directories: the weights after that round's merge. From a running swarm: those that the replicas brought into
     the round, before they merged.
     """
-    from noloco_p2p.launch.export import ExportOptions, run_export
+    from noloco_p2p.launch.export import run_export
 
-    run_export(ExportOptions(tuple(join or ()), tuple(from_ or ()), out, merge == "mean", replicas, tokenizer_dir))
+    run_export(join or (), from_ or (), out, merge=merge, replicas=replicas, tokenizer_dir=tokenizer_dir)
 
 
 @app.command("eval")

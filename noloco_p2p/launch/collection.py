@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, Violation
-from noloco_p2p.io.storage.checkpoint_format import (
-    CheckpointFiles,
-    DamagedCheckpoint,
-    read_tensors,
-    stored_checkpoints,
-)
-from noloco_p2p.launch import run_files, settings
+from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, read_tensors, stored_checkpoints
+from noloco_p2p.launch import run_files
 
 if TYPE_CHECKING:
     from noloco_p2p.compute.exported_model import Weights
@@ -82,8 +77,12 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
         except DamagedCheckpoint:  # removed meanwhile
             if attempt == ATTEMPTS - 1:
                 raise
-    for line in _left_out(checkpoints, used, one=one):
-        say(line)
+    taken = {(found.manifest.stage, found.manifest.peer_id) for mine in used for found in mine}
+    newest = {(found.manifest.stage, found.manifest.peer_id): found.manifest.round for found in checkpoints}
+    for (stage, peer), held in sorted(newest.items()):
+        if (stage, peer) not in taken:
+            why = "one replica of the stage is enough" if one else f"its newest checkpoint is of round {held}"
+            say(f"not used: {peer} of stage {stage}: {why}")
     return CollectedWeights(manifest, round, stages)
 
 
@@ -107,10 +106,8 @@ def chosen_checkpoints(
     checkpoints: Iterable[CheckpointFiles], round: int, stages: int, *, one: bool
 ) -> list[list[CheckpointFiles]]:
     """By stage, sorted by peer id: each peer's last checkpoint of that round, or only that of the lowest peer id."""
-    last: dict[tuple[int, PeerId], CheckpointFiles] = {}
-    for checkpoint in checkpoints:  # in the order in which they were saved
-        if checkpoint.manifest.round == round:
-            last[checkpoint.manifest.stage, checkpoint.manifest.peer_id] = checkpoint
+    # They are in the order in which they were saved, so the last one of a peer counts.
+    last = {(c.manifest.stage, c.manifest.peer_id): c for c in checkpoints if c.manifest.round == round}
     used = [[last[at, peer] for at, peer in sorted(last) if at == stage] for stage in range(stages)]
     return [mine[:1] for mine in used] if one else used
 
@@ -135,18 +132,13 @@ def _found(directories: Sequence[Path]) -> list[CheckpointFiles]:
 def _manifest(checkpoints: Sequence[CheckpointFiles]) -> RunManifest:
     """The run's manifest, from any of the nodes' directories. Raises LocalError."""
     run_id = checkpoints[0].manifest.run_id
-    for path in dict.fromkeys(_home(checkpoint) / run_files.MANIFEST for checkpoint in checkpoints):
-        try:
-            manifest = settings.manifest_from_json(path.read_bytes())
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise LocalError(f"{path} cannot be read: {error.strerror}") from error
-        except Violation as error:
-            raise LocalError(f"{path} is damaged: {error}") from error
-        if manifest.run_id != run_id:
-            raise LocalError(f"{path} is of run {manifest.run_id[:12]}, the checkpoints beside it are of {run_id[:12]}")
-        return manifest
+    for home in dict.fromkeys(map(_home, checkpoints)):
+        manifest = run_files.stored_manifest(home)
+        if manifest is not None and manifest.run_id != run_id:
+            where = f"{home / run_files.MANIFEST} is of run {manifest.run_id[:12]}"
+            raise LocalError(f"{where}, the checkpoints beside it are of {run_id[:12]}")
+        if manifest is not None:
+            return manifest
     missing = _home(checkpoints[0]) / run_files.MANIFEST
     raise LocalError(f"{missing} is not there, nor in the other directories: without it the model is not known")
 
@@ -160,51 +152,29 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> t
     """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
     from noloco_p2p.compute import exported_model
 
-    stages: list[tuple[CollectedReplica, ...]] = []
-    with progress_bar("reading checkpoints", sum(len(mine) for mine in used)) as done:
+    stages: list[list[CollectedReplica]] = [[] for _ in used]
+    with progress_bar("reading checkpoints", sum(map(len, used))) as done:
         for stage, mine in enumerate(used):
             parameters = exported_model.stage_specs(manifest, stage)
-            replicas = []
             for checkpoint in mine:
-                m = checkpoint.manifest
-                replicas.append(
-                    CollectedReplica(m.peer_id, stage, m.round, int(m.step), _weights(checkpoint, parameters))
-                )
+                m, weights = checkpoint.manifest, _weights(checkpoint, parameters)
+                stages[stage].append(CollectedReplica(m.peer_id, stage, m.round, int(m.step), weights))
                 done()
-            stages.append(tuple(replicas))
-    return tuple(stages)
+    return tuple(map(tuple, stages))
 
 
 def _weights(checkpoint: CheckpointFiles, parameters: tuple[TensorSpec, ...]) -> "Weights":
     from noloco_p2p.compute import exported_model
 
+    path, stage = checkpoint.tensors_path, checkpoint.manifest.stage
     try:
         tensors = read_tensors(checkpoint, {"fast"})
         if [tensor.name for tensor in tensors] != [f"fast/{spec.name}" for spec in parameters]:
-            raise LocalError(
-                f"{checkpoint.tensors_path} does not hold the parameters of stage {checkpoint.manifest.stage}"
-            )
+            raise LocalError(f"{path} does not hold the parameters of stage {stage}")
         return exported_model.check_weights(tensors, parameters)
     except DamagedCheckpoint as error:
         if not checkpoint.path.exists():
             raise
         raise LocalError(f"{error}; remove {checkpoint.path} to export from the other checkpoints") from error
     except Violation as error:
-        raise LocalError(f"{checkpoint.tensors_path}: {error}") from error
-
-
-def _left_out(
-    checkpoints: Sequence[CheckpointFiles], used: Sequence[Sequence[CheckpointFiles]], *, one: bool
-) -> list[str]:
-    """A line for each node that could have given a replica and gave none."""
-    lines = []
-    taken = {(checkpoint.manifest.stage, checkpoint.manifest.peer_id) for mine in used for checkpoint in mine}
-    newest = {
-        (checkpoint.manifest.stage, checkpoint.manifest.peer_id): checkpoint.manifest.round
-        for checkpoint in checkpoints
-    }
-    for (stage, peer), round in sorted(newest.items()):
-        if (stage, peer) not in taken:
-            why = "one replica of the stage is enough" if one else f"its newest checkpoint is of round {round}"
-            lines.append(f"not used: {peer} of stage {stage}: {why}")
-    return lines
+        raise LocalError(f"{path}: {error}") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from noloco_p2p.config import ListenSettings, RunManifest
-from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.errors import LocalError, Violation
 from noloco_p2p.io.dht.addresses import from_here, reserve_port
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.launch import node_probe, settings
@@ -38,15 +38,16 @@ def own_identity(home: Path | None) -> Identity:
 
 
 def stored_manifest(directory: Path) -> RunManifest | None:
-    """The run that this directory belongs to; None for a fresh one. Raises ConfigError for a damaged file."""
+    """The run that this directory belongs to; None for a fresh one. Raises LocalError (unreadable, damaged)."""
+    path = directory / MANIFEST
     try:
-        return settings.manifest_from_json((directory / MANIFEST).read_bytes())
+        return settings.manifest_from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except Violation as error:
-        raise ConfigError(f"{directory / MANIFEST}: {error}; name another --dir") from error
+        raise LocalError(f"{path} is damaged: {error}; name another directory") from error
     except OSError as error:
-        raise LocalError(f"{directory / MANIFEST} cannot be read: {error.strerror or error}") from error
+        raise LocalError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:

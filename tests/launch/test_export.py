@@ -18,7 +18,7 @@ from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import ByteTokenizer
-from noloco_p2p.launch.export import ExportOptions, run_export
+from noloco_p2p.launch.export import run_export
 
 
 def weights_in(directory: Path) -> dict[str, Tensor]:
@@ -138,8 +138,9 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     save(other, tmp_path / "other", make_replica(other, 0, "a"), "a", 3)
     with pytest.raises(ConfigError, match=f"several runs.*{other.run_id[:12]} in {tmp_path / 'other'}"):
         exported([run, tmp_path / "other"], out)
+    join = ["/ip4/127.0.0.1/tcp/1/p2p/x"]
     with pytest.raises(ConfigError, match="either --join ADDR"):
-        run_export(ExportOptions(("/ip4/127.0.0.1/tcp/1/p2p/x",), (run,), out, True, True, None))
+        run_export(join, [run], out, merge="mean", replicas=True, tokenizer_dir=None)
     with pytest.raises(ConfigError, match="tokenizer_dir is set"):
         exported(run, out, tokenizer_dir=str(tmp_path))
     assert sorted(found.name for found in tmp_path.iterdir()) == ["other", "run"]

@@ -14,7 +14,7 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, ModelSettings, RunManifest
 from noloco_p2p.core.messages import Checkpoint
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
-from noloco_p2p.launch.export import ExportOptions, run_export
+from noloco_p2p.launch.export import run_export
 
 TEXT = "def f(x):\n    return 'žluťoučký kůň' + x  # 你好\n"
 MOE = {
@@ -75,5 +75,6 @@ def save_swarm(manifest: RunManifest, run: Path, replicas: Sequence[int], round:
 def exported(run: Path | Sequence[Path], out: Path, *, mean: bool = True, **options: Any) -> Path:
     """`noloco export --from`."""
     directories = (run,) if isinstance(run, Path) else tuple(run)
-    run_export(ExportOptions((), directories, out, mean, **{"replicas": True, "tokenizer_dir": None, **options}))
+    options = {"merge": "mean" if mean else "one", "replicas": True, "tokenizer_dir": None, **options}
+    run_export((), directories, out, **options)
     return out
