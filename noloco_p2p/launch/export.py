@@ -28,8 +28,8 @@ def run_export(
 ) -> None:
     """Collect, merge, write, and say what was used. Raises ConfigError, LocalError, PeerError.
 
-    From a swarm to `join`, or from the checkpoints in directories. `merge` is `mean`, of all replicas of each stage, and
-    with `replicas` the single ones are written as well; or `one` replica of each.
+    From a swarm to `join`, or from the checkpoints in directories. `merge` is `mean`, of all replicas of each stage,
+    of which `replicas` writes the single ones as well; or `one` replica of each.
     """
     if bool(join) == bool(dirs):
         raise ConfigError("say where the weights are: either --join ADDR (a swarm that runs) or --from DIR")

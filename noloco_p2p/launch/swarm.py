@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
-from noloco_p2p.launch import cpu_seconds, node_probe, run_files, swarm_summary
+from noloco_p2p.launch import cpu_seconds, node_probe, run_files
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
-from noloco_p2p.launch.swarm_table import Display, ReadingHistory, deserted
+from noloco_p2p.launch.swarm_summary import Display, ReadingHistory, deserted, summarise, summary_lines
 
 TICK_S = 0.2
 LOG_LINES = 15
@@ -79,10 +79,10 @@ class LocalSwarm:
             self._display.close()
         wall_s = time.monotonic() - began
         step = None if self._resumed is None else self._resumed.step
-        summary = swarm_summary.summarise(self._nodes, self._plan.manifest, step, wall_s)
+        summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
         summary["completed"] = summary["completed"] and self._signals.first is None
         run_files.write_json(self._path, summary)
-        for line in swarm_summary.lines(summary, self._path):
+        for line in summary_lines(summary, self._path):
             self._display.say(line)
         return self._exit_code(bool(summary["completed"]))
 
@@ -107,7 +107,7 @@ class LocalSwarm:
                     self._shown_at = now
                     readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
                     for history, reading in zip(self._histories, readings, strict=True):
-                        history.add(reading)
+                        history.readings.extend([] if reading is None else [reading])
                     self._display.show([history.row() for history in self._histories], deserted(readings))
                 time.sleep(TICK_S)
         self._over()
