@@ -5,34 +5,30 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Exit, Option, Typer
 
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.options import Device, ExportDir, Json, NodeConfigFile, NodeDir, Settings, SwarmAddresses
 
-app = typer.Typer(
-    help="Train a language model on a swarm of peers (NoLoCo).",
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = Typer(help="Train a language model on a swarm of peers (NoLoCo).", add_completion=False, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 
 @app.callback()
-def noloco(debug: Annotated[bool, typer.Option(DEBUG, help="Show a traceback with an error.")] = False) -> None:
+def noloco(debug: Annotated[bool, Option(DEBUG, help="Show a traceback with an error.")] = False) -> None:
     """Train a language model on a swarm of peers (NoLoCo)."""
 
 
 @app.command()
 def swarm(
-    config: Annotated[Path | None, typer.Option(help="YAML file with settings of the run and of its nodes.")] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Nodes of each stage.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Length of the run in steps.")] = None,
-    dir: Annotated[Path | None, typer.Option(help="Directory of the run; default: a fresh noloco-runs/NAME-N.")] = None,
+    config: Annotated[Path | None, Option(help="YAML file with settings of the run and of its nodes.")] = None,
+    stages: Annotated[int | None, Option(min=1, help="Pipeline stages.")] = None,
+    replicas: Annotated[int | None, Option(min=1, help="Nodes of each stage.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Length of the run in steps.")] = None,
+    dir: Annotated[Path | None, Option(help="Directory of the run; default: a fresh noloco-runs/NAME-N.")] = None,
     set: Settings = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
+    plain: Annotated[bool, Option("--plain", help="Lines instead of a live table.")] = False,
 ) -> None:
     """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
 
@@ -42,7 +38,7 @@ def swarm(
     from noloco_p2p.launch.swarm import run_swarm
 
     options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
-    raise typer.Exit(run_swarm(settings.read(config, os.environ, set or (), options), dir, plain))
+    raise Exit(run_swarm(settings.read(config, os.environ, set or (), options), dir, plain))
 
 
 @app.command()
@@ -50,7 +46,7 @@ def pause(dir: NodeDir) -> None:
     """Pause a running node: it keeps its state and leaves the routes, so that its device is free for others."""
     from noloco_p2p.launch import control
 
-    _print_signalled("pause", control.send_signal(dir, control.PAUSE))
+    print("\n".join(f"asked to pause: {node}" for node in control.send_signal(dir, control.PAUSE)))
 
 
 @app.command()
@@ -58,20 +54,13 @@ def resume(dir: NodeDir) -> None:
     """Let a paused node go on; it catches up with the others first."""
     from noloco_p2p.launch import control
 
-    _print_signalled("go on", control.send_signal(dir, control.RESUME))
-
-
-def _print_signalled(what: str, nodes: list[str]) -> None:
-    for node in nodes:
-        print(f"asked to {what}: {node}")
+    print("\n".join(f"asked to go on: {node}" for node in control.send_signal(dir, control.RESUME)))
 
 
 @app.command()
 def report(
-    dir: Annotated[
-        list[Path], typer.Argument(metavar="DIR", help="Directory of noloco swarm, or of a node; repeatable.")
-    ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+    dir: Annotated[list[Path], Argument(metavar="DIR", help="Directory of noloco swarm, or of a node; repeatable.")],
+    out: Annotated[Path, Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """One page about a run, from what its nodes wrote into their directories; it needs no network.
 
@@ -92,22 +81,22 @@ def docs() -> None:
 
 @app.command("export")
 def export_model(
-    out: Annotated[Path, typer.Option("--out", help="Directory to write; it must not exist yet, or be empty.")],
+    out: Annotated[Path, Option("--out", help="Directory to write; it must not exist yet, or be empty.")],
     join: Annotated[
-        list[str] | None, typer.Option(metavar="ADDR", help="Address of a node of a running swarm; repeatable.")
+        list[str] | None, Option(metavar="ADDR", help="Address of a node of a running swarm; repeatable.")
     ] = None,
     from_: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="DIR", help="Directory of a run or a node, with its checkpoints; repeatable."),
+        Option("--from", metavar="DIR", help="Directory of a run or a node, with its checkpoints; repeatable."),
     ] = None,
     merge: Annotated[
-        Literal["mean", "one"], typer.Option(help="The mean of all replicas of each stage, or one of each.")
+        Literal["mean", "one"], Option(help="The mean of all replicas of each stage, or one of each.")
     ] = "mean",
     replicas: Annotated[
-        bool, typer.Option("--replicas/--no-replicas", help="Of a mean: the single replicas as well, for noloco eval.")
+        bool, Option("--replicas/--no-replicas", help="Of a mean: the single replicas as well, for noloco eval.")
     ] = True,
     tokenizer_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The tokenizer's files, instead of the hub.")
+        str | None, Option(metavar="DIR", help="The tokenizer's files, instead of the hub.")
     ] = None,
 ) -> None:
     """Write the model as a Hugging Face directory, from the newest outer round that every stage has.
@@ -125,12 +114,12 @@ def evaluate_model(
     out: ExportDir,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="DATA", help="stdlib, text files or globs; repeatable. Default: what the run held out."),
+        Option(metavar="DATA", help="stdlib, text files or globs; repeatable. Default: what the run held out."),
     ] = None,
     held_out: Annotated[
-        bool, typer.Option("--held-out", help="Of files: only what a run over them holds out, not all tokens.")
+        bool, Option("--held-out", help="Of files: only what a run over them holds out, not all tokens.")
     ] = False,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many microbatches.")] = None,
+    microbatches: Annotated[int | None, Option(min=1, help="Evaluate at most this many microbatches.")] = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -145,10 +134,10 @@ def evaluate_model(
 @app.command("generate")
 def generate_text(
     out: ExportDir,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Longest continuation, tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    prompt: Annotated[str, Option(help="The text to go on from.")],
+    tokens: Annotated[int, Option(min=1, help="Longest continuation, tokens.")] = 200,
+    temperature: Annotated[float, Option(min=0, help="0: always the likeliest token.")] = 0.8,
+    seed: Annotated[int, Option(min=0, help="Seed of the draws.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Print what an exported model says after a prompt."""
@@ -163,7 +152,7 @@ def doctor(
     config: NodeConfigFile = None,
     set: Settings = None,
     dir: Annotated[
-        Path | None, typer.Option(help="Directory of a node, or that of noloco swarm: how it is, and its swarm.")
+        Path | None, Option(help="Directory of a node, or that of noloco swarm: how it is, and its swarm.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -172,18 +161,18 @@ def doctor(
     from noloco_p2p.observe.doctor.examination import DoctorOptions, run_doctor
 
     given = settings.read(config, os.environ, set or ())
-    raise typer.Exit(run_doctor(DoctorOptions(tuple(join or ()), given, dir, as_json)))
+    raise Exit(run_doctor(DoctorOptions(tuple(join or ()), given, dir, as_json)))
 
 
 @app.command()
 def top(
     join: SwarmAddresses = None,
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="A node's metrics address, http://HOST:PORT; quicker than --join.")
+        str | None, Option(metavar="URL", help="A node's metrics address, http://HOST:PORT; quicker than --join.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the swarm once, as without a terminal.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, once.")] = False,
-    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds from one reading to the next.")] = 2.0,
+    once: Annotated[bool, Option("--once", help="Print the swarm once, as without a terminal.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, once.")] = False,
+    interval: Annotated[float, Option(min=0.2, max=3600, help="Seconds from one reading to the next.")] = 2.0,
 ) -> None:
     """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
     from noloco_p2p.observe.top import TopOptions, run_top
@@ -194,25 +183,23 @@ def top(
 @app.command("sim")
 def simulate(
     scenario: Annotated[
-        Path | None, typer.Argument(metavar="SCENARIO", help="YAML file as in configs/sim; default: a LAN.")
+        Path | None, Argument(metavar="SCENARIO", help="YAML file as in configs/sim; default: a LAN.")
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Nodes in all, shared out over the stages.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="What everything follows from; default: 0.")] = None,
+    nodes: Annotated[int | None, Option(min=1, metavar="N", help="Nodes in all, shared out over the stages.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="What everything follows from; default: 0.")] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="A:B", help="One run for each seed from A up to B, which is left out.")
+        str | None, Option(metavar="A:B", help="One run for each seed from A up to B, which is left out.")
     ] = None,
     set: Settings = None,
     as_json: Json = False,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every event; sha256sum of the file is the trace_hash.")
+        Path | None, Option(metavar="FILE", help="Write every event; sha256sum of the file is the trace_hash.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run twice, in two processes; the first event that differs.")
+        bool, Option("--check", help="Run twice, in two processes; the first event that differs.")
     ] = False,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the run as SVG files.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Of --seeds: runs that are made at once.")] = 2,
+    plots: Annotated[Path | None, Option(metavar="DIR", help="Draw the run as SVG files.")] = None,
+    jobs: Annotated[int, Option(min=1, help="Of --seeds: runs that are made at once.")] = 2,
 ) -> None:
     """Simulate a swarm: real nodes in one process under virtual time, with a network, faults, and a seed.
 
@@ -221,17 +208,15 @@ def simulate(
     from noloco_p2p.lab.sim_command import SimOptions, run_sim
 
     options = SimOptions(scenario, nodes, tuple(set or ()), seed, seeds, as_json, trace, check, plots, jobs)
-    raise typer.Exit(run_sim(options))
+    raise Exit(run_sim(options))
 
 
 @app.command()
 def experiment(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which one; without a name: the list.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller version, of minutes.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Cases that are measured at once, each with one thread.")] = 2,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Which one; without a name: the list.")] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")] = None,
+    quick: Annotated[bool, Option("--quick", help="A smaller version, of minutes.")] = False,
+    jobs: Annotated[int, Option(min=1, help="Cases that are measured at once, each with one thread.")] = 2,
 ) -> None:
     """Answer one of the questions about the method: a report with figures, plots, and every run with its seed.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Context, Exit, Option, Typer
 
 from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
@@ -17,31 +17,29 @@ from noloco_p2p.cli.options import NodeConfigFile, Settings, SwarmAddresses
 if TYPE_CHECKING:
     from noloco_p2p.launch.settings import Overrides
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
 def node(
-    context: typer.Context,
+    context: Context,
     config: NodeConfigFile = None,
     join: SwarmAddresses = None,
     address_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the address for --join there, as soon as others can join."),
+        Option(metavar="FILE", help="Write the address for --join there, as soon as others can join."),
     ] = None,
-    run: Annotated[str | None, typer.Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
-    stage: Annotated[
-        int | None, typer.Option(min=0, help="Stage to hold; default: as before, or the neediest.")
-    ] = None,
+    run: Annotated[str | None, Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
+    stage: Annotated[int | None, Option(min=0, help="Stage to hold; default: as before, or the neediest.")] = None,
     dir: Annotated[
-        Path | None, typer.Option(help="Directory of this node: identity, peers, checkpoints. It continues its run.")
+        Path | None, Option(help="Directory of this node: identity, peers, checkpoints. It continues its run.")
     ] = None,
     set: Settings = None,
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
-    describe: Annotated[bool, typer.Option("--describe", help="Print the sizes of all stages, and stop.")] = False,
-    debug: Annotated[bool, typer.Option(DEBUG, help="Show a traceback with an error.")] = False,
-    watch_stdin: Annotated[bool, typer.Option("--watch-stdin", hidden=True)] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version, and stop.")] = False,
+    log_json: Annotated[bool, Option("--log-json", help="Log JSON lines.")] = False,
+    describe: Annotated[bool, Option("--describe", help="Print the sizes of all stages, and stop.")] = False,
+    debug: Annotated[bool, Option(DEBUG, help="Show a traceback with an error.")] = False,
+    watch_stdin: Annotated[bool, Option("--watch-stdin", hidden=True)] = False,
+    version: Annotated[bool, Option("--version", help="Print the version, and stop.")] = False,
 ) -> None:
     """Run one node: train a language model together with others.
 
@@ -74,11 +72,11 @@ def node(
 
 @app.command()
 def health(
-    context: typer.Context,
+    context: Context,
     dir: Annotated[
-        Path | None, typer.Option(help="Directory of the node; default: the one below noloco-runs that came last.")
+        Path | None, Option(help="Directory of the node; default: the one below noloco-runs that came last.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Where a node serves its metrics, instead of --dir.")] = None,
+    url: Annotated[str | None, Option(help="Where a node serves its metrics, instead of --dir.")] = None,
 ) -> None:
     """Ask a running node whether it is well: prints ok, or what is wrong and ends with exit code 1."""
     from noloco_p2p.observe.health_check import ask
@@ -86,7 +84,7 @@ def health(
     before: Path | None = context.parent.params["dir"] if context.parent is not None else None
     well, line = ask(dir or before, url)
     print(line)
-    raise typer.Exit(0 if well else 1)
+    raise Exit(0 if well else 1)
 
 
 def _describe(overrides: "Overrides") -> None:

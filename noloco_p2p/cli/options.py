@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 NodeConfigFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
+    Path | None, Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
 ]
-NodeDir = Annotated[Path, typer.Option(help="Directory of the node, or that of noloco swarm: all its nodes.")]
-ExportDir = Annotated[Path, typer.Argument(metavar="OUT", help="Directory that noloco export wrote.")]
+NodeDir = Annotated[Path, Option(help="Directory of the node, or that of noloco swarm: all its nodes.")]
+ExportDir = Annotated[Path, Argument(metavar="OUT", help="Directory that noloco export wrote.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as seed=1; repeatable.")
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="A setting, such as seed=1; repeatable.")
 ]
 SwarmAddresses = Annotated[
     list[str] | None,
-    typer.Option("--join", metavar="ADDR", help="Address of a node, /ip4/…/tcp/…/p2p/…, or @FILE with it; repeatable."),
+    Option("--join", metavar="ADDR", help="Address of a node, /ip4/…/tcp/…/p2p/…, or @FILE with it; repeatable."),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Device = Annotated[str, Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object.")]

@@ -27,11 +27,11 @@ def send_signal(directory: Path, number: signal.Signals) -> list[str]:
     for node_dir in node_dirs(directory):
         pid = running_pid(node_dir)
         if pid is not None:
+            signalled.append(f"{node_dir} (process {pid})")
             try:
                 os.kill(pid, number)
             except OSError as error:
-                raise LocalError(f"node {node_dir} (process {pid}): {error.strerror}") from error
-            signalled.append(f"{node_dir} (process {pid})")
+                raise LocalError(f"node {signalled[-1]}: {error.strerror}") from error
     if not signalled:
         raise ConfigError(f"no node runs in {directory}: --dir is the directory of a node, or that of noloco swarm")
     return signalled
@@ -60,15 +60,12 @@ def running_pid(node_dir: Path) -> int | None:
 def in_use(node_dir: Path) -> bool:
     """Whether a process runs as the node of this directory."""
     try:
-        lock = os.open(node_dir / KEY_LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with (node_dir / KEY_LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(lock)
+    except OSError:
+        pass
     return False
 
 
@@ -76,10 +73,8 @@ def _holds_lock(pid: int, lock: Path) -> bool:
     """Whether the process has the lock file open; on a system without /proc, whether its name is that of a node."""
     if PROC.is_dir():
         try:
-            wanted = lock.stat()
-            opened = [file.stat() for file in (PROC / str(pid) / "fd").iterdir() if file.exists()]
+            return any(file.exists() and file.samefile(lock) for file in (PROC / str(pid) / "fd").iterdir())
         except OSError:
             return False
-        return any((one.st_dev, one.st_ino) == (wanted.st_dev, wanted.st_ino) for one in opened)
     command = ["ps", "-o", "args=", "-p", str(pid)]
     return "noloco" in subprocess.run(command, capture_output=True, text=True, check=False).stdout
