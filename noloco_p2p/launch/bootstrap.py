@@ -1,10 +1,10 @@
 """How a node comes to its run: the libp2p daemon, linked to the peers that the command line names, and the manifest."""
 
 import asyncio
-import contextlib
 import gc
 import importlib
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,35 +48,27 @@ async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettin
     A node that ran here before needs none of them: it knows its run and other peers. Raises as `Libp2pDaemon.open`.
     """
     ran_before = run_files.stored_manifest(identity.path.parent) is not None
-    addresses = join_file.JoinAddresses(join, patience_s=join_file.PATIENCE_S if ran_before else None)
-    if addresses.by_file:
-        await asyncio.gather(_wait(addresses), asyncio.to_thread(_import_ahead))
+    addresses = join_file.JoinAddresses(join, join_file.PATIENCE_S if ran_before else math.inf)
+    if addresses.files:
+        # What fails here fails again below, where it is asked for.
+        await asyncio.gather(addresses.come(), asyncio.to_thread(_import_ahead), return_exceptions=True)
     while True:
         try:
-            return await _open(identity, listen, await addresses.come())
+            return await Libp2pDaemon.open(
+                identity,
+                host=listen.host,
+                port=listen.dht_port,
+                announce_host=listen.announce_host,
+                join=await addresses.come(),
+                metrics_port=listen.libp2p_metrics_port,
+            )
         except Unreachable as error:
             if await addresses.may_change(error):
                 continue
-            if not join or not ran_before:
+            if not addresses.given or not ran_before:
                 raise
             log.warning("%s; tries the peers that it knows from before", error)
-            return await _open(identity, listen, ())
-
-
-async def _open(identity: Identity, listen: ListenSettings, join: tuple[str, ...]) -> Libp2pDaemon:
-    return await Libp2pDaemon.open(
-        identity,
-        host=listen.host,
-        port=listen.dht_port,
-        announce_host=listen.announce_host,
-        join=join,
-        metrics_port=listen.libp2p_metrics_port,
-    )
-
-
-async def _wait(addresses: join_file.JoinAddresses) -> None:
-    with contextlib.suppress(Unreachable):
-        await addresses.come()
+            addresses = join_file.JoinAddresses(())
 
 
 def _import_ahead() -> None:

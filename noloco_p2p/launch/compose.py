@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,9 @@ async def run(options: NodeOptions) -> None:
         closing.push_async_callback(asyncio.wait, [imports])
         ports = await _open_ports(closing, libp2p, listen, manifest, options.dir)
         run_files.store_manifest(options.dir, manifest)
-        journal = _journal(ports, manifest, local, options.dir)
+        journal = FileJournal(options.dir, ports.telemetry.counters)
+        me = ports.advert
+        journal.open(peer_id=me.peer_id, run_id=me.run_id, name=manifest.name, version=me.version, stage=local.stage)
         closing.callback(journal.close)
         ports.telemetry.record(journal)
         node = _node(ports, manifest, local, options.dir, data, imports)
@@ -140,13 +142,6 @@ async def _open_ports(
     return NodePorts(advert, transport, directory, telemetry)
 
 
-def _journal(ports: NodePorts, manifest: RunManifest, local: NodeConfig, home: Path) -> FileJournal:
-    journal = FileJournal(home, ports.telemetry.counters)
-    me = ports.advert
-    journal.open(peer_id=me.peer_id, run_id=me.run_id, name=manifest.name, version=me.version, stage=local.stage)
-    return journal
-
-
 def _node(
     ports: NodePorts,
     manifest: RunManifest,
@@ -190,10 +185,9 @@ async def _until_the_end(node: Node, directory: HivemindDirectory) -> None:
         await asyncio.wait([life, kept], return_when=asyncio.FIRST_COMPLETED)
         (life if life.done() else kept).result()
     finally:
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
-        kept.cancel()
-        await asyncio.gather(kept, return_exceptions=True)
+        for task in (life, kept):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _watch_lag(telemetry: PrometheusTelemetry) -> None:
@@ -217,8 +211,8 @@ class SignalHandler:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leave)
-        loop.add_signal_handler(signal.SIGUSR1, self._pause_or_resume, "pause")
-        loop.add_signal_handler(signal.SIGUSR2, self._pause_or_resume, "resume")
+        loop.add_signal_handler(signal.SIGUSR1, self._command, "pause", Node.pause)
+        loop.add_signal_handler(signal.SIGUSR2, self._command, "resume", Node.resume)
         if watch_stdin:
             loop.add_reader(sys.stdin.fileno(), self._read_stdin)
 
@@ -228,13 +222,11 @@ class SignalHandler:
         elif self._all is not None:
             self._all.cancel()
 
-    def _pause_or_resume(self, what: str) -> None:
+    def _command(self, what: str, do: Callable[[Node], None]) -> None:
         if self.node is None:
             log.warning("this node is still starting: it cannot %s yet", what)
-        elif what == "pause":
-            self.node.pause()
         else:
-            self.node.resume()
+            do(self.node)
 
     def _read_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):

@@ -6,6 +6,8 @@ own in one step when others can join. A node that read an old address finds nobo
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,22 +29,17 @@ log = logging.getLogger("noloco_p2p")
 class JoinAddresses:
     """The addresses that the `--join` options give, now and later."""
 
-    def __init__(self, given: Sequence[str], patience_s: float | None = None) -> None:
-        """`given`: addresses, and `@FILE`. `patience_s`: longest wait for a file; None: as long as it takes."""
-        self._given = tuple(given)
-        self._files = [Path(text.removeprefix(AT)) for text in given if text.startswith(AT)]
-        self._patience_s = patience_s
-        self._begun_at: float | None = None
+    def __init__(self, given: Sequence[str], patience_s: float = math.inf) -> None:
+        """`given`: addresses, and `@FILE`. `patience_s`: longest wait for a file, from now on."""
+        self.given = tuple(given)
+        self.files = [Path(text.removeprefix(AT)) for text in given if text.startswith(AT)]
+        """Where some of them come from."""
+        self._give_up_at = time.monotonic() + patience_s
         self._said: set[str] = set()
-
-    @property
-    def by_file(self) -> bool:
-        """Some of them come from a file."""
-        return bool(self._files)
 
     def __iter__(self) -> Iterator[str]:
         """The addresses known now. Raises ConfigError for a file that cannot be read, or holds anything else."""
-        for text in self._given:
+        for text in self.given:
             yield from read(Path(text.removeprefix(AT))) if text.startswith(AT) else (text,)
 
     async def come(self) -> tuple[str, ...]:
@@ -50,27 +47,20 @@ class JoinAddresses:
 
         Empty when no `--join` was given. Raises ConfigError, and Unreachable when its patience ends.
         """
-        while not (found := tuple(self)) and self._files:
-            waits = f"waits for the join address in {' and '.join(map(str, self._files))}"
-            if self._at_end():
-                raise Unreachable(f"there is no join address in {' or '.join(map(str, self._files))}")
-            self._say(logging.INFO, waits)
+        while not (found := tuple(self)) and self.files:
+            if time.monotonic() >= self._give_up_at:
+                raise Unreachable(f"there is no join address in {' or '.join(map(str, self.files))}")
+            self._say(logging.INFO, f"waits for the join address in {' and '.join(map(str, self.files))}")
             await asyncio.sleep(POLL_S)
         return found
 
     async def may_change(self, failure: Unreachable) -> bool:
         """Nobody answered: whether a file may have other addresses later. If so, logs why, and pauses."""
-        if not self._files or self._at_end():
+        if not self.files or time.monotonic() >= self._give_up_at:
             return False
         self._say(logging.WARNING, f"{failure}; reads the file again until somebody answers")
         await asyncio.sleep(AGAIN_S)
         return True
-
-    def _at_end(self) -> bool:
-        now = asyncio.get_running_loop().time()
-        if self._begun_at is None:
-            self._begun_at = now
-        return self._patience_s is not None and now - self._begun_at >= self._patience_s
 
     def _say(self, level: int, line: str) -> None:
         if line not in self._said:

@@ -30,11 +30,8 @@ def own_identity(home: Path | None) -> Identity:
     """The identity in a node's directory; without one, in the first `node-<n>` that no running node holds."""
     if home is not None:
         return Identity.open(home / KEY)
-    for number in itertools.count(1):
-        identity = Identity.open_if_free(node_probe.HOME / f"node-{number}" / KEY)
-        if identity is not None:
-            return identity
-    raise AssertionError("the count has no end")
+    keys = (node_probe.HOME / f"node-{number}" / KEY for number in itertools.count(1))
+    return next(filter(None, map(Identity.open_if_free, keys)))
 
 
 def stored_manifest(directory: Path) -> RunManifest | None:
