@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ ASK_AGAIN_S = 0.5
 KILL_AFTER_S = 5.0
 """From the second request to SIGKILL, seconds."""
 POLL_S = 0.05
-LOG_TAIL_BYTES = 65_536
 METRICS_TIMEOUT_S = 1.0
 
 
@@ -98,9 +98,8 @@ class NodeProcess:
     def last_lines(self, count: int) -> list[str]:
         """The end of its log."""
         try:
-            with self.log.open("rb") as log:
-                log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
-                return log.read().decode(errors="replace").splitlines()[-count:]
+            with self.log.open(errors="replace") as log:
+                return [line.rstrip("\n") for line in deque(log, maxlen=count)]
         except OSError as error:
             return [f"(the log cannot be read: {error})"]
 

@@ -8,9 +8,10 @@ The launcher trains nothing and shares no memory with the nodes: it reads their 
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from noloco_p2p.launch import cpu_seconds, node_probe, run_files
 from noloco_p2p.launch import swarm_plan as planning
@@ -27,33 +28,25 @@ LEAVE_MARGIN_S = 10.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class StopSignals:
-    """Counts the requests to stop that arrive inside the `with`."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        """Number of the first signal."""
-        self.count = 0
-
-    def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._heard) for number in STOP_SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The requests to stop that arrive inside the `with`: the numbers of the signals."""
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: heard.append(n)) for number in STOP_SIGNALS}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _heard(self, number: int, _: FrameType | None) -> None:
-        self.first = self.first or number
-        self.count += 1
 
 
 class LocalSwarm:
     """The processes of one run, from start to end. `run` is its life; no process outlives it."""
 
     def __init__(
-        self, plan: SwarmPlan, run_dir: Path, resumed: ResumePoint | None, display: Display, signals: StopSignals
+        self, plan: SwarmPlan, run_dir: Path, resumed: ResumePoint | None, display: Display, signals: list[int]
     ) -> None:
+        """`signals`: the requests to stop, which may become more."""
         self._plan = plan
         self._arguments = plan.arguments(run_dir)
         self._resumed = resumed
@@ -73,14 +66,15 @@ class LocalSwarm:
             self._start()
             self._watch()
             self._leave()
-            self._show_the_end()
+            ended = zip(self._histories, self._nodes, strict=True)
+            self._display.show([history.last_row(node.summary) for history, node in ended], [])
         finally:
             end_all(self._nodes)
             self._display.close()
         wall_s = time.monotonic() - began
         step = None if self._resumed is None else self._resumed.step
         summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
-        summary["completed"] = summary["completed"] and self._signals.first is None
+        summary["completed"] = summary["completed"] and not self._signals
         run_files.write_json(self._path, summary)
         for line in summary_lines(summary, self._path):
             self._display.say(line)
@@ -89,7 +83,7 @@ class LocalSwarm:
     def _start(self) -> None:
         """The first node, and when it can be reached the others, all at once."""
         first, *others = self._nodes
-        environment = self._plan.environment(threads_each(len(self._nodes)))
+        environment = self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes)))
         first.start(self._arguments, environment)
         while (reached := first.endpoints) is None:
             if self._over() or not first.running:
@@ -112,14 +106,10 @@ class LocalSwarm:
                 time.sleep(TICK_S)
         self._over()
 
-    def _show_the_end(self) -> None:
-        ended = zip(self._histories, self._nodes, strict=True)
-        self._display.show([history.last_row(node.summary) for history, node in ended], [])
-
     def _over(self) -> bool:
         """Somebody asked to stop, or a node has failed."""
         self._failed = self._failed or next((c for c in self._nodes if c.exit_code not in (None, 0)), None)
-        return self._failed is not None or self._signals.count > 0
+        return self._failed is not None or bool(self._signals)
 
     def _leave(self) -> None:
         """When it ends early: the nodes finish what they hold; a second signal stops them at once.
@@ -128,7 +118,7 @@ class LocalSwarm:
         """
         if not any(node.running for node in self._nodes):
             return
-        heard = self._signals.count
+        heard = len(self._signals)
         self._display.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
         give_up_at = time.monotonic() + self._plan.local.limits.drain_s + LEAVE_MARGIN_S
         for stage in range(self._plan.manifest.stages):
@@ -136,12 +126,12 @@ class LocalSwarm:
             for node in leaving:
                 node.terminate()
             while not wait_all(leaving, TICK_S):
-                if time.monotonic() >= give_up_at or self._signals.count > heard:
+                if time.monotonic() >= give_up_at or len(self._signals) > heard:
                     return
 
     def _exit_code(self, completed: bool) -> int:
-        if self._signals.first is not None:
-            return 128 + self._signals.first
+        if self._signals:
+            return 128 + self._signals[0]
         if self._failed is not None:
             code = self._failed.exit_code or 1
             how = f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
@@ -152,11 +142,6 @@ class LocalSwarm:
         if not completed:
             print("error: a node left before the run's end; see the logs", file=sys.stderr)
         return 0 if completed else 1
-
-
-def threads_each(nodes: int) -> int:
-    """CPU threads for each of this many nodes on this machine."""
-    return max(1, cpu_seconds.cores() // nodes)
 
 
 def run_swarm(overrides: Overrides, directory: Path | None, plain: bool) -> int:
@@ -174,5 +159,5 @@ def run_swarm(overrides: Overrides, directory: Path | None, plain: bool) -> int:
             display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
             display.say("starts again at step 0: nothing had been saved")
-        with StopSignals() as signals:
+        with stop_signals() as signals:
             return LocalSwarm(plan, run_dir, resumed, display, signals).run()

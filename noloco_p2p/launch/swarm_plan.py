@@ -9,11 +9,11 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Holding
@@ -24,14 +24,6 @@ from noloco_p2p.launch import control, node_probe, run_files, settings
 from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
 
 SETTINGS, LOCK = "swarm.json", "swarm.lock"
-LOOPBACK = (
-    "listen.host=127.0.0.1",
-    "listen.announce_host=null",
-    "listen.dht_port=0",
-    "listen.grpc_port=0",
-    "listen.metrics_port=0",
-)
-"""All nodes are on this machine and share their settings, so none may name a port."""
 NODES_END_S = 15.0
 """The nodes of a launcher that was killed need a moment to notice and to end, seconds."""
 POLL_S = 0.1
@@ -52,10 +44,14 @@ class SwarmPlan:
         return list(product(range(self.manifest.stages), range(self.manifest.start_replicas)))
 
     def arguments(self, run_dir: Path) -> list[str]:
-        """For every node; its settings are in a file of the directory."""
-        daemon = () if self.local.listen.libp2p_metrics_port is None else ("listen.libp2p_metrics_port=0",)
-        sets = [word for override in (*LOOPBACK, *daemon) for word in ("--set", override)]
-        return ["--config", str(run_dir / SETTINGS), *sets]
+        """For every node; its settings are in a file of the directory.
+
+        All nodes are on this machine and share their settings, so none may name a port.
+        """
+        ports = ["dht_port", "grpc_port", "metrics_port"]
+        ports += [] if self.local.listen.libp2p_metrics_port is None else ["libp2p_metrics_port"]
+        sets = ["listen.host=127.0.0.1", "listen.announce_host=null", *(f"listen.{port}=0" for port in ports)]
+        return ["--config", str(run_dir / SETTINGS), *(word for each in sets for word in ("--set", each))]
 
     def environment(self, threads: int) -> dict[str, str]:
         """For every node: ours without settings, which have been read already."""
@@ -68,8 +64,7 @@ class SwarmPlan:
         run_files.write_json(run_dir / SETTINGS, everything)
 
 
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
+class ResumePoint(NamedTuple):
     """Where a resumed run goes on."""
 
     round: int
@@ -113,14 +108,13 @@ def make_run_dir(name: str, directory: Path | None) -> Path:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             return directory
-        runs, n = Path("noloco-runs"), 1
-        runs.mkdir(exist_ok=True)
+        n = 1
         while True:
-            try:
-                (runs / f"{name}-{n}").mkdir()
-                return runs / f"{name}-{n}"
-            except FileExistsError:
-                n += 1
+            with suppress(FileExistsError):
+                fresh = node_probe.HOME / f"{name}-{n}"
+                fresh.mkdir(parents=True)
+                return fresh
+            n += 1
     except OSError as error:
         raise LocalError(f"the run's directory cannot be made: {error}") from error
 
@@ -163,8 +157,6 @@ def common_point(held: Iterable[Holding]) -> ResumePoint | None:
     round = least_newest(holdings)
     if round is None:
         return None
-    reached = dict.fromkeys((holding.stage for holding in holdings), 0)
-    for holding in holdings:
-        if holding.round <= round:
-            reached[holding.stage] = max(reached[holding.stage], holding.step)
-    return ResumePoint(round, min(reached.values()))
+    usable = [holding for holding in holdings if holding.round <= round]
+    stages = {holding.stage for holding in holdings}
+    return ResumePoint(round, min(max((h.step for h in usable if h.stage == stage), default=0) for stage in stages))
