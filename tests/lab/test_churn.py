@@ -12,13 +12,14 @@ from processes import SMALL, wait_until, working_below
 from warm_start import in_place_of_subprocess, interpreter
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab.bench import churn, churn_schedule, churn_stats, churn_watch
-from noloco_p2p.lab.bench.churn_result import loss_ratio, rounds_lost
-from noloco_p2p.lab.bench.churn_stats import InnerStepLine, WeightsSource
-from noloco_p2p.lab.bench.node_fleet import Fleet, NodeSlot
+from noloco_p2p.lab.bench import churn, churn_figures, churn_schedule, churn_watch
+from noloco_p2p.lab.bench.churn_figures import WeightsSource, loss_ratio, rounds_lost
+from noloco_p2p.lab.bench.node_fleet import Fleet, FleetNode, InnerStepLine, parsed
 from noloco_p2p.lab.sample_stats import quantile
 from noloco_p2p.launch import node_process
+from noloco_p2p.launch.node_probe import MetricsReading
 from noloco_p2p.launch.node_process import NodeProcess
+from noloco_p2p.observe.report.journals import read_processes
 
 
 def lines(*steps: tuple[float, int, Sequence[str]]) -> list[InnerStepLine]:
@@ -29,53 +30,55 @@ BEGINNING = WeightsSource(0.0, "start")
 
 
 def test_nothing_is_counted_twice_in_an_honest_life() -> None:
-    assert churn_stats.duplicates(lines((1, 1, "ab"), (2, 2, "cd")), [BEGINNING]) == 0
+    assert churn_figures.duplicates(lines((1, 1, "ab"), (2, 2, "cd")), [BEGINNING]) == 0
 
 
 @pytest.mark.parametrize("again", [(2, 2, "cb"), (2, 2, "cc")])
 def test_an_id_counted_twice_is_found(again: tuple[float, int, str]) -> None:
-    assert churn_stats.duplicates(lines((1, 1, "ab"), again), [BEGINNING]) == 1
+    assert churn_figures.duplicates(lines((1, 1, "ab"), again), [BEGINNING]) == 1
 
 
 def test_what_a_checkpoint_does_not_contain_may_be_counted_again() -> None:
     before = [(1, 1, "ab"), (2, 2, "cd"), (3, 3, "ef")]
     lives = [BEGINNING, WeightsSource(10.0, "shard")]
-    assert churn_stats.duplicates(lines(*before, (11, 2, "cf"), (12, 3, "eg")), lives) == 0, (
+    assert churn_figures.duplicates(lines(*before, (11, 2, "cf"), (12, 3, "eg")), lives) == 0, (
         "it went on from inner step 1"
     )
-    assert churn_stats.duplicates(lines(*before, (11, 3, "ce")), lives) == 1, "c is in the checkpoint, e is not"
-    assert churn_stats.duplicates(lines(*before, (11, 4, "ce")), lives) == 2
+    assert churn_figures.duplicates(lines(*before, (11, 3, "ce")), lives) == 1, "c is in the checkpoint, e is not"
+    assert churn_figures.duplicates(lines(*before, (11, 4, "ce")), lives) == 2
 
 
 def test_weights_of_another_replica_contain_nothing_that_was_counted_here() -> None:
     for source in ("peer", "guardian", "fresh"):
         lives = [BEGINNING, WeightsSource(10.0, source)]
-        assert churn_stats.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "cd")), lives) == 0
-        assert churn_stats.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "bd")), lives) == 1
+        assert churn_figures.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "cd")), lives) == 0
+        assert churn_figures.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "bd")), lives) == 1
 
 
 def test_stalls_are_counted_from_the_disturbance() -> None:
     trained = [0.0, 1.0, 2.0, 6.0, 7.0, 8.0, 20.0, 21.0]
-    assert churn_stats.stalls(trained, [2.5], 21.0) == [12.0], "the longest one, whenever it began"
-    assert churn_stats.stalls(trained, [2.5, 7.5], 21.0) == [3.5, 12.0]
-    assert churn_stats.stalls(trained, [2.5, 7.5, 15.0], 21.0) == [3.5, 12.0, 5.0]
-    assert churn_stats.stalls(trained, [20.5], 30.0) == [9.0], "until the end, when nothing comes any more"
-    assert churn_stats.stalls([], [], 3.0) == []
+    assert churn_figures.stalls(trained, [2.5], 21.0) == [12.0], "the longest one, whenever it began"
+    assert churn_figures.stalls(trained, [2.5, 7.5], 21.0) == [3.5, 12.0]
+    assert churn_figures.stalls(trained, [2.5, 7.5, 15.0], 21.0) == [3.5, 12.0, 5.0]
+    assert churn_figures.stalls(trained, [20.5], 30.0) == [9.0], "until the end, when nothing comes any more"
+    assert churn_figures.stalls([], [], 3.0) == []
 
 
 def test_the_last_that_trains_in_its_stage_is_spared() -> None:
     rng = Random(7)
     training = {0: ["0-0", "0-1", "0-2"], 1: ["1-0"], 2: ["2-0", "2-1"]}
-    drawn = {churn_stats.victim(rng, training) for _ in range(200)}
+    drawn = {churn_schedule.victim(rng, training) for _ in range(200)}
     assert drawn == {"0-0", "0-1", "0-2", "2-0", "2-1"}
-    assert churn_stats.victim(rng, {0: ["0-0"], 1: []}) is None
-    assert [churn_stats.victim(Random(3), training) for _ in range(2)] == [churn_stats.victim(Random(3), training)] * 2
+    assert churn_schedule.victim(rng, {0: ["0-0"], 1: []}) is None
+    assert [churn_schedule.victim(Random(3), training) for _ in range(2)] == [
+        churn_schedule.victim(Random(3), training)
+    ] * 2
 
 
 def test_loss_at_equal_tokens() -> None:
     curve = [(100.0, 4.0), (200.0, 3.0), (400.0, 2.0)]
-    assert [churn_stats.at_tokens(curve, tokens) for tokens in (50, 100, 150, 300, 500)] == [4.0, 4.0, 3.5, 2.5, 2.0]
-    assert churn_stats.at_tokens([], 5) is None
+    assert [churn_figures.at_tokens(curve, tokens) for tokens in (50, 100, 150, 300, 500)] == [4.0, 4.0, 3.5, 2.5, 2.0]
+    assert churn_figures.at_tokens([], 5) is None
     calm = {"curve": curve[:2], "tokens": 400, "validation_loss": 2.0}
     churned = {"tokens": 300, "validation_loss": 2.55}
     assert loss_ratio(churned, calm) == {"equal_tokens": pytest.approx(1.02), "equal_steps": pytest.approx(1.275)}
@@ -95,9 +98,8 @@ def test_a_line_that_was_cut_off_is_left_out() -> None:
         "at": 5.5,
         "microbatches": [{"id": "a", "tokens": 7}, {"id": "b", "tokens": 8}],
     }
-    assert churn_stats.parsed("P", json.dumps(whole)) == InnerStepLine("P", 5.5, 3, 2, 15, ("a", "b"))
-    assert churn_stats.parsed("P", json.dumps(whole)[:-9]) is None
-    assert churn_stats.events('peer id  X\n{"event": "resumed"}\n{"event": "out') == [{"event": "resumed"}]
+    assert parsed("P", json.dumps(whole)) == InnerStepLine("P", 5.5, 3, 2, 15, ("a", "b"))
+    assert parsed("P", json.dumps(whole)[:-9]) is None
 
 
 def test_the_shape_is_written_as_stages_by_replicas() -> None:
@@ -108,20 +110,58 @@ def test_the_shape_is_written_as_stages_by_replicas() -> None:
 
 
 def test_rounds_lost_by_a_stage_that_died(tmp_path: Path) -> None:
-    def log(name: str, *events: dict[str, object]) -> None:
-        (tmp_path / f"{name}.log").write_text("".join(json.dumps(one) + "\n" for one in events))
+    def log(node: FleetNode, *events: tuple[float, str, dict[str, object]]) -> None:
+        node.dir.mkdir()
+        lines = [{"time": at, "up_s": at, "event": kind, **fields} for at, kind, fields in events]
+        (node.dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    log("1-0", {"event": "outer_round", "time": 1.0, "round": 6}, {"event": "outer_round", "time": 9.0, "round": 8})
-    log(
-        "1-1",
-        {"event": "outer_round", "time": 2.0, "round": 7},
-        {"event": "resumed", "time": 8.0, "round": 7, "source": "peer"},
-        {"event": "resumed", "time": 6.0, "round": 6, "source": "guardian"},
-    )
     fleet = Fleet(tmp_path, (2, 2), [], 1)
+    dead, back = fleet.of_stage(1)
+    log(dead, (1.0, "outer_round", {"round": 6}), (9.0, "outer_round", {"round": 8}))
+    log(back, (2.0, "outer_round", {"round": 7}))
+    back.set_aside()
+    log(back, (6.0, "resumed", {"round": 6, "source": "guardian"}), (8.0, "resumed", {"round": 7, "source": "peer"}))
     expected = {"stage": 1, "before": 7, "after": 6, "source": "guardian", "lost": 1}
     assert rounds_lost(fleet, 1, 5.0) == expected
     assert rounds_lost(fleet, 1, 8.5)["after"] is None
+
+
+def test_a_stage_dies_for_good_when_a_guardian_has_a_newer_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, guarded, dead = [1000.0], [3.0], list[str]()
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(NodeProcess, "running", property(lambda node: node.name not in dead))
+    monkeypatch.setattr(NodeProcess, "kill", lambda node: dead.append(node.name))
+    monkeypatch.setattr(FleetNode, "set_aside", lambda node: None)
+
+    def metrics(node: NodeProcess) -> MetricsReading:
+        return MetricsReading(now[0], (("noloco_guarded_round", {"stage": str(1 - node.stage)}, guarded[0]),))
+
+    monkeypatch.setattr(NodeProcess, "read_metrics", metrics)
+    fleet = Fleet(tmp_path, (2, 3), [], 1)
+    for node in fleet.nodes.values():
+        node.trains = True
+    schedule = churn_schedule.kill_stages(fleet, Random(1), 10.0)
+
+    def after(seconds: float) -> list[churn_schedule.Disturbance]:
+        done = []
+        for _ in range(round(seconds * 10)):
+            now[0] += 0.1
+            done += filter(None, [next(schedule)])
+        return done
+
+    assert after(9.5) == []
+    (first,) = after(1.0)
+    stage = int(first.nodes[0][0])
+    assert (first.kind, first.nodes, first.emptied) == ("kill", (f"{stage}-2",), None), "two replicas have guardians"
+    assert after(20.0) == [], "nobody holds more than what the dead one may have held"
+    guarded[0] = 4.0
+    later = after(30.0)
+    assert [name for one in later for name in one.nodes] == [f"{stage}-0", f"{stage}-1"]
+    assert [one.emptied for one in later] in ([stage], [None, stage])
+    assert all(fleet.nodes[name].restart_at is not None for name in dead)
+    assert len(dead) == 3
 
 
 FAKE = r"""
@@ -146,7 +186,7 @@ def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch
     """It may be read after the kill: the node trains no more, and has not come back."""
     fleet = Fleet(tmp_path, (1, 1), [], 1)
     (tmp_path / "audit").mkdir()
-    monkeypatch.setattr(NodeSlot, "peer", "12D3me")
+    monkeypatch.setattr(FleetNode, "peer", "12D3me")
     node = fleet.nodes["0-0"]
     step = {"at": 2.0, "inner_step": 1, "step": 1, "microbatches": [{"id": "a", "tokens": 3}]}
     steps = tmp_path / "audit" / "steps-12D3me.jsonl"
@@ -169,12 +209,12 @@ def disturbed_and_broken_off(run_dir: Path) -> None:
         hung, dead, brief = (fleet.nodes[name] for name in ("0-0", "1-1", "0-1"))
         fleet.stop(hung, 60.0)
         assert fleet.training() == {0: ["0-1"], 1: ["1-0", "1-1"]}
-        before = dead.child.endpoints
+        before = dead.endpoints
         fleet.kill(dead, 0.0)
         assert fleet.training() == {0: ["0-1"], 1: ["1-0"]}
         fleet.wait(lambda: dead.active, "it is back", 30.0)
-        assert None not in (before, dead.child.endpoints)
-        assert before != dead.child.endpoints
+        assert None not in (before, dead.endpoints)
+        assert before != dead.endpoints
         fleet.stop(brief, 0.0)
         fleet.wait(lambda: brief.active, "it goes on", 30.0)
         assert len(working_below(run_dir)) >= 8, "four nodes, each with a process below it"
@@ -240,10 +280,6 @@ def test_hangs_and_nodes_that_only_came_too_late(tmp_path: Path, monkeypatch: py
     assert (seen.over, seen.too_late, len(seen.hangs)) == (True, ["1-1"], 1)
 
 
-def resumptions(log: str) -> int:
-    return sum(one.get("event") == "resumed" for one in churn_stats.events(log))
-
-
 ENOUGH = 100
 """Microbatches that a short run counts at least, however slow the machine is."""
 
@@ -263,7 +299,7 @@ class UntilItIsBack(churn_watch.ChurnWatch):
         if len(self._fleet.back_s) > len(nodes) and len(done) > ENOUGH and not self.asked:
             self.asked = True
             for node in nodes:
-                node.child.terminate()
+                node.terminate()
 
 
 def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,11 +312,13 @@ def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = churn.one_run(tmp_path / "run", plan, steps, 3, lambda line: None, disturbed=True)
     assert (found["kills"], found["stops"], found["duplicates"], found["crashes"], found["hangs"]) == (1, 0, 0, [], [])
     assert len(found["back_s"]) == len(found["stall_after_kill_s"]) == 1
-    logs = [path.read_text("utf-8") for path in sorted((tmp_path / "run").glob("*-*.log"))]
-    (lives,) = [log.split("peer id  ")[1:] for log in logs if log.count("peer id  ") == 2]
-    assert resumptions(lives[1]) == 1, "the killed node came back to a run that has begun"
+    places = [read_processes(path.parent) for path in sorted((tmp_path / "run").glob("*/events.jsonl"))]
+    resumed = [[sum(event.kind == "resumed" for event in process) for process in place] for place in places]
+    assert [place[1] for place in resumed if len(place) == 2] == [1], (
+        "the killed node came back to a run that has begun"
+    )
     # Others may have taken up weights too: a node that looks late at the start finds the run begun.
-    assert sum(found["resumed_from"].values()) == sum(map(resumptions, logs))
+    assert sum(found["resumed_from"].values()) == sum(map(sum, resumed))
     assert found["tokens"] == found["microbatches_done"] * 2 * 32
     assert found["microbatches_done"] > ENOUGH
     assert found["curve"][-1][0] <= found["tokens"]

@@ -1,27 +1,27 @@
 """A swarm whose nodes are killed, restarted and stopped, against an undisturbed one of the same seed and steps.
 
 Real `noloco-node` processes on loopback. Everything is seen from outside: in the nodes' steps files (with the time of
-each inner step), logs, metrics and summaries.
+each inner step), journals, metrics and summaries.
 """
 
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab.bench.churn_result import DEFINITIONS, loss_ratio, result
-from noloco_p2p.lab.bench.churn_schedule import NodeKiller, StageKiller
-from noloco_p2p.lab.bench.churn_stats import InnerStepLine, total
+from noloco_p2p.lab.bench.churn_figures import DEFINITIONS, loss_ratio, result, rounds_lost
+from noloco_p2p.lab.bench.churn_schedule import Disturbance, kill_nodes, kill_stages
 from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch, Say
-from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet
+from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet, InnerStepLine
 from noloco_p2p.lab.sample_stats import mean_and_std, quantile
-from noloco_p2p.launch import cpu_seconds
+from noloco_p2p.launch.swarm import threads_each
 
 TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": 1}
 COLD_TARGETS_S = {"2x2": 20.0, "3x3": 45.0}
@@ -37,6 +37,7 @@ SETTINGS = {
 ENDLESS_STEPS = 1_000_000
 RATE_S = 10.0
 SETTLED_STEPS = 20
+HALVES = ("churned", "undisturbed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,21 @@ class ChurnPlan:
     cold: bool
     sets: tuple[str, ...] = ()
     """Settings for all nodes, `key=value`."""
+
+    def fleet(self, run_dir: Path, steps: int, seed: int) -> Fleet:
+        """The nodes of one run."""
+        values = {
+            "stages": self.shape[0],
+            "start_replicas": self.shape[1],
+            "steps": steps,
+            "seed": seed,
+            "evaluation.every_steps": max(1, steps // 20),
+            "audit.dir": run_dir / "audit",
+            **SETTINGS,
+        }
+        own = [f"{key}={value}" for key, value in values.items()]
+        arguments = [part for setting in (*own, *self.sets) for part in ("--set", setting)]
+        return Fleet(run_dir, self.shape, arguments, threads_each(self.shape[0] * self.shape[1]))
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -76,7 +92,7 @@ def _measured(plan: ChurnPlan, scratch: Path, say: Say) -> dict[str, Any]:
     for name in shapes:
         if plan.cold or steps is None:
             say(f"{name}: all at once")
-            found = cold_restart(scratch / f"cold-{name}", shape_of(name), plan, restart=plan.cold)
+            found = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
             if plan.cold:
                 cold[name] = found
             if name == own and steps is None:
@@ -84,80 +100,60 @@ def _measured(plan: ChurnPlan, scratch: Path, say: Say) -> dict[str, Any]:
     assert steps is not None, "given or measured"
     runs: list[dict[str, Any]] = []
     for seed in range(plan.seed, plan.seed + plan.seeds):
-        churned = one_run(scratch / f"churned-{seed}", plan, steps, seed, say, disturbed=True)
-        calm = one_run(scratch / f"calm-{seed}", plan, steps, seed, say, disturbed=False)
-        runs.append({"seed": seed, "churned": churned, "undisturbed": calm, "loss_ratio": loss_ratio(churned, calm)})
-    for each in runs:
-        for half in ("churned", "undisturbed"):
-            each[half].pop("curve")
+        churned, calm = (
+            one_run(scratch / f"{half}-{seed}", plan, steps, seed, say, disturbed=half == "churned") for half in HALVES
+        )
+        ratio = loss_ratio(churned, calm)
+        del churned["curve"], calm["curve"]
+        runs.append({"seed": seed, "churned": churned, "undisturbed": calm, "loss_ratio": ratio})
     return figures(plan, steps, runs, cold)
-
-
-# --- one run ---------------------------------------------------------------------------------------------------------
-
-
-def arguments(run_dir: Path, shape: tuple[int, int], steps: int, seed: int, sets: Sequence[str]) -> list[str]:
-    """The settings of all nodes of a run."""
-    values = {
-        "stages": str(shape[0]),
-        "start_replicas": str(shape[1]),
-        "steps": str(steps),
-        "seed": str(seed),
-        "evaluation.every_steps": str(max(1, steps // 20)),
-        "audit.dir": str(run_dir / "audit"),
-        **SETTINGS,
-    }
-    own = [f"{key}={value}" for key, value in values.items()]
-    return [part for setting in (*own, *sets) for part in ("--set", setting)]
 
 
 def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, say: Say, *, disturbed: bool) -> dict[str, Any]:
     """Run a swarm to its end, disturbed or not, and work out what it did."""
     what = f"seed {seed}, {'churned' if disturbed else 'undisturbed'}"
-    given = arguments(run_dir, plan.shape, steps, seed, plan.sets)
-    threads = max(1, cpu_seconds.cores() // (plan.shape[0] * plan.shape[1]))
-    with Fleet(run_dir, plan.shape, given, threads) as fleet:
+    done: list[Disturbance] = []
+    with plan.fleet(run_dir, steps, seed) as fleet:
         fleet.start()
         fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all nodes train", BEGIN_S)
         began = time.time()
-        killer: NodeKiller | StageKiller | None = None
-        if disturbed:
-            kind = StageKiller if plan.kill_last else NodeKiller
-            killer = kind(fleet, generator(seed, "", "churn"), plan.kill_every_s, began + plan.kill_every_s)
+        disturb = kill_stages if plan.kill_last else kill_nodes
+        schedule = disturb(fleet, generator(seed, "", "churn"), plan.kill_every_s)
         watch = ChurnWatch(fleet, steps, lambda line: say(f"{what}: {line}"))
         while not watch.over:
             fleet.tick()
             now = time.time()
-            if killer is not None and now < began + 60 * plan.minutes and not watch.near_the_end(now):
-                killer.tick(now)
+            if disturbed and now < began + 60 * plan.minutes and not watch.near_the_end(now):
+                done += filter(None, [next(schedule)])
             watch.tick(now)
             time.sleep(TICK_S)
         fleet.tick()
-        return result(fleet, watch, killer, began)
+        found = result(fleet, watch, done, began)
+        if disturbed and plan.kill_last:
+            found["rounds_lost"] = [rounds_lost(fleet, one.emptied, one.at) for one in done if one.emptied is not None]
+        return found
 
 
-# --- the cold restart ------------------------------------------------------------------------------------------------
+def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
+    """Seconds from the start of nodes that were all killed at once until stage 0 trains again; speed before that.
 
-
-def cold_restart(run_dir: Path, shape: tuple[int, int], plan: ChurnPlan, *, restart: bool) -> dict[str, Any]:
-    """Seconds from the start of nodes that were all killed at once until stage 0 trains again; speed before that."""
-    given = arguments(run_dir, shape, ENDLESS_STEPS, plan.seed, plan.sets)
-    nodes = shape[0] * shape[1]
-    with Fleet(run_dir, shape, given, max(1, cpu_seconds.cores() // nodes)) as fleet:
+    Only the speed where the plan asks for no restart.
+    """
+    with plan.fleet(run_dir, ENDLESS_STEPS, plan.seed) as fleet:
         fleet.start()
 
         def settled() -> bool:
             saved = list(run_dir.glob("*/checkpoints/*/stage-*.json"))
-            return len({path.parts[-4] for path in saved}) == nodes and fleet.step >= SETTLED_STEPS
+            return len({path.parts[-4] for path in saved}) == len(fleet.nodes) and fleet.step >= SETTLED_STEPS
 
         fleet.wait(settled, "training and a checkpoint of every node", BEGIN_S)
         before = fleet.step
         began = time.time()
         fleet.wait(lambda: time.time() - began >= RATE_S, "the speed", 2 * RATE_S)
         reached = fleet.step
-        figures: dict[str, Any] = {"steps_per_s": (reached - before) / RATE_S}
-        if not restart:
-            return figures
+        found: dict[str, Any] = {"steps_per_s": (reached - before) / RATE_S}
+        if not plan.cold:
+            return found
         for node in fleet.nodes.values():
             fleet.kill(node, None)
         fleet.tick()
@@ -169,21 +165,18 @@ def cold_restart(run_dir: Path, shape: tuple[int, int], plan: ChurnPlan, *, rest
 
         fleet.wait(lambda: bool(after()), "training after the restart", BEGIN_S)
         first = min(after(), key=lambda line: line.at)
-        target_s = COLD_TARGETS_S.get("x".join(map(str, shape)))
-        figures |= {"seconds": first.at - again, "target_s": target_s}
-        return figures | {"killed_at_step": reached, "resumed_at_step": first.step}
-
-
-# --- all runs --------------------------------------------------------------------------------------------------------
+        target_s = COLD_TARGETS_S.get("x".join(map(str, plan.shape)))
+        found |= {"seconds": first.at - again, "target_s": target_s}
+        return found | {"killed_at_step": reached, "resumed_at_step": first.step}
 
 
 def figures(plan: ChurnPlan, steps: int, runs: list[dict[str, Any]], cold: dict[str, Any]) -> dict[str, Any]:
     """All runs together, beside their targets."""
     churned = [each["churned"] for each in runs]
-    both = [each[half] for each in runs for half in ("churned", "undisturbed")]
-    equal = [each["loss_ratio"]["equal_tokens"] for each in runs if each["loss_ratio"]["equal_tokens"] is not None]
+    both = [each[half] for each in runs for half in HALVES]
+    equal = [ratio for each in runs if (ratio := each["loss_ratio"]["equal_tokens"]) is not None]
     lost = [one["lost"] for each in churned for one in each.get("rounds_lost", [])]
-    losses = {half: [each[half]["validation_loss"] for each in runs] for half in ("churned", "undisturbed")}
+    losses = {half: [loss for each in runs if (loss := each[half]["validation_loss"]) is not None] for half in HALVES}
     return {
         "bench": "churn",
         "ratio": fmean(equal) if equal else None,
@@ -195,12 +188,12 @@ def figures(plan: ChurnPlan, steps: int, runs: list[dict[str, Any]], cold: dict[
         **{name: sum(one[name] for one in churned) for name in ("kills", "stops")},
         **{name: _quantiles(churned, name) for name in ("stall_after_kill_s", "stall_after_stop_s", "back_s")},
         "microbatches_done": sum(one["microbatches_done"] for one in churned),
-        **{name: total(one[name] for one in churned) for name in ("rerouted", "dropped")},
+        **{name: sum((Counter(one[name]) for one in churned), Counter()) for name in ("rerouted", "dropped")},
         "duplicates": sum(one["duplicates"] for one in both),
         **{name: sum(len(one[name]) for one in both) for name in ("hangs", "crashes")},
         "rounds_lost": lost if plan.kill_last else None,
         "loss_ratio": mean_and_std(equal),
-        "validation_loss": {half: mean_and_std([v for v in found if v is not None]) for half, found in losses.items()},
+        "validation_loss": {half: mean_and_std(found) for half, found in losses.items()},
         "cold_restart": cold,
         "settings": SETTINGS,
         "runs": runs,

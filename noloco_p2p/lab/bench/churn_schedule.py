@@ -1,10 +1,15 @@
-"""Which nodes are killed and stopped when, from a seed. What it costs is worked out in churn_result.py."""
+"""Which nodes are killed and stopped when, from a seed. What it costs is worked out in churn_figures.py.
 
-from dataclasses import dataclass, field
+A schedule is an iterator that is advanced at every look at the swarm: it does what is due, and gives what it has done.
+"""
+
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from random import Random
 
-from noloco_p2p.lab.bench.churn_stats import victim
-from noloco_p2p.lab.bench.node_fleet import Fleet, NodeSlot
+from noloco_p2p.lab.bench.node_fleet import Fleet, FleetNode
 
 PAUSE_S = (2.0, 6.0)
 """A killed node is started again after a time between these."""
@@ -12,6 +17,8 @@ HUNG_S = (5.0, 15.0)
 """A node is stopped for a time between these."""
 KILLS_TO_A_STOP = 3
 """After this many kills another node is stopped as well, half an interval later."""
+ASK_EVERY_S = 1.0
+"""From one reading of the metrics of all nodes to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,103 +26,102 @@ class Disturbance:
     """Something that was done to the swarm."""
 
     at: float
+    """Unix seconds."""
     kind: str
     """`kill` or `stop`."""
     nodes: tuple[str, ...]
+    emptied: int | None = None
+    """The stage whose last replicas these were."""
 
 
-@dataclass(slots=True)
-class NodeKiller:
-    """Kills a random node every `every_s` and stops one now and then; spares the last that trains in its stage."""
-
-    fleet: Fleet
-    rng: Random
-    every_s: float
-    next_at: float
-    done: list[Disturbance] = field(default_factory=list)
-    _stop_at: float | None = None
-
-    def tick(self, now: float) -> None:
-        """Do what is due. When no node can be spared it is done as soon as one can."""
-        if self._stop_at is not None and now >= self._stop_at and (node := self._drawn()) is not None:
-            self.fleet.stop(node, self.rng.uniform(*HUNG_S))
-            self.done.append(Disturbance(now, "stop", (node.name,)))
-            self._stop_at = None
-        if now >= self.next_at and (node := self._drawn()) is not None:
-            self.next_at = max(self.next_at + self.every_s, now)
-            self.done.append(Disturbance(now, "kill", (node.name,)))
-            node.read_metrics()
-            self.fleet.kill(node, self.rng.uniform(*PAUSE_S))
-            if sum(one.kind == "kill" for one in self.done) % KILLS_TO_A_STOP == 0:
-                self._stop_at = now + self.every_s / 2
-
-    def _drawn(self) -> NodeSlot | None:
-        name = victim(self.rng, self.fleet.training())
-        return None if name is None else self.fleet.nodes[name]
+Schedule = Iterator[Disturbance | None]
 
 
-@dataclass(slots=True)
-class StageKiller:
-    """Kills whole stages for good: all replicas, and their directories, so that only guardians have the weights.
+def victim(rng: Random, training: Mapping[int, Sequence[str]]) -> str | None:
+    """A node to disturb, so that another one of its stage trains; None when there is none to spare.
+
+    `training`: the names of the nodes that train now, by stage.
+    """
+    spare = [name for _, names in sorted(training.items()) for name in sorted(names) if len(names) > 1]
+    return rng.choice(spare) if spare else None
+
+
+def kill_nodes(fleet: Fleet, rng: Random, every_s: float) -> Schedule:
+    """Kill a random node every `every_s` and stop one now and then; spare the last that trains in its stage.
+
+    When no node can be spared it is done as soon as one can.
+    """
+    due_at = time.time() + every_s
+    for number in count(1):
+        node = yield from _spared(fleet, rng, due_at)
+        killed_at = time.time()
+        fleet.kill(node, rng.uniform(*PAUSE_S))
+        yield Disturbance(killed_at, "kill", (node.name,))
+        if number % KILLS_TO_A_STOP == 0:
+            node = yield from _spared(fleet, rng, killed_at + every_s / 2)
+            fleet.stop(node, rng.uniform(*HUNG_S))
+            yield Disturbance(time.time(), "stop", (node.name,))
+        due_at = max(due_at + every_s, killed_at)
+
+
+def _spared(fleet: Fleet, rng: Random, due_at: float) -> Generator[None, None, FleetNode]:
+    """Wait until then, and until there is a node to disturb."""
+    while True:
+        name = victim(rng, fleet.training()) if time.time() >= due_at else None
+        if name is not None:
+            return fleet.nodes[name]
+        yield None
+
+
+def kill_stages(fleet: Fleet, rng: Random, every_s: float) -> Schedule:
+    """Kill whole stages for good: all replicas, and their directories, so that only guardians have the weights.
 
     Guardians are at work while a stage has two replicas or fewer: first it is brought down to two, and when another
     node holds a newer outer round of it the rest is killed, at once or one after the other. Then new nodes come.
     """
+    while True:
+        yield from _pause(every_s)
+        while not all(node.active for node in fleet.nodes.values()):
+            yield None
+        stage = rng.randrange(fleet.stages)
+        dead = fleet.of_stage(stage)[2:]
+        yield _killed_for_good(fleet, dead)
+        guarded_from = 1 + max(_guarded_round(fleet, stage), _newest_round(fleet, stage))
+        emptied = False
+        while not emptied:
+            yield from _pause(every_s)
+            while _guarded_round(fleet, stage) < guarded_from:
+                yield from _pause(ASK_EVERY_S)
+            left = [node for node in fleet.of_stage(stage) if node.active]
+            together = rng.random() < 0.5
+            emptied = together or len(left) == 1
+            killed = left if together else left[:1]
+            yield _killed_for_good(fleet, killed, stage if emptied else None)
+            dead += killed
+        for node in dead:
+            node.restart_at = time.time() + rng.uniform(*PAUSE_S)
 
-    fleet: Fleet
-    rng: Random
-    every_s: float
-    next_at: float
-    done: list[Disturbance] = field(default_factory=list)
-    deaths: list[tuple[int, float]] = field(default_factory=list)
-    """(stage, when its last replica died)."""
-    _stage: int | None = None
-    _guarded_from: float = 0.0
-    _dead: list[NodeSlot] = field(default_factory=list)
 
-    def tick(self, now: float) -> None:
-        """Take the next step, when it is due and the swarm is ready for it."""
-        if now < self.next_at:
-            return
-        training = self.fleet.training()
-        if self._stage is None:
-            if all(node.active for node in self.fleet.nodes.values()):
-                self._stage = self.rng.randrange(self.fleet.stages)
-                self._kill([self.fleet.nodes[name] for name in training[self._stage][2:]], now)
-                self._guarded_from = 1 + max(self._guarded(self._stage), self._round(self._stage))
-            return
-        self.next_at = now + 1.0  # not at every tick: the metrics are read
-        if self._guarded(self._stage) < self._guarded_from:
-            return
-        left = [self.fleet.nodes[name] for name in training[self._stage]]
-        together = self.rng.random() < 0.5
-        self._kill(left if together else left[:1], now)
-        if together or len(left) == 1:
-            self.deaths.append((self._stage, now))
-            for node in self._dead:
-                node.restart_at = now + self.rng.uniform(*PAUSE_S)
-            self._stage, self._dead = None, []
+def _pause(seconds: float) -> Schedule:
+    over_at = time.time() + seconds
+    while time.time() < over_at:
+        yield None
 
-    def _kill(self, nodes: list[NodeSlot], now: float) -> None:
-        self.next_at = now + self.every_s
-        if nodes:
-            self.done.append(Disturbance(now, "kill", tuple(node.name for node in nodes)))
-        for node in nodes:
-            node.read_metrics()
-            self.fleet.kill(node, None, fresh=True)
-        self._dead += nodes
 
-    def _guarded(self, stage: int) -> float:
-        """The newest outer round of the stage that a node of another stage holds; 0 when none does."""
-        rounds = [0.0]
-        for node in self.fleet.nodes.values():
-            if node.stage != stage:
-                node.read_metrics()
-                if node.metrics is not None:
-                    rounds.append(node.metrics.total("guarded_round", stage=str(stage)))
-        return max(rounds)
+def _killed_for_good(fleet: Fleet, nodes: Sequence[FleetNode], emptied: int | None = None) -> Disturbance | None:
+    now = time.time()
+    for node in nodes:
+        fleet.kill(node, None, fresh=True)
+    return Disturbance(now, "kill", tuple(node.name for node in nodes), emptied) if nodes else None
 
-    def _round(self, stage: int) -> float:
-        """The newest outer round that a replica of the stage has done."""
-        found = self.fleet.logged("outer_round", self.fleet.training()[stage])
-        return max((float(one["round"]) for one in found), default=0.0)
+
+def _guarded_round(fleet: Fleet, stage: int) -> float:
+    """The newest outer round of the stage that a node of another stage holds; 0 when none does."""
+    readings = [node.read_metrics() for node in fleet.nodes.values() if node.stage != stage]
+    return max((one.total("guarded_round", stage=str(stage)) for one in readings if one is not None), default=0.0)
+
+
+def _newest_round(fleet: Fleet, stage: int) -> float:
+    """The newest outer round that a replica of the stage which trains has done."""
+    events = fleet.events("outer_round", [node for node in fleet.of_stage(stage) if node.active])
+    return max((event.number("round") or 0.0 for event in events), default=0.0)
