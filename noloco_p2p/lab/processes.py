@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -26,19 +28,22 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
     """
     before = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, FRESH, initializer=_as_a_worker)
-    with _environment(environment):
-        try:
-            yield pool
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                if child not in before:
-                    child.terminate()
-            if isinstance(error, BrokenProcessPool):
-                raise LocalError(
-                    "a worker process has died (out of memory?): give --jobs 1 or a smaller run"
-                ) from error
-            raise
+    own = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield pool
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            if child not in before:
+                child.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise LocalError("a worker process has died (out of memory?): give --jobs 1 or a smaller run") from error
+        raise
+    finally:
+        for name in environment:
+            os.environ.pop(name, None)
+        os.environ.update(own)
     pool.shutdown()
 
 
@@ -78,6 +83,12 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def peak_bytes() -> int:
+    """Most memory that this process has held at once."""
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
 def _as_a_worker() -> None:
     # At Ctrl-C the terminal signals the whole group: the command handles it and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -99,18 +110,3 @@ def _serve(connection: Connection, serve: Callable[..., Awaitable[None]], args: 
     _as_a_worker()
     tune_allocator()
     uvloop.run(serve(connection.send, *args))
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Variables for the processes that are started inside."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

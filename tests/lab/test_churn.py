@@ -145,7 +145,7 @@ def test_a_stage_dies_for_good_when_a_guardian_has_a_newer_round(
     schedule = churn_schedule.kill_stages(fleet, Random(1), 10.0)
 
     def after(seconds: float) -> list[churn_schedule.Disturbance]:
-        done = []
+        done: list[churn_schedule.Disturbance] = []
         for _ in range(round(seconds * 10)):
             now[0] += 0.1
             done += filter(None, [next(schedule)])
