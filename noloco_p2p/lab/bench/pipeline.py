@@ -1,9 +1,14 @@
-"""Tokens per second of a 2 × 2 swarm, against one process that trains the same model alone (`bench/baseline`).
+"""Tokens per second of a 2 × 2 swarm, against one process that trains the same model alone.
 
 The swarm is the real one: `noloco swarm` in a process of its own. Its tokens are counted by the nodes' metrics between
-two moments well inside training, outer rounds included, without start-up and evaluation.
+two moments well inside training, outer rounds included, without start-up and evaluation. The one process has one
+thread, plain transformers and fused AdamW; it uses nothing of `compute/`.
+
+Shape legend: B microbatch, T sequence, V vocabulary.
 """
 
+import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -14,12 +19,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.errors import LocalError, Unreachable
-from noloco_p2p.lab.bench import baseline
+from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import cpu_seconds as cpu
 from noloco_p2p.launch import node_probe
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TARGET = 0.80
 STAGES = REPLICAS = 2
@@ -27,8 +36,12 @@ STEADY_STEPS = 30
 """The measurement begins when every stage-0 replica has done this many inner steps."""
 START_S = 180.0
 LEAVE_S = 60.0
+NAMES = [f"{stage}-{replica}" for stage in range(STAGES) for replica in range(REPLICAS)]
 ENDLESS_STEPS = 1_000_000
 BASELINE_S = 10.0
+WARM_UP_S = 2.0
+BATCHES = 64
+"""Microbatches that the baseline reads beforehand, used round and round."""
 METRICS_TIMEOUT_S = 5.0
 
 
@@ -49,10 +62,10 @@ Samples = Mapping[str, NodeSample]
 
 def run(microbatches: int, seconds: float) -> dict[str, Any]:
     """The figures. Raises LocalError when the swarm or the baseline fails."""
-    before = baseline.measure(microbatches, BASELINE_S)
+    before = baseline(microbatches, BASELINE_S)
     with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
         swarm = measure_swarm(Path(scratch) / "run", microbatches, seconds)
-    after = baseline.measure(microbatches, BASELINE_S)
+    after = baseline(microbatches, BASELINE_S)
     alone = (before + after) / 2
     return {
         "bench": "pipeline",
@@ -87,11 +100,9 @@ def measure_swarm(run_dir: Path, microbatches: int, seconds: float) -> dict[str,
 @contextmanager
 def steady_swarm(run_dir: Path, microbatches: int) -> Iterator[None]:
     """Inside, a swarm trains in its steady state, without evaluations. Raises LocalError when it does not get there."""
-    settings = [f"microbatches_per_step={microbatches}", "evaluation.every_steps=null"]
     command = [sys.executable, "-m", "noloco_p2p.cli.main", "swarm", "--plain", "--dir", str(run_dir)]
     command += ["--stages", str(STAGES), "--replicas", str(REPLICAS), "--steps", str(ENDLESS_STEPS)]
-    for setting in settings:
-        command += ["--set", setting]
+    command += ["--set", f"microbatches_per_step={microbatches}", "--set", "evaluation.every_steps=null"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NOLOCO__")}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
@@ -109,19 +120,15 @@ def steady_swarm(run_dir: Path, microbatches: int) -> Iterator[None]:
             process.communicate()
 
 
-def _names() -> list[str]:
-    return [f"{stage}-{replica}" for stage in range(STAGES) for replica in range(REPLICAS)]
-
-
 def _wait_until_steady(process: "subprocess.Popen[bytes]", run_dir: Path) -> None:
     give_up_at = time.monotonic() + START_S
     while time.monotonic() < give_up_at:
         if process.poll() is not None:
             assert process.stderr is not None, "it is a pipe"
             raise LocalError(f"the swarm ended early: {process.stderr.read().decode(errors='replace').strip()}")
-        if all(node_probe.read_endpoints(run_dir / name) for name in _names()):
+        if all(node_probe.read_endpoints(run_dir / name) for name in NAMES):
             samples = sample_nodes(run_dir)
-            first = [samples[name] for name in _names() if name.startswith("0-")]
+            first = [samples[name] for name in NAMES if name.startswith("0-")]
             if all(sample.metrics.total("inner_steps_total") >= STEADY_STEPS for sample in first):
                 return
         time.sleep(0.5)
@@ -131,7 +138,7 @@ def _wait_until_steady(process: "subprocess.Popen[bytes]", run_dir: Path) -> Non
 def sample_nodes(run_dir: Path) -> dict[str, NodeSample]:
     """All nodes now, by name. Raises LocalError when one cannot be reached or does not answer."""
     samples = {}
-    for name in _names():
+    for name in NAMES:
         endpoints = node_probe.read_endpoints(run_dir / name)
         if endpoints is None:
             raise LocalError(f"node {name} cannot be reached")
@@ -182,3 +189,71 @@ def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, floa
     if began is not None and ended is not None:
         shares["others"] = max(0.0, (ended - began) / whole - sum(shares.values()))
     return {**shares, "idle": 1.0 - sum(shares.values())}
+
+
+# --- the one process --------------------------------------------------------------------------------------------------
+
+
+def baseline(microbatches: int, seconds: float) -> float:
+    """Tokens/s, measured in a process of its own with one thread. Raises LocalError when that process dies."""
+    with workers(1, OMP_NUM_THREADS="1") as pool:
+        return pool.submit(train_alone, RunManifest(microbatches_per_step=microbatches), seconds).result()
+
+
+def train_alone(manifest: RunManifest, seconds: float) -> float:
+    """Train for `WARM_UP_S`, then for `seconds` more: tokens per second of the latter."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(manifest.seed)
+    inner = manifest.inner
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(manifest.model.family, **manifest.model.config))
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=inner.peak_learning_rate,
+        betas=(inner.beta1, inner.beta2),
+        eps=inner.eps,
+        weight_decay=inner.weight_decay,
+        fused=True,
+    )
+    data = itertools.cycle(asyncio.run(_first_batches(manifest)))
+
+    def inner_step() -> int:
+        """Its tokens."""
+        counted = 0
+        for inputs_BT, targets_BT in itertools.islice(data, manifest.microbatches_per_step):
+            logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
+            summed = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+            summed.backward()  # type: ignore[no-untyped-call]
+            counted += targets_BT.numel()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(counted)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), inner.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return counted
+
+    for limit_s in (WARM_UP_S, seconds):
+        began, tokens, passed = time.perf_counter(), 0, 0.0
+        while passed < limit_s:
+            tokens += inner_step()
+            passed = time.perf_counter() - began
+    return tokens / passed
+
+
+async def _first_batches(manifest: RunManifest) -> list[list["Tensor"]]:
+    """The first microbatches of the run's training data: inputs and targets, both B×T int64."""
+    import torch
+
+    from noloco_p2p.io.data.threaded_batches import make_batches
+
+    # The data stream is drawn by seed and peer; any name gives one like a node's.
+    batches = make_batches(manifest, NodeConfig(), "baseline")
+    read = [await batches.next() for _ in range(BATCHES)]
+    batches.close()
+    return [
+        [torch.frombuffer(bytearray(t.data), dtype=torch.int32).reshape(t.shape).long() for t in (b.inputs, b.targets)]
+        for b in read
+    ]

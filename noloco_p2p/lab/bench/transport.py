@@ -9,35 +9,24 @@ are MiB per second of tensor bytes.
 import asyncio
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed
 import uvloop
 
 from noloco_p2p.compute.host_tensor import from_torch, to_torch
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.core.messages import (
-    REPLICA_KINDS,
-    Activation,
-    Advert,
-    Gradient,
-    Header,
-    HostTensor,
-    LossSum,
-    MicrobatchId,
-    NodeDescription,
-    Origin,
-    PeerId,
-    ReplicaState,
-    Snapshot,
-    TensorSpec,
-)
-from noloco_p2p.errors import Declined
+from noloco_p2p.core import messages
+from noloco_p2p.core.messages import Advert, Gradient, PeerId, ReplicaState, Snapshot, TensorSpec
+from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
-from noloco_p2p.lab.bench import bare_links
-from noloco_p2p.lab.processes import peer_process
+from noloco_p2p.lab.processes import peer_process, workers
 from noloco_p2p.launch.observer import NullTelemetry
 from noloco_p2p.ports import Body
 
@@ -58,17 +47,17 @@ WAIT_S = 60.0
 """Longest time for any one step."""
 
 
-def activation(shape_BTD: tuple[int, int, int]) -> Activation:
+def activation(shape_BTD: tuple[int, int, int]) -> messages.Activation:
     """An activation of ones."""
-    header = Header(RUN, MicrobatchId("client", 1, 1), Origin("client", 1, 0), 1, WAIT_S)
+    header = messages.Header(RUN, messages.MicrobatchId("client", 1, 1), messages.Origin("client", 1, 0), 1, WAIT_S)
     targets = from_torch("targets", torch.zeros(shape_BTD[:2], dtype=torch.int32))
-    return Activation(header, from_torch("hidden", torch.ones(shape_BTD)), targets)
+    return messages.Activation(header, from_torch("hidden", torch.ones(shape_BTD)), targets)
 
 
 LARGE = activation((8, 16, TENSOR_BYTES // 512))
 SMALL = activation((2, 8, 64))
 SNAPSHOT_SPECS = tuple(TensorSpec(f"slow/{i}", "float32", (TENSOR_BYTES // 4,)) for i in range(SNAPSHOT_TENSORS))
-STATE_NAMES = [f"{kind}/{i}" for kind in REPLICA_KINDS for i in range(STATE_PARAMETERS)]
+STATE_NAMES = [f"{kind}/{i}" for kind in messages.REPLICA_KINDS for i in range(STATE_PARAMETERS)]
 STATE_SPECS = tuple(TensorSpec(name, "float32", (STATE_TENSOR_BYTES // 4,)) for name in STATE_NAMES)
 MOVED_BYTES = {
     "propagate": 2 * TENSOR_BYTES,
@@ -86,12 +75,12 @@ class BenchPeer:
         self._snapshot = snapshot
         self._state = state
 
-    async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
+    async def propagate(self, caller: PeerId, header: messages.Header, body: Body) -> Gradient:
         """The hidden state itself."""
         hidden = to_torch((await body()).hidden)
         return Gradient(header.microbatch, from_torch("grad", hidden), 0.0, 1, (PEER,))
 
-    async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
+    async def evaluate(self, caller: PeerId, header: messages.Header, body: Body) -> messages.LossSum:
         """Not measured."""
         raise Declined("not measured")
 
@@ -106,9 +95,9 @@ class BenchPeer:
             raise Declined("not measured")
         yield self._state
 
-    def describe(self, caller: PeerId) -> NodeDescription:
+    def describe(self, caller: PeerId) -> messages.NodeDescription:
         """A node that trains."""
-        return NodeDescription(PEER, RUN, 1, "training", 0.0, 0, "")
+        return messages.NodeDescription(PEER, RUN, 1, "training", 0.0, 0, "")
 
 
 def make_transport(me: PeerId, largest_bytes: int = 1 << 20) -> GrpcTransport:
@@ -116,7 +105,7 @@ def make_transport(me: PeerId, largest_bytes: int = 1 << 20) -> GrpcTransport:
     return GrpcTransport(me, RUN, ListenSettings(), NullTelemetry(), largest_bytes)
 
 
-def _ones(specs: Sequence[TensorSpec]) -> tuple[HostTensor, ...]:
+def _ones(specs: Sequence[TensorSpec]) -> tuple[messages.HostTensor, ...]:
     return tuple(from_torch(spec.name, torch.ones(spec.shape)) for spec in specs)
 
 
@@ -128,7 +117,7 @@ async def serve(ready: Callable[[tuple[int, int]], None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         ready((transport.port, listener.getsockname()[1]))
-        await bare_links.echo(listener, TENSOR_BYTES)
+        await echo(listener, TENSOR_BYTES)
         await asyncio.Event().wait()
 
 
@@ -136,7 +125,7 @@ async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, 
     """All figures but gloo's, against a far process that listens at these ports (gRPC, bare TCP)."""
     mine = make_transport("client", 2 * TENSOR_BYTES)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{ports[0]}",))
-    _, view = bare_links.tensor_and_bytes(TENSOR_BYTES)
+    _, view = tensor_and_bytes(TENSOR_BYTES)
     took_s: dict[str, list[float]] = {kind: [] for kind in MOVED_BYTES}
     with socket.create_connection(("127.0.0.1", ports[1]), WAIT_S) as connection:
         connection.setblocking(False)
@@ -144,7 +133,7 @@ async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, 
             took_s["propagate"].append(await landed_s(mine.propagate(far, LARGE)))
             took_s["snapshot"].append(await landed_s(mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, SNAPSHOT_SPECS)))
             took_s["state"].append(await landed_s(mine.fetch_state(far, WAIT_S, STATE_SPECS)))
-            took_s["tcp"].append(await bare_links.tcp_seconds(connection, view))
+            took_s["tcp"].append(await tcp_seconds(connection, view))
     latency_ms = await small_calls_ms(mine, far, calls)
     await mine.close()
     # The first transfer of each kind warms up.
@@ -178,7 +167,7 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
 
     Takes about twenty seconds. Raises LocalError when the far process does not start.
     """
-    gloo = bare_links.gloo_mib_per_s(TENSOR_BYTES, rounds + 1)
+    gloo = gloo_mib_per_s(TENSOR_BYTES, rounds + 1)
     tune_allocator()
     with peer_process(serve) as ports:
         figures = uvloop.run(asyncio.wait_for(measure(ports, rounds, calls), 4 * WAIT_S))
@@ -191,3 +180,76 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
         "state_ratio": figures["state_mib_per_s"] / ours[-1],
         "state_target": STATE_TARGET,
     }
+
+
+# --- bare links: the least that moving a tensor between two processes can cost ---------------------------------------
+
+
+async def receive(connection: socket.socket, into: memoryview) -> bool:
+    """Fill the buffer from the connection; False when it was closed before."""
+    loop = asyncio.get_running_loop()
+    filled = 0
+    while filled < len(into):
+        got = await loop.sock_recv_into(connection, into[filled:])
+        if got == 0:
+            return False
+        filled += got
+    return True
+
+
+def tensor_and_bytes(size: int) -> tuple[torch.Tensor, memoryview]:
+    """A float32 tensor of `size` bytes, and a view of them."""
+    tensor = torch.ones(size // 4)
+    return tensor, tensor.view(torch.uint8).numpy().data
+
+
+async def echo(listener: socket.socket, size: int) -> None:
+    """Receive `size` bytes into a torch tensor and send them back, until the one caller closes its connection."""
+    loop = asyncio.get_running_loop()
+    _, view = tensor_and_bytes(size)
+    connection, _ = await loop.sock_accept(listener)
+    with connection:
+        connection.setblocking(False)
+        while await receive(connection, view):
+            await loop.sock_sendall(connection, view)
+
+
+async def tcp_seconds(connection: socket.socket, view: memoryview) -> float:
+    """Seconds for the buffer to go there and come back over a bare connection to `echo`."""
+    began = time.perf_counter()
+    await asyncio.get_running_loop().sock_sendall(connection, view)
+    if not await receive(connection, view):
+        raise ConnectionError("the far process ended the bare connection")
+    return time.perf_counter() - began
+
+
+def gloo_mib_per_s(size: int, rounds: int) -> float | None:
+    """MiB/s of a tensor sent there and back by gloo between two processes; None where gloo is missing or fails."""
+    if not torch.distributed.is_gloo_available():
+        return None
+    try:
+        with tempfile.TemporaryDirectory() as folder, workers(2, GLOO_SOCKET_IFNAME="lo") as pool:
+            ranks = [pool.submit(_gloo_rank, Path(folder) / "store", rank, size, rounds) for rank in range(2)]
+            rate, _ = (rank.result(2 * WAIT_S) for rank in ranks)
+            return rate
+    except (RuntimeError, TimeoutError, LocalError):
+        return None
+
+
+def _gloo_rank(store: Path, rank: int, size: int, rounds: int) -> float:
+    """One of the two processes of `gloo_mib_per_s`; its rate."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=store.as_uri(), rank=rank, world_size=2, timeout=timedelta(seconds=WAIT_S)
+    )
+    tensor = torch.ones(size // 4)
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                torch.distributed.send(tensor, 1 - rank)
+            else:
+                torch.distributed.recv(tensor, 1 - rank)
+        seconds.append(time.perf_counter() - began)
+    torch.distributed.destroy_process_group()
+    return 2 * size / MIB / statistics.median(seconds[1:])
