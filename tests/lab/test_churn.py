@@ -115,7 +115,7 @@ def test_rounds_lost_by_a_stage_that_died(tmp_path: Path) -> None:
         lines = [{"time": at, "up_s": at, "event": kind, **fields} for at, kind, fields in events]
         (node.dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    fleet = Fleet(tmp_path, (2, 2), [], 1)
+    fleet = Fleet(tmp_path, (2, 2))
     dead, back = fleet.of_stage(1)
     log(dead, (1.0, "outer_round", {"round": 6}), (9.0, "outer_round", {"round": 8}))
     log(back, (2.0, "outer_round", {"round": 7}))
@@ -139,7 +139,7 @@ def test_a_stage_dies_for_good_when_a_guardian_has_a_newer_round(
         return MetricsReading(now[0], (("noloco_guarded_round", {"stage": str(1 - node.stage)}, guarded[0]),))
 
     monkeypatch.setattr(NodeProcess, "read_metrics", metrics)
-    fleet = Fleet(tmp_path, (2, 3), [], 1)
+    fleet = Fleet(tmp_path, (2, 3))
     for node in fleet.nodes.values():
         node.trains = True
     schedule = churn_schedule.kill_stages(fleet, Random(1), 10.0)
@@ -184,7 +184,7 @@ for n in range(1, 10_000):
 
 def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be read after the kill: the node trains no more, and has not come back."""
-    fleet = Fleet(tmp_path, (1, 1), [], 1)
+    fleet = Fleet(tmp_path, (1, 1))
     (tmp_path / "audit").mkdir()
     monkeypatch.setattr(FleetNode, "peer", "12D3me")
     node = fleet.nodes["0-0"]
@@ -203,7 +203,7 @@ def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch
 
 def disturbed_and_broken_off(run_dir: Path) -> None:
     """Kill, stop and restart, then Ctrl-C while a node is stopped."""
-    with Fleet(run_dir, (2, 2), [], 1) as fleet:
+    with Fleet(run_dir, (2, 2)) as fleet:
         fleet.start()
         fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all step", 30.0)
         hung, dead, brief = (fleet.nodes[name] for name in ("0-0", "1-1", "0-1"))
@@ -241,7 +241,7 @@ def test_a_node_that_ends_by_itself_is_an_error(tmp_path: Path, monkeypatch: pyt
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     with (
-        Fleet(tmp_path / "run", (1, 1), [], 1) as fleet,
+        Fleet(tmp_path / "run", (1, 1)) as fleet,
         pytest.raises(LocalError, match="0-0 ended with exit code 3: no luck"),
     ):
         fleet.start()
@@ -254,7 +254,7 @@ def test_hangs_and_nodes_that_only_came_too_late(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(NodeProcess, "exit_code", property(lambda child: None if child.name in running else 0))
     monkeypatch.setattr(NodeProcess, "read_metrics", lambda child: None)
     running = {"0-0", "0-1", "1-0", "1-1"}
-    fleet = Fleet(tmp_path, (2, 2), [], 1)
+    fleet = Fleet(tmp_path, (2, 2))
     fleet.back_s = [10.0]
     seen = churn_watch.ChurnWatch(fleet, 100, lambda line: None)
     for node in fleet.nodes.values():

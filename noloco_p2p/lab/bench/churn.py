@@ -21,11 +21,10 @@ from noloco_p2p.lab.bench.churn_schedule import Disturbance, kill_nodes, kill_st
 from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch, Say
 from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet, InnerStepLine
 from noloco_p2p.lab.sample_stats import mean_and_std, quantile
-from noloco_p2p.launch.swarm import threads_each
 
 TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": 1}
 COLD_TARGETS_S = {"2x2": 20.0, "3x3": 45.0}
-SETTINGS = {
+SETTINGS: dict[str, object] = {
     "checkpoint.every_rounds": "1",
     "directory.ttl_s": "10",
     "directory.refresh_s": "2",
@@ -58,18 +57,9 @@ class ChurnPlan:
 
     def fleet(self, run_dir: Path, steps: int, seed: int) -> Fleet:
         """The nodes of one run."""
-        values = {
-            "stages": self.shape[0],
-            "start_replicas": self.shape[1],
-            "steps": steps,
-            "seed": seed,
-            "evaluation.every_steps": max(1, steps // 20),
-            "audit.dir": run_dir / "audit",
-            **SETTINGS,
-        }
-        own = [f"{key}={value}" for key, value in values.items()]
-        arguments = [part for setting in (*own, *self.sets) for part in ("--set", setting)]
-        return Fleet(run_dir, self.shape, arguments, threads_each(self.shape[0] * self.shape[1]))
+        own = SETTINGS | {"steps": steps, "seed": seed, "evaluation.every_steps": max(1, steps // 20)}
+        own |= {"audit.dir": run_dir / "audit"}
+        return Fleet(run_dir, self.shape, [*(f"{key}={value}" for key, value in own.items()), *self.sets])
 
 
 def shape_of(text: str) -> tuple[int, int]:

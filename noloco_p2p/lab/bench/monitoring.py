@@ -18,6 +18,7 @@ from noloco_p2p.core.status import ForMicrobatch
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.lab.bench import pipeline
+from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.sample_stats import mean_and_std
 from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.node.waits import Waits
@@ -43,13 +44,11 @@ REPEATS = 5
 def run(pairs: int, window_s: float) -> dict[str, Any]:
     """The figures. Raises LocalError when the swarm fails."""
     instruments = instruments_us()
-    with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
-        run_dir = Path(scratch) / "run"
-        with pipeline.steady_swarm(run_dir, MICROBATCHES):
-            unread, read = [], []
-            for _ in range(pairs):
-                unread.append(_window(run_dir, window_s, read=False))
-                read.append(_window(run_dir, window_s, read=True))
+    with pipeline.steady_swarm(MICROBATCHES) as fleet:
+        unread, read = [], []
+        for _ in range(pairs):
+            unread.append(_window(fleet, window_s, read=False))
+            read.append(_window(fleet, window_s, read=True))
     costs = [1.0 - with_ / without for with_, without in zip(read, unread, strict=True)]
     tokens_per_microbatch = _manifest().sequence_length * _manifest().microbatch_size
     core_us = cpu_seconds.cores() * 1e6 * tokens_per_microbatch / statistics.fmean(unread)
@@ -82,9 +81,9 @@ def _manifest() -> RunManifest:
 # --- the readers ------------------------------------------------------------------------------------------------------
 
 
-def _window(run_dir: Path, seconds: float, *, read: bool) -> float:
+def _window(fleet: Fleet, seconds: float, *, read: bool) -> float:
     """Tokens per second of the swarm in a window, with readers or without."""
-    begin = pipeline.sample_nodes(run_dir)
+    begin = pipeline.sample_nodes(fleet)
     ended = threading.Event()
     pages = [sample.endpoints.metrics.removesuffix("/metrics") for sample in begin.values()]
     readers = [
@@ -97,7 +96,7 @@ def _window(run_dir: Path, seconds: float, *, read: bool) -> float:
     ended.set()
     for reader in readers if read else ():
         reader.join()
-    return float(pipeline.figures(begin, pipeline.sample_nodes(run_dir))["tokens_per_s"])
+    return float(pipeline.figures(begin, pipeline.sample_nodes(fleet))["tokens_per_s"])
 
 
 def _read(urls: list[str], every_s: float, ended: threading.Event) -> None:

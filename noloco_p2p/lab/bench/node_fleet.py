@@ -1,4 +1,4 @@
-"""Node processes that are killed, restarted, stopped and continued. None of them outlives the `with`.
+"""Node processes that are measured; killed, restarted, stopped and continued. None of them outlives the `with`.
 
 What the nodes do is seen from outside: their steps files as they grow, their journals, metrics and summaries.
 """
@@ -16,6 +16,9 @@ from pathlib import Path
 
 from noloco_p2p.errors import LocalError
 from noloco_p2p.launch.node_process import NodeProcess
+from noloco_p2p.launch.swarm import threads_each
+from noloco_p2p.launch.swarm_plan import LOOPBACK
+from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
 from noloco_p2p.observe.report.journals import JournalEvent, read_processes
 
 START_S = 240.0
@@ -85,9 +88,12 @@ class FleetNode(NodeProcess):
 
 
 class Fleet:
-    """All nodes of one run below `run_dir`. Use it in a `with`: afterwards no process of it is left."""
+    """All nodes of one run below `run_dir`. Use it in a `with`: afterwards no process of it is left.
 
-    def __init__(self, run_dir: Path, shape: tuple[int, int], arguments: Sequence[str], threads: int) -> None:
+    `shape`: stages and replicas; `settings` of all nodes, `key=value`.
+    """
+
+    def __init__(self, run_dir: Path, shape: tuple[int, int], settings: Sequence[str] = ()) -> None:
         self.run_dir = run_dir
         self.stages = shape[0]
         places = (FleetNode(run_dir, stage, replica) for stage, replica in product(*map(range, shape)))
@@ -97,9 +103,10 @@ class Fleet:
         """The largest clock that any line had."""
         self.back_s: list[float] = []
         """From the start of each process to its first inner step, seconds."""
-        self._arguments = arguments
-        own = {key: value for key, value in os.environ.items() if not key.startswith("NOLOCO__")}
-        self._environment = {**own, "OMP_NUM_THREADS": str(threads)}
+        own = (f"stages={shape[0]}", f"start_replicas={shape[1]}", *LOOPBACK)
+        self._arguments = [part for setting in (*own, *settings) for part in ("--set", setting)]
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
+        self._environment = {**inherited, "OMP_NUM_THREADS": str(threads_each(len(self.nodes)))}
         self._read: dict[Path, int] = {}
         self._wakers: list[subprocess.Popen[bytes]] = []
 

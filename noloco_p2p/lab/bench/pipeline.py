@@ -1,18 +1,14 @@
 """Tokens per second of a 2 × 2 swarm, against one process that trains the same model alone.
 
-The swarm is the real one: `noloco swarm` in a process of its own. Its tokens are counted by the nodes' metrics between
-two moments well inside training, outer rounds included, without start-up and evaluation. The one process has one
-thread, plain transformers and fused AdamW; it uses nothing of `compute/`.
+The swarm's nodes are real processes, with the default settings. Its tokens are counted by their metrics between two
+moments well inside training, outer rounds included, without start-up and evaluation. The one process has one thread,
+plain transformers and fused AdamW; it uses nothing of `compute/`.
 
 Shape legend: B microbatch, T sequence, V vocabulary.
 """
 
 import asyncio
 import itertools
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import cpu_seconds as cpu
 from noloco_p2p.launch import node_probe
@@ -31,12 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TARGET = 0.80
-STAGES = REPLICAS = 2
+SHAPE = (2, 2)
 STEADY_STEPS = 30
 """The measurement begins when every stage-0 replica has done this many inner steps."""
 START_S = 180.0
-LEAVE_S = 60.0
-NAMES = [f"{stage}-{replica}" for stage in range(STAGES) for replica in range(REPLICAS)]
 ENDLESS_STEPS = 1_000_000
 BASELINE_S = 10.0
 WARM_UP_S = 2.0
@@ -63,8 +58,10 @@ Samples = Mapping[str, NodeSample]
 def run(microbatches: int, seconds: float) -> dict[str, Any]:
     """The figures. Raises LocalError when the swarm or the baseline fails."""
     before = baseline(microbatches, BASELINE_S)
-    with tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch:
-        swarm = measure_swarm(Path(scratch) / "run", microbatches, seconds)
+    with steady_swarm(microbatches) as fleet:
+        begin = sample_nodes(fleet)
+        time.sleep(seconds)
+        swarm = figures(begin, sample_nodes(fleet))
     after = baseline(microbatches, BASELINE_S)
     alone = (before + after) / 2
     return {
@@ -88,65 +85,35 @@ DEFINITIONS = {
 }
 
 
-def measure_swarm(run_dir: Path, microbatches: int, seconds: float) -> dict[str, Any]:
-    """Start a swarm, measure it for `seconds` in its steady state, end it."""
-    with steady_swarm(run_dir, microbatches):
-        begin = sample_nodes(run_dir)
-        time.sleep(seconds)
-        end = sample_nodes(run_dir)
-    return figures(begin, end)
-
-
 @contextmanager
-def steady_swarm(run_dir: Path, microbatches: int) -> Iterator[None]:
+def steady_swarm(microbatches: int) -> Iterator[Fleet]:
     """Inside, a swarm trains in its steady state, without evaluations. Raises LocalError when it does not get there."""
-    command = [sys.executable, "-m", "noloco_p2p.cli.main", "swarm", "--plain", "--dir", str(run_dir)]
-    command += ["--stages", str(STAGES), "--replicas", str(REPLICAS), "--steps", str(ENDLESS_STEPS)]
-    command += ["--set", f"microbatches_per_step={microbatches}", "--set", "evaluation.every_steps=null"]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("NOLOCO__")}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        _wait_until_steady(process, run_dir)
-        yield
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.communicate(timeout=LEAVE_S)
-        except subprocess.TimeoutExpired:
-            # Its nodes end by themselves: their standard input ends with it.
-            process.kill()
-            process.communicate()
+    settings = (f"microbatches_per_step={microbatches}", "evaluation.every_steps=null", f"steps={ENDLESS_STEPS}")
+
+    def steady() -> bool:
+        readings = [node.read_metrics() for node in fleet.of_stage(0)]
+        return all(one is not None and one.total("inner_steps_total") >= STEADY_STEPS for one in readings)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
+        Fleet(Path(scratch) / "run", SHAPE, settings) as fleet,
+    ):
+        fleet.start()
+        fleet.wait(steady, f"{STEADY_STEPS} inner steps of the swarm", START_S)
+        yield fleet
 
 
-def _wait_until_steady(process: "subprocess.Popen[bytes]", run_dir: Path) -> None:
-    give_up_at = time.monotonic() + START_S
-    while time.monotonic() < give_up_at:
-        if process.poll() is not None:
-            assert process.stderr is not None, "it is a pipe"
-            raise LocalError(f"the swarm ended early: {process.stderr.read().decode(errors='replace').strip()}")
-        if all(node_probe.read_endpoints(run_dir / name) for name in NAMES):
-            samples = sample_nodes(run_dir)
-            first = [samples[name] for name in NAMES if name.startswith("0-")]
-            if all(sample.metrics.total("inner_steps_total") >= STEADY_STEPS for sample in first):
-                return
-        time.sleep(0.5)
-    raise LocalError(f"the swarm did not reach {STEADY_STEPS} inner steps within {START_S:g} s")
-
-
-def sample_nodes(run_dir: Path) -> dict[str, NodeSample]:
+def sample_nodes(fleet: Fleet) -> dict[str, NodeSample]:
     """All nodes now, by name. Raises LocalError when one cannot be reached or does not answer."""
     samples = {}
-    for name in NAMES:
-        endpoints = node_probe.read_endpoints(run_dir / name)
-        if endpoints is None:
+    for name, node in fleet.nodes.items():
+        if node.endpoints is None:
             raise LocalError(f"node {name} cannot be reached")
         try:
-            metrics = node_probe.scrape(endpoints.metrics, METRICS_TIMEOUT_S)
+            metrics = node_probe.scrape(node.endpoints.metrics, METRICS_TIMEOUT_S)
         except Unreachable as error:
             raise LocalError(f"node {name}: {error}") from error
-        samples[name] = NodeSample(endpoints, metrics, cpu.read(endpoints.pid), cpu.machine())
+        samples[name] = NodeSample(node.endpoints, metrics, cpu.read(node.endpoints.pid), cpu.machine())
     return samples
 
 
