@@ -15,10 +15,10 @@ from itertools import product
 from pathlib import Path
 
 from noloco_p2p.errors import LocalError
+from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.launch.node_process import NodeProcess
-from noloco_p2p.launch.swarm import threads_each
-from noloco_p2p.launch.swarm_plan import LOOPBACK
-from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
+from noloco_p2p.launch.settings import read
+from noloco_p2p.launch.swarm_plan import make_plan
 from noloco_p2p.observe.report.journals import JournalEvent, read_processes
 
 START_S = 240.0
@@ -90,7 +90,7 @@ class FleetNode(NodeProcess):
 class Fleet:
     """All nodes of one run below `run_dir`. Use it in a `with`: afterwards no process of it is left.
 
-    `shape`: stages and replicas; `settings` of all nodes, `key=value`.
+    `shape`: stages and replicas; `settings` of all nodes, `key=value`. Raises ConfigError for settings that are none.
     """
 
     def __init__(self, run_dir: Path, shape: tuple[int, int], settings: Sequence[str] = ()) -> None:
@@ -103,15 +103,15 @@ class Fleet:
         """The largest clock that any line had."""
         self.back_s: list[float] = []
         """From the start of each process to its first inner step, seconds."""
-        own = (f"stages={shape[0]}", f"start_replicas={shape[1]}", *LOOPBACK)
-        self._arguments = [part for setting in (*own, *settings) for part in ("--set", setting)]
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
-        self._environment = {**inherited, "OMP_NUM_THREADS": str(threads_each(len(self.nodes)))}
+        own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
+        self._plan = make_plan(read(None, {}, (*own, *settings)), None)
+        self._environment = self._plan.environment(max(1, cpu_seconds.cores() // len(self.nodes)))
         self._read: dict[Path, int] = {}
         self._wakers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "Fleet":
         (self.run_dir / "audit").mkdir(parents=True, exist_ok=True)
+        self._plan.write(self.run_dir)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +138,8 @@ class Fleet:
         others = [other for other in self.nodes.values() if other is not node and other.running]
         others.sort(key=lambda other: other.stopped_until is not None)
         known = [one for one in (other.endpoints for other in others) if one is not None][:JOINED]
-        node.start([*self._arguments, *(part for one in known for part in ("--join", one.join[0]))], self._environment)
+        joins = [part for one in known for part in ("--join", one.join[0])]
+        node.start([*self._plan.arguments(self.run_dir), *joins], self._environment)
         node.started_at = node.progressed_at = time.time()
         node.trains, node.killed, node.stopped_until, node.restart_at = False, False, None, None
 
