@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noloco_p2p.lab.experiments.blocking import EXPERIMENT, measure
+from noloco_p2p.lab.experiments.blocking import EXPERIMENT, ROUNDS, barrier, in_pairs, measure, slowness, swarm
 from noloco_p2p.lab.experiments.bounds import members
 from noloco_p2p.lab.experiments.spec import Case, Result
-from noloco_p2p.lab.experiments.wait_models import ROUNDS, barrier, in_pairs, slowness, swarm
 
 SETTINGS: dict[str, Any] = {
     "policy": "patient",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from noloco_p2p.lab.experiments import routing_load, routing_policies, spread
+from noloco_p2p.lab.experiments import routing_policies, spread
 from noloco_p2p.lab.experiments.markdown_page import charts, markdown
 from noloco_p2p.lab.experiments.spec import Case, Result
 from noloco_p2p.observe.plotting.plots import Plot
@@ -14,7 +14,7 @@ STEPS = 20
 
 
 def serve(policy: str, devices: str) -> dict[str, Any]:
-    return routing_load.serve({"policy": policy, "devices": devices, "steps": STEPS, "seed": 1})
+    return routing_policies.serve({"policy": policy, "devices": devices, "steps": STEPS, "seed": 1})
 
 
 # --- load and waiting -----------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_the_report_of_the_spread_shows_fall_and_correlation() -> None:
         case = Case(f"{arm}-{seed}", {"arm": arm, "steps": 100, "seed": seed})
         return Result(case, {"spread": [series, series], "validation_loss": None}, 1.0)
 
-    blocks = spread.report([result(arm.name, seed) for arm in spread.ARMS for seed in (1, 2)])
+    blocks = spread.report([result(arm, seed) for arm in spread.ARMS for seed in (1, 2)])
     page = markdown(blocks)
     assert "m = 5: r from 1.000 to 1.000 over seeds and stages; of 4, 0 are within the paper's 0.91 … 0.97" in page
     assert "the rate is at 0.10 of its largest value, the std at 0.10" in page
@@ -110,6 +110,7 @@ def invented(case: Case) -> Result:
         "merged_loss": None,
         "tokens": 1000,
         "load": load,
+        "uneven": (1.0, 1.0),
         "waiting": [0.0, 0.5],
         "rounds": {},
     }
@@ -146,7 +147,7 @@ def test_a_run_that_has_diverged_is_reported_without_a_loss() -> None:
     page = markdown(routing_policies.report(results))
     assert "change the spread by – % (smaller with 0 of 0 seeds) and the perplexity by – %" in page
     diverged = [
-        Result(Case(arm.name, {"arm": arm.name, "seed": 1}), {"spread": [[], []], "validation_loss": None}, 1.0)
+        Result(Case(arm, {"arm": arm, "seed": 1}), {"spread": [[], []], "validation_loss": None}, 1.0)
         for arm in spread.ARMS
     ]
     assert "m = 10: the weights were never finite" in markdown(spread.report(diverged))

@@ -78,7 +78,7 @@ def test_results_stand_in_the_order_of_the_cases_and_are_equal_from_run_to_run(m
     assert one.pop("wall")["cases_s"].keys() == other.pop("wall")["cases_s"].keys() == {"case-1", "case-2", "case-3"}
     assert one == other
     assert "| 3 | 9 |" in report
-    assert "seeds 1 to 3" in report
+    assert "seeds 1, 2, 3" in report
     assert "noloco experiment toy`" in report
 
 

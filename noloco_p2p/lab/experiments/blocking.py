@@ -5,6 +5,13 @@ log-normal with the given std/mean, times the node's own speed, log-normal too a
 take no time: only the waiting for others is left. (The paper's figure 5B asks the same; it gives no numbers that could
 stand here.)
 
+Idle share: of the time from a node's first inner step to the end of its last outer round, what it waited for others;
+mean ± standard deviation over seeds. *Barrier* and *pairs* are models on step times drawn from the same distribution:
+at the end of each round every node waits for the last of all, or for its partner of the round, however long. *Waits for
+its partner* is the node's own code under that same rule; *default* is the node as it comes: it waits at most the device
+time of two inner steps, then takes the newest snapshot that there is, and its clock follows the median of the others,
+so that quick nodes do more steps a round and slow ones fewer.
+
 Limits: One stage: in a pipeline replicas also wait for microbatches, and a slow node holds its neighbours up (see the
 scenario of stragglers of `noloco sim`). The barrier is the best one there can be: it ends at the very moment at which
 the last replica arrives. What an old snapshot or a different number of inner steps does to the loss is not seen here
@@ -12,28 +19,31 @@ the last replica arrives. What an old snapshot or a different number of inner st
 """
 
 import statistics
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from noloco_p2p.lab.experiments.allreduce import dice
+from noloco_p2p.config import NodeConfig
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.pairing import matching
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.lab.experiments.allreduce import Times, Wire, dice
 from noloco_p2p.lab.experiments.bounds import members
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
-from noloco_p2p.lab.experiments.pull_latency import FOREVER_S
-from noloco_p2p.lab.experiments.results import group, mean_std
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
-from noloco_p2p.lab.experiments.wait_models import (
-    ROUNDS,
-    barrier,
-    figures_of,
-    in_pairs,
-    slowness,
-    steps_s,
-    swarm,
-)
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
+from noloco_p2p.lab.experiments.results import Columns, group, mean_std, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
+STEP_S = 1.0
+"""Mean time of an inner step of an average node."""
+ROUNDS = 12
 INNER_STEPS = 10
 """m, where it is not varied."""
 DRAWS = 100
@@ -76,44 +86,109 @@ def measure(case: Case) -> Figures:
     return {"node": figures_of(outcome), **models}
 
 
+def slowness(settings: Mapping[str, Any]) -> dict[PeerId, float]:
+    """What each node's step times are multiplied by: log-normal of mean 1."""
+    wire = Wire(1.0, settings["speed_std"])
+    rng = generator(settings["seed"], "speed")
+    peers = members(settings["nodes"])
+    return {peer: wire.median_s * float(np.exp(wire.sigma * rng.gauss(0.0, 1.0))) for peer in peers}
+
+
+def swarm(settings: Mapping[str, Any]) -> SimSwarm:
+    """A swarm of one stage in which only inner steps take time."""
+    m, seed, patient = settings["inner_steps"], settings["seed"], settings["policy"] == "patient"
+    steps, replicas = Wire(STEP_S, settings["step_std"]), (settings["nodes"],)
+    waits = {"partner_wait_s": FOREVER_S if patient else None, "deadline_s": FOREVER_S}
+    # `balanced` leaves the pull of the median out of the clock: all do m steps a round.
+    routing, outer = "balanced" if patient else "random", {"inner_steps": m, **waits}
+    # A node that has finished stays until the last one has pulled from it.
+    config = {"checkpoint": {"every_rounds": None}, "directory": {"ttl_s": FOREVER_S}}
+    plan = SimPlan(
+        timing_manifest(replicas, seed, steps=ROUNDS * m, routing=routing, outer=outer),
+        replicas,
+        seed=seed,
+        config=NodeConfig.model_validate(config | {"limits": {"linger_s": FOREVER_S}}),
+        link=Link(0.0),
+        costs=Costs(0.0, 0.0, steps.median_s, 0.0, spread=steps.sigma),
+        slowness=slowness(settings),
+        save_s=0.0,
+    )
+    return SimSwarm(plan)
+
+
+def steps_s(settings: Mapping[str, Any], factors: Times, rng: np.random.Generator) -> Times:
+    """The seconds of the m inner steps of a round, of each node."""
+    drawn = Wire(STEP_S, settings["step_std"]).draw(rng, (int(settings["inner_steps"]), len(factors)))
+    return np.asarray(factors * drawn.sum(axis=0))
+
+
+def barrier(work_s: Times) -> float:
+    """Time of all rounds (rows) when every node (column) waits for the last one at the end of each."""
+    return float(work_s.max(axis=1).sum())
+
+
+def in_pairs(work_s: Times, replicas: Sequence[PeerId], seed: int) -> Times:
+    """When each node has done all rounds, when it waits at the end of each for its partner of that round only.
+
+    The pairs are those that nodes draw in a run of this seed.
+    """
+    place = {peer: column for column, peer in enumerate(replicas)}
+    at = np.zeros(len(replicas))
+    for turn, seconds in enumerate(work_s, start=1):
+        mates = matching(seed, turn, replicas)
+        done = at + seconds
+        at = np.maximum(done, done[[place[mates.get(peer, peer)] for peer in replicas]])
+    return at
+
+
+def figures_of(outcome: Outcome) -> Figures:
+    """How long the replicas waited for each other, in shares of their time and in seconds, and how rounds ended."""
+    nodes, spans_s, waits, steps = outcome.of_stage(0), list[float](), list[list[float]](), 0
+    for node in nodes:
+        done, rounds = node.trace.of("inner_step"), node.trace.of("outer_round")
+        spans_s.append(rounds[-1].at_s - (done[0].at_s - done[0].number("busy_s")))
+        waits.append([event.number("seconds") for event in rounds])
+        steps += len(done)
+    every_s = [seconds for mine in waits for seconds in mine]
+    return {
+        "idle": sum(map(sum, waits)) / sum(spans_s),
+        "idle_most": max(sum(mine) / span_s for mine, span_s in zip(waits, spans_s, strict=True)),
+        "steps_per_node_s": steps / sum(spans_s),
+        "steps_per_clock": steps / (len(nodes) * nodes[0].step),
+        "wait_p50_s": statistics.median(every_s),
+        "wait_most_s": max(every_s),
+        "results": dict(sorted(outcome.trace.totals("outer_round", "result").items())),
+    }
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
-Setting = tuple[Any, ...]
-"""Speed std, step std, m, replicas: the order of the rows."""
-Groups = dict[Setting, list[Result]]
-SETTING_COLUMNS: dict[str, Callable[[Setting], Cell]] = {
-    "N": lambda key: key[3],
-    "step std/mean": lambda key: f"{key[1]:g}",
-    "speed std/mean": lambda key: f"{key[0]:g}",
-    "m": lambda key: key[2],
+Groups = Sequence[Results]
+"""Results that differ in policy and seed."""
+ALL = {**POLICIES, "pairs_idle": "pairs (model)", "barrier_idle": "barrier (model)"}
+"""What idles: the policies, and the models."""
+SETTING_COLUMNS: Columns = {
+    "N": "nodes",
+    "step std/mean": lambda found: f"{found[0]['step_std']:g}",
+    "speed std/mean": lambda found: f"{found[0]['speed_std']:g}",
+    "m": "inner_steps",
 }
 
 
 def report(results: Results) -> list[Block]:
     """A table for each question, and plots over the number of replicas."""
-    groups: Groups = dict(sorted(group(results, "speed_std", "step_std", "inner_steps", "nodes").items()))
-    even = {key: found for key, found in groups.items() if key[0] == 0 and key[2] == INNER_STEPS}
-    uneven = {key: found for key, found in groups.items() if key[0] > 0}
-    lengths = {key: found for key, found in groups.items() if (key[3], key[1], key[0]) == (16, 1.0, 0.0)}
+    groups = group(results, "speed_std", "step_std", "inner_steps", "nodes")
+    even = {(key[1], key[3]): found for key, found in groups.items() if key[0] == 0 and key[2] == INNER_STEPS}
+    uneven = [found for key, found in groups.items() if key[0] > 0]
+    lengths = [found for key, found in groups.items() if (key[3], key[1], key[0]) == (16, 1.0, 0.0)]
     return [
-        _headline(groups),
-        _EXPLAINED,
-        _table(even, "### Equal nodes, steps of log-normal length"),
-        *(_plot(even, step_std) for step_std in sorted({key[1] for key in even})),
+        _headline([found for key, found in groups.items() if key[2] == INNER_STEPS]),
+        _table(list(even.values()), "### Equal nodes, steps of log-normal length"),
+        *(_plot(even, step_std) for step_std in sorted({step_std for step_std, _ in even})),
         _table(uneven, "### Nodes of unequal speed, which they keep"),
         _table(lengths, "### Longer and shorter rounds"),
-        _rounds(groups),
+        _rounds(list(groups.values())),
     ]
-
-
-_EXPLAINED = (
-    "Idle share: of the time from a node's first inner step to the end of its last outer round, what it waited for"
-    " others; mean ± standard deviation over seeds. *Barrier* and *pairs* are models on step times drawn from the same"
-    " distribution: at the end of each round every node waits for the last of all, or for its partner of the round,"
-    " however long. *Waits for its partner* is the node's own code under that same rule; *default* is the node as it"
-    " comes: it waits at most the device time of two inner steps, then takes the newest snapshot that there is, and its"
-    " clock follows the median of the others, so that quick nodes do more steps a round and slow ones fewer."
-)
 
 
 def _idle(found: Results, name: str) -> list[float]:
@@ -125,63 +200,62 @@ def _idle(found: Results, name: str) -> list[float]:
 
 def _headline(groups: Groups) -> str:
     """The largest swarm at each spread, in a line."""
-    chosen = {key: found for key, found in groups.items() if key[2] == INNER_STEPS}
-    largest = max((key[3] for key in chosen), default=0)
+    largest = max((found[0]["nodes"] for found in groups), default=0)
     return "\n".join(
-        f"- N = {largest}, steps of std/mean {step:g}, speeds of {speed:g}, m = {m}: idle"
-        f" {statistics.fmean(_idle(found, 'barrier_idle')):.1f} % with a barrier,"
+        f"- N = {largest}, steps of std/mean {found[0]['step_std']:g}, speeds of {found[0]['speed_std']:g}, m ="
+        f" {INNER_STEPS}: idle {statistics.fmean(_idle(found, 'barrier_idle')):.1f} % with a barrier,"
         f" {statistics.fmean(_idle(found, 'patient')):.1f} % when each waits for its partner,"
         f" {statistics.fmean(_idle(found, 'default')):.1f} % with the node as it comes."
-        for (speed, step, m, nodes), found in chosen.items()
-        if nodes == largest
+        for found in groups
+        if found[0]["nodes"] == largest
     )
 
 
 def _table(groups: Groups, caption: str) -> Table:
-    titles = {**POLICIES, "pairs_idle": "pairs (model)", "barrier_idle": "barrier (model)"}
-    columns = SETTING_COLUMNS | {
-        f"{title}, %": lambda key, name=name: mean_std(_idle(groups[key], name), 3) for name, title in titles.items()
-    }
-    return table(columns, groups, caption)
+    def idle(name: str) -> Callable[[Results], Cell]:
+        return lambda found: mean_std(_idle(found, name), 3)
+
+    return table({**SETTING_COLUMNS, **{f"{title}, %": idle(name) for name, title in ALL.items()}}, groups, caption)
 
 
-def _plot(groups: Groups, step_std: float) -> Plot:
-    found = {key[3]: results for key, results in groups.items() if key[1] == step_std}
-    nodes = sorted(found)
-    curves = []
-    for name, title in {**POLICIES, "pairs_idle": "pairs (model)", "barrier_idle": "global barrier (model)"}.items():
-        idle = [statistics.fmean(_idle(found[n], name)) for n in nodes]
-        curves.append(Curve(title, nodes, idle, style="line" if name in POLICIES else "dashed"))
+def _plot(groups: Mapping[tuple[float, int], Results], step_std: float) -> Plot:
+    shown = {nodes: found for (spread, nodes), found in groups.items() if spread == step_std}
+    curves = [
+        Curve.through(
+            title,
+            [(nodes, statistics.fmean(_idle(found, name))) for nodes, found in shown.items()],
+            "line" if name in POLICIES else "dashed",
+        )
+        for name, title in ALL.items()
+    ]
     title = f"Time lost waiting, steps of std/mean {step_std:g}, m = {INNER_STEPS}"
     return Plot(f"idle-{step_std:g}", title, ("replicas", "idle share, %"), curves, ("log2", "linear"))
 
 
 def _rounds(groups: Groups) -> Table:
     """What the bounded wait and the clock cost: rounds that merged an old snapshot, and inner steps a round."""
-    rows = {
-        (*key, title): [one["node"] for one in found if one["policy"] == policy]
-        for key, found in groups.items()
-        for policy, title in POLICIES.items()
-    }
 
-    def share(kind: str) -> Callable[[Setting], Cell]:
-        def cell(row: Setting) -> Cell:
-            count = sum(sum(one["results"].values()) for one in rows[row])
-            return float(100 * sum(one["results"].get(kind, 0) for one in rows[row]) / count)
+    def share(kind: str) -> Callable[[Results], Cell]:
+        def cell(found: Results) -> Cell:
+            rounds = sum((Counter(one["node"]["results"]) for one in found), Counter[str]())
+            return 100 * rounds[kind] / rounds.total()
 
         return cell
 
-    columns: dict[str, Callable[[Setting], Cell]] = {
+    columns: Columns = {
         **SETTING_COLUMNS,
-        "policy": lambda row: row[-1],
+        "policy": lambda found: POLICIES[found[0]["policy"]],
         **{f"{kind}, %": share(kind) for kind in ("partner", "stale", "other", "alone")},
-        "inner steps per step of the clock": lambda row: statistics.fmean(o["steps_per_clock"] for o in rows[row]),
-        "most idle node, %": lambda row: max(100 * one["idle_most"] for one in rows[row]),
+        "inner steps per step of the clock": lambda found: statistics.fmean(
+            o["node"]["steps_per_clock"] for o in found
+        ),
+        "most idle node, %": lambda found: max(100 * one["node"]["idle_most"] for one in found),
     }
     caption = (
         "### What the shorter waits cost\n\nRounds by result, and how many inner steps a replica did for each step of"
         " the clock that ends the run (below 1: the clock ran ahead of them, and the run ended with fewer):"
     )
+    rows = [found for both in groups for _, found in group(both, "policy").items()]
     return table(columns, rows, caption)
 
 

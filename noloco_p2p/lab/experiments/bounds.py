@@ -7,6 +7,7 @@ k·E[δ·x], where k = ½·N/(N − 1): so the second moments E[x²], E[x·δ], 
 together in mean square iff its spectral radius is below one. For N → ∞ that is S1.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -38,6 +39,26 @@ def equation_74(alpha: float, group: int = GROUP) -> tuple[float, float]:
     """The range of γ of eq. 74 in arXiv 2506.10911, as far as it is known: √(n/(2(n−1))) times α to 2 + α."""
     factor = math.sqrt(group / (2 * (group - 1)))
     return factor * alpha, factor * (2 + alpha)
+
+
+def conditions(alpha: float, replicas: int, typical: float) -> dict[str, tuple[float, float]]:
+    """By name: between which γ the replicas stay together; `typical` is the `typical_bound`."""
+    return {
+        "S1": (0.0, s1(alpha)),
+        "S1 for N": (0.0, s1(alpha, replicas)),
+        "nearly every run": (0.0, typical),
+        "eq. 74, n = 2": equation_74(alpha),
+        "eq. 74, n = N": equation_74(alpha, replicas),
+    }
+
+
+def crossing(growth: Sequence[tuple[float, float | None]]) -> float | None:
+    """The γ at which the logarithm of (γ, growth) first turns positive, on a line between neighbours in γ."""
+    logs = sorted((gamma, math.log(factor)) for gamma, factor in growth if factor is not None)
+    for (low, falls), (high, grows) in itertools.pairwise(logs):
+        if falls < 0 <= grows:
+            return low + (high - low) * -falls / (grows - falls)
+    return None
 
 
 def moments(alpha: float, gamma: float, replicas: int | None = None) -> Array:

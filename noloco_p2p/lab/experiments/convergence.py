@@ -9,8 +9,9 @@ of {REPLICAS}, which is what replicas compute that average their gradients (orde
 those of a ring all-reduce in float32. *NoLoCo*: matched pairs every {ROUND_STEPS} inner steps, α 0.5, β = γ = 0.7,
 balanced routes. *No communication*: {REPLICAS} swarms of one replica that never meet, the weights of all of them
 averaged at the end for the merged model. The data streams, the schedule (a tenth warm-up, cosine to a tenth) and the
-clip over each stage are the same for all. The learning rate of each method is the best of the same geometric grid with
-the first seed, which is continued while the best is at its end; the other seeds use it.
+clip over each stage are the same for all. Losses in nats per byte on the same held-out text; mean ± standard deviation
+over seeds, and differences of runs with the same seed. The learning rate of each method is the best of the same
+geometric grid with the first seed, which is continued while the best is at its end; the other seeds use it.
 
 Limits: A model of this size after a few hundred steps is far from converged, and its batch is far below the size at
 which more parallelism stops to pay: the order of the methods can be seen here, and whether the replicas form one
@@ -19,17 +20,27 @@ times the optimizer steps, so it shows what small batches give, not what communi
 one seed on the held-out text that is reported, and other settings (m, α, γ) not at all. Nothing here is about seconds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 from statistics import fmean
 from types import MappingProxyType
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
-from noloco_p2p.lab.experiments.results import differences, known, mean_column, mean_std, published, select
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
+from noloco_p2p.lab.experiments.results import (
+    Columns,
+    differences,
+    known,
+    mean_curve,
+    mean_std,
+    over,
+    published,
+    select,
+    table,
+)
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, finite, small_manifest
-from noloco_p2p.observe.plotting.plots import Curve, Plot
+from noloco_p2p.observe.plotting.plots import Plot
 
 REPLICAS, STAGES, ROUND_STEPS = 8, 2, 10
 RATES = (1.5e-3, 4e-3, 1e-2)
@@ -88,7 +99,7 @@ def further(quick: bool, results: Results) -> list[Case]:
     """Rates beyond the best one while that is the last on its side; then the other seeds at the best."""
     cases = []
     for method in METHODS:
-        rates, best = sorted({one["rate"] for one in select(results, method=method)}), best_rate(results, method)
+        rates, best = sorted({one["rate"] for one in results if one["method"] == method}), best_rate(results, method)
         beyond = {rates[0]: best / FACTOR, rates[-1]: best * FACTOR}
         if best in beyond and len(rates) < MOST_RATES:
             cases.append(_case(method, float(f"{beyond[best]:.2g}"), 1, quick))
@@ -162,22 +173,28 @@ def _ring_bytes(trained: TrainingSummary) -> float:
 
 # --- the report -----------------------------------------------------------------------------------------------------
 
+Best = Mapping[str, Results]
+"""Of each method the runs at its best rate, by seed."""
+
+
+def loss(result: Result) -> float:
+    """At the end, on held-out text, the mean over the replicas; infinite where it was not finite."""
+    return inf if result["validation_loss"] is None else float(result["validation_loss"])
+
 
 def best_rate(results: Results, method: str) -> float:
     """The rate with the lowest held-out loss, mean over the replicas, with the first seed. ValueError without runs."""
-    found = [one for one in results if one["method"] == method and one["seed"] == 1]
-    return float(min(found, key=lambda one: _or_infinite(one["validation_loss"]))["rate"])
-
-
-def _or_infinite(loss: float | None) -> float:
-    return float("inf") if loss is None else loss
+    return float(min(select(results, method=method, seed=1), key=loss)["rate"])
 
 
 def report(results: Results) -> list[Block]:
     """The table, in words, the curves, the rates that were tried, and the paper."""
     best = {name: select(results, method=name, rate=best_rate(results, name)) for name in METHODS}
     gaps = {name: differences(_losses(best[name], best["parallel"])) for name in METHODS}
-    return [_table(best, gaps), *_findings(best, gaps), _plot(best), _tried(results), _paper(gaps["noloco"])]
+    curves = [mean_curve(method.title, [one["curve"] for one in best[name]]) for name, method in METHODS.items()]
+    axes, title = ("tokens, all replicas", "training loss, nats per byte"), "Training loss at equal tokens"
+    plot = Plot("convergence", f"{title}, each at its best rate", axes, curves)
+    return [_table(best, gaps), *_findings(best, gaps), plot, _tried(results), _paper(gaps["noloco"])]
 
 
 def _losses(mine: Results, theirs: Results) -> list[tuple[float | None, float | None]]:
@@ -185,33 +202,27 @@ def _losses(mine: Results, theirs: Results) -> list[tuple[float | None, float | 
     return [(one["validation_loss"], other["validation_loss"]) for one, other in zip(mine, theirs, strict=False)]
 
 
-def _table(best: Mapping[str, Results], gaps: Mapping[str, list[float]]) -> Table:
-    columns: dict[str, Callable[[str], Cell]] = {
-        "method": lambda name: METHODS[name].title,
-        "peak rate": lambda name: f"{best[name][0]['rate']:g}",
-        "optimizer steps": lambda name: best[name][0]["optimizer_steps"],
-        "loss, mean over replicas": mean_column(best, "validation_loss"),
-        "loss of the merged model": mean_column(best, "merged_loss"),
-        "perplexity": lambda name: mean_std(
-            [exp(loss) for loss in known(one["validation_loss"] for one in best[name])]
-        ),
-        "against data parallel, nats": lambda name: mean_std(gaps[name], 3),
-        "bytes/token between stages": lambda name: f"{best[name][0]['between_stages']:.4g}",
-        "bytes/token between replicas": lambda name: f"{best[name][0]['between_replicas']:.4g}",
+def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
+    columns: Columns = {
+        "method": lambda runs: METHODS[runs[0]["method"]].title,
+        "peak rate": lambda runs: f"{runs[0]['rate']:g}",
+        "optimizer steps": "optimizer_steps",
+        "loss, mean over replicas": over("validation_loss"),
+        "loss of the merged model": over("merged_loss"),
+        "perplexity": lambda runs: mean_std([exp(value) for value in known(runs, "validation_loss")]),
+        "against data parallel, nats": lambda runs: mean_std(gaps[runs[0]["method"]], 3),
+        "bytes/token between stages": "between_stages",
+        "bytes/token between replicas": "between_replicas",
     }
-    first = best["one"][0]
-    caption = (
-        f"{first['parameters']:,} parameters, {first['tokens']:,} tokens in each run, mean ± standard deviation "
-        f"over {len(best['noloco'])} seeds. Losses in nats per byte on the same held-out text. Differences "
-        "are of runs with the same seed."
-    )
-    return table(columns, METHODS, caption)
+    first, seeds = best["one"][0], len(best["noloco"])
+    caption = f"{first['parameters']:,} parameters, {first['tokens']:,} tokens in each run, {seeds} seeds."
+    return table(columns, best.values(), caption)
 
 
-def _findings(best: Mapping[str, Results], gaps: Mapping[str, list[float]]) -> list[str]:
+def _findings(best: Best, gaps: Mapping[str, list[float]]) -> list[str]:
     """In words, with the numbers."""
     noloco, apart, parallel = best["noloco"], best["apart"], best["parallel"]
-    below = sum(_or_infinite(mine) < _or_infinite(theirs) for mine, theirs in _losses(noloco, apart))
+    below = sum(loss(mine) < loss(theirs) for mine, theirs in zip(noloco, apart, strict=False))
     ratio = parallel[0]["between_replicas"] / noloco[0]["between_replicas"]
     above = {name: mean_std(gap, 3) for name, gap in gaps.items()}
     merged = {
@@ -230,25 +241,12 @@ def _findings(best: Mapping[str, Results], gaps: Mapping[str, list[float]]) -> l
     ]
 
 
-def _plot(best: Mapping[str, Results]) -> Plot:
-    curves = []
-    for name, method in METHODS.items():
-        points = zip(*(one["curve"] for one in best[name]), strict=True)
-        finite = [
-            (same[0][0], [loss for _, loss in same]) for same in points if all(loss is not None for _, loss in same)
-        ]
-        curves.append(Curve(method.title, [tokens for tokens, _ in finite], [fmean(losses) for _, losses in finite]))
-    axes = ("tokens, all replicas", "training loss, nats per byte")
-    return Plot("convergence", "Training loss at equal tokens, each at its best rate", axes, curves)
-
-
 def _tried(results: Results) -> Table:
     rates = sorted({one["rate"] for one in results})
-    rows = []
+    rows: list[list[Cell]] = []
     for name, method in METHODS.items():
-        losses = {one["rate"]: one["validation_loss"] for one in select(results, method=name, seed=1)}
-        cells = [None if rate not in losses else f"{_or_infinite(losses[rate]):.4g}" for rate in rates]
-        rows.append((method.title, *cells, f"{best_rate(results, name):g}"))
+        losses = {one["rate"]: loss(one) for one in select(results, method=name, seed=1)}
+        rows.append([method.title, *(losses.get(rate) for rate in rates), f"{best_rate(results, name):g}"])
     caption = "Held-out loss (mean over the replicas, first seed) by peak learning rate; a dash: not tried."
     return Table(("method", *(f"{rate:g}" for rate in rates), "chosen"), rows, caption)
 

@@ -12,10 +12,7 @@ from statistics import fmean
 import torch
 
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.core.messages import (
-    PeerId,
-    Snapshot,
-)
+from noloco_p2p.core.messages import PeerId, Snapshot
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.lab.experiments.training import ReplicaSpread, TrainingPlan
 from noloco_p2p.ports import MergeResult, StageState, StepLabel, StepResult
@@ -24,13 +21,8 @@ KEPT_ROUNDS = 5
 """Snapshots of a replica that are kept, beyond those that are pulled late: a partner may be ahead."""
 
 
-@dataclass(slots=True)
-class ReplicaWeights:
-    """One replica of a stage at one round."""
-
-    theta: list[torch.Tensor]
-    step: int
-    learning_rate: float
+ReplicaWeights = tuple[list[torch.Tensor], int, float]
+"""One replica of a stage at one round: θ, inner steps taken, the learning rate of the last one."""
 
 
 @dataclass(slots=True)
@@ -56,12 +48,9 @@ class TrainingMonitor:
         found[peer] = weights
         if len(found) < count:
             return
-        replicas = [found[peer] for peer in sorted(found)]
-        step = int(fmean(one.step for one in replicas) + 0.5)
-        rate = fmean(one.learning_rate for one in replicas)
-        self.spreads[round, stage] = ReplicaSpread(
-            stage, round, step, replica_std([one.theta for one in replicas]), rate
-        )
+        thetas, steps, rates = zip(*(found[peer] for peer in sorted(found)), strict=True)
+        spread = ReplicaSpread(stage, round, int(fmean(steps) + 0.5), replica_std(thetas), fmean(rates))
+        self.spreads[round, stage] = spread
         for key in [key for key in self._reached if key[1] == stage and key[0] <= round]:
             del self._reached[key]
 
@@ -130,9 +119,7 @@ class InstrumentedStage:
 
     def _measure(self, round: int) -> None:
         theta = [parameter.detach().clone() for parameter in self.stage.parameters.values()]
-        self._monitor.reached(
-            self.state.index, round, self._me, ReplicaWeights(theta, self._inner_steps, self._learning_rate)
-        )
+        self._monitor.reached(self.state.index, round, self._me, (theta, self._inner_steps, self._learning_rate))
 
 
 def replica_std(replicas: Sequence[Sequence[torch.Tensor]]) -> float:

@@ -7,33 +7,47 @@ simulator (request, answer with φ and Δ), matched pairs unless said otherwise;
 links (`experiments/allreduce.py` has the formulas): the paper's tree, a binomial tree, a ring, and a butterfly as in
 hivemind.
 
+*replica*: mean over replicas of the time from its snapshot to its merge. *pair*: the later of two partners, mean. *all
+N*: the last pull of the swarm, for which nobody waits. The all-reduces: until the last node has the mean. All replicas
+begin together.
+
+The paper's pair is an exchange in which each sends at once: one message's time, the later of two; its ratio sets one
+way through the tree beside it (or both ways beside two exchanges, which is the same). The node's pull is a request and
+an answer, two messages one after the other, and we set the whole all-reduce, up and down, beside it. Without spread the
+two ratios are equal. A snapshot is two vectors, φ and Δ, where an all-reduce of DiLoCo moves one, Δ. An all-reduce
+leaves every replica with the mean of all, a pull with the mean of two.
+
 Limits: No real network: no congestion, no slow start, no loss, no processing in the hosts. The all-reduces are models
 in which all nodes are ready at the same moment, none fails, and groups form in no time; real ones wait for the last
 replica (see the experiment `blocking`) and for their matchmaking. How much a round is worth is another question: an
 all-reduce makes all replicas equal, a pull brings two nearer to each other (see `convergence`).
 """
 
-from collections.abc import Callable
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from noloco_p2p.config import NodeConfig
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
-from noloco_p2p.lab.experiments.pull_latency import (
-    BYTES_PER_S,
-    LATENCY_S,
-    VECTOR_BYTES,
-    figures_of,
-    pull_round,
-    summary,
-    wire_of,
-)
-from noloco_p2p.lab.experiments.results import published
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
+from noloco_p2p.lab.experiments.results import Columns, plus_minus, published, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
+from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
+from noloco_p2p.observe.plotting.svg import LineStyle
+from noloco_p2p.sim.links import Access, Link, MessageSizes, Uniform
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
-LATENCY_MS, VECTOR_MB, MBIT_PER_S = 1e3 * LATENCY_S, VECTOR_BYTES / 1e6, 8 * BYTES_PER_S / 1e6
+LATENCY_MS, VECTOR_MB, MBIT_PER_S = 10.0, 12.5, 100.0
+"""Of every link, the mean, one way; of one vector of a stage, Δ or φ; each way of a node's access in the
+bandwidth-bound regime, so that a vector takes 100 mean latencies."""
+BYTES_PER_S, VECTOR_BYTES = MBIT_PER_S * 1e6 / 8, int(VECTOR_MB * 1e6)
 EXCHANGES = 20_000
 """Draws of the paper's pair."""
 MODELS: dict[str, Callable[[Wire, int, np.random.Generator], float]] = {
@@ -76,7 +90,7 @@ def cases(quick: bool) -> list[Case]:
 def measure(case: Case) -> Figures:
     """Pulls of `worlds` swarms, worlds `seed`, `seed` + 1, …; the models over `tree_draws` or `draws` all-reduces."""
     settings = case.settings
-    nodes, seed, wire = int(settings["nodes"]), settings["seed"], wire_of(settings["regime"], settings["std_over_mean"])
+    nodes, seed, wire = int(settings["nodes"]), settings["seed"], wire_of(settings)
     models = {}
     for name, model in MODELS.items():
         rng = allreduce.dice(seed, "model", name, nodes)
@@ -88,62 +102,105 @@ def measure(case: Case) -> Figures:
     return {"pull": figures_of(worlds), "models": models}
 
 
+def wire_of(settings: Mapping[str, Any]) -> Wire:
+    """The links of a case."""
+    vector_s = VECTOR_BYTES / BYTES_PER_S if settings["regime"] == "bandwidth" else 0.0
+    return Wire(LATENCY_MS / 1e3, settings["std_over_mean"], vector_s)
+
+
+def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
+    """A swarm of one stage whose computing takes no time, over one outer round, which all begin together."""
+    wire, bound, replicas = wire_of(settings), settings["regime"] == "bandwidth", (settings["nodes"],)
+    outer = {"inner_steps": 1, "pairing": settings["pairing"], "partner_wait_s": FOREVER_S, "deadline_s": FOREVER_S}
+    directory = {"ttl_s": FOREVER_S, "refresh_s": FOREVER_S}
+    plan = SimPlan(
+        timing_manifest(replicas, seed, steps=1, outer=outer),
+        replicas,
+        seed=seed,
+        config=NodeConfig.model_validate({"checkpoint": {"every_rounds": None}, "directory": directory}),
+        geography=Uniform(Link(wire.median_s, wire.sigma), Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()),
+        # A snapshot is two vectors, φ and Δ. In the latency-bound regime they weigh nothing.
+        sizes=MessageSizes(0, 0, (2 * VECTOR_BYTES if bound else 0,), (0,)),
+        costs=Costs(0.0, 0.0, 0.0, 0.0),
+        save_s=0.0,
+    )
+    return SimSwarm(plan).run(limit_s=FOREVER_S)
+
+
+def figures_of(worlds: Sequence[Outcome]) -> Figures:
+    """How long a round took: by replica, by pair (the later of two that pulled from each other), the swarm's last."""
+    took: dict[str, list[float]] = {"replica": [], "pair": [], "last": []}
+    results: Counter[str] = Counter()
+    apart: list[float] = []
+    for world in worlds:
+        rounds = world.trace.of("outer_round")
+        results += world.trace.totals("outer_round", "result")
+        mine = {event.peer: event.number("seconds") for event in rounds}
+        partner = {event.peer: str(event.get("partner")) for event in rounds}
+        began = [event.at_s - mine[event.peer] for event in rounds]
+        apart.append(max(began) - min(began))
+        took["replica"] += mine.values()
+        took["pair"] += [max(mine[a], mine[b]) for a, b in partner.items() if a < b and partner.get(b) == a]
+        took["last"].append(max(mine.values()))
+    summaries = {name: summary(sample) if sample else None for name, sample in took.items()}
+    return summaries | {"results": dict(sorted(results.items())), "begun_apart_s": max(apart)}
+
+
+def summary(sample: Sequence[float]) -> dict[str, float]:
+    """Mean and standard deviation, seconds; 0 for a sample of one."""
+    std = statistics.stdev(sample) if len(sample) > 1 else 0.0
+    return {"mean_s": statistics.fmean(sample), "std_s": std, "count": len(sample)}
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
 def report(results: Results) -> list[Block]:
     """Tables by regime and spread, the comparison with the paper, the plots, and what they say in a few sentences."""
     matched = [one for one in results if one["pairing"] == "matched"]
-    shown = [spread for spread in sorted({float(one["std_over_mean"]) for one in results}) if spread in QUICK_SPREADS]
-    blocks: list[Block] = [_headline(matched), _no_spread(matched), *_beside_paper(matched)]
+    spreads = sorted({float(one["std_over_mean"]) for one in results} & set(QUICK_SPREADS))
+    blocks: list[Block] = [_headline(matched), _no_spread(matched), _beside_paper(matched)]
     for regime, title in REGIMES.items():
-        blocks += [f"### {title.capitalize()}: milliseconds for one synchronisation", _EXPLAINED]
-        blocks += [_times_table(_of(matched, regime, c), f"Latency with std/mean {c:g}:") for c in shown]
-        blocks += [_times_plot(matched, regime, c) for c in shown if c in (0.0, 1.0)]
+        shown = {spread: _of(matched, regime, spread) for spread in spreads}
+        blocks.append(f"### {title.capitalize()}: milliseconds for one synchronisation")
+        blocks += [_times_table(found, f"Latency with std/mean {spread:g}:") for spread, found in shown.items()]
+        blocks += [_times_plot(found, regime, spread) for spread, found in shown.items() if spread in (0.0, 1.0)]
     return [*blocks, _ratios(matched), _quicker(matched), _random_pairs(results)]
 
 
-_EXPLAINED = (
-    "*replica*: mean over replicas of the time from its snapshot to its merge. *pair*: the later of two partners, mean."
-    " *all N*: the last pull of the swarm, for which nobody waits. The all-reduces: until the last node has the mean."
-    " All replicas begin together."
-)
-
-
-def _of(results: Results, regime: str, std_over_mean: float) -> list[Result]:
-    found = [one for one in results if (one["regime"], one["std_over_mean"]) == (regime, std_over_mean)]
-    return sorted(found, key=lambda one: int(one["nodes"]))
+def _of(results: Results, regime: str, std_over_mean: float | None = None, nodes: int | None = None) -> list[Result]:
+    """Those of a regime, of one spread or one number of nodes where it is given; small swarms first."""
+    found = [one for one in results if one["regime"] == regime and std_over_mean in (None, one["std_over_mean"])]
+    return sorted([one for one in found if nodes in (None, one["nodes"])], key=lambda one: int(one["nodes"]))
 
 
 def ratio(result: Result) -> float:
     """Of the paper's tree to the pull, the later one of a pair."""
-    return float(result["models"]["tree"]["mean_s"] / result["pull"]["pair"]["mean_s"])
+    return _times(result, "tree", "pair")
 
 
-def _largest(results: Results, regime: str) -> tuple[int, list[Result]]:
-    """The largest swarm of a regime, and its results."""
-    nodes = max((int(one["nodes"]) for one in results if one["regime"] == regime), default=0)
-    return nodes, [one for one in results if (one["regime"], one["nodes"]) == (regime, nodes)]
+def _times(result: Result, model: str, kind: str) -> float:
+    """How many times as long as a pull a model takes."""
+    return float(result["models"][model]["mean_s"] / result["pull"][kind]["mean_s"])
 
 
 def _headline(results: Results) -> str:
     """The largest swarm of each regime in a line for each spread: the all-reduces as multiples of the pull."""
     lines = []
     for regime, title in REGIMES.items():
-        nodes, found = _largest(results, regime)
-        for one in found:
-            pair_s = one["pull"]["pair"]["mean_s"]
-            multiples = ", ".join(f"{TITLES[name]} {one['models'][name]['mean_s'] / pair_s:.3g}" for name in MODELS)
+        nodes = max((one["nodes"] for one in results if one["regime"] == regime), default=0)
+        for one in _of(results, regime, nodes=nodes):
+            multiples = ", ".join(f"{TITLES[name]} {_times(one, name, 'pair'):.3g}" for name in MODELS)
             lines.append(
                 f"- {title}, N = {nodes}, std/mean {one['std_over_mean']:g}: the later pull of a pair takes"
-                f" {1e3 * pair_s:.4g} ms; the all-reduces that many times as long: {multiples}."
+                f" {1e3 * one['pull']['pair']['mean_s']:.4g} ms; the all-reduces that many times as long: {multiples}."
             )
     return "\n".join(lines)
 
 
 def _no_spread(results: Results) -> Table:
-    columns: dict[str, Callable[[Result], Cell]] = {
-        "N": lambda one: one["nodes"],
+    columns: Columns = {
+        "N": "nodes",
         "log2 N": lambda one: allreduce.levels(one["nodes"]),
         "tree / pull": ratio,
         "deviation": lambda one: f"{abs(ratio(one) / allreduce.levels(one['nodes']) - 1):.2%}",
@@ -158,12 +215,10 @@ def _paper_ratios() -> dict[float, float]:
     return {float(key.rsplit("_", 1)[-1]): value for key, value in ratios.items() if key != "note"}
 
 
-def _beside_paper(results: Results) -> list[Block]:
+def _beside_paper(results: Results) -> Table:
     """Our Monte Carlo of the paper's model, and the node's pull, beside the paper's ratios at its 1,024 nodes."""
-    largest = max(int(one["nodes"]) for one in results)
-    found = [one for one in results if one["regime"] == "latency" and one["nodes"] == largest]
-    theirs = _paper_ratios()
-    columns: dict[str, Callable[[Result], Cell]] = {
+    largest, theirs = max(int(one["nodes"]) for one in results), _paper_ratios()
+    columns: Columns = {
         "std/mean": lambda one: f"{one['std_over_mean']:g}",
         "paper, N = 1024": lambda one: theirs.get(one["std_over_mean"]),
         f"its model here, N = {largest}": lambda one: (
@@ -172,102 +227,75 @@ def _beside_paper(results: Results) -> list[Block]:
         f"tree / node's pull, N = {largest}": ratio,
     }
     caption = "### Beside the paper (arXiv 2506.10911, figure 5; the ratios are its model, recomputed)"
-    return [
-        table(columns, sorted(found, key=lambda one: f"{one['std_over_mean']:g}"), caption),
-        "The paper's pair is an exchange in which each sends at once: one message's time, the later of two; its ratio"
-        " sets one way through the tree beside it (or both ways beside two exchanges, which is the same). The node's"
-        " pull is a request and an answer, two messages one after the other, and we set the whole all-reduce, up and"
-        " down, beside it. Without spread the two ratios are equal.",
-    ]
+    found = sorted(_of(results, "latency", nodes=largest), key=lambda one: float(one["std_over_mean"]))
+    return table(columns, found, caption)
 
 
 def _times_table(results: Results, caption: str) -> Table:
-    def time(kind: str, name: str, *, std: bool) -> Callable[[Result], Cell]:
-        def cell(one: Result) -> Cell:
-            found = one[kind][name]
-            return f"{1e3 * found['mean_s']:.4g}" + (f" ± {1e3 * found['std_s']:.2g}" if std else "")
+    def time(kind: str, name: str) -> Callable[[Result], Cell]:
+        return lambda one: plus_minus(1e3 * one[kind][name]["mean_s"], 1e3 * one[kind][name]["std_s"])
 
-        return cell
-
-    columns: dict[str, Callable[[Result], Cell]] = {
-        "N": lambda one: one["nodes"],
-        "pull: replica": time("pull", "replica", std=True),
-        "pair": time("pull", "pair", std=False),
-        "all N": time("pull", "last", std=False),
+    columns: Columns = {
+        "N": "nodes",
+        "pull: replica": time("pull", "replica"),
+        "pair": lambda one: 1e3 * one["pull"]["pair"]["mean_s"],
+        "all N": lambda one: 1e3 * one["pull"]["last"]["mean_s"],
+        **{TITLES[name]: time("models", name) for name in MODELS},
     }
-    return table(columns | {TITLES[name]: time("models", name, std=True) for name in MODELS}, results, caption)
+    return table(columns, results, caption)
 
 
 def _times_plot(results: Results, regime: str, std_over_mean: float) -> Plot:
-    shown = _of(results, regime, std_over_mean)
-    nodes = [float(one["nodes"]) for one in shown]
-    pulls = [
-        Curve(f"pair pull ({title})", nodes, [float(one["pull"][kind]["mean_s"]) for one in shown])
-        for kind, title in (("pair", "later of a pair"), ("last", "last of all N"))
-    ]
-    models = [
-        Curve(TITLES[name], nodes, [float(one["models"][name]["mean_s"]) for one in shown], style="dashed")
-        for name in MODELS
-    ]
+    def curve(label: str, kind: str, name: str, style: LineStyle = "line") -> Curve:
+        return Curve.through(label, [(one["nodes"], one[kind][name]["mean_s"]) for one in results], style)
+
+    pulled = {"pair": "later of a pair", "last": "last of all N"}
+    pulls = [curve(f"pair pull ({title})", "pull", kind) for kind, title in pulled.items()]
+    models = [curve(TITLES[name], "models", name, "dashed") for name in MODELS]
     title = f"One synchronisation, {REGIMES[regime]}, latency std/mean {std_over_mean:g}"
-    name = f"time-{regime}-{std_over_mean:g}"
-    return Plot(name, title, ("replicas", "seconds"), [*pulls, *models], ("log2", "log"))
+    return Plot(f"time-{regime}-{std_over_mean:g}", title, ("replicas", "seconds"), [*pulls, *models], ("log2", "log"))
 
 
 def _ratios(results: Results) -> Plot:
     shown = sorted({int(one["nodes"]) for one in results})
-    curves = []
-    for nodes in [n for n in shown if n in QUICK_NODES or n == shown[-1]]:
-        found = [one for one in results if (one["regime"], one["nodes"]) == ("latency", nodes)]
-        points = sorted((float(one["std_over_mean"]), ratio(one)) for one in found)
-        curves.append(Curve(f"N = {nodes}", [x for x, _ in points], [y for _, y in points]))
-    theirs = _paper_ratios()
-    paper = Curve("paper, N = 1024", list(theirs), list(theirs.values()), style="points")
-    return Plot("ratio", "Tree all-reduce / pair pull, latency-bound", ("latency std/mean", "ratio"), [*curves, paper])
+    curves = [
+        Curve.through(
+            f"N = {n}", sorted((one["std_over_mean"], ratio(one)) for one in _of(results, "latency", nodes=n))
+        )
+        for n in shown
+        if n in QUICK_NODES or n == shown[-1]
+    ]
+    curves.append(Curve.through("paper, N = 1024", list(_paper_ratios().items()), "points"))
+    return Plot("ratio", "Tree all-reduce / pair pull, latency-bound", ("latency std/mean", "ratio"), curves)
 
 
 def _quicker(results: Results) -> Table:
     """How the all-reduces compare with a replica's pull over all cases, and where each does best."""
     rows: list[list[Cell]] = []
     for regime, title in REGIMES.items():
-        found = [one for one in results if one["regime"] == regime]
+        found = _of(results, regime)
         for name in MODELS if found else ():
-            ratios = sorted(
-                (one["models"][name]["mean_s"] / one["pull"]["replica"]["mean_s"], one["nodes"], one["std_over_mean"])
-                for one in found
-            )
-            best, nodes, std_over_mean = ratios[0]
-            quicker = f"{sum(value < 0.99 for value, _, _ in ratios)} of {len(ratios)} cases"
-            rows.append([title, TITLES[name], quicker, best, f"N = {nodes}, std/mean {std_over_mean:g}"])
-    return Table(
-        ("regime", "all-reduce", "quicker than a replica's pull in", "least ratio to it", "there"),
-        rows,
-        "### Where an all-reduce is quicker than a pull\n\n"
-        "A snapshot is two vectors, φ and Δ, where an all-reduce of DiLoCo moves one, Δ. An all-reduce leaves every"
-        " replica with the mean of all, a pull with the mean of two.",
-    )
+            ratios = [_times(one, name, "replica") for one in found]
+            quicker = f"{sum(value < 0.99 for value in ratios)} of {len(ratios)} cases"
+            best = found[ratios.index(min(ratios))]
+            there = f"N = {best['nodes']}, std/mean {best['std_over_mean']:g}"
+            rows.append([title, TITLES[name], quicker, min(ratios), there])
+    columns = ("regime", "all-reduce", "quicker than a replica's pull in", "least ratio to it", "there")
+    return Table(columns, rows, "### Where an all-reduce is quicker than a pull")
 
 
 def _random_pairs(results: Results) -> Table:
     """Several pulls at one node share its access under random pairing; under a matching each serves one."""
     found = {(one["pairing"], one["nodes"]): one["pull"] for one in _of(results, "bandwidth", 0.0)}
-
-    def time(pairing: str, kind: str) -> Callable[[int], Cell]:
-        return lambda nodes: found[pairing, nodes][kind]["mean_s"]
-
-    columns: dict[str, Callable[[int], Cell]] = {
-        "N": lambda nodes: nodes,
-        "replica, matched (s)": time("matched", "replica"),
-        "replica, random (s)": time("random", "replica"),
-        "all N, matched (s)": time("matched", "last"),
-        "all N, random (s)": time("random", "last"),
-    }
     caption = (
         "### Matched against random pairing, bandwidth-bound, no spread\n\n"
         "A replica that several others chose shares its access among them:"
     )
+    shown = [(kind, pairing) for kind in ("replica", "last") for pairing in ("matched", "random")]
     both = sorted(nodes for pairing, nodes in found if pairing == "random" and ("matched", nodes) in found)
-    return table(columns, both, caption)
+    rows = [[n, *(found[pairing, n][kind]["mean_s"] for kind, pairing in shown)] for n in both]
+    titles = (f"{'all N' if kind == 'last' else kind}, {pairing} (s)" for kind, pairing in shown)
+    return Table(("N", *titles), rows, caption)
 
 
 EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)

@@ -1,8 +1,7 @@
 """The report of an experiment in Markdown: its blocks, and how they are written."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from noloco_p2p import humanize
 from noloco_p2p.observe.plotting.plots import Chart
@@ -19,14 +18,6 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     caption: str = ""
     """A sentence of Markdown above the table."""
-
-
-Row = TypeVar("Row")
-
-
-def table(columns: Mapping[str, Callable[[Row], Cell]], rows: Iterable[Row], caption: str = "") -> Table:
-    """A row for each of `rows`, whose cells are what the columns' functions make of it."""
-    return Table(tuple(columns), [[cell(row) for cell in columns.values()] for row in rows], caption)
 
 
 Block = str | Table | Chart

@@ -1,21 +1,25 @@
-"""A simulated swarm with real stages and real data, from its plan to what came of it."""
+"""A simulated swarm with real stages and real data, from its plan to the summary of what came of it."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle
+from statistics import fmean
+
+import torch
 
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.hardware import set_threads
+from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import Batch, PeerId
+from noloco_p2p.core.messages import ITEM_BYTES, Batch, HostTensor, LossSum, PeerId
 from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
-from noloco_p2p.lab.experiments.run_summary import merged_loss, summarise, torch_stage
 from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary
-from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 STEP_LIMIT_S = 100.0
@@ -54,21 +58,6 @@ def corpus(tokenizer: str, vocabulary: int) -> Corpus:
     return stdlib_corpus(load_tokenizer(tokenizer, None, vocabulary))
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedTraining:
-    """A run that has ended."""
-
-    plan: TrainingPlan
-    """With the manifest as the nodes had it."""
-    monitor: TrainingMonitor
-    outcome: Outcome
-    held_out: Sequence[Batch]
-
-    def summary(self) -> TrainingSummary:
-        """What is reported of it."""
-        return summarise(self.plan, self.monitor, self.outcome, self.held_out)
-
-
 def train(plan: TrainingPlan) -> TrainingSummary:
     """Run a swarm to its end. Deterministic on one machine.
 
@@ -81,14 +70,13 @@ def train(plan: TrainingPlan) -> TrainingSummary:
 def train_apart(plan: TrainingPlan, streams: Sequence[int]) -> tuple[list[TrainingSummary], float]:
     """Every data stream in a swarm of its own, of one replica of each stage: their summaries, and the held-out loss of
     the one model whose weights are their mean."""
-    one_each = (1,) * len(plan.replicas)
-    runs = [_run(replace(plan, replicas=one_each, streams=(stream,))) for stream in streams]
+    runs = [_run(replace(plan, replicas=(1,) * len(plan.replicas), streams=(stream,))) for stream in streams]
     summaries = [one.summary() for one in runs]
-    stages = [[torch_stage(node) for one in runs for node in one.outcome.of_stage(s)] for s in range(len(one_each))]
-    return summaries, merged_loss(stages, runs[0].held_out)
+    together = zip(*(one.stages for one in runs), strict=True)
+    return summaries, _merged_loss([[node for nodes in same for node in nodes] for same in together], runs[0].held_out)
 
 
-def _run(plan: TrainingPlan) -> FinishedTraining:
+def _run(plan: TrainingPlan) -> "FinishedTraining":
     set_threads(1)
     changes = {"seed": plan.seed, "stages": len(plan.replicas), "start_replicas": min(plan.replicas)}
     manifest = RunManifest.model_validate(plan.manifest.model_dump() | changes)
@@ -100,23 +88,112 @@ def _run(plan: TrainingPlan) -> FinishedTraining:
     streams = range(len(first)) if plan.streams is None else plan.streams
 
     def make_stage(manifest: RunManifest, index: int, peer: PeerId) -> InstrumentedStage:
-        return InstrumentedStage(
-            make_torch_stage(manifest, index, peer, audit_dir=plan.audit_dir, self_test=False), monitor, peer
-        )
+        stage = make_torch_stage(manifest, index, peer, audit_dir=plan.audit_dir, self_test=False)
+        return InstrumentedStage(stage, monitor, peer)
 
     def make_batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> StreamBatches:
         mine = streams[first.index(peer) :: len(first)]
         return StreamBatches([SampleStream(text, manifest, peer_id(0, stream)) for stream in mine], held_out)
 
-    swarm = SimPlan(
-        manifest,
-        plan.replicas,
-        plan.seed,
-        CONFIG,
-        plan.link,
-        costs=plan.costs,
-        slowness=plan.slowness,
-        stage_factory=make_stage,
-        batches_factory=make_batches,
-    )
-    return FinishedTraining(plan, monitor, SimSwarm(swarm).run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)
+    world = SimPlan(manifest, plan.replicas, plan.seed, CONFIG, plan.link, costs=plan.costs, slowness=plan.slowness)
+    swarm = SimSwarm(replace(world, stage_factory=make_stage, batches_factory=make_batches))
+    return FinishedTraining(plan, monitor, swarm.run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTraining:
+    """A run that has ended."""
+
+    plan: TrainingPlan
+    """With the manifest as the nodes had it."""
+    monitor: TrainingMonitor
+    outcome: Outcome
+    held_out: Sequence[Batch]
+
+    @property
+    def stages(self) -> list[list[SimProcess]]:
+        """The nodes of each stage, sorted by peer."""
+        return [self.outcome.of_stage(stage) for stage in range(len(self.plan.replicas))]
+
+    def summary(self) -> TrainingSummary:
+        """What is reported of it."""
+        monitor, trace, stages, ended_at_s = self.monitor, self.outcome.trace, self.stages, self.outcome.ended_at_s
+        loads = {node.peer: sum(monitor.served[node.peer]) for nodes in stages for node in nodes}
+        rounds = [(one, (one.peer, int(one.number("round"))) in monitor.lost) for one in trace.of("outer_round")]
+        results = Counter("lost" if lost else str(event.get("result")) for event, lost in rounds)
+        evaluations = [trace.of("evaluation", node.peer) for node in stages[0]]
+        steps = self._inner_steps()
+        return TrainingSummary(
+            validation=tuple(
+                (int(fmean(e.number("step") for e in same) + 0.5), fmean(e.number("loss") for e in same))
+                for same in zip(*evaluations, strict=True)
+            ),
+            final_losses=tuple(found[-1].number("loss") for found in evaluations),
+            merged_loss=_merged_loss(stages, self.held_out),
+            training=tuple((step, loss_sum / tokens) for step, (loss_sum, tokens) in sorted(steps.items()) if tokens),
+            spreads=tuple(spread for _, spread in sorted(monitor.spreads.items())),
+            parameters=tuple(_torch_stage(nodes[0]).state.parameters for nodes in stages),
+            tokens=int(sum(tokens for _, tokens in steps.values())),
+            bytes={
+                **self._bytes_between_stages(loads),
+                "snapshot": sum(int(event.number("bytes")) for event, lost in rounds if not lost),
+            },
+            rounds=dict(sorted(results.items())),
+            load=loads,
+            uneven=tuple(
+                max(load) / fmean(load) for load in ([loads[node.peer] for node in nodes] for nodes in stages)
+            ),
+            waiting=tuple(fmean(_waiting(node, ended_at_s) for node in nodes) for nodes in stages),
+            busy=trace.totals("busy", "direction")["in"],
+            virtual_s=ended_at_s,
+        )
+
+    def _inner_steps(self) -> dict[int, tuple[float, float]]:
+        """Summed loss and tokens of all stage-0 replicas by the number of the inner step."""
+        sums: dict[int, tuple[float, float]] = {}
+        first = {node.peer for node in self.stages[0]}
+        for event in self.outcome.trace.of("inner_step"):
+            if event.peer in first:
+                step = int(event.number("inner_step"))
+                loss_sum, tokens = sums.get(step, (0.0, 0.0))
+                sums[step] = loss_sum + event.number("loss_sum"), tokens + event.number("tokens")
+        return sums
+
+    def _bytes_between_stages(self, loads: Mapping[PeerId, int]) -> dict[str, int]:
+        hidden = _torch_stage(self.stages[0][0]).state.hidden.nbytes
+        targets = ITEM_BYTES["int32"] * self.plan.manifest.microbatch_size * self.plan.manifest.sequence_length
+        hops = sum(loads[node.peer] for nodes in self.stages[1:] for node in nodes)
+        return {"activation": hops * (hidden + targets), "gradient": hops * hidden}
+
+
+def _waiting(node: SimProcess, ended_at_s: float) -> float:
+    """Microbatches that wait to be admitted, averaged over the time of the run."""
+    total, since_s, value = 0.0, 0.0, 0.0
+    for event in node.trace.of("gauge"):
+        if event.get("name") == "waiting":
+            total += value * (event.at_s - since_s)
+            since_s, value = event.at_s, event.number("value")
+    return (total + value * (ended_at_s - since_s)) / ended_at_s
+
+
+@torch.no_grad()
+def _merged_loss(stages: Sequence[Sequence[SimProcess]], held_out: Sequence[Batch]) -> float:
+    """Held-out loss with the mean over the replicas of each stage, which the first replica of each then keeps."""
+    for nodes in stages:
+        for name, theta in _torch_stage(nodes[0]).parameters.items():
+            theta.copy_(torch.stack([_torch_stage(node).parameters[name].double() for node in nodes]).mean(0))
+    loss_sum, tokens = 0.0, 0
+    for batch in held_out:
+        value: HostTensor | LossSum = batch.inputs
+        for nodes in stages:
+            assert isinstance(value, HostTensor), "only the last stage has a loss"
+            value = _torch_stage(nodes[0]).evaluate(value, batch.targets, batch.mask)
+        assert isinstance(value, LossSum), "the last stage has the loss"
+        loss_sum, tokens = loss_sum + value.loss_sum, tokens + value.tokens
+    return loss_sum / tokens
+
+
+def _torch_stage(node: SimProcess) -> TorchStage:
+    """The real stage of a node, as it was left."""
+    assert isinstance(node.model, InstrumentedStage), "every stage of the run is instrumented"
+    return node.model.stage

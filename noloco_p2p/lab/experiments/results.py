@@ -1,22 +1,32 @@
-"""What reports do with results: choose and group them, leave out what was not finite, mean ± standard deviation."""
+"""What reports do with results: choose and group them, and set them into tables and curves."""
 
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from noloco_p2p import humanize
-from noloco_p2p.lab.experiments.markdown_page import Cell
+from noloco_p2p.lab.experiments.markdown_page import Cell, Table
 from noloco_p2p.lab.experiments.spec import Result, Results
+from noloco_p2p.observe.plotting.plots import Curve
+from noloco_p2p.observe.plotting.svg import LineStyle
 
-Key = TypeVar("Key")
+Figure = str | Callable[[Result], float | None]
+"""The name of a figure, or how it follows from a result; None where it was not finite."""
+Column = str | Callable[[Any], Cell]
+"""The name of a figure or a setting that the row has, or its cell from the row."""
+Columns = Mapping[str, Column]
+"""By title."""
 
 
 def published() -> dict[str, Any]:
     """What the paper reports (arXiv 2506.10911), by name; its `source` says from which tables."""
     figures: dict[str, Any] = json.loads(resources.files(__package__).joinpath("paper.json").read_text())
     return figures
+
+
+# --- choosing results -------------------------------------------------------------------------------------------------
 
 
 def select(results: Results, **settings: object) -> list[Result]:
@@ -26,15 +36,16 @@ def select(results: Results, **settings: object) -> list[Result]:
 
 
 def group(results: Results, *names: str) -> dict[tuple[Any, ...], list[Result]]:
-    """The results by their values of these settings."""
+    """The results by their values of these settings, sorted by them."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for one in results:
         groups.setdefault(tuple(one[name] for name in names), []).append(one)
-    return groups
+    return dict(sorted(groups.items()))
 
 
-def known(values: Iterable[float | None]) -> list[float]:
-    """Those that are not None: what was finite."""
+def known(results: Results, figure: Figure) -> list[float]:
+    """The values of a figure that were finite."""
+    values = [one[figure] if isinstance(figure, str) else figure(one) for one in results]
     return [value for value in values if value is not None]
 
 
@@ -43,20 +54,47 @@ def differences(pairs: Iterable[tuple[float | None, float | None]]) -> list[floa
     return [mine - other for mine, other in pairs if mine is not None and other is not None]
 
 
+# --- what a report shows of them --------------------------------------------------------------------------------------
+
+
+def table(columns: Columns, rows: Iterable[Any], caption: str = "", *more: Sequence[Cell]) -> Table:
+    """A row for each of `rows`, and `more` rows that are made already. A column by its name needs rows that are results
+    or groups of results, of which the first is taken."""
+
+    def cell(row: Any, column: Column) -> Cell:
+        if not isinstance(column, str):
+            return column(row)
+        found: Cell = (row if isinstance(row, Result) else row[0])[column]
+        return found
+
+    cells = [[cell(row, column) for column in columns.values()] for row in rows]
+    return Table(tuple(columns), [*cells, *more], caption)
+
+
+def over(figure: Figure, digits: int = 4) -> Callable[[Results], Cell]:
+    """A column of a table whose rows are groups of results: mean ± std of a figure over the group."""
+    return lambda results: mean_std(known(results, figure), digits)
+
+
 def mean_std(values: Sequence[float], digits: int = 4) -> str:
     """`mean ± standard deviation` of a sample; of one value only that, of none a dash. `digits`: of the mean."""
-    if not values:
-        return humanize.DASH
-    mean = humanize.figure(statistics.fmean(values), digits)
-    return f"{mean} ± {humanize.figure(statistics.stdev(values), 2)}" if len(values) > 1 else mean
+    if len(values) < 2:
+        return humanize.figure(values[0] if values else None, digits)
+    return plus_minus(statistics.fmean(values), statistics.stdev(values), digits)
 
 
-def mean_column(
-    groups: Mapping[Key, Results], figure: str | Callable[[Result], float | None], digits: int = 4
-) -> Callable[[Key], Cell]:
-    """A column of a table with a row for each group: mean ± std of a figure over the group, where it was finite."""
+def plus_minus(mean: float, std: float, digits: int = 4) -> str:
+    """A mean and its standard deviation."""
+    return f"{humanize.figure(mean, digits)} ± {humanize.figure(std, 2)}"
 
-    def cell(key: Key) -> Cell:
-        return mean_std(known(one[figure] if isinstance(figure, str) else figure(one) for one in groups[key]), digits)
 
-    return cell
+def mean_curve(
+    label: str,
+    runs: Iterable[Iterable[tuple[float, float | None]]],
+    style: LineStyle = "line",
+    mean: Callable[[Iterable[float]], float] = statistics.fmean,
+) -> Curve:
+    """The mean over runs, which are (x, y), at every x at which all of them are finite."""
+    known = [{x: y for x, y in run if y is not None} for run in runs]
+    common = sorted(set.intersection(*map(set, known))) if known else []
+    return Curve.through(label, [(x, mean(run[x] for run in known)) for x in common], style)

@@ -6,7 +6,13 @@ replicas of each stage; the node's own code in the simulator over real torch sta
 {JITTER}). Microbatches of 8 × 64 tokens, one for each origin and inner step, m = {ROUND_STEPS}, two peak learning
 rates. `fixed`: replica i always sends to replica i; `random`: to any replica that has room; `balanced`: by a
 permutation drawn for each step. Validation goes from replica i to replica i under all of them. Then the same policies
-over stages that only cost time, on equal and unequal devices.
+over stages that only cost time, on equal and unequal devices: {REPLICAS} replicas of each of two stages, two
+microbatches for each origin and step, forward 10 ms, backward 20 ms, links 1 ms, virtual seconds.
+
+All figures: mean ± standard deviation over seeds. Losses in nats per token, the first is the mean over the replicas;
+std of the weights over the replicas of a stage, on θ before the merge where there is one, mean over the last half of
+the measurements that all runs of the arm have; load, microbatches that wait for admission (mean over time) and waits
+are those of stage 1. Changes are against fixed routes with the same seed.
 
 Limits: A model of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 steps:
 signs can be compared, sizes hardly. Without outer rounds fixed routes are eight small models that never meet; a run
@@ -17,21 +23,39 @@ replica says Busy, which evens the load of `random`: draws without that would be
 assumed, not measured.
 """
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from math import exp
 from statistics import fmean
 from types import MappingProxyType
+from typing import Any
 
-from noloco_p2p.lab.experiments import routing_load
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
-from noloco_p2p.lab.experiments.results import mean_column, mean_std, published, select
-from noloco_p2p.lab.experiments.routing_load import DEVICES, POLICIES, REPLICAS
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
+from noloco_p2p.lab.experiments.results import (
+    Columns,
+    differences,
+    mean_curve,
+    mean_std,
+    over,
+    published,
+    select,
+    table,
+)
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
-from noloco_p2p.lab.experiments.training import TrainingPlan, largest_over_mean, small_manifest
+from noloco_p2p.lab.experiments.training import CONFIG, FOREVER_S, TrainingPlan, small_manifest, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
-ROUNDS: Mapping[str, str] = MappingProxyType({"without": "none", "with": "matched"})
+POLICIES = ("fixed", "random", "balanced")
+REPLICAS = 8
+"""Of each of two stages."""
+DEVICES: Mapping[str, tuple[float, Mapping[str, float]]] = MappingProxyType(
+    {"equal": (0.0, {}), "log-normal 0.3": (0.3, {}), "one 3 times slower": (0.0, {"s1r0": 3.0})}
+)
+"""Sigma of the device times, and which replicas are slower by what factor."""
+PAIRINGS = {"without": "none", "with": "matched"}
 """Outer rounds: what a case says, and what the manifest says."""
 ARMS = (("without", 1e-3), ("without", 3e-3), ("with", 3e-3))
 """Outer rounds or not, and the peak learning rate: without them the replicas drift apart slowly or quickly."""
@@ -46,30 +70,23 @@ TRAINED = ("validation", "validation_loss", "merged_loss", "tokens", "load", "un
 """What is kept of a `TrainingSummary`."""
 
 
-# --- the cases ------------------------------------------------------------------------------------------------------
-
-
 def cases(quick: bool) -> list[Case]:
     """Every policy with and without outer rounds, then every policy on every kind of devices; same seeds for all."""
     seeds, steps = (range(1, 2), 60) if quick else (range(1, 4), 200)
+    train, serve = {"kind": "train", "replicas": REPLICAS, "steps": steps}, {"kind": "serve", "steps": steps // 2}
     trained = [
         Case(
             f"{policy}-{rounds}-outer-{rate:g}-{seed}",
-            {"kind": "train", "policy": policy, "rounds": rounds, "rate": rate}
-            | {"replicas": REPLICAS, "steps": steps, "seed": seed},
+            {**train, "policy": policy, "rounds": rounds, "rate": rate, "seed": seed},
         )
-        for seed in seeds
-        for rounds, rate in ARMS
-        for policy in POLICIES
+        for seed, (rounds, rate), policy in product(seeds, ARMS, POLICIES)
     ]
     served = [
         Case(
             f"{policy}-{devices.replace(' ', '-')}-{seed}",
-            {"kind": "serve", "policy": policy, "devices": devices, "steps": steps // 2, "seed": seed},
+            {**serve, "policy": policy, "devices": devices, "seed": seed},
         )
-        for seed in seeds
-        for devices in DEVICES
-        for policy in POLICIES
+        for seed, devices, policy in product(seeds, DEVICES, POLICIES)
     ]
     return [*trained, *served]
 
@@ -80,14 +97,14 @@ def measure(case: Case) -> Figures:
 
     settings = case.settings
     if settings["kind"] == "serve":
-        return routing_load.serve(settings)
+        return serve(settings)
     manifest = small_manifest(
         64,
         len(STAGES),
         routing=settings["policy"],
         steps=settings["steps"],
         inner={"peak_learning_rate": settings["rate"]},
-        outer={"inner_steps": ROUND_STEPS, "pairing": ROUNDS[settings["rounds"]]},
+        outer={"inner_steps": ROUND_STEPS, "pairing": PAIRINGS[settings["rounds"]]},
         evaluation={"every_steps": EVALUATED * settings["steps"] // 100, "microbatches": 16},
     )
     both = (settings["replicas"], settings["replicas"])
@@ -96,7 +113,42 @@ def measure(case: Case) -> Figures:
     return summary.figures(*TRAINED, "virtual_s") | {"spread": spread}
 
 
-# --- what they say --------------------------------------------------------------------------------------------------
+def serve(settings: Mapping[str, Any]) -> Figures:
+    """A run with `policy`, `devices`, `steps` and `seed`: figures of the last stage and of the whole swarm.
+
+    Of the last stage: `load` (microbatches by replica), `largest_over_mean` of it, `waited_s` per microbatch until it
+    is admitted, `waited_share` of the microbatches that waited at all, `busy` answers per microbatch, `inner_steps`
+    (fewest and most of any replica). Of the swarm: `microbatches_per_s`, `idle` (share of the node-seconds by cause).
+    """
+    (spread, slowness), both, seed = DEVICES[settings["devices"]], (REPLICAS, REPLICAS), settings["seed"]
+    options = {"routing": settings["policy"], "steps": settings["steps"], "outer": {"inner_steps": 10}}
+    manifest = timing_manifest(both, seed, microbatches_per_step=2, **options)
+    plan = SimPlan(manifest, both, seed, CONFIG, costs=Costs(spread=spread), slowness=slowness)
+    outcome = SimSwarm(plan).run(FOREVER_S)
+    servers, trace = outcome.of_stage(1), outcome.trace
+    load = {node.peer: node.microbatches["done"] for node in servers}
+    done = sum(load.values())
+    spans = [event for node in servers for event in node.trace.of("span") if event.get("name") == "wait"]
+    waits = [event.number("seconds") for event in spans]
+    began = min(event.at_s for event in trace.of("state") if event.get("state") == "training")
+    took_s = max(event.at_s for event in trace.of("inner_step")) - began
+    idle: dict[str, float] = defaultdict(float)
+    for event in trace.of("idle"):
+        idle[str(event.get("cause"))] += event.number("seconds") / (took_s * len(outcome.processes))
+    steps = [node.inner_steps for node in servers]
+    return {
+        "load": load,
+        "largest_over_mean": max(load.values()) / fmean(load.values()),
+        "waited_s": sum(waits) / done,
+        "waited_share": sum(seconds > 0 for seconds in waits) / done,
+        "busy": sum(node.trace.totals("busy", "direction")["in"] for node in servers) / done,
+        "microbatches_per_s": done / took_s,
+        "idle": dict(sorted(idle.items())),
+        "inner_steps": [min(steps), max(steps)],
+    }
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def late_std(result: Result, stage: int, count: int) -> float | None:
@@ -114,18 +166,20 @@ def changes(results: Results, policy: str, rounds: str, rate: float) -> dict[str
     """Against fixed routes with the same seed, in per cent: std by stage, both stages' mean, perplexity."""
     found: dict[str, list[float]] = {"std 0": [], "std 1": [], "std": [], "perplexity": []}
     count = common_count(results, rounds, rate)
-    mine = select(results, policy=policy, rounds=rounds, rate=rate)
-    for one, fixed in zip(mine, select(results, policy="fixed", rounds=rounds, rate=rate), strict=True):
+    mine, theirs = (select(results, policy=one, rounds=rounds, rate=rate) for one in (policy, "fixed"))
+    for one, fixed in zip(mine, theirs, strict=True):
         pairs = [(late_std(one, stage, count), late_std(fixed, stage, count)) for stage in STAGES]
         stds = [100 * (std / before - 1) for std, before in pairs if std is not None and before]
         if len(stds) == len(STAGES):
-            found["std 0"].append(stds[0])
-            found["std 1"].append(stds[1])
-            found["std"].append(fmean(stds))
-        loss, fixed_loss = one["validation_loss"], fixed["validation_loss"]
-        if loss is not None and fixed_loss is not None:
-            found["perplexity"].append(100 * (exp(loss - fixed_loss) - 1))
+            for name, value in zip(("std 0", "std 1", "std"), (*stds, fmean(stds)), strict=True):
+                found[name].append(value)
+        found["perplexity"] += _perplexity(one["validation_loss"], fixed["validation_loss"])
     return found
+
+
+def _perplexity(loss: float | None, fixed: float | None) -> list[float]:
+    """The change of a perplexity in per cent; nothing where one of the two losses was not finite."""
+    return [100 * (exp(gap) - 1) for gap in differences([(loss, fixed)])]
 
 
 def report(results: Results) -> list[Block]:
@@ -135,116 +189,126 @@ def report(results: Results) -> list[Block]:
         "### Spread and loss",
         _weights(trained),
         _changes(trained),
-        *(_finding(trained, policy, arm) for policy in POLICIES[1:] for arm in ARMS),
-        *(_plot(trained, stage) for stage in STAGES),
-        _perplexity(trained),
+        *(_finding(trained, policy, *arm) for policy in POLICIES[1:] for arm in ARMS),
+        *(_spread_plot(trained, stage) for stage in STAGES),
+        _perplexity_plot(trained),
         "### Load, waiting and throughput",
-        *routing_load.report([one for one in results if one["kind"] == "serve"]),
+        *_served([one for one in results if one["kind"] == "serve"]),
     ]
 
 
-Row = tuple[str, float, str]
-"""Outer rounds, peak rate, policy."""
-SETTING_COLUMNS: dict[str, Callable[[Row], Cell]] = {
-    "peak rate": lambda row: f"{row[1]:g}",
-    "outer rounds": lambda row: row[0],
-    "routes": lambda row: row[2],
+SETTING_COLUMNS: Columns = {
+    "peak rate": lambda found: f"{found[0]['rate']:g}",
+    "outer rounds": lambda found: found[0].case.settings["rounds"],
+    "routes": "policy",
 }
+
+
+def _groups(results: Results, policies: Sequence[str]) -> list[list[Result]]:
+    return [select(results, rounds=rounds, rate=rate, policy=p) for (rounds, rate), p in product(ARMS, policies)]
 
 
 def _weights(results: Results) -> Table:
     counts = {arm: common_count(results, *arm) for arm in ARMS}
-    groups = {(*arm, p): select(results, rounds=arm[0], rate=arm[1], policy=p) for arm in ARMS for p in POLICIES}
 
     def std(stage: int) -> Callable[[Result], float | None]:
         return lambda one: late_std(one, stage, counts[one.case.settings["rounds"], one["rate"]])
 
-    caption = (
-        "Mean ± standard deviation over seeds. Losses in nats per token, the first is the mean over the replicas; std "
-        "of the weights over the replicas of a stage, on θ before the merge where there is one, mean over the last "
-        "half of the measurements that all runs of the arm have; load, and microbatches that wait for admission (mean "
-        "over time), of stage 1."
-    )
-    columns = SETTING_COLUMNS | {
-        "validation loss": mean_column(groups, "validation_loss"),
-        "loss of the merged model": mean_column(groups, "merged_loss"),
-        "std stage 0": mean_column(groups, std(0), 3),
-        "std stage 1": mean_column(groups, std(1), 3),
-        "tokens": mean_column(groups, "tokens", 6),
-        "load, largest / mean": mean_column(
-            groups, lambda one: largest_over_mean(list(one["load"].values())[one["replicas"] :])
-        ),
-        "waiting": mean_column(groups, lambda one: one["waiting"][1], 2),
+    columns: Columns = {
+        **SETTING_COLUMNS,
+        "validation loss": over("validation_loss"),
+        "loss of the merged model": over("merged_loss"),
+        "std stage 0": over(std(0), 3),
+        "std stage 1": over(std(1), 3),
+        "tokens": over("tokens", 6),
+        "load, largest / mean": over(lambda one: one["uneven"][1]),
+        "waiting": over(lambda one: one["waiting"][1], 2),
     }
-    return table(columns, groups, caption)
+    return table(columns, _groups(results, POLICIES), "Loss, spread, load and waiting.")
 
 
 def _changes(results: Results) -> Table:
-    columns = SETTING_COLUMNS | {
-        title: lambda row, name=name: mean_std(changes(results, row[2], row[0], row[1])[name], 3)
-        for title, name in {
-            "std stage 0, %": "std 0",
-            "std stage 1, %": "std 1",
-            "std, mean of both, %": "std",
-            "perplexity, %": "perplexity",
-        }.items()
+    def change(name: str) -> Callable[[Results], Cell]:
+        def cell(found: Results) -> Cell:
+            settings = found[0].case.settings
+            return mean_std(changes(results, settings["policy"], settings["rounds"], settings["rate"])[name], 3)
+
+        return cell
+
+    columns: Columns = {
+        **SETTING_COLUMNS,
+        "std stage 0, %": change("std 0"),
+        "std stage 1, %": change("std 1"),
+        "std, mean of both, %": change("std"),
+        "perplexity, %": change("perplexity"),
     }
     paper = published()["random_routing_without_outer"]
     stds = ", ".join(f"{100 * value:.0f} ({size})" for size, value in paper["weight_std_change"].items())
     most = f"at most +{100 * paper['perplexity_increase_at_most']:.0f}"
-    caption = "Change against fixed routes with the same seed, mean ± standard deviation over seeds."
-    ours = table(columns, [(*arm, policy) for arm in ARMS for policy in POLICIES[1:]])
     theirs = ("paper", "without", "a permutation each time", "–", "–", stds, most)
-    return Table(ours.columns, [*ours.rows, theirs], caption)
+    return table(columns, _groups(results, POLICIES[1:]), "Change against fixed routes.", theirs)
 
 
-def _finding(results: Results, policy: str, arm: tuple[str, float]) -> str:
+def _finding(results: Results, policy: str, rounds: str, rate: float) -> str:
     """In words: with how many seeds the spread is smaller, and the perplexity within what the paper saw."""
     bound = 100 * published()["random_routing_without_outer"]["perplexity_increase_at_most"]
-    found = changes(results, policy, *arm)
-    stds, within = found["std"], sum(value <= bound for value in found["perplexity"])
-    smaller = sum(value < 0 for value in stds)
+    found = changes(results, policy, rounds, rate)
+    stds, perplexity = found["std"], found["perplexity"]
     return (
-        f"{arm[0].capitalize()} outer rounds, peak rate {arm[1]:g}: {policy} routes change the spread by "
-        f"{mean_std(stds, 3)} % (smaller with {smaller} of {len(stds)} seeds) and the perplexity by "
-        f"{mean_std(found['perplexity'], 3)} % (within the paper's {bound:.0f} % with {within} of "
-        f"{len(found['perplexity'])})."
+        f"{rounds.capitalize()} outer rounds, peak rate {rate:g}: {policy} routes change the spread by "
+        f"{mean_std(stds, 3)} % (smaller with {sum(value < 0 for value in stds)} of {len(stds)} seeds) and the "
+        f"perplexity by {mean_std(perplexity, 3)} % (within the paper's {bound:.0f} % with "
+        f"{sum(value <= bound for value in perplexity)} of {len(perplexity)})."
     )
 
 
-def _plot(results: Results, stage: int) -> Plot:
+def _spread_plot(results: Results, stage: int) -> Plot:
     """The mean over the seeds at every step at which all of them were measured, at the higher rate."""
     curves = []
-    for rounds, rate in ARMS[1:]:
-        for policy in POLICIES:
-            found = select(results, policy=policy, rounds=rounds, rate=rate)
-            series = [dict(one["spread"][stage]) for one in found]
-            steps = sorted(set.intersection(*map(set, series)))
-            means = [fmean(one[step] for one in series) for step in steps]
-            curves.append(Curve(f"{policy}, {rounds}", steps, means, style="dashed" if rounds == "with" else "line"))
+    for (rounds, rate), policy in product(ARMS[1:], POLICIES):
+        series = [one["spread"][stage] for one in select(results, policy=policy, rounds=rounds, rate=rate)]
+        curves.append(mean_curve(f"{policy}, {rounds}", series, "dashed" if rounds == "with" else "line"))
     title = f"Weight spread of stage {stage}, without and with outer rounds"
     return Plot(f"spread-stage-{stage}", title, ("inner steps", "std over the replicas"), curves, ("linear", "log"))
 
 
-def _perplexity(results: Results) -> Plot:
+def _perplexity_plot(results: Results) -> Plot:
     """Whether the price of other routes grows or shrinks: the mean over the seeds at every evaluation."""
     curves = []
-    for rounds, rate in ARMS:
-        fixed = select(results, policy="fixed", rounds=rounds, rate=rate)
-        for policy in POLICIES[1:]:
-            mine = select(results, policy=policy, rounds=rounds, rate=rate)
-            together = list(zip(*map(_perplexity_gaps, mine, fixed), strict=False))
-            x, y = ([fmean(pair[column] for pair in same) for same in together] for column in (0, 1))
-            label = f"{policy}, {rounds}, {rate:g}"
-            curves.append(Curve(label, x, y, style="dashed" if rounds == "with" else "line"))
+    for (rounds, rate), policy in product(ARMS, POLICIES[1:]):
+        mine, theirs = (select(results, policy=one, rounds=rounds, rate=rate) for one in (policy, "fixed"))
+        runs = [_perplexity_by_step(one, fixed) for one, fixed in zip(mine, theirs, strict=True)]
+        # The clocks of two seeds need not agree on the step of an evaluation.
+        x, y = ([fmean(pair[column] for pair in same) for same in zip(*runs, strict=False)] for column in (0, 1))
+        curves.append(Curve(f"{policy}, {rounds}, {rate:g}", x, y, style="dashed" if rounds == "with" else "line"))
     return Plot("perplexity", "Perplexity against fixed routes", ("steps", "change, %"), curves)
 
 
-def _perplexity_gaps(one: Result, fixed: Result) -> list[tuple[int, float]]:
-    """(step, perplexity against that of fixed routes in per cent) of every evaluation."""
+def _perplexity_by_step(one: Result, fixed: Result) -> list[tuple[int, float]]:
     pairs = zip(one["validation"], fixed["validation"], strict=False)
-    finite = [(step, loss, other) for (step, loss), (_, other) in pairs if loss is not None and other is not None]
-    return [(step, 100 * (exp(loss - other) - 1)) for step, loss, other in finite]
+    return [(step, change) for (step, loss), (_, other) in pairs for change in _perplexity(loss, other)]
+
+
+def _served(results: Results) -> list[Block]:
+    """A table of all, and in words the throughput of each policy beside fixed routes."""
+    columns: Columns = {
+        "devices": "devices",
+        "routes": "policy",
+        "microbatches / s": over("microbatches_per_s"),
+        "load, largest / mean": over("largest_over_mean"),
+        "waited for admission, %": over(lambda one: 100 * one["waited_share"], 3),
+        "mean wait, ms": over(lambda one: 1000 * one["waited_s"], 3),
+        "Busy per microbatch": over("busy", 2),
+        "idle, %": over(lambda one: 100 * sum(one["idle"].values()), 3),
+        "fewest inner steps": over(lambda one: one["inner_steps"][0]),
+    }
+    groups = {(d, p): select(results, policy=p, devices=d) for d, p in product(DEVICES, POLICIES)}
+    blocks: list[Block] = [table(columns, groups.values(), "Stages that only cost time, with outer rounds.")]
+    for devices in DEVICES:
+        rate = {p: fmean(one["microbatches_per_s"] for one in groups[devices, p]) for p in POLICIES}
+        beside = ", ".join(f"{policy} {100 * rate[policy] / rate['fixed']:.0f} %" for policy in POLICIES[1:])
+        blocks.append(f"Throughput beside fixed routes, devices {devices}: {beside}.")
+    return blocks
 
 
 EXPERIMENT = Experiment("routing", describe(globals()), cases, measure, report)

@@ -9,17 +9,17 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import noloco_p2p
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.experiments import markdown_page
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
 from noloco_p2p.lab.processes import workers
+from noloco_p2p.launch.run_files import write_json
 from noloco_p2p.observe.plotting import plots
 
 RESULTS, REPORT = "results.json", "report.md"
@@ -47,9 +47,8 @@ def run(experiment: Experiment, options: RunOptions, say: Callable[[str], None])
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LocalError(f"{options.out}: {error.strerror}") from error
-    file = ResultsFile(experiment, options)
-    kept = file.read()
-    if kept:
+    file = ResultsFile(experiment, options, code_digest())
+    if kept := file.read():
         say(f"{kept} cases are in {file.path} already")
     with workers(options.jobs, OMP_NUM_THREADS="1") as pool:
         while cases := file.missing():
@@ -58,40 +57,39 @@ def run(experiment: Experiment, options: RunOptions, say: Callable[[str], None])
     return _report(file)
 
 
+@dataclass
 class ResultsFile:
     """What has been measured, in memory and in `results.json`."""
 
-    def __init__(self, experiment: Experiment, options: RunOptions) -> None:
-        self.experiment = experiment
-        self.options = options
-        self.path = options.out / RESULTS
-        self.code = code_digest()
-        self.cases: dict[str, Case] = {}
-        """Those that are known so far, by name."""
-        self._know(experiment.cases(options.quick))
-        self._found: dict[str, Result] = {}
+    experiment: Experiment
+    options: RunOptions
+    code: str
+    """Which code measures: see `code_digest`."""
+    cases: dict[str, Case] = field(default_factory=dict)
+    """Those that are known so far, by name."""
+    found: dict[str, Result] = field(default_factory=dict)
+    """By the name of the case, as they came in."""
+
+    @property
+    def path(self) -> Path:
+        """In the directory of the run."""
+        return self.options.out / RESULTS
 
     @property
     def results(self) -> list[Result]:
         """In the order of the cases, not in that in which they came in."""
-        return [self._found[name] for name in self.cases if name in self._found]
+        return [self.found[name] for name in self.cases if name in self.found]
 
     def missing(self) -> list[Case]:
         """What is still to be measured; when nothing is, what follows from the results."""
-        if len(self._found) == len(self.cases):
-            self._know(self.experiment.further(self.options.quick, self.results))
-        return [case for name, case in self.cases.items() if name not in self._found]
-
-    def _know(self, cases: Sequence[Case]) -> None:
-        names = [case.name for case in cases]
-        if len(set(names)) < len(names) or any(self.cases.get(case.name, case) != case for case in cases):
-            raise ValueError(f"two cases have the same name: {sorted(names)}")
-        self.cases |= dict(zip(names, cases, strict=True))
-
-    def add(self, result: Result) -> None:
-        """One more, on disk too."""
-        self._found[result.case.name] = result
-        self.write(complete=False)
+        if len(self.found) == len(self.cases):
+            quick, ask = self.options.quick, self.experiment
+            cases = ask.further(quick, self.results) if self.cases else ask.cases(quick)
+            names = [case.name for case in cases]
+            if len(set(names)) < len(names) or any(self.cases.get(case.name, case) != case for case in cases):
+                raise ValueError(f"two cases have the same name: {sorted(names)}")
+            self.cases |= dict(zip(names, cases, strict=True))
+        return [case for name, case in self.cases.items() if name not in self.found]
 
     def read(self) -> int:
         """Take up what an earlier run of the same code left; returns how many cases. Raises ConfigError."""
@@ -101,38 +99,23 @@ class ResultsFile:
             old = json.loads(self.path.read_text())
         except ValueError as error:
             raise ConfigError(f"{self.path} is no results file ({error}); give another --out") from error
-        mine = (self.experiment.name, self.options.quick)
-        if (old.get("experiment"), old.get("quick")) != mine:
+        if (old.get("experiment"), old.get("quick")) != (self.experiment.name, self.options.quick):
             kind = "quick" if old.get("quick") else "full"
             raise ConfigError(f"{self.path} is of a {kind} run of {old.get('experiment')}; give another --out")
         if old["code"] != self.code:
             return 0
         kept, walls = {run["case"]: run["figures"] for run in old["runs"]}, old["wall"]["cases_s"]
         while known := [case for case in self.missing() if case.name in kept]:
-            self._found |= {case.name: Result(case, kept[case.name], walls[case.name]) for case in known}
-        return len(self._found)
+            self.found |= {case.name: Result(case, kept[case.name], walls[case.name]) for case in known}
+        return len(self.found)
 
     def write(self, *, complete: bool) -> None:
         """All of it, whole or not at all. The wall times are apart: the rest is equal for equal runs."""
-        results = self.results
-        document = {
-            "experiment": self.experiment.name,
-            "quick": self.options.quick,
-            "complete": complete,
-            "code": self.code,
-            "runs": [
-                {"case": one.case.name, "settings": dict(one.case.settings), "figures": one.figures} for one in results
-            ],
-            "wall": {
-                "jobs": self.options.jobs,
-                "cores": os.cpu_count(),
-                "python": platform.python_version(),
-                "cases_s": {one.case.name: one.wall_s for one in results},
-            },
-        }
-        fresh = self.path.with_suffix(".fresh")
-        fresh.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        fresh.replace(self.path)
+        runs = [{"case": one.case.name, "settings": one.case.settings, "figures": one.figures} for one in self.results]
+        document = {"experiment": self.experiment.name, "quick": self.options.quick, "complete": complete}
+        wall = {"jobs": self.options.jobs, "cores": os.cpu_count(), "python": platform.python_version()}
+        walls = {"wall": {**wall, "cases_s": {one.case.name: one.wall_s for one in self.results}}}
+        write_json(self.path, document | {"code": self.code, "runs": runs} | walls)
 
 
 def code_digest() -> str:
@@ -157,55 +140,38 @@ def _measure(pool: Executor, cases: Sequence[Case], file: ResultsFile, say: Call
             if (error := future.exception()) is not None:
                 error.add_note(f"in case {case.name} of {file.experiment.name}: {dict(case.settings)}")
                 raise error
-            figures, wall_s = future.result()
-            file.add(Result(case, figures, wall_s))
-            say(f"[{len(file.results)}/{len(file.cases)}] {case.name}: {wall_s:.1f} s")
+            file.found[case.name] = result = future.result()
+            file.write(complete=False)
+            say(f"[{len(file.found)}/{len(file.cases)}] {case.name}: {result.wall_s:.1f} s")
 
 
-def _timed(measure: Callable[[Case], Figures], case: Case) -> tuple[Figures, float]:
+def _timed(measure: Callable[[Case], Figures], case: Case) -> Result:
     began = time.perf_counter()
     figures = measure(case)
     # What is kept is what a restart would read: tuples become lists here and now.
-    plain: dict[str, Any] = json.loads(json.dumps(figures, allow_nan=False))
-    return plain, time.perf_counter() - began
+    return Result(case, json.loads(json.dumps(figures, allow_nan=False)), time.perf_counter() - began)
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
 def _report(file: ResultsFile) -> Path:
-    experiment, options = file.experiment, file.options
-    blocks = experiment.report(file.results)
+    experiment, options, results = file.experiment, file.options, file.results
+    blocks = experiment.report(results)
     for chart in markdown_page.charts(blocks):
         plots.save(chart, options.out)
-    head = [
-        f"# {experiment.name}",
-        f"**Question.** {experiment.text.question}",
-        f"**Setting.** {experiment.text.setting}",
-        *(["**This is the quick version: fewer and shorter cases than the full one.**"] if options.quick else []),
-        "## Results",
-    ]
-    whole = [*head, *blocks, "## What this does not show", experiment.text.limits, "## Runs", _runs(file)]
-    path = options.out / REPORT
-    path.write_text(markdown_page.markdown(whole))
-    return path
-
-
-def _runs(file: ResultsFile) -> str:
-    """How it was measured, and how to do it again."""
-    results, options = file.results, file.options
-    seeds = _seeds([one.case.settings for one in results])
-    command = f"noloco experiment {file.experiment.name}{' --quick' if options.quick else ''}"
-    total_s = sum(one.wall_s for one in results)
-    return (
+    seeds = ", ".join(str(seed) for seed in sorted({one["seed"] for one in results if "seed" in one.case.settings}))
+    quick = "**This is the quick version: fewer and shorter cases than the full one.**"
+    # How it was measured, and how to do it again.
+    made = (
         f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}; every one with its settings and figures in"
-        f" [{RESULTS}]({RESULTS}). {total_s:.0f} s of computing in all, {options.jobs} at a time on"
-        f" {os.cpu_count()} cores. Again: `{command}`. Code: `{file.code[:12]}`."
+        f" [{RESULTS}]({RESULTS}). {sum(one.wall_s for one in results):.0f} s of computing in all, {options.jobs} at a"
+        f" time on {os.cpu_count()} cores. Again: `noloco experiment {experiment.name}"
+        f"{' --quick' if options.quick else ''}`. Code: `{file.code[:12]}`."
     )
-
-
-def _seeds(settings: Sequence[Mapping[str, Any]]) -> str:
-    found = sorted({int(one["seed"]) for one in settings if "seed" in one})
-    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
-        return f"{found[0]} to {found[-1]}"
-    return ", ".join(map(str, found))
+    head = [f"# {experiment.name}", f"**Question.** {experiment.text.question}"]
+    head += [f"**Setting.** {experiment.text.setting}", *([quick] if options.quick else []), "## Results"]
+    tail = ["## What this does not show", experiment.text.limits, "## Runs", made]
+    path = options.out / REPORT
+    path.write_text(markdown_page.markdown([*head, *blocks, *tail]))
+    return path

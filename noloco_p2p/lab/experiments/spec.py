@@ -45,7 +45,7 @@ class Result:
 
 
 Results = Sequence[Result]
-"""In the order of the cases."""
+"""In the order of the cases; in a group of equal settings by seed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,12 @@ real torch stages. Peak learning rate {PEAK:g} after a warm-up of a tenth of the
 Microbatches of 8 × 64 tokens, one for each origin and inner step. The spread is exact, measured at every outer round.
 Varied: m, and as controls a rate that stays at its peak, and no outer rounds.
 
+r is the Pearson correlation of the weight std (over the replicas of a stage, θ before the merge) with the learning
+rate, over the outer rounds of a run; *after the warm-up* leaves out what comes before the peak, and p is the exponent
+of std ∝ rate^p there. *Rounds behind* is the shift of the std against the rate with the largest r, found after the
+fact. *Left* is the mean of the last tenth of the run over the largest value. Mean ± standard deviation over seeds; a
+dash where the rate does not change, or the std does not follow it. With a constant rate r is that of the warm-up alone.
+
 Limits: A model of two layers and a few hundred steps, at one peak rate and one number of replicas. A correlation over
 a run has as many points as outer rounds, they are no independent draws, and anything that falls with time correlates
 with a falling rate: the two controls, not r, say whether the rate is the cause. The paper's range is over its models
@@ -13,53 +19,38 @@ and runs, ours over seeds and stages.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import log
 from statistics import correlation, fmean, linear_regression
-from typing import Literal
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
-from noloco_p2p.lab.experiments.results import known, mean_std, published, select
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
+from noloco_p2p.lab.experiments.results import Columns, mean_std, published, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
+from noloco_p2p.observe.plotting.svg import LineStyle
 
 REPLICAS = 8
 """Of each of two stages."""
 STAGES = (0, 1)
 PEAK = 3e-3
 """Peak learning rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpreadArm:
-    """One way to train; equal seeds read equal data."""
-
-    name: str
-    inner_steps: int = 10
-    """m, and without outer rounds the inner steps from one measurement of the spread to the next."""
-    final_fraction: float = 0.1
-    """Learning rate of the last step over the peak; 1: it stays there after the warm-up."""
-    pairing: str = "matched"
-
-
-ARMS = (
-    SpreadArm("m = 10"),
-    SpreadArm("m = 5", inner_steps=5),
-    SpreadArm("m = 20", inner_steps=20),
-    SpreadArm("constant rate", final_fraction=1.0),
-    SpreadArm("no outer rounds", pairing="none"),
-)
-
-
-# --- the cases ------------------------------------------------------------------------------------------------------
+ARMS: dict[str, dict[str, object]] = {
+    "m = 10": {},
+    "m = 5": {"inner_steps": 5},
+    "m = 20": {"inner_steps": 20},
+    "constant rate": {"final_fraction": 1.0},
+    "no outer rounds": {"pairing": "none"},
+}
+"""Ways to train, which differ in m (without outer rounds the inner steps from one measurement of the spread to the
+next), in the learning rate of the last step over the peak, or in the pairing; equal seeds read equal data."""
+DEFAULT = {"inner_steps": 10, "final_fraction": 0.1, "pairing": "matched"}
 
 
 def cases(quick: bool) -> list[Case]:
     """Every arm with every seed."""
     seeds, steps = (range(1, 2), 160) if quick else (range(1, 4), 300)
     return [
-        Case(f"{arm.name.replace(' ', '-')}-{seed}", {"arm": arm.name, "steps": steps, "seed": seed})
+        Case(f"{arm.replace(' ', '-')}-{seed}", {"arm": arm, "steps": steps, "seed": seed})
         for seed in seeds
         for arm in ARMS
     ]
@@ -69,23 +60,22 @@ def measure(case: Case) -> Figures:
     """`spread`: by stage, (inner step, learning rate, std) of every measurement that is finite; and the final loss."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
-    settings = case.settings
-    arm = next(one for one in ARMS if one.name == settings["arm"])
+    arm = DEFAULT | ARMS[case.settings["arm"]]
     manifest = small_manifest(
         64,
         len(STAGES),
         routing="balanced",
-        steps=settings["steps"],
-        inner={"peak_learning_rate": PEAK, "final_fraction": arm.final_fraction},
-        outer={"inner_steps": arm.inner_steps, "pairing": arm.pairing},
+        steps=case.settings["steps"],
+        inner={"peak_learning_rate": PEAK, "final_fraction": arm["final_fraction"]},
+        outer={"inner_steps": arm["inner_steps"], "pairing": arm["pairing"]},
         evaluation={"every_steps": None, "microbatches": 16},
     )
-    summary = train(TrainingPlan(manifest, (REPLICAS, REPLICAS), settings["seed"]))
+    summary = train(TrainingPlan(manifest, (REPLICAS, REPLICAS), case.settings["seed"]))
     spread = [[(one.step, one.learning_rate, one.std) for one in summary.finite_spreads(stage)] for stage in STAGES]
     return summary.figures("validation_loss", "tokens", "rounds") | {"spread": spread}
 
 
-# --- what they say --------------------------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 Series = Sequence[tuple[int, float, float]]
 """(inner step, learning rate, std), in order."""
@@ -144,73 +134,63 @@ def report(results: Results) -> list[Block]:
 
 
 def _correlations(results: Results) -> Table:
-    def over(measure: Callable[[Series], float | None], digits: int) -> Callable[[tuple[SpreadArm, int]], Cell]:
+    def over(measure: Callable[[Series], float | None], digits: int) -> Callable[[tuple[str, int]], Cell]:
         """Mean ± std over the seeds that have it."""
 
-        def cell(row: tuple[SpreadArm, int]) -> Cell:
-            every = [one["spread"][row[1]] for one in select(results, arm=row[0].name)]
-            return mean_std(known(measure(series) for series in every if series), digits)
+        def cell(row: tuple[str, int]) -> Cell:
+            every = [one["spread"][row[1]] for one in select(results, arm=row[0])]
+            values = [measure(series) for series in every if series]
+            return mean_std([value for value in values if value is not None], digits)
 
         return cell
 
-    def delayed(part: int) -> Callable[[Series], float | None]:
-        return lambda series: None if (found := delay(series)) is None else found[part]
-
-    columns: dict[str, Callable[[tuple[SpreadArm, int]], Cell]] = {
-        "arm": lambda row: row[0].name,
-        "stage": lambda row: str(row[1]),
+    columns: Columns = {
+        "arm": lambda row: row[0],
+        "stage": lambda row: row[1],
         "measurements": over(len, 4),
         "r": over(pearson, 3),
         "r after the warm-up": over(lambda series: pearson(falling(series)), 3),
-        "rounds behind": over(delayed(0), 2),
-        "r of that shift": over(delayed(1), 3),
+        "rounds behind": over(lambda series: (delay(series) or (None, None))[0], 2),
+        "r of that shift": over(lambda series: (delay(series) or (None, None))[1], 3),
         "p": over(lambda series: exponent(falling(series)), 3),
         "rate left": over(lambda series: remaining(series, 1), 2),
         "std left": over(lambda series: remaining(series, 2), 2),
     }
-    caption = (
-        "Pearson correlation r of the weight std (over the replicas of a stage, θ before the merge) with the learning "
-        "rate, over the outer rounds of a run; `after the warm-up` leaves out what comes before the peak, the exponent "
-        "p is that of std ∝ rate^p there. `rounds behind` is the shift of the std against the rate with the largest r, "
-        "found after the fact. `left` is the mean of the last tenth of the run over the largest value. Mean ± standard "
-        "deviation over seeds; a dash where the rate does not change, or the std does not follow it. With a constant "
-        "rate r is that of the warm-up alone."
-    )
-    ours = table(columns, [(arm, stage) for arm in ARMS for stage in STAGES], caption)
     low, high = published()["pearson_weight_std_vs_lr"]
-    return Table(ours.columns, [*ours.rows, ("paper", "–", "–", f"{low} … {high}", *"––––––")], caption)
+    rows = [(arm, stage) for arm in ARMS for stage in STAGES]
+    return table(columns, rows, "Weight spread and learning rate.", ("paper", "–", "–", f"{low} … {high}", *"––––––"))
 
 
-def _finding(results: Results, arm: SpreadArm) -> str:
+def _finding(results: Results, arm: str) -> str:
     """In words: the range of r over seeds and stages beside the paper's, and how far rate and std fall."""
     low, high = published()["pearson_weight_std_vs_lr"]
-    every = [series for one in select(results, arm=arm.name) for series in one["spread"] if series]
+    every = [series for one in select(results, arm=arm) for series in one["spread"] if series]
     if not every:
-        return f"{arm.name}: the weights were never finite at a round."
-    found = known(map(pearson, every))
+        return f"{arm}: the weights were never finite at a round."
+    found = [r for r in map(pearson, every) if r is not None]
     left = [fmean(remaining(series, column) for series in every) for column in (1, 2)]
     fall = f"At the end the rate is at {left[0]:.2f} of its largest value, the std at {left[1]:.2f}."
     if not found:
-        return f"{arm.name}: too few rounds for a correlation. {fall}"
-    within, above = sum(low <= r <= high for r in found), sum(r > high for r in found)
+        return f"{arm}: too few rounds for a correlation. {fall}"
     return (
-        f"{arm.name}: r from {min(found):.3f} to {max(found):.3f} over seeds and stages; of {len(found)}, {within} are "
-        f"within the paper's {low} … {high} and {above} above. {fall}"
+        f"{arm}: r from {min(found):.3f} to {max(found):.3f} over seeds and stages; of {len(found)}, "
+        f"{sum(low <= r <= high for r in found)} are within the paper's {low} … {high} and "
+        f"{sum(r > high for r in found)} above. {fall}"
     )
 
 
 def _plot(results: Results, stage: int) -> Plot:
     """The first seed of every arm, and the falling rate, each over its largest value."""
-    firsts = [(arm, one["spread"][stage]) for arm in ARMS for one in select(results, arm=arm.name)[:1]]
-    rates = [_curve("learning rate", series, 1, "dashed") for arm, series in firsts if arm is ARMS[0]]
-    stds = [_curve(f"std, {arm.name}", series, 2, "line") for arm, series in firsts]
+
+    def curve(label: str, series: Series, column: int, style: LineStyle) -> Curve:
+        largest = max((point[column] for point in series), default=1.0)
+        return Curve.through(label, [(point[0], point[column] / largest) for point in series], style)
+
+    firsts = {arm: one["spread"][stage] for arm in ARMS for one in select(results, arm=arm)[:1]}
+    rates = [curve("learning rate", series, 1, "dashed") for series in list(firsts.values())[:1]]
+    stds = [curve(f"std, {arm}", series, 2, "line") for arm, series in firsts.items()]
     axes = ("inner steps", "beside its largest value")
     return Plot(f"over-the-run-stage-{stage}", f"Weight spread of stage {stage} and learning rate", axes, rates + stds)
-
-
-def _curve(label: str, series: Series, column: int, style: Literal["line", "dashed"]) -> Curve:
-    largest = max((point[column] for point in series), default=1.0)
-    return Curve(label, [point[0] for point in series], [point[column] / largest for point in series], style=style)
 
 
 EXPERIMENT = Experiment("spread", describe(globals()), cases, measure, report)

@@ -23,15 +23,19 @@ bound is another one. A γ inside the bound is no promise of a good loss. Eq. 74
 text when this was written.
 """
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from noloco_p2p.core import schedule
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.experiments import bounds
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, describe
-from noloco_p2p.lab.experiments.stability_report import NAMED, report
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
+from noloco_p2p.lab.experiments.results import Columns, group, mean_curve, over, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, finite, small_manifest
+from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot
 
 ALPHAS = (0.0, 0.3, 0.5, 0.7, 0.9)
 MULTIPLES = (0.3, 0.6, 0.9, 1.1, 1.4)
@@ -39,6 +43,8 @@ MULTIPLES = (0.3, 0.6, 0.9, 1.1, 1.4)
 BETA = 0.7
 ROUNDS, SLOW_ROUNDS, SLOW_ALPHA = 30, 90, 0.8
 """Outer rounds; from this α on the longer run, because everything changes more slowly."""
+NAMED = (0.9, 0.7)
+"""The point (α, γ) of METHOD.md, "Stability", outside S1."""
 SIZES = {"inner_steps": 2, "hidden_size": 32, "sequence_length": 32, "microbatch_size": 4}
 PEAK_LEARNING_RATE = 1e-3
 
@@ -107,6 +113,182 @@ def measure(case: Case) -> Figures:
 def _growth(spreads: Sequence[float]) -> float:
     """Factor per round in the last third of the run, where the learning rate falls from a quarter of its peak to 0."""
     return bounds.slope(spreads[-(len(spreads) // 3) :])
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+Points = Mapping[tuple[int, float, float], Results]
+"""By (replicas, α, γ): the runs of all seeds."""
+Typical = Mapping[tuple[int, float], float]
+"""By (replicas, α): the γ up to which nearly every run stays together."""
+
+
+def growth(point: Results) -> float | None:
+    """The geometric mean over the seeds; None when a run was stopped because nothing was finite."""
+    found = [one["growth"] for one in point]
+    return None if None in found else statistics.geometric_mean(found)
+
+
+def grew(point: Results) -> bool:
+    """The spread grew while the learning rate fell."""
+    factor = growth(point)
+    return factor is None or factor >= 1
+
+
+def report(results: Results) -> list[Block]:
+    """Where the spread grew, beside the bounds."""
+    trained = [one for one in results if one["kind"] == "training"]
+    typical = {(one["replicas"], one["alpha"]): one["bound"] for one in results if one["kind"] == "typical"}
+    points = group(trained, "replicas", "alpha", "gamma")
+    series: dict[tuple[int, float], list[tuple[float, float | None]]] = {}
+    for (count, alpha, gamma), point in points.items():
+        series.setdefault((count, alpha), []).append((gamma, growth(point)))
+    crossings = {key: bounds.crossing(grown) for key, grown in series.items()}
+    blocks = [_summary(points, crossings), _verdicts(points, typical), _crossings(crossings, typical)]
+    for count in sorted({count for count, _, _ in points}):
+        mine = {key: point for key, point in points.items() if key[0] == count}
+        blocks += [_plane(mine, count, typical), _growth_map(mine, count, typical), _by_round(mine, count)]
+    named = [(key[0], point) for key, point in points.items() if key[1:] == NAMED]
+    return [*blocks, *(_named(count, point, typical) for count, point in named), *_noise(trained), _all(points)]
+
+
+def _summary(points: Points, crossings: Mapping[tuple[int, float], float | None]) -> Block:
+    inside = [grew(point) for (_, alpha, gamma), point in points.items() if gamma < bounds.s1(alpha)]
+    ratios = [gamma / bounds.s1(alpha) for (_, alpha), gamma in crossings.items() if gamma is not None]
+    began = f"; where it began to grow, γ was {min(ratios):.2f} to {max(ratios):.2f} of S1's γ_max" if ratios else ""
+    return f"Inside S1 the spread grew at {sum(inside)} of {len(inside)} points{began}."
+
+
+def _verdicts(points: Points, typical: Typical) -> Block:
+    """How often each condition was right."""
+    said: dict[str, list[tuple[bool, bool]]] = {}
+    for (count, alpha, gamma), point in points.items():
+        for name, (low, high) in bounds.conditions(alpha, count, typical[count, alpha]).items():
+            said.setdefault(name, []).append((low < gamma < high, grew(point)))
+    rows: list[list[Cell]] = []
+    for name, pairs in said.items():
+        counts = [pairs.count(pair) for pair in ((True, False), (True, True), (False, False), (False, True))]
+        rows.append([name, *counts, f"{(counts[0] + counts[3]) / len(pairs):.0%}"])
+    columns = ("condition", "allowed, fell", "allowed, **grew**", "refused, **fell**", "refused, grew", "right")
+    return Table(columns, rows, "Points (replicas, α, γ) of the grid, by what each condition said and the spread did.")
+
+
+def _crossings(crossings: Mapping[tuple[int, float], float | None], typical: Typical) -> Block:
+    rows: list[dict[str, Cell]] = []
+    for (count, alpha), crossing in crossings.items():
+        limits = bounds.conditions(alpha, count, typical[count, alpha])
+        said = {name: _range(limit) if name.startswith("eq.") else limit[1] for name, limit in limits.items()}
+        rows.append({"N": count, "α": alpha, "γ where the spread began to grow": crossing, **said})
+    caption = (
+        "The γ at which the growth per round passes one, interpolated between neighbours of the grid (–: it does not"
+        " pass), and what the conditions say."
+    )
+    return Table(tuple(rows[0]), [list(row.values()) for row in rows], caption)
+
+
+def _range(limits: tuple[float, float]) -> str:
+    return f"{limits[0]:.3g} to {limits[1]:.3g}"
+
+
+def _bounds(count: int, typical: Typical, unit: Callable[[float], float]) -> list[Curve]:
+    """The bounds over α, each divided by `unit(α)`."""
+    drawn = [step / 20 for step in range(20)]
+    measured = sorted(alpha for replicas, alpha in typical if replicas == count)
+    return [
+        Curve("S1", drawn, [bounds.s1(x) / unit(x) for x in drawn]),
+        Curve(f"S1 for N = {count}", drawn, [bounds.s1(x, count) / unit(x) for x in drawn]),
+        Curve("nearly every run", measured, [typical[count, x] / unit(x) for x in measured], style="points"),
+        Curve("eq. 74, lower", drawn, [bounds.equation_74(x)[0] / unit(x) for x in drawn], style="dashed"),
+        Curve("eq. 74, upper", drawn, [bounds.equation_74(x)[1] / unit(x) for x in drawn], style="dashed"),
+    ]
+
+
+def _plane(points: Points, count: int, typical: Typical) -> Block:
+    curves = _bounds(count, typical, lambda alpha: 1.0)
+    for label, found in (("spread fell", False), ("spread grew", True)):
+        some = [(alpha, gamma) for (_, alpha, gamma), point in points.items() if grew(point) == found]
+        curves.append(Curve.through(label, some, "points"))
+    return Plot(f"stability-n{count}", f"Where the spread grew, {count} replicas", ("α", "γ"), curves)
+
+
+def _growth_map(points: Points, count: int, typical: Typical) -> Block:
+    found = {(a, round(g / bounds.s1(a), 3)): point for (_, a, g), point in points.items() if (a, g) != NAMED}
+    alphas, multiples = (sorted(set(places)) for places in zip(*found, strict=True))
+    return Heatmap(
+        f"growth-n{count}",
+        f"Growth of the spread, {count} replicas (cross: it grew)",
+        ("α", "γ / γ_max of S1", "factor per round, last third of the run"),
+        (alphas, multiples),
+        [[growth(found[alpha, multiple]) for alpha in alphas] for multiple in multiples],
+        marked=[key for key, point in sorted(found.items()) if grew(point)],
+        curves=_bounds(count, typical, bounds.s1),
+    )
+
+
+def _by_round(points: Points, count: int) -> Block:
+    """At the α in the middle of the grid, the mean over the seeds."""
+    alphas = sorted({alpha for _, alpha, _ in points})
+    middle = alphas[len(alphas) // 2]
+    curves = [
+        mean_curve(
+            f"γ = {gamma:g} ({gamma / bounds.s1(alpha):.1f} γ_max)",
+            [list(enumerate(one["spreads"], start=1)) for one in point],
+            mean=statistics.geometric_mean,
+        )
+        for (_, alpha, gamma), point in points.items()
+        if alpha == middle and all(one["spreads"] for one in point)
+    ]
+    title = f"Weight std over {count} replicas, α = {middle:g}; the learning rate falls to 0"
+    return Plot(f"spread-n{count}", title, ("outer round", "std before the merge"), curves, ("linear", "log"))
+
+
+def _named(count: int, point: Results, typical: Typical) -> str:
+    (alpha, gamma), factor = NAMED, growth(point)
+    change = f"the spread changed by a factor of {factor:.3f} a round" if factor else "the nodes stopped"
+    limits = bounds.conditions(alpha, count, typical[count, alpha])
+    return (
+        f"At α = {alpha:g}, γ = {gamma:g} with {count} replicas {change}. S1 allows γ up to {limits['S1'][1]:.3g}, for"
+        f" this number of replicas {limits['S1 for N'][1]:.3g}; eq. 74 asks for {_range(limits['eq. 74, n = 2'])} with"
+        f" n = 2, {_range(limits['eq. 74, n = N'])} with n the number of replicas."
+    )
+
+
+def _noise(results: Results) -> list[Block]:
+    """How well the outer rounds alone, with noise in the same pairs, predict the growth."""
+    pairs = [(one["noise_growth"], one["growth"]) for one in results if one["growth"]]
+    if not pairs:
+        return ["No run came to its end."]
+    gaps = [abs(math.log(growth / noise)) for noise, growth in pairs]
+    same = sum((growth >= 1) == (noise >= 1) for noise, growth in pairs)
+    said = (
+        "**Does training matter?** The same pairs of the same runs, with white noise of the learning rate's size in"
+        f" the place of training, give the same verdict in {same} of {len(pairs)} runs; their factor per round"
+        f" differs by {math.expm1(statistics.median(gaps)):.1%} in the median and {math.expm1(max(gaps)):.1%} at most."
+    )
+    ends = [min(map(min, pairs)), max(map(max, pairs))]
+    curves = [Curve.through("a run", pairs, "points"), Curve("equal", ends, ends, style="dashed")]
+    axes = ("factor per round, noise in the place of training", "factor per round, training")
+    return [said, Plot("foretold", "What the outer rounds alone foretell, last third of the runs", axes, curves)]
+
+
+def _all(points: Points) -> Block:
+    def finite_over(name: str) -> Callable[[Results], Cell]:
+        return lambda point: "not finite" if None in [one[name] for one in point] else over(name)(point)
+
+    columns: Columns = {
+        "N": "replicas",
+        "α": "alpha",
+        "γ": "gamma",
+        "γ/γ_max": lambda point: point[0]["gamma"] / bounds.s1(point[0]["alpha"]),
+        "grew": lambda point: "**yes**" if grew(point) else "no",
+        "training": finite_over("growth"),
+        "noise": finite_over("noise_growth"),
+        "mean square, long run": lambda p: bounds.growth(p[0]["alpha"], p[0]["gamma"], p[0]["replicas"]),
+        "validation loss": finite_over("loss"),
+        "loss of the merged model": finite_over("merged_loss"),
+    }
+    caption = "Every point; factors per round, mean ± standard deviation over the seeds."
+    return table(columns, points.values(), caption)
 
 
 EXPERIMENT = Experiment("stability", describe(globals()), cases, measure, report)

@@ -27,13 +27,12 @@ than their standard deviation say nothing.
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import bounds
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table, table
-from noloco_p2p.lab.experiments.results import differences, group, known, mean_std
+from noloco_p2p.lab.experiments.markdown_page import Block, Table
+from noloco_p2p.lab.experiments.results import Columns, differences, known, mean_curve, mean_std, over, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -63,19 +62,16 @@ BASELINE, APART = Variant("matched"), Variant("none")
 
 def cases(quick: bool) -> list[Case]:
     """Every variant with every seed."""
-    if quick:
-        variants = [Variant("matched"), Variant("random"), Variant("matched", 1), Variant("matched", 3)]
-        variants += [Variant("matched", 0, 0.5), APART]
-    else:
+    variants = [BASELINE, Variant("random"), Variant("matched", 1), Variant("matched", 3), Variant("matched", 0, 0.5)]
+    if not quick:
         variants = [Variant(pairing, stale) for pairing in PAIRINGS for stale in STALE_ROUNDS]
         variants += [Variant(pairing, 0, lost) for pairing in PAIRINGS for lost in LOST]
-        variants.append(APART)
     return [
         Case(
             f"{variant.pairing} stale{variant.stale_rounds} lost{variant.lost:g} s{seed}",
             {**variant._asdict(), "seed": seed, **SIZES},
         )
-        for variant in variants
+        for variant in [*variants, APART]
         for seed in range(1 if quick else 3)
     ]
 
@@ -117,51 +113,44 @@ def measure(case: Case) -> Figures:
 
 # --- the report -----------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class VariantRuns:
-    """The runs of one variant, and those of the baseline with the same seeds."""
-
-    variant: Variant
-    results: Sequence[Result]
-    baseline: Sequence[Result]
-
-    def losses(self, name: str = "loss") -> list[float]:
-        """One for each seed; those that were not finite are left out."""
-        return known(one[name] for one in self.results)
-
-    @property
-    def excess_loss(self) -> list[float]:
-        """Validation loss above the baseline's, by seed."""
-        return differences((one["loss"], base["loss"]) for one, base in zip(self.results, self.baseline, strict=True))
-
-    def wider(self, name: str = "spreads") -> list[float]:
-        """Spread as a multiple of the baseline's, by seed; `noise_spreads`: if training only added noise."""
-        pairs = [(spread(one, name), spread(base, name)) for one, base in zip(self.results, self.baseline, strict=True)]
-        return [mine / base for mine, base in pairs if mine is not None and base is not None]
-
-    @property
-    def outer_step(self) -> float | None:
-        """How far the replicas' mean moves for a steady Δ, in units of that of fresh pulls."""
-        if self.variant == APART:
-            return None
-        return (1 - ALPHA) / (1 - ALPHA + 0.5 * GAMMA * self.variant.stale_rounds)
-
-
-Groups = dict[Variant, VariantRuns]
-
-
-def spread(result: Result, name: str = "spreads") -> float | None:
-    """The mean weight std over the second half of the rounds, before each merge."""
-    stds: list[float] = result[name]
-    return statistics.fmean(stds[len(stds) // 2 :]) if stds else None
+Groups = Mapping[Variant, Results]
+"""The runs of each variant, by seed as those of the baseline."""
 
 
 def report(results: Results) -> list[Block]:
     """Each variant beside the baseline, and how loss and spread follow staleness and lost partners."""
-    by_variant = {Variant(*key): mine for key, mine in group(results, *Variant._fields).items()}
-    groups = {variant: VariantRuns(variant, mine, by_variant[BASELINE]) for variant, mine in by_variant.items()}
+    groups: dict[Variant, list[Result]] = {}
+    for one in results:
+        groups.setdefault(variant_of(one), []).append(one)
     return [_summary(groups), _table(groups), *_plots(groups), _learning(groups)]
+
+
+def variant_of(result: Result) -> Variant:
+    """How the replicas of a run met."""
+    return Variant(*(result[name] for name in Variant._fields))
+
+
+def outer_step(variant: Variant) -> float | None:
+    """How far the replicas' mean moves for a steady Δ, in units of that of fresh pulls."""
+    return None if variant == APART else (1 - ALPHA) / (1 - ALPHA + 0.5 * GAMMA * variant.stale_rounds)
+
+
+def excess_loss(groups: Groups, variant: Variant) -> list[float]:
+    """Validation loss above the baseline's, by seed."""
+    pairs = zip(groups[variant], groups[BASELINE], strict=True)
+    return differences((one["loss"], base["loss"]) for one, base in pairs)
+
+
+def wider(groups: Groups, variant: Variant, name: str = "spreads") -> list[float]:
+    """Spread as a multiple of the baseline's, by seed; `noise_spreads`: if training only added noise."""
+    stds = [[spread(one, name) for one in groups[which]] for which in (variant, BASELINE)]
+    return [mine / base for mine, base in zip(*stds, strict=True) if mine is not None and base is not None]
+
+
+def spread(result: Result, name: str) -> float | None:
+    """The mean weight std over the second half of the rounds, before each merge."""
+    stds: list[float] = result[name]
+    return statistics.fmean(stds[len(stds) // 2 :]) if stds else None
 
 
 def _summary(groups: Groups) -> str:
@@ -174,51 +163,50 @@ def _summary(groups: Groups) -> str:
         "No outer rounds at all": APART,
     }
     lines = [
-        f"- {name}: validation loss {_signed(groups[variant].excess_loss)} nats, weight spread"
-        f" × {mean_std(groups[variant].wider(), 3)}."
+        f"- {name}: validation loss {_signed(excess_loss(groups, variant))} nats, weight spread"
+        f" × {mean_std(wider(groups, variant), 3)}."
         for name, variant in names.items()
         if variant in groups
     ]
     head = (
-        f"Against matched pairs with fresh snapshots (validation loss {mean_std(groups[BASELINE].losses())}, replicas'"
+        f"Against matched pairs with fresh snapshots (validation loss {over('loss')(groups[BASELINE])}, replicas'"
         " mean; differences between runs of the same seed, mean ± standard deviation over the seeds):"
     )
     return "\n".join([head, "", *lines])
 
 
-def _signed(values: Sequence[float]) -> str:
+def _signed(values: list[float]) -> str:
     if not values:
         return "not finite"
     return f"{'+' if statistics.fmean(values) >= 0 else ''}{mean_std(values, 3)}"
 
 
 def _table(groups: Groups) -> Table:
-    columns: dict[str, Callable[[VariantRuns], Cell]] = {
-        "pairing": lambda runs: runs.variant.pairing,
-        "stale by": lambda runs: runs.variant.stale_rounds,
-        "lost": lambda runs: f"{runs.variant.lost:.0%}",
-        "validation loss": lambda runs: mean_std(runs.losses()),
-        "above the baseline": lambda runs: _signed(runs.excess_loss),
-        "loss of the merged model": lambda runs: mean_std(runs.losses("merged_loss")),
-        "spread / baseline's": lambda runs: mean_std(runs.wider(), 3),
-        "with noise alone": lambda runs: mean_std(runs.wider("noise_spreads"), 3),
-        "outer step": lambda runs: runs.outer_step,
+    columns: Columns = {
+        "pairing": "pairing",
+        "stale by": "stale_rounds",
+        "lost": lambda runs: f"{runs[0]['lost']:.0%}",
+        "validation loss": over("loss"),
+        "above the baseline": lambda runs: _signed(excess_loss(groups, variant_of(runs[0]))),
+        "loss of the merged model": over("merged_loss"),
+        "spread / baseline's": lambda runs: mean_std(wider(groups, variant_of(runs[0])), 3),
+        "with noise alone": lambda runs: mean_std(wider(groups, variant_of(runs[0]), "noise_spreads"), 3),
+        "outer step": lambda runs: outer_step(variant_of(runs[0])),
         "rounds by result": _rounds,
     }
     return table(columns, groups.values(), "All variants.")
 
 
-def _rounds(runs: VariantRuns) -> str:
-    totals = sum((Counter(one["rounds"]) for one in runs.results), Counter[str]())
-    every = sum(totals.values())
-    return ", ".join(f"{result} {count / every:.0%}" for result, count in sorted(totals.items())) or "none"
+def _rounds(runs: Results) -> str:
+    totals = sum((Counter(one["rounds"]) for one in runs), Counter[str]())
+    return ", ".join(f"{result} {count / totals.total():.0%}" for result, count in sorted(totals.items())) or "none"
 
 
 def _plots(groups: Groups) -> list[Block]:
     """Loss and spread over staleness and over lost partners, a curve for each pairing."""
-    figures: dict[str, tuple[str, Callable[[VariantRuns], list[float]]]] = {
-        "loss": ("validation loss, nats per token", VariantRuns.losses),
-        "spread": ("weight std / that of matched and fresh", VariantRuns.wider),
+    figures: dict[str, tuple[str, Callable[[Variant], list[float]]]] = {
+        "loss": ("validation loss, nats per token", lambda variant: known(groups[variant], "loss")),
+        "spread": ("weight std / that of matched and fresh", lambda variant: wider(groups, variant)),
     }
     settings = {
         "stale": ("staleness", "age of every snapshot, rounds", "stale_rounds", "lost"),
@@ -227,31 +215,26 @@ def _plots(groups: Groups) -> list[Block]:
     blocks: list[Block] = []
     for name, (label, figure) in figures.items():
         for against, (what, x_label, along, fixed) in settings.items():
-            some = {variant: figure(runs) for variant, runs in groups.items() if getattr(variant, fixed) == 0}
-            curves = [_curve(some, along, pairing) for pairing in PAIRINGS]
+            some = [variant for variant in groups if getattr(variant, fixed) == 0]
+            curves = []
+            for pairing in PAIRINGS:
+                found = {getattr(one, along): figure(one) for one in some if one.pairing == pairing}
+                points = {x: found[x] for x in sorted(found) if found[x]}
+                errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in points.values()]
+                curves.append(Curve(pairing, list(points), list(map(statistics.fmean, points.values())), errors))
             title = f"{name.capitalize()} and {what}"
             blocks.append(Plot(f"{name}-{against}", title, (x_label, label), [one for one in curves if one.x]))
     return blocks
-
-
-def _curve(figures: dict[Variant, list[float]], along: str, pairing: str) -> Curve:
-    mine = {variant: values for variant, values in figures.items() if variant.pairing == pairing and values}
-    points = sorted((float(getattr(variant, along)), values) for variant, values in mine.items())
-    errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
-    return Curve(pairing, [x for x, _ in points], [statistics.fmean(values) for _, values in points], errors)
 
 
 def _learning(groups: Groups) -> Plot:
     """Validation loss by step of what differs most."""
     curves = []
     for variant, runs in groups.items():
-        found = [one["validation"] for one in runs.results]
-        finite = all(loss is not None for validation in found for _, loss in validation)
-        if finite and variant.pairing != "random" and variant.lost in (0.0, 0.5):
-            steps = [step for step, _ in found[0]]
-            means = [statistics.fmean(loss for _, loss in same) for same in zip(*found, strict=True)]
+        if variant.pairing != "random" and variant.lost in (0.0, 0.5):
             label = f"matched, {'lost 50%' if variant.lost else f'stale {variant.stale_rounds}'}"
-            curves.append(Curve("no outer rounds" if variant == APART else label, steps, means))
+            label = "no outer rounds" if variant == APART else label
+            curves.append(mean_curve(label, [one["validation"] for one in runs]))
     axes = ("step", "validation loss, nats per token")
     return Plot("validation", "Validation loss, mean over replicas and seeds", axes, curves)
 

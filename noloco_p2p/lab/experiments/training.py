@@ -1,13 +1,12 @@
-"""What a swarm that trains real weights in the simulator is given, and what is reported of it. Free of torch.
+"""What the experiments' simulated swarms run, and what is reported of one that trains real weights. Free of torch.
 
 `real_swarm.train(TrainingPlan(manifest, replicas=(8, 8), seed=1))` runs it: the simulator's nodes over torch stages and
 real data, all replicas in one process. Time is the simulator's, so that nothing depends on the machine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from statistics import fmean
 from typing import Any
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -17,6 +16,8 @@ from noloco_p2p.sim.stage import Costs
 
 CONFIG = NodeConfig.model_validate({"checkpoint": {"every_rounds": None}, "rebalance": False})
 """Of every node: no checkpoints, no moves between stages."""
+FOREVER_S = 1e5
+"""Virtual seconds that nothing takes."""
 BYTE_VOCABULARY = 384
 """ByT5's ids (arXiv 2105.13626, §3.1)."""
 
@@ -135,6 +136,14 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     return RunManifest.model_validate(fields)
 
 
+def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: object) -> RunManifest:
+    """A run with as little to compute as there can be; `changes` are fields of RunManifest."""
+    least = {"sequence_length": 1, "microbatch_size": 1, "microbatches_per_step": 1}
+    evaluation = {"every_steps": None, "microbatches": 1}
+    fields = {"stages": len(replicas), "start_replicas": min(replicas), "seed": seed, "evaluation": evaluation}
+    return RunManifest.model_validate(least | fields | changes)
+
+
 def finite(value: Any) -> Any:
     """The same in JSON's kinds, None where a number is not finite."""
     if isinstance(value, Mapping):
@@ -142,8 +151,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def largest_over_mean(load: Sequence[int]) -> float:
-    """1.0 where all have as much to do."""
-    return max(load) / fmean(load)
