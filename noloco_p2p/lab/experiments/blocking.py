@@ -58,11 +58,9 @@ def cases(quick: bool) -> list[Case]:
     grid = [(n, step, 0.0, INNER_STEPS) for n in nodes for step in (0.5, 1.0, 2.0)]
     grid += [(n, 0.5, speed, INNER_STEPS) for n in nodes for speed in (0.25, 0.5) if n < 256 or speed == 0.5]
     grid += [(16, 1.0, 0.0, m) for m in (1, 50)]
+    name = "{policy}-{nodes}-{step_std:g}-{speed_std:g}-m{inner_steps}-{seed}"
     return [
-        Case(
-            f"{policy}-{n}-{step:g}-{speed:g}-m{m}-{seed}",
-            {"policy": policy, "nodes": n, "step_std": step, "speed_std": speed, "inner_steps": m, "seed": seed},
-        )
+        Case.named(name, policy=policy, nodes=n, step_std=step, speed_std=speed, inner_steps=m, seed=seed)
         for n, step, speed, m in sorted(grid, reverse=True)
         for policy in POLICIES
         for seed in range(seeds if n < 256 else 1)

@@ -21,6 +21,11 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.sim.world import peer_id
 
 Array = NDArray[np.float64]
+Pair = tuple[Array, Array]
+Factors = tuple[float, float, float]
+"""α, β and γ."""
+Meet = Callable[[int], Sequence[int]]
+"""The place of each replica's partner in a round; its own place for one that goes alone."""
 
 GROUP = 2
 """Replicas of a group: a pair."""
@@ -76,19 +81,11 @@ def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
 
 
 def noise_spreads(
-    factors: tuple[float, float, float],
-    meet: Callable[[int], Sequence[int]],
-    scales: Sequence[float],
-    *,
-    replicas: int,
-    seed: int,
-    stale_rounds: int = 0,
+    factors: Factors, meet: Meet, scales: Sequence[float], *, replicas: int, seed: int, stale_rounds: int = 0
 ) -> list[float]:
     """Std of θ before the merge of each round when Δ is white noise: what is measured if training adds nothing else.
 
-    `factors` are α, β and γ; `meet` gives the place of each replica's partner in a round, its own place for one that
-    goes alone; `scales` are the noise's std in each round. What is pulled is `stale_rounds` old (METHOD.md,
-    "Measures").
+    `scales` are the noise's std in each round. What is pulled is `stale_rounds` old (METHOD.md, "Measures").
     """
     chance = np.random.default_rng(seed)
     phi, momentum = np.zeros((2, replicas, COORDINATES))
@@ -147,7 +144,7 @@ def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
     return [places[found[peer]] for peer in members]
 
 
-def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Callable[[int], list[int]]:
+def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Meet:
     """Partners by round when a share of them is lost: `matched` as in a run with this seed, `random` drawn anew."""
     chance, peers = generator(seed, "meetings", pairing), members(replicas)
 
@@ -160,14 +157,8 @@ def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Callable
     return meet
 
 
-def play(
-    mine: tuple[Array, Array],
-    momentum: Array,
-    theirs: tuple[Array, Array],
-    partner: Sequence[int],
-    factors: tuple[float, float, float],
-) -> tuple[Array, Array]:
-    """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas, `factors` are α, β and γ.
+def play(mine: Pair, momentum: Array, theirs: Pair, partner: Sequence[int], factors: Factors) -> Pair:
+    """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas.
 
     `mine` is each replica's current (φ, Δ), `theirs` what is pulled from each. One that is its own partner goes alone,
     as the mean of two equal snapshots is that snapshot.
@@ -177,8 +168,7 @@ def play(
     alone = np.equal(chosen, np.arange(len(chosen)))[:, None]
     pulled = [np.where(alone, own, other[chosen]) for own, other in zip(mine, theirs, strict=True)]
     group = [mine, (pulled[0], pulled[1])]
-    phi_after, momentum_after = outer_update.outer_step(mine[0], momentum, group, alpha=alpha, beta=beta, gamma=gamma)
-    return np.asarray(phi_after), np.asarray(momentum_after)
+    return outer_update.outer_step(mine[0], momentum, group, alpha=alpha, beta=beta, gamma=gamma)
 
 
 def slope(values: Sequence[float]) -> float:

@@ -111,8 +111,8 @@ def further(quick: bool, results: Results) -> list[Case]:
 
 def _case(method: str, rate: float, seed: int, quick: bool) -> Case:
     size = QUICK if quick else FULL
-    settings = {"method": method, "rate": rate, "seed": seed, "steps": size.steps}
-    return Case(f"{method}-{rate:g}-{seed}", settings | {"hidden": size.hidden, "layers": size.layers})
+    shape = {"steps": size.steps, "hidden": size.hidden, "layers": size.layers}
+    return Case.named("{method}-{rate:g}-{seed}", method=method, rate=rate, seed=seed, **shape)
 
 
 def measure(case: Case) -> Figures:
@@ -153,7 +153,7 @@ def measure(case: Case) -> Figures:
         "between_stages": 0.0 if name == "one" else per_token["activation"] + per_token["gradient"],
         "between_replicas": _ring_bytes(swarms[0]) if name == "parallel" else per_token["snapshot"],
     }
-    return {name: finite(value) for name, value in figures.items()}
+    return dict(finite(figures))
 
 
 def curve(swarms: Sequence[TrainingSummary]) -> list[list[float]]:

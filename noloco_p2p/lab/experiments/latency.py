@@ -26,6 +26,7 @@ all-reduce makes all replicas equal, a pull brings two nearer to each other (see
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -68,22 +69,18 @@ def cases(quick: bool) -> list[Case]:
     """Every regime, number of nodes and spread; large ones first. Random pairing where pulls can meet at one node."""
     nodes, spreads = (QUICK_NODES, QUICK_SPREADS) if quick else (NODES, SPREADS)
     pulls, draws = (500, 50) if quick else (1000, 200)
-    grid = [
-        (n, spread, regime, pairing)
-        for n in sorted(nodes, reverse=True)
-        for spread in spreads
-        for regime, pairing in (("latency", "matched"), ("bandwidth", "matched"), ("bandwidth", "random"))
-        if pairing == "matched" or spread == 0
-    ]
+    kinds = (("latency", "matched"), ("bandwidth", "matched"), ("bandwidth", "random"))
+    grid = list(product(sorted(nodes, reverse=True), spreads, kinds))
     if quick:
-        grid += [(NODES[-1], spread, "latency", "matched") for spread in spreads]
+        grid += [(NODES[-1], spread, kinds[0]) for spread in spreads]
+    many = {
+        n: {"worlds": max(1, pulls // n), "draws": draws if n <= 64 else max(10, 64 * draws // n)} for n, *_ in grid
+    }
+    name, fixed = "{regime}-{pairing}-{nodes}-{std_over_mean:g}", {"tree_draws": 1000, "seed": 0}
     return [
-        Case(
-            f"{regime}-{pairing}-{n}-{spread:g}",
-            {"regime": regime, "pairing": pairing, "nodes": n, "std_over_mean": spread, "worlds": max(1, pulls // n)}
-            | {"tree_draws": 1000, "draws": draws if n <= 64 else max(10, 64 * draws // n), "seed": 0},
-        )
-        for n, spread, regime, pairing in grid
+        Case.named(name, regime=regime, pairing=pairing, nodes=n, std_over_mean=spread, **many[n], **fixed)
+        for n, spread, (regime, pairing) in grid
+        if pairing == "matched" or spread == 0
     ]
 
 

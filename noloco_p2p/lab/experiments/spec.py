@@ -12,7 +12,7 @@ EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from noloco_p2p.lab.experiments.markdown_page import Block
 
@@ -28,6 +28,11 @@ class Case:
     """Short, unique in its experiment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """All that the figures follow from, JSON values only; `seed` is the one of its random draws."""
+
+    @classmethod
+    def named(cls, name: str, **settings: Any) -> Self:
+        """The case of these settings, which also make its name: `n{replicas}-{seed}`."""
+        return cls(name.format_map(settings), settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 
 from noloco_p2p.core import schedule
 from noloco_p2p.errors import LocalError
@@ -53,23 +54,15 @@ def cases(quick: bool) -> list[Case]:
     """The grid for each number of replicas and each seed, and the bound for nearly every run at each α."""
     alphas, multiples = ((0.0, 0.5, 0.9), (0.6, 0.9, 1.4)) if quick else (ALPHAS, MULTIPLES)
     seeds = {8: range(1)} if quick else {16: range(1), 8: range(2)}
-    points = [(alpha, round(multiple * bounds.s1(alpha), 4)) for alpha in alphas for multiple in multiples]
-    grid = [
-        Case(
-            f"n{count} a{alpha:g} g{gamma:g} s{seed}",
-            {"kind": "training", "replicas": count, "alpha": alpha, "gamma": gamma, "seed": seed}
-            | {"rounds": SLOW_ROUNDS if alpha >= SLOW_ALPHA else ROUNDS, **SIZES},
-        )
-        for count in seeds
-        for alpha, gamma in [*points, NAMED]
-        for seed in seeds[count]
-    ]
-    typical = [
-        Case(f"n{count} a{alpha:g} typical", {"kind": "typical", "replicas": count, "alpha": alpha, "seed": 0})
-        for count in seeds
-        for alpha in alphas
-    ]
-    return grid + typical
+    points = [(alpha, round(multiple * bounds.s1(alpha), 4)) for alpha, multiple in product(alphas, multiples)]
+    cases = []
+    for count, (alpha, gamma) in product(seeds, [*points, NAMED]):
+        point = {"kind": "training", "replicas": count, "alpha": alpha, "gamma": gamma, **SIZES}
+        point["rounds"] = SLOW_ROUNDS if alpha >= SLOW_ALPHA else ROUNDS
+        cases += [Case.named("n{replicas} a{alpha:g} g{gamma:g} s{seed}", seed=seed, **point) for seed in seeds[count]]
+    for count, alpha in product(seeds, alphas):
+        cases.append(Case.named("n{replicas} a{alpha:g} {kind}", kind="typical", replicas=count, alpha=alpha, seed=0))
+    return cases
 
 
 def measure(case: Case) -> Figures:

@@ -67,10 +67,7 @@ def cases(quick: bool) -> list[Case]:
         variants = [Variant(pairing, stale) for pairing in PAIRINGS for stale in STALE_ROUNDS]
         variants += [Variant(pairing, 0, lost) for pairing in PAIRINGS for lost in LOST]
     return [
-        Case(
-            f"{variant.pairing} stale{variant.stale_rounds} lost{variant.lost:g} s{seed}",
-            {**variant._asdict(), "seed": seed, **SIZES},
-        )
+        Case.named("{pairing} stale{stale_rounds} lost{lost:g} s{seed}", **variant._asdict(), seed=seed, **SIZES)
         for variant in [*variants, APART]
         for seed in range(1 if quick else 3)
     ]

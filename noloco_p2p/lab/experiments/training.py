@@ -4,6 +4,7 @@
 real data, all replicas in one process. Time is the simulator's, so that nothing depends on the machine.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -146,8 +147,4 @@ def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: object) -> 
 
 def finite(value: Any) -> Any:
     """The same in JSON's kinds, None where a number is not finite."""
-    if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda constant: None)
