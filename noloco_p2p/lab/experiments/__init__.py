@@ -1,8 +1,8 @@
 """Experiments that a user can repeat: each asks one question, runs its cases, and writes a report with its own figures.
 
-`spec` says what an experiment is, `runner` measures its cases, `markdown_page` writes the report. `training`,
-`real_swarm`, `instrumented_stage` and `run_summary` train real weights in the simulator; the others are the experiments
-themselves and what each measures with.
+`spec` says what an experiment is, `runner` measures its cases, `results` and `markdown_page` have what the reports
+share. `training`, `real_swarm` and `instrumented_stage` train real weights in the simulator; `allreduce` and `bounds`
+are models that are set beside what was measured; the others are the experiments themselves.
 """
 
 import importlib
