@@ -175,9 +175,9 @@ def top(
     interval: Annotated[float, Option(min=0.2, max=3600, help="Seconds from one reading to the next.")] = 2.0,
 ) -> None:
     """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
-    from noloco_p2p.observe.top import TopOptions, run_top
+    from noloco_p2p.observe.top import run_top
 
-    run_top(TopOptions(tuple(join or ()), url, once or as_json, as_json, interval))
+    run_top(join or (), url, once=once, as_json=as_json, interval_s=interval)
 
 
 @app.command("sim")
