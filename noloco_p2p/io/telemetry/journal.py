@@ -26,6 +26,9 @@ from typing import Any
 from noloco_p2p.io.telemetry.counters import TALLIES, RunCounters
 from noloco_p2p.io.telemetry.log import BackgroundHandler, RepeatLimiter
 
+Clock = Callable[[], float]
+"""Gives seconds."""
+
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     "stage": ("stage",),
     "state": ("state", "reason"),
@@ -86,11 +89,7 @@ class Journal:
     """Turns events into lines and hands them to `write`. From any thread; raises only for malformed fields."""
 
     def __init__(
-        self,
-        write: Callable[[str], None],
-        counters: RunCounters,
-        now: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        self, write: Callable[[str], None], counters: RunCounters, now: Clock = time.monotonic, wall: Clock = time.time
     ) -> None:
         self._write = write
         self._counters = counters
@@ -171,7 +170,7 @@ class Journal:
 
 
 class FileJournal(Journal):
-    """The journal of a node's directory. `open` begins it; nothing of it waits for the disk, or raises because of it."""
+    """The journal of a node's directory. `open` begins it; nothing of it waits for the disk or raises because of it."""
 
     def __init__(self, directory: Path, counters: RunCounters) -> None:
         self._background = BackgroundHandler(EventFiles(directory), QUEUE_LINES, "journal")
@@ -224,11 +223,7 @@ class EventFiles(logging.handlers.RotatingFileHandler):
     """
 
     def __init__(
-        self,
-        directory: Path,
-        file_bytes: int = FILE_BYTES,
-        files: int = FILES,
-        now: Callable[[], float] = time.monotonic,
+        self, directory: Path, file_bytes: int = FILE_BYTES, files: int = FILES, now: Clock = time.monotonic
     ) -> None:
         super().__init__(directory / NAME, maxBytes=file_bytes, backupCount=files - 1, encoding="ascii", delay=True)
         self._now = now

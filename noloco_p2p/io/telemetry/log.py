@@ -64,12 +64,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end. The message holds the traceback: `QueueHandler` has put it there."""
-        line: dict[str, Any] = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-        }
-        return json.dumps(line | getattr(record, "fields", {}), default=str)
+        line: dict[str, Any] = {"time": round(record.created, 3), "level": record.levelname.lower()}
+        return json.dumps({**line, "message": record.getMessage(), **getattr(record, "fields", {})}, default=str)
 
 
 def start(stream: TextIO, *, json_lines: bool = False, level: int = logging.INFO) -> Callable[[], None]:

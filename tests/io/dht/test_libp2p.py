@@ -92,7 +92,7 @@ def test_it_serves_its_own_metrics_at_the_given_port(tmp_path: Path) -> None:
 def test_ctrl_c_in_a_terminal_does_not_reach_the_daemon(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a:
-            assert os.getpgid(a.daemon_pid) == a.daemon_pid != os.getpgid(0)
+            assert os.getpgid(a.p2p._child.pid) == a.p2p._child.pid != os.getpgid(0)
 
     run(scenario)
 
