@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from noloco_p2p.compute.exported_model import ExportedModel, load_decoder, silence_transformers
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, HostTensor
 from noloco_p2p.errors import ConfigError, LocalError
@@ -37,10 +38,8 @@ def run_eval(
     `data` is `stdlib`, files or globs; nothing: the data of the run. Of files all tokens count, unless `held_out`.
     Raises ConfigError, LocalError.
     """
-    from noloco_p2p.compute import exported_model
-
     manifest, replicas = read_record(out)
-    exported_model.silence_transformers()
+    silence_transformers()
     batches = _batches(manifest, out, data, held_out, microbatches)
     with progress_bar("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
@@ -71,8 +70,6 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
 
     Raises ConfigError.
     """
-    from noloco_p2p.compute.exported_model import ExportedModel, load_decoder, silence_transformers
-
     manifest, _ = read_record(out)
     silence_transformers()
     tokenizer = _tokenizer(manifest, out)
@@ -91,8 +88,6 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
 
 def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) -> tuple[float, int]:
     """Nats per token over all microbatches, and the number of tokens."""
-    from noloco_p2p.compute.exported_model import ExportedModel
-
     model = ExportedModel.load(directory, device)
     nats, tokens = 0.0, 0
     for batch in batches:
@@ -173,8 +168,6 @@ def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int
     rows = [row for batch in batches for row in np.frombuffer(batch.targets.data, "<i4").reshape(batch.targets.shape)]
     if manifest.data.tokenizer == "bytes" and manifest.data.kind != "parquet":
         return sum(int(((row >= BYTE_OFFSET) & (row < BYTE_OFFSET + 256)).sum()) for row in rows)
-    from noloco_p2p.compute.exported_model import load_decoder
-
     decode = load_decoder(out)
     return sum(len(decode([int(one) for one in row if one != IGNORED_TARGET]).encode()) for row in rows)
 
