@@ -44,17 +44,17 @@ def swarm(
 @app.command()
 def pause(dir: NodeDir) -> None:
     """Pause a running node: it keeps its state and leaves the routes, so that its device is free for others."""
-    from noloco_p2p.launch import control
+    from noloco_p2p.launch import node_probe
 
-    print("\n".join(f"asked to pause: {node}" for node in control.send_signal(dir, control.PAUSE)))
+    print("\n".join(f"asked to pause: {node}" for node in node_probe.send_signal(dir, node_probe.PAUSE)))
 
 
 @app.command()
 def resume(dir: NodeDir) -> None:
     """Let a paused node go on; it catches up with the others first."""
-    from noloco_p2p.launch import control
+    from noloco_p2p.launch import node_probe
 
-    print("\n".join(f"asked to go on: {node}" for node in control.send_signal(dir, control.RESUME)))
+    print("\n".join(f"asked to go on: {node}" for node in node_probe.send_signal(dir, node_probe.RESUME)))
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """The weights of an export, fetched from a running swarm. `collection.py` has the other source, checkpoints.
 
-The collector is an observer (observer.py) that also calls nodes as a peer does.
+The collector is an observer (bootstrap.py) that also calls nodes as a peer does.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
+from noloco_p2p.launch.bootstrap import NullTelemetry, observing
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say, progress_bar
-from noloco_p2p.launch.observer import NullTelemetry, observing
 from noloco_p2p.node.outer_round import KEPT_ROUNDS
 
 ATTEMPTS = 6

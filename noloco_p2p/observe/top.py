@@ -109,7 +109,7 @@ def from_directory(peers: Callable[[], Awaitable[Sequence[Advert]]]) -> Readings
 async def _readings(join: Sequence[str]) -> AsyncIterator[Readings]:
     """The swarm behind these addresses."""
     from noloco_p2p.launch import join_file
-    from noloco_p2p.launch.observer import observing
+    from noloco_p2p.launch.bootstrap import observing
 
     join_file.check(join)
     addresses = await join_file.JoinAddresses(join, JOIN_FILE_S).come()

@@ -27,7 +27,7 @@ from noloco_p2p.core.messages import Advert, Gradient, PeerId, ReplicaState, Sna
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
 from noloco_p2p.lab.processes import peer_process, workers
-from noloco_p2p.launch.observer import NullTelemetry
+from noloco_p2p.launch.bootstrap import NullTelemetry
 from noloco_p2p.ports import Body
 
 MIB = 1 << 20

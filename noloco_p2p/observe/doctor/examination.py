@@ -16,8 +16,7 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.launch import control, join_file, run_files
-from noloco_p2p.launch.node_probe import HOME
+from noloco_p2p.launch import join_file, node_probe, run_files
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
@@ -66,7 +65,7 @@ async def examine(options: DoctorOptions, report: DoctorReport) -> None:
     targets = [JoinAddress.parse(text) for text in join_file.JoinAddresses(options.join)]
     if options.join and not targets:
         raise ConfigError(f"no join address is in {' or '.join(options.join)} yet: is its node running?")
-    node_dirs = () if options.dir is None else control.node_dirs(options.dir)
+    node_dirs = () if options.dir is None else node_probe.node_dirs(options.dir)
     stored = next((found for one in node_dirs if (found := run_files.stored_manifest(one)) is not None), None)
     own = stored if stored is not None and not options.given.names_the_run else None
     manifest = None if targets else own or options.given.manifest()
@@ -101,7 +100,7 @@ async def examine(options: DoctorOptions, report: DoctorReport) -> None:
             which = "the run of this directory" if own is not None else "the run of these settings"
             report.ok("run", f"{which}: {manifest.name}, {manifest.stages} stages, id {manifest.run_id}")
             needs = examination.requirements(manifest)
-            await needs.check(options.dir or HOME, needs.wanted_stage())
+            await needs.check(options.dir or node_probe.HOME, needs.wanted_stage())
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ class Examination:
             ]
         finally:
             await probe.close()
-        parameters = await needs.check(self.options.dir or HOME, stage)
+        parameters = await needs.check(self.options.dir or node_probe.HOME, stage)
         if parameters is not None:
             replicas = [advert for advert in present if advert.stage == stage]
             await needs.check_speed(stage, parameters[stage], replicas, mates, following)

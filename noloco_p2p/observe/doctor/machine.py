@@ -17,7 +17,7 @@ from noloco_p2p.config import ListenSettings, NodeConfig
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.humanize import clock, short_id, size_text
 from noloco_p2p.io.dht.addresses import reserve_port
-from noloco_p2p.launch import control, node_probe
+from noloco_p2p.launch import node_probe
 from noloco_p2p.launch.node_probe import NodeEndpoints
 from noloco_p2p.observe import health_check
 from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
@@ -185,13 +185,13 @@ def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool)
 async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEndpoints]:
     """The nodes whose directory this is, or that have theirs just below it; returns those that run."""
     running = []
-    node_dirs = list(control.node_dirs(directory))
+    node_dirs = list(node_probe.node_dirs(directory))
     for node_dir in node_dirs:
         endpoints = node_probe.read_endpoints(node_dir)
-        if control.running_pid(node_dir) is not None and endpoints is not None:
+        if node_probe.running_pid(node_dir) is not None and endpoints is not None:
             running.append(endpoints)
             await _check_health(report, node_dir, endpoints)
-        elif control.in_use(node_dir):
+        elif node_probe.in_use(node_dir):
             report.ok("node", f"{node_dir}: its process has started, and is not reachable yet")
         else:
             _report_end(report, node_dir, endpoints)
