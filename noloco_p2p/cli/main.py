@@ -158,10 +158,10 @@ def doctor(
 ) -> None:
     """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
     from noloco_p2p.launch import settings
-    from noloco_p2p.observe.doctor.examination import DoctorOptions, run_doctor
+    from noloco_p2p.observe.doctor.examination import run_doctor
 
     given = settings.read(config, os.environ, set or ())
-    raise Exit(run_doctor(DoctorOptions(tuple(join or ()), given, dir, as_json)))
+    raise Exit(run_doctor(join or (), given, dir, as_json=as_json))
 
 
 @app.command()
