@@ -65,7 +65,7 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
         targets = [JoinAddress.parse(text) for text in running[0].join]
     report.group("network")
     listen = machine.check_ports(report, local.listen, own_node=bool(running))
-    examination = Examination(report, given, directory or HOME, local, device, bool(running))
+    examination = Examination(report, given, directory or node_probe.HOME, local, device, bool(running))
     async with AsyncExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-doctor-")))
         identity = Identity.open(folder / KEY)
