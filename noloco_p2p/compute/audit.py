@@ -62,15 +62,21 @@ class Audit:
         self,
         number: int,
         theirs: Snapshot | None,
+        inner_steps: tuple[int, int],
         tensors: Mapping[str, Mapping[str, Tensor]],
         outer: OuterSettings,
     ) -> None:
-        """`round-<6 digits>-<peer id>.safetensors`: `tensors` by kind, then by global name."""
+        """`round-<6 digits>-<peer id>.safetensors`: `tensors` by kind, then by global name.
+
+        `inner_steps`: how many had been taken when the round was frozen, and when it was merged.
+        """
         metadata = {
             "round": str(number),
             "peer_id": self._peer_id,
             "partner_id": "" if theirs is None else theirs.peer,
             "partner_round": "" if theirs is None else str(theirs.round),
+            "frozen_after": str(inner_steps[0]),
+            "merged_after": str(inner_steps[1]),
         }
         metadata |= {name: repr(getattr(outer, name)) for name in ("alpha", "beta", "gamma")}
         flat = {f"{kind}/{name}": tensor for kind, named in tensors.items() for name, tensor in named.items()}
