@@ -15,9 +15,8 @@ from unsteady import Deadly, Unsteady
 
 from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab import sim_command, sim_runs
-from noloco_p2p.lab.sim_command import SimOptions, TraceDifference, first_difference, run_sim
-from noloco_p2p.lab.sim_runs import SimRequest, SimRun
+from noloco_p2p.lab import sim_command
+from noloco_p2p.lab.sim_command import SimOptions, SimRequest, SimRun, TraceDifference, first_difference, run_sim
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.process import Outcome
@@ -126,7 +125,7 @@ def test_a_process_that_dies_is_told_and_leaves_no_other_behind() -> None:
     deadly: Any = Deadly(Scenario())
     before = multiprocessing.active_children()
     with pytest.raises(LocalError, match=r"a worker process has died .*: give --jobs 1"):
-        next(sim_runs.simulate_all([deadly, deadly], 2))
+        next(sim_command.simulate_all([deadly, deadly], 2))
     for child in [child for child in multiprocessing.active_children() if child not in before]:
         child.join(10)
         assert child.exitcode is not None
@@ -158,7 +157,7 @@ def test_two_runs_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_hangs_on_the_order_of_a_set_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = sim_runs.simulate_apart
+    made = sim_command.simulate_apart
     runs: list[SimRun] = []
 
     def apart(request: SimRequest, hash_seeds: tuple[str, str]) -> list[SimRun]:
@@ -166,7 +165,7 @@ def test_what_hangs_on_the_order_of_a_set_shows(
         runs.extend(made(unsteady, hash_seeds))
         return [replace(run, request=request) for run in runs]
 
-    monkeypatch.setattr(sim_runs, "simulate_apart", apart)
+    monkeypatch.setattr(sim_command, "simulate_apart", apart)
     lines = printed(capsys, SimOptions(sets=SMALL, check=True), code=1).splitlines()
     first, second = runs[0].lines, runs[1].lines
     number = next(n for n, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
@@ -210,7 +209,7 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_what_is_refused_before_anything_is_simulated(
     options: SimOptions, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sim_command, "sim_runs", None)
+    monkeypatch.setattr(sim_command, "simulate", None)
     with pytest.raises(ConfigError) as error:
         run_sim(options)
     assert str(error.value).startswith(message)
