@@ -125,11 +125,9 @@ def _plain(piece: FileSpan) -> Iterator[tuple[bytes, bool]]:
 
 def _unpacked(path: Path) -> Iterator[tuple[bytes, bool]]:
     with gzip.open(path) as file:
-        block = file.read(BLOCK_BYTES)
-        while block:
-            following = file.read(BLOCK_BYTES)
+        blocks = itertools.chain(iter(lambda: file.read(BLOCK_BYTES), b""), [b""])
+        for block, following in itertools.pairwise(blocks):
             yield block, not following
-            block = following
 
 
 def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:

@@ -7,6 +7,7 @@ kept alive beyond the time that its signer gave it. All times are DHT time: seco
 """
 
 import contextlib
+import functools
 import json
 import struct
 import time
@@ -81,6 +82,8 @@ class HivemindRecord(Protocol):
     value: bytes
     expiration_time: float
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class AdvertRecord:
@@ -141,11 +144,7 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
 
 def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:
     """One record a peer, the one announced last (its stage says where it is now), sorted by peer id."""
-    newest: dict[PeerId, AdvertRecord] = {}
-    for record in records:
-        peer_id = record.advert.peer_id
-        if peer_id not in newest or newest[peer_id].announced_at < record.announced_at:
-            newest[peer_id] = record
+    newest = {record.advert.peer_id: record for record in sorted(records, key=lambda record: record.announced_at)}
     return [newest[peer_id] for peer_id in sorted(newest)]
 
 
@@ -184,7 +183,7 @@ class AdvertValidator:
         self._run_id = run_id
         self._stages = stages
         self._clock = clock
-        self._checked: dict[tuple[bytes, bytes, bytes, float], bool] = {}
+        self._checked = functools.lru_cache(_CHECKED_LIMIT)(self._well_formed)
 
     def sign_value(self, record: HivemindRecord) -> bytes:
         """The value of a record of this node's own, with its signature in front."""
@@ -200,14 +199,7 @@ class AdvertValidator:
             return False
         if len(record.value) > SIGNATURE_BYTES + PAYLOAD_LIMIT_BYTES + 3 or len(record.subkey) > 2 * SIGNATURE_BYTES:
             return False
-        asked = (record.key, record.subkey, record.value, record.expiration_time)
-        known = self._checked.get(asked)
-        if known is None:
-            known = self._well_formed(record)
-            if len(self._checked) >= _CHECKED_LIMIT:
-                self._checked.clear()
-            self._checked[asked] = known
-        return known
+        return self._checked(record)
 
     def _well_formed(self, record: HivemindRecord) -> bool:
         stage = self._stages.get(record.key)

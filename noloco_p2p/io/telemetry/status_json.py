@@ -11,22 +11,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from noloco_p2p.core import status as values
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import (
-    AnyReplica,
-    ForGuarding,
-    ForMicrobatch,
-    ForRound,
-    Purpose,
-    Resource,
-    Serving,
-    Status,
-    Task,
-    Unknown,
-    Wait,
-    WaitTarget,
-)
+from noloco_p2p.core.status import Status, Unknown, Wait
 from noloco_p2p.errors import Violation
 
 LIMIT_BYTES = 4 * 1024 * 1024
@@ -91,7 +79,7 @@ class _InWords:
     serving: tuple[_CallInWords, ...] = ()
 
 
-_RESOURCES, _TASKS = {each.value for each in Resource}, {each.value for each in Task}
+_RESOURCES, _TASKS = {each.value for each in values.Resource}, {each.value for each in values.Task}
 _IN_WORDS = TypeAdapter(_InWords)
 _STATUS = TypeAdapter(Status)
 _ADVERT = TypeAdapter(Advert)
@@ -142,28 +130,28 @@ def decode(content: bytes) -> Status:
     for each in (status.advert, *(seen.advert for seen in status.seen)):
         if each.state not in STATES:
             raise Violation("status with an unknown state")
-    serving = tuple(Serving(each.caller, _purpose(each.why), each.since_s) for each in in_words.serving)
+    serving = tuple(values.Serving(each.caller, _purpose(each.why), each.since_s) for each in in_words.serving)
     return replace(status, waits=tuple(each.read() for each in in_words.waits), serving=serving)
 
 
-def _target(text: str) -> WaitTarget:
+def _target(text: str) -> values.WaitTarget:
     """Who or what these words name."""
     if text in _RESOURCES:
-        return Resource(text)
+        return values.Resource(text)
     if found := _STAGE.fullmatch(text):
-        return AnyReplica(int(found[1]))
+        return values.AnyReplica(int(found[1]))
     return text if _PEER_ID.fullmatch(text) else Unknown(text)
 
 
-def _purpose(text: str) -> Purpose:
+def _purpose(text: str) -> values.Purpose:
     """What these words are for."""
     if found := _MICROBATCH.fullmatch(text):
-        return ForMicrobatch(found[3], int(found[2]), held_out=found[1] is not None)
+        return values.ForMicrobatch(found[3], int(found[2]), held_out=found[1] is not None)
     if found := _ROUND.fullmatch(text):
-        return ForRound(int(found[2]), asked=found[1] is not None)
+        return values.ForRound(int(found[2]), asked=found[1] is not None)
     if found := _GUARDING.fullmatch(text):
-        return ForGuarding(int(found[1]))
-    return Task(text) if text in _TASKS else Unknown(text)
+        return values.ForGuarding(int(found[1]))
+    return values.Task(text) if text in _TASKS else Unknown(text)
 
 
 def _line(text: str) -> str:

@@ -31,7 +31,7 @@ KEYS = {b"key of stage 0": 0, b"key of stage 1": 1}
 PEER = peer_id_of(bytes(range(32)))
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class Raw:
     """Stands for hivemind's DHTRecord."""
 
