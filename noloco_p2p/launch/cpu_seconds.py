@@ -29,9 +29,11 @@ def read(pid: int) -> CpuSeconds | None:
         return None
     children = 0.0
     for stat in PROC.glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        try:
             parent, seconds = _fields(stat)
-            children += seconds if parent == pid else 0.0
+        except OSError:
+            continue  # it has just ended
+        children += seconds if parent == pid else 0.0
     return CpuSeconds(threads, children)
 
 
