@@ -224,9 +224,9 @@ class Stage(Protocol):
         """Freeze (φ, Δ = θ − φ) of now; later changes of θ and φ do not touch it. Audited if there is an audit."""
 
     async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
-        """N1 and N2 (METHOD.md, "Outer round") with the snapshot just taken and a partner's, or alone.
+        """N1 to N3 (METHOD.md, "Outer round") with the newest snapshot and a partner's, or alone; no graph is open.
 
-        Raises Violation, and changes nothing, when `theirs` is not finite or does not fit.
+        Inner steps taken since then stay in θ. Raises Violation, changing nothing, if `theirs` is unfit or not finite.
         """
 
     async def adopt(self, theirs: Snapshot) -> None:

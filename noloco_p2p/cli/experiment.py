@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from noloco_p2p.lab.experiments import EXPERIMENTS, find
-from noloco_p2p.lab.experiments.runner import RunOptions, run
+from noloco_p2p.lab.experiments.runner import run
 
 
 def list_experiments() -> list[str]:
@@ -16,4 +16,4 @@ def run_experiment(name: str, out: Path | None, *, quick: bool, jobs: int) -> No
     """Run one to its report. Raises ConfigError when there is none of that name, and as `runner.run`."""
     experiment = find(name)
     place = out or Path("noloco-experiments") / f"{name}{'-quick' if quick else ''}"
-    print(run(experiment, RunOptions(place, quick, jobs), lambda line: print(line, flush=True)))
+    print(run(experiment, place, lambda line: print(line, flush=True), quick=quick, jobs=jobs))

@@ -44,17 +44,17 @@ def swarm(
 @app.command()
 def pause(dir: NodeDir) -> None:
     """Pause a running node: it keeps its state and leaves the routes, so that its device is free for others."""
-    from noloco_p2p.launch import control
+    from noloco_p2p.launch import node_probe
 
-    print("\n".join(f"asked to pause: {node}" for node in control.send_signal(dir, control.PAUSE)))
+    print("\n".join(f"asked to pause: {node}" for node in node_probe.send_signal(dir, node_probe.PAUSE)))
 
 
 @app.command()
 def resume(dir: NodeDir) -> None:
     """Let a paused node go on; it catches up with the others first."""
-    from noloco_p2p.launch import control
+    from noloco_p2p.launch import node_probe
 
-    print("\n".join(f"asked to go on: {node}" for node in control.send_signal(dir, control.RESUME)))
+    print("\n".join(f"asked to go on: {node}" for node in node_probe.send_signal(dir, node_probe.RESUME)))
 
 
 @app.command()
@@ -158,10 +158,10 @@ def doctor(
 ) -> None:
     """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
     from noloco_p2p.launch import settings
-    from noloco_p2p.observe.doctor.examination import DoctorOptions, run_doctor
+    from noloco_p2p.observe.doctor.examination import run_doctor
 
     given = settings.read(config, os.environ, set or ())
-    raise Exit(run_doctor(DoctorOptions(tuple(join or ()), given, dir, as_json)))
+    raise Exit(run_doctor(join or (), given, dir, as_json=as_json))
 
 
 @app.command()
@@ -175,9 +175,9 @@ def top(
     interval: Annotated[float, Option(min=0.2, max=3600, help="Seconds from one reading to the next.")] = 2.0,
 ) -> None:
     """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
-    from noloco_p2p.observe.top import TopOptions, run_top
+    from noloco_p2p.observe.top import run_top
 
-    run_top(TopOptions(tuple(join or ()), url, once or as_json, as_json, interval))
+    run_top(join or (), url, once=once, as_json=as_json, interval_s=interval)
 
 
 @app.command("sim")

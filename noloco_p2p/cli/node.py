@@ -26,8 +26,7 @@ def node(
     config: NodeConfigFile = None,
     join: SwarmAddresses = None,
     address_file: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Write the address for --join there, as soon as others can join."),
+        Path | None, Option(metavar="FILE", help="Write the address for --join there, as soon as others can join.")
     ] = None,
     run: Annotated[str | None, Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
     stage: Annotated[int | None, Option(min=0, help="Stage to hold; default: as before, or the neediest.")] = None,

@@ -47,13 +47,8 @@ class Audit:
             previous, following = label.routes.get(one.microbatch, (None, None))
             entry = {"id": microbatch_key(one.microbatch), "previous": previous, "next": following}
             entries.append(entry | {"tokens": one.tokens, "loss_sum": one.loss_sum})
-        line = {
-            "inner_step": label.inner_step,
-            "step": label.step,
-            "learning_rate": label.learning_rate,
-            "microbatches": entries,
-            "at": time.time(),
-        }
+        line = {name: getattr(label, name) for name in ("inner_step", "step", "learning_rate")}
+        line |= {"microbatches": entries, "at": time.time()}
         path = self._directory / f"steps-{self._peer_id}.jsonl"
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -67,19 +62,23 @@ class Audit:
         self,
         number: int,
         theirs: Snapshot | None,
+        inner_steps: tuple[int, int],
         tensors: Mapping[str, Mapping[str, Tensor]],
         outer: OuterSettings,
     ) -> None:
-        """`round-<6 digits>-<peer id>.safetensors`: `tensors` by kind, then by global name."""
+        """`round-<6 digits>-<peer id>.safetensors`: `tensors` by kind, then by global name.
+
+        `inner_steps`: how many had been taken when the round was frozen, and when it was merged.
+        """
         metadata = {
             "round": str(number),
             "peer_id": self._peer_id,
             "partner_id": "" if theirs is None else theirs.peer,
             "partner_round": "" if theirs is None else str(theirs.round),
-            "alpha": repr(outer.alpha),
-            "beta": repr(outer.beta),
-            "gamma": repr(outer.gamma),
+            "frozen_after": str(inner_steps[0]),
+            "merged_after": str(inner_steps[1]),
         }
+        metadata |= {name: repr(getattr(outer, name)) for name in ("alpha", "beta", "gamma")}
         flat = {f"{kind}/{name}": tensor for kind, named in tensors.items() for name, tensor in named.items()}
         self._save(f"round-{number:06d}-{self._peer_id}.safetensors", flat, metadata)
 

@@ -28,6 +28,8 @@ class SlowWeights:
         """φ, by name. Tensors are replaced, never written to, because snapshots share them."""
         self.momentum = {name: torch.zeros_like(phi) for name, phi in self.slow.items()}
         """δ, by name. Tensors are replaced, never written to, because captured states share them."""
+        self.frozen: dict[str, Tensor] = {}
+        """θ_f: θ at the newest snapshot, until it is merged. Kept only in runs that train on during a round."""
         self.parameters = [host_tensor.spec_of(name, phi) for name, phi in self.slow.items()]
         """What they are, in the stage's order."""
         self.specs = replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, self.parameters)
@@ -35,7 +37,10 @@ class SlowWeights:
 
     def snapshot(self) -> tuple[HostTensor, ...]:
         """The present φ and Δ = θ − φ, frozen: `slow/<name>` for each parameter, then `delta/<name>`."""
-        deltas = {name: host_tensor.copy(self._fast[name]).sub_(phi) for name, phi in self.slow.items()}
+        fast = {name: host_tensor.copy(theta) for name, theta in self._fast.items()}
+        deltas = {name: fast[name] - phi for name, phi in self.slow.items()}
+        if self._settings.overlap and self._settings.pairing != "none":
+            self.frozen = fast
         return replica_tensors.pack({"slow": self.slow, "delta": deltas})
 
     def _read(self, snapshot: Snapshot, *, finite: bool) -> Deltas:
@@ -44,7 +49,9 @@ class SlowWeights:
         return {name: (kinds["slow"][name], kinds["delta"][name]) for name in self.slow}
 
     def merge(self, mine: Snapshot, theirs: Snapshot | None) -> float | None:
-        """N1 and N2 with a partner's snapshot, or alone; θ ← φ in place. Returns the pair's replica std.
+        """N1 to N3 with a partner's snapshot, or alone; θ changes in place. Returns the pair's replica std.
+
+        `mine` is the newest snapshot. φ and δ are still those that it was frozen with: only rounds change them.
 
         Raises Violation, with nothing changed, when `theirs` does not fit or is not finite.
         """
@@ -58,14 +65,23 @@ class SlowWeights:
             phi_after, self.momentum[name] = outer_update.outer_step(
                 phi, self.momentum[name], members, alpha=s.alpha, beta=s.beta, gamma=s.gamma
             )
-            self._set(name, phi_after)
+            self._set(name, phi_after, self._carried_over(name, phi_after))
+        self.frozen = {}
         return std
+
+    def _carried_over(self, name: str, phi_after: Tensor) -> Tensor | None:
+        """θ after the round (N3); None where θ has not moved since it was frozen: then it is φ, bit for bit."""
+        if name not in self.frozen:
+            return None
+        theta, frozen = host_tensor.copy(self._fast[name]), self.frozen[name]
+        return None if torch.equal(theta, frozen) else outer_update.carried_over(phi_after, theta, frozen)
 
     def adopt(self, theirs: Snapshot) -> None:
         """φ = θ = φ_r + Δ_r of another replica, δ = 0 (ARCHITECTURE.md, "Joining"). Raises Violation as merge."""
         for name, (phi, delta) in self._read(theirs, finite=True).items():
             self.momentum[name] = torch.zeros_like(phi)
             self._set(name, phi + delta)
+        self.frozen = {}
 
     def capture(self) -> dict[str, dict[str, Tensor]]:
         """The present φ, θ and δ, in host memory; nothing writes to them later."""
@@ -77,6 +93,7 @@ class SlowWeights:
         for name in self.slow:
             self.momentum[name] = kinds["momentum"][name].clone()
             self._set(name, kinds["slow"][name].clone(), kinds["fast"][name])
+        self.frozen = {}
 
     def _set(self, name: str, phi: Tensor, theta: Tensor | None = None) -> None:
         """Set φ, and θ to `theta`, or to φ where it is None."""

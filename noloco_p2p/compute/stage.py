@@ -81,6 +81,8 @@ class TorchStage:
         self._slow = SlowWeights(part.parameters, manifest.outer)
         self._graphs: dict[int, KeptGraph] = {}
         self._handles = itertools.count(1)
+        self._inner_steps = self._frozen_after = 0
+        """Inner steps that these weights have seen, and had seen at the newest snapshot."""
         shape_BT = (manifest.microbatch_size, manifest.sequence_length)
         hidden = TensorSpec("hidden", manifest.wire_dtype, (*shape_BT, part.hidden_size))
         self._inputs = TensorSpec("inputs", "int32", shape_BT) if self._first else hidden
@@ -163,24 +165,31 @@ class TorchStage:
             norm = self._sums.mean(tokens, self._manifest.inner.clip_norm)
             self._adam.step(label.learning_rate)
         self._sums.close_step()
+        self._inner_steps = label.inner_step
         if self._audit is not None:
             self._audit.inner_step(label, added, first=self._first)
         return StepResult(tokens, sum(one.loss_sum for one in added), len(added), norm, 0.0)
 
     def snapshot(self, round: int, step: int) -> Snapshot:
         """Freeze the present (φ, Δ), as in the port."""
+        self._frozen_after = self._inner_steps
         return Snapshot(self._peer_id, round, step, self._slow.snapshot())
 
     def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
-        """N1 and N2, as in the port; Adam's moments stay."""
+        """N1 to N3, as in the port; Adam's moments stay."""
         if self._audit is None:
             return MergeResult(self._slow.merge(mine, theirs))
-        before = (self._slow.slow.copy(), {name: theta.detach().clone() for name, theta in self.parameters.items()})
+        fast = {name: theta.detach().clone() for name, theta in self.parameters.items()}
+        frozen = self._slow.frozen or {name: theta.clone() for name, theta in fast.items()}
+        tensors = {"slow": self._slow.slow.copy(), "frozen": frozen, "fast": fast}
         replica_std = self._slow.merge(mine, theirs)
-        tensors = {"slow": before[0], "fast": before[1], "momentum": self._slow.momentum, "slow_after": self._slow.slow}
         means, squares = self._adam.moments()
+        tensors |= {"momentum": self._slow.momentum, "slow_after": self._slow.slow}
         tensors |= {"adam_mean": means, "adam_square": squares}
-        self._audit.round(mine.round, theirs, tensors, self._manifest.outer)
+        if theirs is not None:
+            used = replica_tensors.unpack(theirs, self.state.snapshot)
+            tensors |= {f"partner_{kind}": named for kind, named in used.items()}
+        self._audit.round(mine.round, theirs, (self._frozen_after, self._inner_steps), tensors, self._manifest.outer)
         return MergeResult(replica_std)
 
     def adopt(self, theirs: Snapshot) -> None:
@@ -206,6 +215,7 @@ class TorchStage:
         self._adam.restore(kinds["adam_mean"], kinds["adam_square"], theirs.adam_steps)
         self._graphs.clear()
         self._sums.restart(theirs.spent)
+        self._inner_steps = theirs.inner_steps
 
     def _contribute(
         self, added: AccumulatedMicrobatch, leaf: Tensor, output: Tensor, grad_output: Tensor | None

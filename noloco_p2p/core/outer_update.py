@@ -1,4 +1,4 @@
-"""The outer round: N1 and N2 (METHOD.md, "Outer round"), and the stability bound S1 (METHOD.md,
+"""The outer round: N1, N2 and N3 (METHOD.md, "Outer round"), and the stability bound S1 (METHOD.md,
 "Stability"). On any type with + - *.
 
 Source: NoLoCo (arXiv 2506.10911) eq. 1–3 and A.2. The paper prints eq. 2 with a minus before β, which would be
@@ -51,6 +51,16 @@ def outer_step(
     momentum_after: V = momentum * alpha + mean_delta + gap * pull
     phi_after: V = phi + momentum_after
     return phi_after, momentum_after
+
+
+def carried_over(phi_after: V, theta: V, frozen: V) -> V:
+    """N3: θ after a round that was frozen at θ_f = `frozen`, while the replica trained on to `theta`.
+
+    What it trained meanwhile stays in θ, and so in the Δ of the next round: neither lost nor counted twice.
+    """
+    trained: V = theta - frozen
+    after: V = phi_after + trained
+    return after
 
 
 def largest_gamma(*, alpha: float, group: int = 2) -> float:

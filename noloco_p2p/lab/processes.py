@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -75,12 +75,10 @@ def ended_by_signals() -> Iterator[None]:
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with ExitStack() as after:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            after.callback(signal.signal, number, signal.signal(number, leave))
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def peak_bytes() -> int:

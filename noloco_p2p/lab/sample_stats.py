@@ -1,8 +1,41 @@
-"""Statistics of a sample of measurements, as the JSON of the benches has them."""
+"""Samples of measurements: how long operations take, and statistics as the JSON of the benches has them."""
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+
+class Stopwatch:
+    """Seconds of operations by name, in the order in which they were timed.
+
+    The first `warm_up` times of each count for nothing. `settle` waits until an operation is over where it goes on by
+    itself, such as on a GPU.
+    """
+
+    def __init__(self, warm_up: int = 1, settle: Callable[[], None] = lambda: None) -> None:
+        self._seconds: defaultdict[Hashable, list[float]] = defaultdict(list)
+        self._warm_up = warm_up
+        self._settle = settle
+
+    @contextmanager
+    def timed(self, name: Hashable) -> Iterator[None]:
+        """Time what is done inside."""
+        began_at = time.perf_counter()
+        yield
+        self._settle()
+        self._seconds[name].append(time.perf_counter() - began_at)
+
+    def counted(self, name: Hashable) -> list[float]:
+        """Seconds of each time after the first ones."""
+        return self._seconds[name][self._warm_up :]
+
+    def median_s(self, *names: Hashable) -> float:
+        """Median of what these operations took together, time after time; 0 when there was none."""
+        together = [sum(each) for each in zip(*map(self.counted, names), strict=True)]
+        return statistics.median(together) if together else 0.0
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

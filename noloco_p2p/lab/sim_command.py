@@ -1,25 +1,29 @@
 """`noloco sim`: simulated swarms. One run with its figures, a range of seeds, or the same run twice to compare.
 
-Runs are made in `sim_runs`, which worker processes import too; here the options are read and the results printed.
+Worker processes import this module: it loads neither torch nor, before something is printed, what draws tables.
 """
 
 import dataclasses
 import json
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab import scenario_files, sim_runs, sim_table
-from noloco_p2p.lab.sim_progress import ProgressLine, SwarmPosition
-from noloco_p2p.lab.sim_runs import SimRequest, SimRun
+from noloco_p2p.errors import ConfigError, NolocoError
+from noloco_p2p.lab import scenario_files, sim_output
+from noloco_p2p.lab.processes import peak_bytes, workers
 from noloco_p2p.observe import terminal
-from noloco_p2p.sim.figures import flat
+from noloco_p2p.sim import figures, laws
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.scenario import Scenario
+from noloco_p2p.sim.simulation import build
 from noloco_p2p.sim.telemetry import hash_of
 
 if TYPE_CHECKING:
@@ -86,37 +90,107 @@ def _check(options: SimOptions) -> None:
             raise ConfigError(f"{path}: there is no directory {path.parent}")
 
 
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """A run to be made."""
+
+    scenario: Scenario
+    seed: int
+    words: tuple[str, ...] = ()
+    """The command that asks for this scenario, without its seed."""
+
+    @property
+    def replay(self) -> str:
+        """The command that makes this run again."""
+        return shlex.join([*self.words, "--seed", str(self.seed)])
+
+
+@dataclass(frozen=True, slots=True)
+class SimRun:
+    """The result of one run."""
+
+    request: SimRequest
+    figures: figures.RunFigures | None
+    """None: the run did not come to its end."""
+    broken: str | None
+    """The first law that does not hold, in words."""
+    wall_s: float
+    """Seconds that the simulation took."""
+    peak_bytes: int
+    """Most memory that its process ever held."""
+    outcome: Outcome | None = None
+    """Only where it was asked for; it stays in the process that made it."""
+    lines: tuple[str, ...] = ()
+    """The trace, where it was asked for."""
+
+
+def simulate(request: SimRequest, *, with_lines: bool = False, with_outcome: bool = False) -> SimRun:
+    """Run a swarm to its end, look whether every law holds, and take its figures. Raises ConfigError as `build`."""
+    began_at = time.perf_counter()
+    swarm = build(request.scenario, request.seed)
+    outcome, found, broken = None, None, None
+    try:
+        outcome = swarm.run()
+        laws.judge(swarm, outcome)
+    except (AssertionError, NolocoError) as error:
+        broken = f"{type(error).__name__}: {error}"
+    wall_s = time.perf_counter() - began_at
+    if outcome is not None:
+        tokens, stages = request.scenario.tokens_per_microbatch, len(request.scenario.replicas)
+        found = figures.figures(outcome, swarm.network.byte_counts, tokens, stages)
+    lines = tuple(swarm.trace.lines()) if with_lines else ()
+    return SimRun(request, found, broken, wall_s, peak_bytes(), outcome if with_outcome else None, lines)
+
+
+def simulate_all(requests: Sequence[SimRequest], jobs: int) -> Iterator[SimRun]:
+    """All of them, in their order, `jobs` at once, each without its trace and its outcome."""
+    if jobs == 1 or len(requests) == 1:
+        yield from map(simulate, requests)
+        return
+    with workers(min(jobs, len(requests))) as pool:
+        yield from pool.map(simulate, requests)
+
+
+def simulate_apart(request: SimRequest, hash_seeds: Sequence[str]) -> list[SimRun]:
+    """The same run in processes of their own, at once, each with another order of its sets of text."""
+    with ExitStack() as stack:
+        waiting = []
+        for hash_seed in hash_seeds:
+            # A process starts at its first work, with the environment of that moment.
+            pool = stack.enter_context(workers(1, PYTHONHASHSEED=hash_seed))
+            waiting.append(pool.submit(simulate, request, with_lines=True))
+        return [each.result() for each in waiting]
+
+
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
 def _once(request: SimRequest, options: SimOptions) -> int:
-    position = SwarmPosition()
-    with ProgressLine(position, terminal_only=options.as_json):
-        run = sim_runs.simulate(request, with_lines=options.trace is not None, on_start=position.follow)
+    run = simulate(request, with_lines=options.trace is not None, with_outcome=True)
     if options.trace is not None:
         _write(options.trace, run.lines)
     drawn: Sequence[Path] = ()
-    if options.plots is not None and run.outcome is not None:
-        from noloco_p2p.lab import sim_plots
-
-        drawn = sim_plots.draw(run, options.plots)
+    if options.plots is not None and run.outcome is not None and run.figures is not None:
+        drawn = sim_output.draw(run.figures, run.outcome, request.scenario.tokens_per_microbatch, options.plots)
     if options.as_json:
-        _print_json(as_json(run))
+        print(json.dumps(as_json(run), allow_nan=False))
     else:
         _print(_described(run))
         for path in drawn:
             print(path)
-    _complain(run)
-    return OK if run.broken is None else FAILED
+    return _exit_code(run)
 
 
 def as_json(run: SimRun) -> dict[str, Any]:
     """A run as one object. Equal runs differ in `machine` only."""
     request = run.request
     head = {"scenario": request.scenario.name, "seed": request.seed, "replicas": list(request.scenario.replicas)}
-    figures = dataclasses.asdict(run.figures) if run.figures is not None else {}
+    found = dataclasses.asdict(run.figures) if run.figures is not None else {}
     machine = {"wall_s": run.wall_s, "peak_bytes": run.peak_bytes}
-    return {**head, **figures, "broken": run.broken, "replay": request.replay, "machine": machine}
+    return {**head, **found, "broken": run.broken, "replay": request.replay, "machine": machine}
 
 
 def _described(run: SimRun) -> "list[RenderableType]":
@@ -126,14 +200,13 @@ def _described(run: SimRun) -> "list[RenderableType]":
         return [f"{head}: it did not come to its end"]
     cost = f"simulated in {run.wall_s:.1f} s with {run.peak_bytes / 2**20:,.0f} MiB at most"
     tail = [f"{cost}; all laws hold" if run.broken is None else cost, f"trace_hash {found.trace_hash}"]
-    return [head, run.request.scenario.description, "", *sim_table.of_run(found), "", *tail]
+    return [head, run.request.scenario.description, "", *sim_output.of_run(found), "", *tail]
 
 
 # --- the same run twice -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TraceDifference:
+class TraceDifference(NamedTuple):
     """The first event in which two runs differ."""
 
     event: int
@@ -151,53 +224,42 @@ def first_difference(first: Sequence[str], second: Sequence[str]) -> TraceDiffer
 
 def _twice(request: SimRequest, options: SimOptions) -> int:
     """Two processes that hash differently: a dependence on the order of a set, or on an address, shows."""
-    with ProgressLine(lambda: ("the same run twice", 0.0), terminal_only=options.as_json):
-        first, second = sim_runs.simulate_apart(request, ("1", "2"))
+    first, second = simulate_apart(request, ("1", "2"))
     if options.trace is not None:
         _write(options.trace, first.lines)
-    found, trace_hash = first_difference(first.lines, second.lines), hash_of(first.lines)
+    found, events, trace_hash = first_difference(first.lines, second.lines), len(first.lines), hash_of(first.lines)
     if options.as_json:
-        difference = None if found is None else dataclasses.asdict(found)
-        events = len(first.lines)
-        _print_json(
-            {"equal": found is None, "events": events, "trace_hash": trace_hash, "first_difference": difference}
-        )
+        difference = None if found is None else found._asdict()
+        head = {"equal": found is None, "events": events, "trace_hash": trace_hash}
+        print(json.dumps({**head, "first_difference": difference}))
     elif found is None:
-        print(f"equal: {len(first.lines):,} events in both runs, trace_hash {trace_hash}")
+        print(f"equal: {events:,} events in both runs, trace_hash {trace_hash}")
     else:
         print(f"the runs differ from event {found.event:,} on:")
-        print(f"  first:  {found.first or 'has ended'}")
-        print(f"  second: {found.second or 'has ended'}")
-    _complain(first)
-    return OK if found is None and first.broken is None else FAILED
+        print(f"  first:  {found.first or 'has ended'}\n  second: {found.second or 'has ended'}")
+    return max(_exit_code(first), OK if found is None else FAILED)
 
 
 # --- many seeds -------------------------------------------------------------------------------------------------------
 
 
 def _many(requests: Sequence[SimRequest], options: SimOptions) -> int:
-    failed: list[SimRun] = []
+    failed: list[dict[str, Any]] = []
     flats: list[dict[str, float]] = []
-    wall_s, done = 0.0, 0
-    count = len(requests)
-    with ProgressLine(lambda: (f"{done} of {count} runs", done / count), terminal_only=options.as_json) as line:
-        for run in sim_runs.simulate_all(requests, options.jobs):
-            wall_s, done = wall_s + run.wall_s, done + 1
-            if run.figures is not None:
-                flats.append(flat(run.figures))
-            if run.broken is not None:
-                failed.append(run)
-                line.clear()
-                _complain(run, whole=False)
+    wall_s = 0.0
+    for run in simulate_all(requests, options.jobs):
+        wall_s += run.wall_s
+        if run.figures is not None:
+            flats.append(figures.flat(run.figures))
+        if _exit_code(run, whole=False) != OK:
+            failed.append({"seed": run.request.seed, "broken": run.broken, "replay": run.request.replay})
     scenario = requests[0].scenario
     if options.as_json:
         head = {"scenario": scenario.name, "replicas": list(scenario.replicas), "seeds": options.seeds}
-        broken = [{"seed": run.request.seed, "broken": run.broken, "replay": run.request.replay} for run in failed]
-        tail = {"figures": sim_table.spreads(flats), "machine": {"wall_s": wall_s}}
-        _print_json({**head, "runs": len(requests), "failed": broken, **tail})
+        tail = {"figures": sim_output.spreads(flats), "machine": {"wall_s": wall_s}}
+        print(json.dumps({**head, "runs": len(requests), "failed": failed, **tail}, allow_nan=False))
     else:
-        head_line = f"{_headline(scenario)}, seeds {options.seeds}"
-        _print([head_line, "", *(sim_table.of_seeds(flats) if flats else [])])
+        _print([f"{_headline(scenario)}, seeds {options.seeds}", "", *(sim_output.of_seeds(flats) if flats else [])])
         print(f"{len(requests):,} runs, {len(failed):,} in which a law does not hold")
     return FAILED if failed else OK
 
@@ -206,11 +268,13 @@ def _headline(scenario: Scenario) -> str:
     return f"{scenario.name}, {' + '.join(map(str, scenario.replicas))} nodes"
 
 
-def _complain(run: SimRun, *, whole: bool = True) -> None:
+def _exit_code(run: SimRun, *, whole: bool = True) -> int:
     """If a law does not hold in a run: print which one, in full or its first line, and the command that replays it."""
-    if run.broken is not None:
-        law = run.broken if whole else run.broken.partition("\n")[0]
-        print(f"seed {run.request.seed}: {law}\n  again: {run.request.replay}", file=sys.stderr, flush=True)
+    if run.broken is None:
+        return OK
+    law = run.broken if whole else run.broken.partition("\n")[0]
+    print(f"seed {run.request.seed}: {law}\n  again: {run.request.replay}", file=sys.stderr, flush=True)
+    return FAILED
 
 
 def _write(path: Path, lines: Sequence[str]) -> None:
@@ -219,10 +283,6 @@ def _write(path: Path, lines: Sequence[str]) -> None:
         path.write_text("\n".join(lines), "utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, allow_nan=False))
 
 
 def _print(parts: "Iterable[RenderableType]") -> None:

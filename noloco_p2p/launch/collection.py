@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from noloco_p2p.compute import exported_model
+from noloco_p2p.compute.exported_model import Weights
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, read_tensors, stored_checkpoints
 from noloco_p2p.launch import run_files
-
-if TYPE_CHECKING:
-    from noloco_p2p.compute.exported_model import Weights
 
 ATTEMPTS = 3
 """A running node may remove a checkpoint before it is read; then the newer ones are tried."""
@@ -34,7 +32,7 @@ class CollectedReplica:
     round: int
     step: int
     """Floor of its clock."""
-    weights: "Weights"
+    weights: Weights
     """θ by global name."""
 
 
@@ -150,8 +148,6 @@ def _home(checkpoint: CheckpointFiles) -> Path:
 
 def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> tuple[tuple[CollectedReplica, ...], ...]:
     """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
-    from noloco_p2p.compute import exported_model
-
     stages: list[list[CollectedReplica]] = [[] for _ in used]
     with progress_bar("reading checkpoints", sum(map(len, used))) as done:
         for stage, mine in enumerate(used):
@@ -163,9 +159,7 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> t
     return tuple(map(tuple, stages))
 
 
-def _weights(checkpoint: CheckpointFiles, parameters: tuple[TensorSpec, ...]) -> "Weights":
-    from noloco_p2p.compute import exported_model
-
+def _weights(checkpoint: CheckpointFiles, parameters: tuple[TensorSpec, ...]) -> Weights:
     path, stage = checkpoint.tensors_path, checkpoint.manifest.stage
     try:
         tensors = read_tensors(checkpoint, {"fast"})

@@ -29,11 +29,9 @@ def read(pid: int) -> CpuSeconds | None:
         return None
     children = 0.0
     for stat in PROC.glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):  # it has just ended
             parent, seconds = _fields(stat)
-        except OSError:
-            continue  # it has just ended
-        children += seconds if parent == pid else 0.0
+            children += seconds if parent == pid else 0.0
     return CpuSeconds(threads, children)
 
 

@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from math import log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from noloco_p2p.compute.exported_model import ExportedModel, load_decoder, silence_transformers
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, HostTensor
 from noloco_p2p.errors import ConfigError, LocalError
@@ -36,40 +38,31 @@ def run_eval(
     `data` is `stdlib`, files or globs; nothing: the data of the run. Of files all tokens count, unless `held_out`.
     Raises ConfigError, LocalError.
     """
-    from noloco_p2p.compute import exported_model
-
     manifest, replicas = read_record(out)
-    exported_model.silence_transformers()
+    silence_transformers()
     batches = _batches(manifest, out, data, held_out, microbatches)
     with progress_bar("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
         single = [_loss(out / REPLICAS / str(i), batches, device, done)[0] for i in range(replicas)]
     size = _bytes_of(manifest, out, batches)
     bits_per_nat = tokens / size / log(2) if size else None
-    figures: dict[str, Any] = {
-        "merged": _figures(merged, bits_per_nat),
-        "tokens": tokens,
-        "bytes": size,
-        "microbatches": len(batches),
-    }
+    figures = {"merged": _figures(merged, bits_per_nat), "tokens": tokens, "bytes": size, "microbatches": len(batches)}
     if single:
-        figures["replica_mean"] = _figures(sum(single) / len(single), bits_per_nat)
-        figures["replica_losses"] = single
+        figures |= {"replica_mean": _figures(fmean(single), bits_per_nat), "replica_losses": single}
     return figures
 
 
 def table_lines(figures: dict[str, Any]) -> list[str]:
     """The figures for a person: merged model and replica mean side by side."""
-    columns = [name for name in ("merged", "replica_mean") if name in figures]
     heads = {"merged": "merged", "replica_mean": f"mean of {len(figures.get('replica_losses', []))} replicas"}
+    columns = [name for name in heads if name in figures]
     rows = {"loss": "loss (nats/token)", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
     lines = [f"{'':18}" + "".join(f"{heads[name]:>20}" for name in columns)]
     for key, title in rows.items():
         values = [figures[name][key] for name in columns]
         lines.append(f"{title:18}" + "".join(f"{'-' if value is None else f'{value:.5f}':>20}" for value in values))
     size = "" if figures["bytes"] is None else f", {figures['bytes']:,} bytes of text"
-    lines.append(f"{figures['tokens']:,} tokens{size}")
-    return lines
+    return [*lines, f"{figures['tokens']:,} tokens{size}"]
 
 
 def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str) -> str:
@@ -77,8 +70,6 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
 
     Raises ConfigError.
     """
-    from noloco_p2p.compute.exported_model import ExportedModel, load_decoder, silence_transformers
-
     manifest, _ = read_record(out)
     silence_transformers()
     tokenizer = _tokenizer(manifest, out)
@@ -97,8 +88,6 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
 
 def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) -> tuple[float, int]:
     """Nats per token over all microbatches, and the number of tokens."""
-    from noloco_p2p.compute.exported_model import ExportedModel
-
     model = ExportedModel.load(directory, device)
     nats, tokens = 0.0, 0
     for batch in batches:
@@ -120,22 +109,19 @@ def _batches(
     """The data to evaluate on. Raises ConfigError, LocalError."""
     files = () if tuple(data) == (STDLIB,) else tuple(data)
     if files and not held_out:
-        batches = _all_of(files, manifest, _tokenizer(manifest, out))
-        return tuple(itertools.islice(batches, microbatches))
-    settings = manifest.data
-    if data and not files:
-        settings = DataSettings(kind="stdlib", tokenizer=settings.tokenizer)
-    elif files:
-        kind = "text" if settings.kind == "stdlib" else settings.kind
-        settings = DataSettings(kind=kind, tokenizer=settings.tokenizer)
-    elif settings.kind != "stdlib" and settings.dataset is None:
+        return tuple(itertools.islice(_all_of(files, manifest, _tokenizer(manifest, out)), microbatches))
+    used = manifest.data
+    if data:
+        kind = "stdlib" if not files else "text" if used.kind == "stdlib" else used.kind
+        used = DataSettings(kind=kind, tokenizer=used.tokenizer)
+    elif used.kind != "stdlib" and used.dataset is None:
         raise ConfigError("the run read local files: name them with --data, and --held-out for the part it held out")
     measure = manifest.evaluation
     if microbatches is not None:
         measure = measure.model_copy(update={"microbatches": microbatches})
-    changed = manifest.model_copy(update={"data": settings, "evaluation": measure})
-    tokenizer_dir = None if settings.tokenizer == "bytes" else str(out)
-    return tuple(make_batches(changed, NodeConfig(data_files=files, tokenizer_dir=tokenizer_dir), "").validation())
+    changed = manifest.model_copy(update={"data": used, "evaluation": measure})
+    local = NodeConfig(data_files=files, tokenizer_dir=None if used.tokenizer == "bytes" else str(out))
+    return tuple(make_batches(changed, local, "").validation())
 
 
 def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer) -> Iterator[Batch]:
@@ -167,25 +153,21 @@ def _documents(files: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Ids]:
 def _batch(ids: Ids, length: int) -> Batch:
     """N×T inputs and targets of consecutive samples; the last is padded, and targets of padding do not count."""
     rows = -(-(len(ids) - 1) // length)
-    inputs_NT = np.zeros(rows * length, np.int32)
-    targets_NT = np.full(rows * length, IGNORED_TARGET, np.int32)
-    inputs_NT[: len(ids) - 1], targets_NT[: len(ids) - 1] = ids[:-1], ids[1:]
-    inputs, targets = (
-        HostTensor(name, "int32", (rows, length), memoryview(values.astype("<i4", copy=False).tobytes()))
-        for name, values in (("inputs", inputs_NT), ("targets", targets_NT))
-    )
-    return Batch(inputs, targets)
+
+    def tensor(name: str, values: Ids, padding: int) -> HostTensor:
+        padded = np.pad(values, (0, rows * length - len(values)), constant_values=padding)
+        return HostTensor(name, "int32", (rows, length), memoryview(padded.astype("<i4").tobytes()))
+
+    return Batch(tensor("inputs", ids[:-1], 0), tensor("targets", ids[1:], IGNORED_TARGET))
 
 
 def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int | None:
     """Bytes of text that the targets stand for; None without a tokenizer to decode them."""
-    rows = [row for batch in batches for row in np.frombuffer(batch.targets.data, "<i4").reshape(batch.targets.shape)]
     if not (out / TOKENIZER).exists():
         return None
+    rows = [row for batch in batches for row in np.frombuffer(batch.targets.data, "<i4").reshape(batch.targets.shape)]
     if manifest.data.tokenizer == "bytes" and manifest.data.kind != "parquet":
         return sum(int(((row >= BYTE_OFFSET) & (row < BYTE_OFFSET + 256)).sum()) for row in rows)
-    from noloco_p2p.compute.exported_model import load_decoder
-
     decode = load_decoder(out)
     return sum(len(decode([int(one) for one in row if one != IGNORED_TARGET]).encode()) for row in rows)
 

@@ -1,20 +1,21 @@
 """The weights of an export, fetched from a running swarm. `collection.py` has the other source, checkpoints.
 
-The collector is an observer (observer.py) that also calls nodes as a peer does.
+The collector is an observer (bootstrap.py) that also calls nodes as a peer does.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from noloco_p2p.compute import exported_model, replica_tensors
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
 from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
+from noloco_p2p.launch.bootstrap import NullTelemetry, observing
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say, progress_bar
-from noloco_p2p.launch.observer import NullTelemetry, observing
 from noloco_p2p.node.outer_round import KEPT_ROUNDS
 
 ATTEMPTS = 6
@@ -41,7 +42,8 @@ async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> CollectedWe
             )
         transport = GrpcTransport(observer.peer_id, manifest.run_id, ListenSettings(), NullTelemetry(), 0)
         try:
-            specs = await asyncio.to_thread(_specs, manifest)
+            stages = range(manifest.stages)
+            specs = await asyncio.to_thread(lambda: [exported_model.stage_specs(manifest, stage) for stage in stages])
             return await SnapshotCollector(manifest, specs, observer.directory, transport, say).collect(one=one)
         finally:
             await transport.close()
@@ -86,20 +88,17 @@ class SnapshotCollector:
     async def _holders(self) -> list[Advert]:
         """The nodes that have trained weights, at least one of each stage, without those that failed."""
         for reading in range(READINGS):
-            if reading:
-                await asyncio.sleep(READING_PAUSE_S)
+            await asyncio.sleep(READING_PAUSE_S if reading else 0)
             adverts = await self.directory.peers()
             holders = [a for a in adverts if a.state in HOLDING and a.peer_id not in self.failed]
             missing = set(range(self.manifest.stages)) - {advert.stage for advert in holders}
             if not missing:
                 return holders
-        stages = ", ".join(str(stage) for stage in sorted(missing))
+        stages = ", ".join(map(str, sorted(missing)))
         raise LocalError(f"nobody in the swarm has trained weights of stage {stages} to give: try again later")
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
-        from noloco_p2p.compute import exported_model, replica_tensors
-
         parameters, deadline_s = self.specs[advert.stage], self.manifest.outer.deadline_s
         expected = replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, parameters)
         try:
@@ -120,11 +119,11 @@ class SnapshotCollector:
 
 def common(manifest: RunManifest, found: Sequence[CollectedReplica]) -> CollectedWeights | None:
     """The replicas of the newest round of which every stage has one; None when there is no such round."""
+    by_peer = sorted(found, key=lambda replica: replica.peer)
     for round in sorted({replica.round for replica in found}, reverse=True):
-        here = sorted((replica for replica in found if replica.round == round), key=lambda replica: replica.peer)
-        stages = tuple(tuple(r for r in here if r.stage == stage) for stage in range(manifest.stages))
-        if all(stages):
-            return CollectedWeights(manifest, round, stages)
+        here = [[r for r in by_peer if (r.round, r.stage) == (round, stage)] for stage in range(manifest.stages)]
+        if all(here):
+            return CollectedWeights(manifest, round, tuple(map(tuple, here)))
     return None
 
 
@@ -158,10 +157,3 @@ def next_target(target: int, rounds: Mapping[int, Sequence[int]]) -> int:
     if newest > target:
         return newest + 1
     return oldest if newest - oldest < KEPT_ROUNDS else min(max(mine) for mine in rounds.values())
-
-
-def _specs(manifest: RunManifest) -> list[tuple[TensorSpec, ...]]:
-    """The parameters of every stage. Importing the model's code takes seconds."""
-    from noloco_p2p.compute import exported_model
-
-    return [exported_model.stage_specs(manifest, stage) for stage in range(manifest.stages)]

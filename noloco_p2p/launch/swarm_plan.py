@@ -20,7 +20,7 @@ from noloco_p2p.core.messages import Holding
 from noloco_p2p.core.resume import least_newest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.identity import locked
-from noloco_p2p.launch import control, node_probe, run_files, settings
+from noloco_p2p.launch import node_probe, run_files, settings
 from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
 
 SETTINGS, LOCK = "swarm.json", "swarm.lock"
@@ -138,7 +138,7 @@ def wait_for_old_nodes(node_dirs: Sequence[Path], seconds: float = NODES_END_S) 
     """Until no node runs in these directories any more. Raises LocalError when one still does after `seconds`."""
     give_up_at = time.monotonic() + seconds
     for node_dir in node_dirs:
-        while control.in_use(node_dir):
+        while node_probe.in_use(node_dir):
             if time.monotonic() >= give_up_at:
                 raise LocalError(f"a node still runs in {node_dir}: stop it, or name another --dir")
             time.sleep(POLL_S)

@@ -20,16 +20,7 @@ LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 GONE = frozenset({"left"})
 COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
 FORMATS = {"loss": ".3f", "tokens/s": ",.0f"}
-COPIED = (
-    "inner_steps",
-    "outer_rounds",
-    "microbatches",
-    "rerouted",
-    "pulled",
-    "alone",
-    "bytes_sent",
-    "bytes_received",
-)
+COPIED = ("inner_steps", "outer_rounds", "microbatches", "rerouted", "pulled", "alone", "bytes_sent", "bytes_received")
 """Figures of a node that are copied as it wrote them."""
 OVERFLOW_NATS = 700.0
 

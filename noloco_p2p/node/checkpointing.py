@@ -34,11 +34,16 @@ class Checkpointer:
         """Outer round of the newest checkpoint."""
 
     async def save_if_due(self) -> None:
-        """Every `every_rounds` outer rounds, and at the end. Called where θ = φ, right after a merge."""
+        """Every `every_rounds` outer rounds, and at the end. Called between inner steps, right after a merge.
+
+        Rounds that are merged count; one that is open is due again for whoever goes on from the checkpoint.
+        """
         node, every = self._node, self._node.config.checkpoint.every_rounds
         manifest = node.manifest
-        round = schedule.due_round(node.step, manifest.outer.inner_steps, self.newest, manifest.steps)
-        if every is None or round is None:
+        round: int | None = node.advert.outer_round
+        if manifest.outer.pairing == "none":
+            round = schedule.due_round(node.step, manifest.outer.inner_steps, self.newest, manifest.steps)
+        if every is None or round is None or round <= self.newest:
             return
         if round // every > self.newest // every or node.step >= manifest.steps:
             await self._save(round)
@@ -57,6 +62,7 @@ class Checkpointer:
         node = self._node
         if node.inner_steps == 0:
             return
+        await self._rounds.end("leaving")
         if node.config.checkpoint.every_rounds is not None:
             await self._save(max(node.advert.outer_round, self.newest))
             await self.settle()

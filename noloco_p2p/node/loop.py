@@ -3,8 +3,7 @@
     choose a stage → make the weights → wait for the others, or go on with a run that has begun → train → finish
 
 Training at stage 0 reads microbatches and sends them through the stages; at a later stage it serves what arrives. Both
-take inner steps, and once in a while an outer round. The node sees the world through the ports only; the same code runs
-over gRPC and, a thousand times, in one process under virtual time.
+take inner steps, and once in a while an outer round. The node sees the world through the ports only.
 """
 
 import asyncio
@@ -92,6 +91,7 @@ class Node:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._rounds.forget()
             await self._checkpointer.settle()
             self._donor.close()
             node.close_batches()
@@ -152,6 +152,7 @@ class Node:
 
     async def _move(self, stage: int) -> None:
         """What was held has been finished: give this stage up, and come to the other one like a newcomer."""
+        await self._rounds.forget()
         await self._checkpointer.settle()
         self._donor.close()
         self.state.move(stage)
@@ -164,6 +165,7 @@ class Node:
         """Until the owner gives the device back; then the weights of now, if the others have gone far ahead."""
         node = self.state
         self._server.close()
+        await self._rounds.forget()
         node.enter("pause", "the owner needs the device")
         await self.waits.until(lambda: not node.pausing or node.draining, "device", Resource.OWNER)
         if not node.draining:
@@ -184,8 +186,8 @@ class Node:
             self.swarm.fix_view()
             batches = await self._source.read_and_send()
             await self._inner_step(began, batches)
-            # Once in a while: pull a partner's slow weights and outer delta.
-            await self._rounds.run_if_due(self._server.close)
+            # Once in a while: begin to pull a partner's slow weights and outer delta, or merge what has come.
+            await self._rounds.at_border(self._server.close)
             # Once in a while: write a checkpoint.
             await self._checkpointer.save_if_due()
             # Once in a while: evaluate on held-out data.
@@ -227,8 +229,8 @@ class Node:
             # From here until the next `open`, what arrives waits for the coming step.
             server.intake.seal()
             await self._inner_step(began, {})
-            # Once in a while: pull a partner's slow weights and outer delta.
-            await self._rounds.run_if_due(server.close)
+            # Once in a while: begin to pull a partner's slow weights and outer delta, or merge what has come.
+            await self._rounds.at_border(server.close)
             # Once in a while: write a checkpoint.
             await self._checkpointer.save_if_due()
         server.close()
@@ -236,10 +238,9 @@ class Node:
         if node.routes:
             await self._inner_step(began, {})
         if not node.draining:
-            # Stage 0 has ended the run, perhaps a step ahead of this clock: the last outer round and checkpoint are
-            # those of the last step, at every stage.
+            # Stage 0 has ended the run, perhaps a step ahead of this clock: the last outer round is at its last step.
             node.update(step=float(node.manifest.steps))
-            await self._rounds.run_if_due(server.close)
+            await self._rounds.at_border(server.close)
             await self._checkpointer.save_if_due()
 
     def _membership_was_read(self) -> None:
@@ -262,8 +263,8 @@ class Node:
             result = await node.stage.inner_step(label)
         self._rounds.inner_step_took(result.busy_s)
         node.finish_inner_step(result, self.swarm.members.clocks(now=node.now()))
-        cause = "gradients" if node.index == 0 else "microbatches"
-        node.event("idle", cause=cause, seconds=max(0.0, node.now() - began - result.busy_s))
+        idle_s = max(0.0, node.now() - began - result.busy_s)
+        node.event("idle", cause="gradients" if node.index == 0 else "microbatches", seconds=idle_s)
         node.event(
             "inner_step",
             inner_step=node.inner_steps,

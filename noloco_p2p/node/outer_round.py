@@ -1,8 +1,15 @@
 """Outer rounds: freeze a snapshot, pull a partner's, merge, go on (ARCHITECTURE.md, "An outer round").
 
-A replica waits for one partner at most, and only for a while: never for the swarm.
+A replica trains on while its partner's snapshot is on its way (`outer.overlap`). All happens at borders of inner steps,
+where no graph is open: what is due is frozen (θ_f stays in the stage, Δ and φ are the snapshot), a task of its own
+pulls, and the first border after it ended merges. Until then φ and δ are those before the round: whatever is captured
+meanwhile says that the round is still due, so that an open round needs no place in states and checkpoints, and is given
+up by forgetting it. Weights that are replaced, a move and a pause do that. What ends it without waiting, when the next
+one is due or the node leaves, merges alone. Nothing else is left to train at the end of the run: there it is waited
+for, one partner at most, and for a while.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +38,17 @@ class Pull:
     theirs: Snapshot | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRound:
+    """A round that is frozen, while the partner's snapshot is on its way and the replica trains on."""
+
+    mine: Snapshot
+    pull: asyncio.Task[Pull]
+    frozen_at: float
+    inner_steps: int
+    """How many had been taken when it was frozen."""
+
+
 class OuterRounds:
     """The outer rounds of one replica, and the snapshots that it keeps for others."""
 
@@ -40,6 +58,7 @@ class OuterRounds:
         self._waits = waits
         self._transport = transport
         self._kept: dict[int, Snapshot] = {}
+        self._open: OpenRound | None = None
         self._step_busy_s = 0.0
         self._timeout = AdaptiveTimeout()
 
@@ -57,41 +76,84 @@ class OuterRounds:
         """Device-busy seconds of an inner step: the unit in which a partner is waited for."""
         self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
 
-    async def run_if_due(self, close_intake: Callable[[], None]) -> None:
-        """One outer round, if the clock says so. Nothing is in flight.
+    async def at_border(self, close_intake: Callable[[], None]) -> None:
+        """Between two inner steps, nothing in flight: merge what has come, and begin the round that is due.
 
-        No circular wait: from snapshot to merge the intake answers Busy, and its waiting line is flushed.
+        Only the last round of a run is waited for, or each where the run does not overlap. There is no circular wait:
+        then the intake answers Busy, and its waiting line is flushed. A node that leaves begins none.
         """
-        node, outer = self._node, self._node.manifest.outer
+        node, outer, opened = self._node, self._node.manifest.outer, self._open
         if outer.pairing == "none":
             return
-        due = schedule.due_round(node.step, outer.inner_steps, node.advert.outer_round, node.manifest.steps)
-        if due is not None:
-            close_intake()
+        done, is_last = opened.mine.round if opened else node.advert.outer_round, node.step >= node.manifest.steps
+        due = schedule.due_round(node.step, outer.inner_steps, done, node.manifest.steps)
+        if opened is not None and (due is not None or is_last or opened.pull.done()):
+            await self.end("late", wait=due is None)
+        if due is None or (outer.overlap and node.draining):
+            return
+        if outer.overlap and not is_last:
             with node.span("outer"):
-                await self._run(due)
+                frozen_at, mine = node.now(), await self.freeze(due)
+            pull = asyncio.create_task(self._pull(due), name=f"outer round {due}")
+            pull.add_done_callback(self._pull_ended)
+            self._open = OpenRound(mine, pull, frozen_at, node.inner_steps)
+            return
+        close_intake()
+        with node.span("outer"):
+            await self._wait_and_merge(due)
 
-    async def _run(self, round: int) -> None:
-        node = self._node
-        began = node.now()
+    async def end(self, reason: str, *, wait: bool = False) -> None:
+        """End the open round, if there is one: with what has come, else alone, for `reason`; or `wait` for it."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        with self._node.span("outer"):
+            if not wait and not opened.pull.done():
+                opened.pull.cancel()
+            with self._waits.waiting("outer round", Resource.SWARM, why=ForRound(opened.mine.round)):
+                await asyncio.wait([opened.pull])
+            pull = Pull("alone", reason) if opened.pull.cancelled() else opened.pull.result()
+            await self._merge(opened.mine, pull, opened.frozen_at, self._node.inner_steps - opened.inner_steps)
+
+    async def forget(self) -> None:
+        """Give the open round up, if there is one: it is due again where training goes on."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.pull.cancel()
+            with self._waits.waiting("outer round", Resource.SWARM, why=ForRound(opened.mine.round)):
+                await asyncio.wait([opened.pull])
+
+    def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
+        """A bug is not kept until the next border, which may never come."""
+        if not pull.cancelled() and (error := pull.exception()) is not None:
+            self._node.fail(error)
+
+    async def _wait_and_merge(self, round: int) -> None:
+        node, began = self._node, self._node.now()
         mine = await self.freeze(round)
         pull = await self._pull(round)
         node.event("idle", cause="partner", seconds=node.now() - began)
+        await self._merge(mine, pull, began, 0)
+
+    async def _merge(self, mine: Snapshot, pull: Pull, frozen_at: float, trained: int) -> None:
+        """N1 to N3; `trained` inner steps were taken since the snapshot was frozen."""
+        node = self._node
         with self._waits.computing("merge"):
             try:
                 merged = await node.stage.merge(mine, pull.theirs)
             except Violation as error:
                 pull = Pull("alone", f"refused: {error}")
                 merged = await node.stage.merge(mine, None)
-        node.publish(outer_round=round)
+        node.publish(outer_round=mine.round)
         node.event(
             "outer_round",
-            round=round,
+            round=mine.round,
             result=pull.result,
             partner=pull.theirs.peer if pull.theirs else None,
             reason=pull.reason,
-            seconds=node.now() - began,
+            seconds=node.now() - frozen_at,
             bytes=sum(t.spec.nbytes for t in pull.theirs.tensors) if pull.theirs else 0,
+            **({"trained": trained} if trained else {}),
         )
         if merged.replica_std is not None:
             node.event("replica_std", value=merged.replica_std)
@@ -139,7 +201,8 @@ class OuterRounds:
         floor_s = node.config.limits.patience_floor_s + wait_s
         deadline_s = min(outer.deadline_s, self._timeout.deadline_s(floor_s) or outer.deadline_s)
         began = node.now()
-        with self._waits.waiting("snapshot", peer.peer_id, wait_s + deadline_s, ForRound(round)):
+        idle = self._open is not None
+        with self._waits.waiting("snapshot", peer.peer_id, wait_s + deadline_s, ForRound(round), idle=idle):
             theirs = await self._transport.fetch_snapshot(
                 peer, node.index, round, wait_s, deadline_s, node.stage.state.snapshot
             )
@@ -175,6 +238,7 @@ class OuterRounds:
 
     async def go_on_from(self, round: int) -> None:
         """This replica's weights have become those of `round`; the snapshots kept are no longer its own."""
+        await self.forget()
         self._node.update(outer_round=round)
         self._kept.clear()
         await self.freeze(round)

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.core.messages import Advert
@@ -13,7 +13,7 @@ from noloco_p2p.errors import ConfigError, PeerError
 from noloco_p2p.humanize import DASH, compact, elapsed, finite, plural, short_id
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
-from noloco_p2p.observe.overview import ROUND_RESULTS, NodeSummary, Overview, StageSummary, overview
+from noloco_p2p.observe.overview import ROUND_RESULTS, Overview, Row, overview
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,38 +32,30 @@ Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
 """Asks all nodes anew each time. Raises PeerError when nothing can be known."""
 
 
-@dataclass(frozen=True, slots=True)
-class TopOptions:
-    """What the user asked for."""
+def run_top(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
+    """Show the swarm once, or until Ctrl-C; `join`: addresses, or `@FILE`.
 
-    join: tuple[str, ...]
-    """Addresses, or `@FILE`."""
-    url: str | None
-    once: bool
-    as_json: bool
-    interval_s: float
-
-
-def run_top(options: TopOptions) -> None:
-    """Show the swarm once, or until Ctrl-C. Raises ConfigError, LocalError, and PeerError when nobody answers."""
-    if bool(options.join) == (options.url is not None):
+    Raises ConfigError, LocalError, and PeerError when nobody answers.
+    """
+    if bool(join) == (url is not None):
         raise ConfigError("give either --join ADDR or --url http://HOST:PORT: every node prints both when it starts")
     try:
-        asyncio.run(_top(options))
+        asyncio.run(show(join, url, once=once, as_json=as_json, interval_s=interval_s))
     except KeyboardInterrupt:
-        if options.once:
+        if once or as_json:
             raise
 
 
-async def _top(options: TopOptions) -> None:
-    async with _readings(options) as read:
+async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
+    """The swarm behind the join addresses, or that the node at the URL sees."""
+    async with _readings(join) if url is None else nullcontext(from_url(url)) as read:
         found = overview(await read())
-        if options.as_json:
+        if as_json:
             print(json.dumps(found.as_json(), allow_nan=False))
-        elif options.once or not sys.stdout.isatty():
+        elif once or not sys.stdout.isatty():
             terminal.console().print(render(found, None), soft_wrap=False)
         else:
-            await _live(read, found, options.interval_s)
+            await _live(read, found, interval_s)
 
 
 async def _live(read: Readings, found: Overview, interval_s: float) -> None:
@@ -114,16 +106,13 @@ def from_directory(peers: Callable[[], Awaitable[Sequence[Advert]]]) -> Readings
 
 
 @asynccontextmanager
-async def _readings(options: TopOptions) -> AsyncIterator[Readings]:
-    """Those that the user asked for."""
-    if options.url is not None:
-        yield from_url(options.url)
-        return
+async def _readings(join: Sequence[str]) -> AsyncIterator[Readings]:
+    """The swarm behind these addresses."""
     from noloco_p2p.launch import join_file
-    from noloco_p2p.launch.observer import observing
+    from noloco_p2p.launch.bootstrap import observing
 
-    join_file.check(options.join)
-    addresses = await join_file.JoinAddresses(options.join, JOIN_FILE_S).come()
+    join_file.check(join)
+    addresses = await join_file.JoinAddresses(join, JOIN_FILE_S).come()
     async with observing(addresses) as observer:
         yield from_directory(observer.directory.peers)
 
@@ -142,15 +131,10 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     if note:
         head.append(Text(note, style="red"))
     others = [f for f in found.findings if f.sentence != found.sentence]
-    shown = others[:FINDINGS_SHOWN]
-    head += [
-        Text(f"{finding.severity}: {finding.sentence}", style=terminal.COLOURS[finding.severity]) for finding in shown
-    ]
-    if len(others) > len(shown):
-        counts = [
-            plural(n, s) for s in reversed(SEVERITIES) if (n := sum(f.severity == s for f in others[len(shown) :]))
-        ]
-        head.append(Text(f"and {', '.join(counts)} more"))
+    head += [Text(f"{f.severity}: {f.sentence}", style=terminal.COLOURS[f.severity]) for f in others[:FINDINGS_SHOWN]]
+    if len(others) > FINDINGS_SHOWN:
+        left = Counter(f.severity for f in others[FINDINGS_SHOWN:])
+        head.append(Text(f"and {', '.join(plural(left[s], s) for s in reversed(SEVERITIES) if left[s])} more"))
     stages = _stages_table(found.stages)
     # Each sentence may take two lines; the tables have a line of names, and there are three lines between and below.
     taken = 2 * len(head) + min(len(found.stages), STAGES_SHOWN) + 7
@@ -161,17 +145,17 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     return Group(*parts, Text(LEGEND, style="dim"))
 
 
-def _stages_table(stages: Sequence[StageSummary]) -> "Table":
+def _stages_table(stages: Sequence[Row]) -> "Table":
     table = terminal.plain_table(("stage", "replicas", "tokens/s", "states"), ("states",))
     for stage in stages[:STAGES_SHOWN]:
-        states = ", ".join(f"{count} {state}" for state, count in stage.states.items()) or "nobody"
-        table.add_row(str(stage.stage), str(stage.replicas), compact(stage.tokens_per_s), states)
+        states = ", ".join(f"{count} {state}" for state, count in stage["states"].items()) or "nobody"
+        table.add_row(str(stage["stage"]), str(stage["replicas"]), compact(stage["tokens_per_s"]), states)
     if len(stages) > STAGES_SHOWN:
         table.add_row("…", "", "", f"and {plural(len(stages) - STAGES_SHOWN, 'stage')} more")
     return table
 
 
-def _nodes_table(nodes: Sequence[NodeSummary]) -> "Table":
+def _nodes_table(nodes: Sequence[Row]) -> "Table":
     from rich.text import Text
 
     table = terminal.plain_table(COLUMNS, ("node", "state", "rounds", "waits for"))
@@ -180,33 +164,32 @@ def _nodes_table(nodes: Sequence[NodeSummary]) -> "Table":
     for node in nodes:
         # Text, not markup: what a node says of itself is not to be read as such.
         texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells(node)]
-        table.add_row(*texts, style=None if node.answers else "dim")
+        table.add_row(*texts, style=None if node["answers"] else "dim")
     return table
 
 
-def cells(node: NodeSummary) -> tuple[str, ...]:
+def cells(node: Row) -> tuple[str, ...]:
     """A node's row, in the order of COLUMNS."""
-    place = (short_id(node.peer), DASH if node.stage is None else str(node.stage))
-    state = line(node.state or DASH)
-    if not node.answers:
-        return *place, state, *[DASH] * (len(COLUMNS) - 4), f"silent: {line(node.failure)}"
-    rounds = node.rounds or {}
+    stage, state = node["stage"], line(node["state"] or DASH)
+    place = (short_id(node["peer"]), DASH if stage is None else str(stage), state)
+    if not node["answers"]:
+        return *place, *[DASH] * (len(COLUMNS) - 4), f"silent: {line(node['failure'])}"
+    wait = node["waits_for"]
     return (
         *place,
-        state,
-        _whole(node.step),
-        _whole(node.inner_steps),
-        compact(node.tokens_per_s) if node.stage == 0 else _fixed(node.microbatches_per_s, ".1f"),
-        "/".join(compact(rounds.get(result)) for result in ROUND_RESULTS),
-        elapsed(node.partner_wait_s).replace(" ", ""),
-        compact(node.bytes_per_s),
-        _fixed(node.replica_std, ".1e"),
-        _fixed(node.loss, ".2f"),
-        _waits_for(node),
+        _whole(node["step"]),
+        _whole(node["inner_steps"]),
+        compact(node["tokens_per_s"]) if stage == 0 else _fixed(node["microbatches_per_s"], ".1f"),
+        "/".join(compact(node["rounds"].get(result)) for result in ROUND_RESULTS),
+        _short(node["partner_wait_s"]),
+        compact(node["bytes_per_s"]),
+        _fixed(node["replica_std"], ".1e"),
+        _fixed(node["loss"], ".2f"),
+        "" if wait is None else line(f"{_short(wait['since_s'])} {short_id(wait['whom'])}: {wait['what']}"),
     )
 
 
-def _whole(value: float | None) -> str:
+def _whole(value: float) -> str:
     """A count in full up to a million."""
     found = finite(value)
     return f"{found:.0f}" if abs(found) < 1e6 else compact(found)
@@ -217,9 +200,5 @@ def _fixed(value: float | None, form: str) -> str:
     return DASH if value is None else f"{min(finite(value), 9999.0):{form}}"
 
 
-def _waits_for(node: NodeSummary) -> str:
-    wait = node.waits_for
-    if wait is None:
-        return ""
-    whom = short_id(wait.whom) if isinstance(wait.whom, str) else wait.whom
-    return line(f"{elapsed(wait.since_s).replace(' ', '')} {whom}: {wait.what}")
+def _short(seconds: float) -> str:
+    return elapsed(seconds).replace(" ", "")

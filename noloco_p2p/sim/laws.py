@@ -38,6 +38,7 @@ def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
         every_microbatch_ended_once(process)
         no_id_counted_twice(process)
         rounds_increase(process)
+        progress_counts_once(process)
         weights_are_what_was_frozen(process)
     weights_survive(swarm)
     newcomers_are_no_partners(swarm, outcome)
@@ -98,6 +99,19 @@ def rounds_increase(process: SimProcess) -> None:
     if len(process.models) == 1:
         numbers = [number for number, _ in process.rounds]
         assert numbers == sorted(set(numbers)), f"{process.peer} did the rounds {numbers}"
+
+
+def progress_counts_once(process: SimProcess) -> None:
+    """What inner steps added to θ, also while a round was open, is in the Δ of exactly one merge, and in θ until then.
+
+    Up to rounding: it adds up what was added, in another order.
+    """
+    for stage in recording_stages(process):
+        for one in stage.progress:
+            scale = 1e-9 * (1 + max(map(abs, stage.theta)))
+            for what, found, expected in (("Δ", one.delta, one.trained), ("θ − φ", one.kept, one.trained_since)):
+                off = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+                assert off <= scale, f"{process.peer}, round {one.round}: {what} is {found}, trained were {expected}"
 
 
 def weights_are_what_was_frozen(process: SimProcess) -> None:

@@ -27,7 +27,7 @@ from noloco_p2p.core.messages import (
     Snapshot,
     TensorSpec,
 )
-from noloco_p2p.core.outer_update import outer_step
+from noloco_p2p.core.outer_update import carried_over, outer_step
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import Violation
 from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
@@ -56,6 +56,8 @@ class LinearStage:
         rng = generator(manifest.seed, "weights", index)
         self.theta = [1.0 + 0.1 * rng.random(), 0.1 * rng.random()]
         self.phi, self.momentum = list(self.theta), [0.0, 0.0]
+        self.theta_frozen = list(self.theta)
+        """θ_f: θ at the newest snapshot."""
         self.counted: list[CountedMicrobatch] = []
         """In the order in which they were added."""
         self.dropped: list[MicrobatchId] = []
@@ -137,6 +139,7 @@ class LinearStage:
 
     def snapshot(self, round: int, step: int) -> Snapshot:
         """See `ports.Stage`."""
+        self.theta_frozen = list(self.theta)
         deltas = [value - slow for value, slow in zip(self.theta, self.phi, strict=True)]
         return Snapshot(self._me, round, step, _pack(self.state.snapshot, [*self.phi, *deltas]))
 
@@ -148,7 +151,7 @@ class LinearStage:
         of_weight = [[(phi[i], delta[i]) for phi, delta in group] for i in range(len(NAMES))]
         after = [step(*one) for one in zip(self.phi, self.momentum, of_weight, strict=True)]
         self.phi, self.momentum = [phi for phi, _ in after], [momentum for _, momentum in after]
-        self.theta = list(self.phi)
+        self.theta = list(map(carried_over, self.phi, self.theta, self.theta_frozen))
         self.version += 1
         if theirs is None:
             return MergeResult(None)

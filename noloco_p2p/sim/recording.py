@@ -2,13 +2,15 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from operator import add, sub
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState, Snapshot
-from noloco_p2p.ports import MergeResult
+from noloco_p2p.ports import MergeResult, StepLabel, StepResult
 from noloco_p2p.sim.linear_stage import LinearStage
 
 Values = tuple[float, ...]
+"""One for each weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,21 @@ class MergedSnapshot:
     at_s: float
     round: int
     partner: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class MergedProgress:
+    """What a merge did with what was trained, against the inner steps as they were taken, each of (gain, bias)."""
+
+    round: int
+    delta: Values
+    """Δ of the snapshot that it merged."""
+    trained: Values
+    """What inner steps had added by then that no merge before had."""
+    kept: Values
+    """θ − φ after it."""
+    trained_since: Values
+    """What inner steps have added to θ since the snapshot was frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +101,10 @@ class RecordingStage(LinearStage):
         self.forwards = 0
         self.loaded: list[LoadedWeights] = []
         self.merged: list[MergedSnapshot] = []
+        self.progress: list[MergedProgress] = []
+        """Of every merge."""
+        self._trained = self._trained_frozen = (0.0, 0.0)
+        """What inner steps added to θ that no merge has had; and as much of it as the newest snapshot has."""
         self._frozen = frozen
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
@@ -91,8 +112,16 @@ class RecordingStage(LinearStage):
         self.forwards += 1
         return super().forward(inputs, mask)
 
+    def inner_step(self, label: StepLabel) -> StepResult:
+        """Its part of θ is recorded."""
+        before = (*self.theta,)
+        result = super().inner_step(label)
+        self._trained = tuple(map(add, self._trained, map(sub, self.theta, before)))
+        return result
+
     def snapshot(self, round: int, step: int) -> Snapshot:
         """Recorded: φ + Δ as whoever adopts it computes it."""
+        self._trained_frozen = self._trained
         adopted = tuple(phi + (theta - phi) for phi, theta in zip(self.phi, self.theta, strict=True))
         self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set()).add(adopted)
         return super().snapshot(round, step)
@@ -111,6 +140,7 @@ class RecordingStage(LinearStage):
         phi = (*self.phi,)
         frozen = self._frozen.snapshots.get((theirs.peer, self.state.index, theirs.round, theirs.step), set())
         found = phi if phi in frozen else None
+        self._trained = (0.0, 0.0)
         self.loaded.append(
             LoadedWeights("adopt", theirs.peer, theirs.round, phi, found, frozenset(), len(self.counted))
         )
@@ -121,6 +151,7 @@ class RecordingStage(LinearStage):
         values = _values(theirs)
         lineage = self._frozen.states.get((theirs.peer, values))
         found = None if lineage is None else values[:2]
+        self._trained = tuple(map(sub, self.theta, self.phi))
         counted, lineage = len(self.counted), lineage or frozenset()
         self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.phi,), found, lineage, counted))
 
@@ -128,7 +159,12 @@ class RecordingStage(LinearStage):
         """Recorded."""
         if theirs is not None:
             self.merged.append(MergedSnapshot(now_s(), mine.round, theirs.peer))
-        return super().merge(mine, theirs)
+        result = super().merge(mine, theirs)
+        delta, trained = (*self._read(mine)[1],), self._trained_frozen
+        self._trained = tuple(map(sub, self._trained, trained))
+        kept = tuple(map(sub, self.theta, self.phi))
+        self.progress.append(MergedProgress(mine.round, delta, trained, kept, self._trained))
+        return result
 
 
 def now_s() -> float:

@@ -33,7 +33,8 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
     fast = weights([stage])
     stage.merge(stage.snapshot(1, 10), other[0].snapshot(1, 10))
     directory = tmp_path / "audit"
-    kinds = ("slow", "fast", "momentum", "slow_after", "adam_mean", "adam_square")
+    kinds = ["slow", "frozen", "fast", "momentum", "slow_after", "adam_mean", "adam_square"]
+    kinds += ["partner_slow", "partner_delta"]
     record = load_file(directory / "round-000001-me.safetensors")
     assert set(record) == {f"{kind}/{name}" for kind in kinds for name in names}
     for name in names:
@@ -51,6 +52,8 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
             "peer_id": "me",
             "partner_id": "other",
             "partner_round": "1",
+            "frozen_after": "1",
+            "merged_after": "1",
             "alpha": "0.5",
             "beta": "0.7",
             "gamma": "0.7",

@@ -14,12 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+KINDS = {"slow", "frozen", "fast", "momentum", "slow_after", "adam_mean", "adam_square", "loss"}
+KINDS |= {"partner_slow", "partner_delta"}
 
-def simulate(audit: Path, family: str, fault: str = "") -> Report:
+
+def simulate(audit: Path, family: str, fault: str = "", delays: tuple[int, ...] = (0,)) -> Report:
     """Simulate with `fault` and replay it."""
-    manifest = run_manifest(family)
+    manifest = run_manifest(family, overlap=delays != (0,))
     with float64_rmsnorm():
-        Simulation(audit, manifest, fault).run()
+        Simulation(audit, manifest, fault, delays).run()
     return replay(audit, manifest.model_dump(), STAGES)
 
 
@@ -27,8 +30,30 @@ def simulate(audit: Path, family: str, fault: str = "") -> Report:
 def test_a_faithful_run_is_accepted(tmp_path: Path, family: str) -> None:
     report = simulate(tmp_path, family)
     require_variety(report)
-    assert report.deviations.keys() == {"slow", "fast", "momentum", "slow_after", "adam_mean", "adam_square", "loss"}
+    assert report.deviations.keys() == KINDS
     assert 0 < max(report.deviations.values()) < 1e-10
+    assert report.delays == {0}
+
+
+@pytest.mark.parametrize("delays", [(1,), (2,), (0, 1, 2)])
+def test_a_run_that_trains_on_during_its_rounds_is_accepted(tmp_path: Path, delays: tuple[int, ...]) -> None:
+    """Of an interval of two steps: all of it, the half, or nothing; the last round is waited for."""
+    report = simulate(tmp_path, "llama", delays=delays)
+    assert report.deviations.keys() == KINDS
+    assert 0 < max(report.deviations.values()) < 1e-10
+    assert report.delays == {0, *delays} | ({1} if 2 in delays else set())
+
+
+@pytest.mark.parametrize("fault", ["progress lost", "progress counted twice"])
+def test_progress_during_a_round_that_is_lost_or_counted_twice_is_rejected(tmp_path: Path, fault: str) -> None:
+    with pytest.raises(AssertionError, match=r"inner step 4, s0r0 \(stage 0\), \S+: loss: deviates"):
+        simulate(tmp_path, "gpt2", fault, delays=(1,))
+
+
+def test_a_round_merged_late_needs_a_run_that_allows_it(tmp_path: Path) -> None:
+    simulate(tmp_path, "gpt2", delays=(1,))
+    with pytest.raises(AssertionError, match=r"round 1, s0r0 \(stage 0\): merged after 3, due after 2"):
+        replay(tmp_path, run_manifest("gpt2").model_dump(), STAGES)
 
 
 FAULTS = {

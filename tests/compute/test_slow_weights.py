@@ -73,6 +73,77 @@ def test_outer_rounds_are_n1_and_n2() -> None:
             assert expected > 1e-3
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_is_trained_during_a_round_stays_and_counts_in_the_next_one(dtype: str) -> None:
+    """N3. A pair that trains on, apart, while its snapshots travel: equal φ stay equal bit for bit."""
+    pair = [make_stages(make_manifest(dtype=dtype, outer=OUTER | {"overlap": True}), peer) for peer in ("me", "other")]
+    for round_number in (1, 2, 3):
+        for seed, stages in enumerate(pair):
+            train(stages, 100 * round_number + seed)
+        frozen = [weights([stages[0]]) for stages in pair]
+        snapshots = [stages[0].snapshot(round_number, 10) for stages in pair]
+        for seed, stages in enumerate(pair):
+            train(stages, 100 * round_number + 50 + seed, steps=3)
+        moved, moments = [weights([stages[0]]) for stages in pair], adam(pair[0][0])
+        pair[0][0].merge(snapshots[0], snapshots[1])
+        pair[1][0].merge(snapshots[1], snapshots[0])
+        assert all(torch.equal(a, b) for a, b in zip(adam(pair[0][0]), moments, strict=True))
+        slow = [{name: phi.clone() for name, phi in stages[0]._slow.slow.items()} for stages in pair]
+        assert all(torch.equal(slow[0][name], slow[1][name]) for name in slow[0])
+        for stages, phi, before, after in zip(pair, slow, frozen, moved, strict=True):
+            for name, theta_after in weights([stages[0]]).items():
+                assert torch.equal(theta_after, phi[name] + (after[name] - before[name]))
+        following = pair[0][0].snapshot(round_number + 1, 20)
+        kept = np.concatenate([(moved[0][name] - frozen[0][name]).numpy().ravel() for name in frozen[0]])
+        wide = np.float64 if dtype == "float64" else np.float32
+        delta = np.concatenate([np.frombuffer(t.data, wide) for t in following.tensors if t.name.startswith("delta/")])
+        assert np.allclose(delta, kept, atol=1e-6 if dtype == "float32" else 1e-14)
+
+
+def test_a_round_without_delay_is_n1_and_n2_bit_for_bit() -> None:
+    """Also where φ is −0.0, which an addition of 0.0 would turn round."""
+    waits, overlaps = (make_stages(make_manifest(outer=OUTER | {"overlap": it})) for it in (False, True))
+    for stages in (waits, overlaps):
+        train(stages, 1)
+        for phi in stages[0]._slow.slow.values():
+            phi.view(-1)[0] = -0.0
+        with torch.no_grad():
+            for theta in stages[0].parameters.values():
+                theta.view(-1)[0] = -0.0
+        stages[0].merge(stages[0].snapshot(1, 10), None)
+    assert theta_bytes(waits[0]) == theta_bytes(overlaps[0])
+    for stage in (waits[0], overlaps[0]):
+        assert theta_bytes(stage) == b"".join(phi.numpy().tobytes() for phi in stage._slow.slow.values())
+
+
+def theta_bytes(stage: TorchStage) -> bytes:
+    return b"".join(value.numpy().tobytes() for value in weights([stage]).values())
+
+
+@pytest.mark.parametrize("how", ["adopt", "restore"])
+def test_other_weights_end_the_open_round(how: str) -> None:
+    stages = make_stages(make_manifest(outer=OUTER | {"overlap": True}))
+    train(stages, 1)
+    state, mine = stages[0].capture(1, 2.0, 2), stages[0].snapshot(1, 2)
+    assert stages[0]._slow.frozen
+    stages[0].adopt(mine) if how == "adopt" else stages[0].restore(state)
+    assert not stages[0]._slow.frozen
+
+
+def test_a_state_captured_during_a_round_is_that_of_a_round_still_due() -> None:
+    """φ and δ are those before the round, θ has all that was trained: the next Δ has it, once."""
+    mine, twin = (make_stages(make_manifest(outer=OUTER | {"overlap": True})) for _ in range(2))
+    train(mine, 1)
+    mine[0].snapshot(1, 2)
+    train(mine, 2)
+    twin[0].restore(mine[0].capture(0, 4.0, 4))
+    again, fresh = twin[0].snapshot(1, 4), mine[0].snapshot(1, 4)
+    assert [bytes(tensor.data) for tensor in again.tensors] == [bytes(tensor.data) for tensor in fresh.tensors]
+    twin[0].merge(again, None)
+    mine[0].merge(fresh, None)
+    assert theta_bytes(twin[0]) == theta_bytes(mine[0])
+
+
 def test_a_snapshot_is_frozen() -> None:
     stages = make_stages(make_manifest())
     train(stages, 1)

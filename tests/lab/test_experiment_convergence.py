@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_p2p.lab.experiments import convergence
-from noloco_p2p.lab.experiments.convergence import METHODS, RATES, REPLICAS, RunSize, cases, further, measure, report
+from noloco_p2p.lab.experiments.convergence import METHODS, RATES, REPLICAS, cases, further, measure, report
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
-TINY = RunSize(hidden=16, layers=2, steps=2, seeds=2)
+TINY = {"hidden": 16, "layers": 2, "steps": 2}
 
 
 def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gradient(
@@ -21,12 +21,12 @@ def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gr
     first = {case.settings["method"]: case for case in cases(quick=True) if case.settings["rate"] == RATES[0]}
     found = {method: measure(case) for method, case in first.items()}
     assert list(found) == list(METHODS)
-    assert {figures["tokens"] for figures in found.values()} == {TINY.steps * REPLICAS * 4 * 64}
+    assert {figures["tokens"] for figures in found.values()} == {TINY["steps"] * REPLICAS * 4 * 64}
     assert {method: f["optimizer_steps"] for method, f in found.items()} == {
-        "one": TINY.steps * REPLICAS,
-        "parallel": TINY.steps,
-        "noloco": TINY.steps,
-        "apart": TINY.steps,
+        "one": TINY["steps"] * REPLICAS,
+        "parallel": TINY["steps"],
+        "noloco": TINY["steps"],
+        "apart": TINY["steps"],
     }
     # Nothing has been merged or averaged before the first step ends: the same batches at the same weights.
     firsts = [found[method]["curve"][0][1] for method in ("parallel", "noloco", "apart")]
@@ -35,7 +35,9 @@ def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gr
     assert len(set(found["apart"]["final_losses"])) == REPLICAS
     parameters = found["parallel"]["parameters"]
     assert found["parallel"]["between_replicas"] == pytest.approx(2 * 7 * 4 * parameters / (REPLICAS * 4 * 64))
-    assert found["noloco"]["between_replicas"] == pytest.approx(8 * 8 * parameters / (TINY.steps * REPLICAS * 4 * 64))
+    assert found["noloco"]["between_replicas"] == pytest.approx(
+        8 * 8 * parameters / (TINY["steps"] * REPLICAS * 4 * 64)
+    )
     assert found["one"]["between_stages"] == found["apart"]["between_replicas"] == 0.0
 
 

@@ -8,8 +8,7 @@ import pytest
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
 from noloco_p2p.lab.experiments.latency import EXPERIMENT, MODELS, measure, ratio
-from noloco_p2p.lab.experiments.results import published
-from noloco_p2p.lab.experiments.spec import Case, Result
+from noloco_p2p.lab.experiments.spec import Case, Result, published
 
 
 def _measured(regime: str, nodes: int, std_over_mean: float, pairing: str = "matched") -> Result:

@@ -18,9 +18,8 @@ from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.experiments import EXPERIMENTS, find, runner
 from noloco_p2p.lab.experiments.markdown_page import Table, markdown
-from noloco_p2p.lab.experiments.results import mean_std, published
-from noloco_p2p.lab.experiments.runner import RunOptions
-from noloco_p2p.lab.experiments.spec import Case, Experiment
+from noloco_p2p.lab.experiments.results import mean_std
+from noloco_p2p.lab.experiments.spec import Case, Experiment, published
 from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot, save
 
 
@@ -51,7 +50,7 @@ light = pytest.mark.usefixtures("_light")
 
 
 def _run(experiment: Experiment, out: str = "out", *, quick: bool = False, jobs: int = 1) -> Path:
-    return runner.run(experiment, RunOptions(Path(out), quick, jobs), lambda line: None)
+    return runner.run(experiment, Path(out), lambda line: None, quick=quick, jobs=jobs)
 
 
 def _document(out: str = "out") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.data.tokenizers import ByteTokenizer
+from noloco_p2p.io.data.tokenizers import BYTES
 from noloco_p2p.launch.export import run_export
 
 
@@ -180,8 +180,8 @@ def test_the_tokenizer_is_that_of_the_training_data(tmp_path: Path) -> None:
     out = exported(tmp_path / "run", tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert len(tokenizer) == 384
-    assert tokenizer(TEXT, add_special_tokens=False).input_ids == ByteTokenizer().encode(TEXT.encode()).tolist()
+    assert tokenizer(TEXT, add_special_tokens=False).input_ids == BYTES.encode(TEXT.encode()).tolist()
     assert tokenizer.decode(tokenizer(TEXT).input_ids, skip_special_tokens=True) == TEXT
     model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == ByteTokenizer.eos
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == BYTES.eos
     assert (model.dtype, model.config.architectures) == (torch.float32, ["LlamaForCausalLM"])

@@ -19,7 +19,7 @@ from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.launch.settings import read
 from noloco_p2p.observe.doctor import machine
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport, in_time
-from noloco_p2p.observe.doctor.examination import DoctorOptions, run_doctor
+from noloco_p2p.observe.doctor.examination import run_doctor
 from noloco_p2p.observe.doctor.run_requirements import RunRequirements
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -257,7 +257,7 @@ def test_without_a_swarm_it_tells_of_the_machine_and_leaves_nothing_behind(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path)
-    code = run_doctor(DoctorOptions((), read(None, {}, ["stages=1", "stage=3", "device=cpu"]), None, as_json=True))
+    code = run_doctor((), read(None, {}, ["stages=1", "stage=3", "device=cpu"]), None, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert code == found["exit_code"] == 2
     errors = [one for one in found["findings"] if one["severity"] == "error"]
@@ -278,6 +278,6 @@ GROUPS = {
 def test_what_is_no_join_address_is_refused_before_anything_is_begun(tmp_path: Path) -> None:
     nothing = read(None, {}, [])
     with pytest.raises(ConfigError, match="malformed join address 'nonsense'"):
-        run_doctor(DoctorOptions(("nonsense",), nothing, None, as_json=False))
+        run_doctor(("nonsense",), nothing, None, as_json=False)
     with pytest.raises(ConfigError, match="is its node running"):
-        run_doctor(DoctorOptions((f"@{tmp_path / 'address'}",), nothing, None, as_json=False))
+        run_doctor((f"@{tmp_path / 'address'}",), nothing, None, as_json=False)

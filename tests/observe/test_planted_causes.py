@@ -32,7 +32,7 @@ from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import Finding, Report
 from noloco_p2p.observe.doctor import examination, machine, peers, run_requirements
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
-from noloco_p2p.observe.doctor.examination import DoctorOptions, examine
+from noloco_p2p.observe.doctor.examination import examine
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
@@ -225,7 +225,7 @@ def doctor(pair: Pair, *, config: Path | None = None, sets: tuple[str, ...] = ()
             (run_requirements, "DATA_S"),
         ):
             patch.setattr(module, limit, LONGEST_S)  # the tests' machine may be busy
-        uvloop.run(examine(DoctorOptions(join, read(config, {}, sets), None, as_json=False), report))
+        uvloop.run(examine(report, join, read(config, {}, sets), None))
     return [finding for _, finding in report.findings]
 
 

@@ -16,8 +16,7 @@ import pytest
 from noloco_p2p.cli import main as command
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.telemetry.event_files import NAME, EventFiles
-from noloco_p2p.io.telemetry.journal import Journal
+from noloco_p2p.io.telemetry.journal import NAME, EventFiles, Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.report.journals import read_processes

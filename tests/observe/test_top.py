@@ -273,7 +273,7 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             await directory.announce(replace(mine.advert, metrics=f"{served.urls['S0R0']}/metrics"), 30.0)
             join_file = tmp_path / "address"
             join_file.write_text(f"{libp2p.join_addresses[0]}\n")
-            await top._top(top.TopOptions((f"@{join_file}",), None, once=True, as_json=True, interval_s=2.0))
+            await top.show((f"@{join_file}",), None, once=True, as_json=True, interval_s=2.0)
         shown = json.loads(capsys.readouterr().out)
         assert [(node["peer"], node["answers"]) for node in shown["nodes"]] == [(libp2p.peer_id, True)]
         assert shown["sentence"].startswith("training: step 1234 of 5000 (25 %), 1 node")

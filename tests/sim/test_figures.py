@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
-from noloco_p2p.lab import sim_plots
-from noloco_p2p.lab.sim_table import spreads
+from noloco_p2p.lab import sim_output
+from noloco_p2p.lab.sim_output import spreads
 from noloco_p2p.sim.figures import RunFigures, figures, flat, quantile
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome, SimProcess
@@ -98,13 +98,13 @@ def test_a_process_that_moves_counts_for_the_stage_that_it_held() -> None:
 
 def test_the_series_tell_the_same() -> None:
     outcome = outcome_of(process("s0r0", [0, 1], MOVED), process("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0))
-    assert sim_plots.nodes_training(outcome) == {
+    assert sim_output.nodes_training(outcome) == {
         0: [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (11.0, 1.0), (12.0, 0.0)],
         1: [(0.0, 0.0), (15.0, 1.0), (20.0, 0.0)],
     }
-    assert sim_plots.tokens_per_s(outcome, TOKENS, 4) == [(5.0, 200.0), (15.0, 0.0), (25.0, 0.0), (35.0, 0.0)]
-    assert sim_plots.round_seconds(outcome) == {"alone": [4.0], "partner": [2.0]}
-    assert sim_plots.replica_stds(outcome) == {0: [(8.0, 0.5), (9.0, 0.25)]}
+    assert sim_output.tokens_per_s(outcome, TOKENS, 4) == [(5.0, 200.0), (15.0, 0.0), (25.0, 0.0), (35.0, 0.0)]
+    assert sim_output.round_seconds(outcome) == {"alone": [4.0], "partner": [2.0]}
+    assert sim_output.replica_stds(outcome) == {0: [(8.0, 0.5), (9.0, 0.25)]}
 
 
 def test_bytes_are_means_over_all_nodes_also_those_that_had_none() -> None:
@@ -162,8 +162,8 @@ def test_a_run_has_the_figures_that_its_stages_counted() -> None:
     assert all(sent[kind] * 5 == received[kind] * 5 + found.traffic.lost[kind] for kind in sent)
     assert [one.replica_std for one in found.stages] == [None, None], "the weights are no real ones"
     assert all(isinstance(one.model, LinearStage) for one in outcome.processes)
-    assert sim_plots.tokens_per_s(outcome, 2 * TOKENS, 7)
-    total = sum(rate * outcome.ended_at_s / 7 for _, rate in sim_plots.tokens_per_s(outcome, 2 * TOKENS, 7))
+    assert sim_output.tokens_per_s(outcome, 2 * TOKENS, 7)
+    total = sum(rate * outcome.ended_at_s / 7 for _, rate in sim_output.tokens_per_s(outcome, 2 * TOKENS, 7))
     assert total == pytest.approx(found.tokens)
 
 

@@ -1,13 +1,16 @@
 """The laws of simulated swarms can fail: each finds the fault that it is there for, planted here."""
 
+from collections.abc import Callable
+
 import pytest
 
 from noloco_p2p.core import resume, schedule
 from noloco_p2p.core.intake import SpentIds
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState, Snapshot
 from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Contribution
+from noloco_p2p.sim import linear_stage
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import broken
 from noloco_p2p.sim.linear_stage import LinearStage
@@ -65,6 +68,39 @@ def test_a_round_done_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(schedule, "due_round", again)
     assert "did the rounds [1, 2, 2" in str(planted("limit_s=100"))
+
+
+OVERLAP = "run.outer.overlap=true"
+
+
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (lambda phi, theta, frozen: phi, "θ − φ is"),
+        (lambda phi, theta, frozen: phi + 2 * (theta - frozen), "θ − φ is"),
+        (lambda phi, theta, frozen: theta, "θ − φ is"),
+    ],
+    ids=["lost", "counted twice", "merge without effect"],
+)
+def test_progress_of_an_open_round_that_is_lost_or_counted_twice_is_found(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[float, float, float], float], found: str
+) -> None:
+    assert planted(OVERLAP) is None
+    monkeypatch.setattr(linear_stage, "carried_over", plant)
+    assert found in str(planted(OVERLAP))
+
+
+def test_a_round_that_is_frozen_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Δ from another moment than θ_f: an inner step counts in two rounds."""
+    snapshot = LinearStage.snapshot
+
+    def bent(stage: LinearStage, round: int, step: int) -> Snapshot:
+        frozen = snapshot(stage, round, step)
+        stage.theta_frozen = [value - 1e-3 for value in stage.theta_frozen]
+        return frozen
+
+    monkeypatch.setattr(LinearStage, "snapshot", bent)
+    assert "θ − φ is" in str(planted(OVERLAP))
 
 
 def test_fresh_weights_where_there_were_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

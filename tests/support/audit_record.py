@@ -44,6 +44,17 @@ class InnerStep:
 
 
 @dataclass(frozen=True)
+class Round:
+    """What one replica did in one outer round."""
+
+    partner: str | None
+    frozen_after: int
+    """Inner steps that it had taken when it froze θ_f."""
+    merged_after: int
+    """The same when it merged: later where it trained on while the partner's snapshot was on its way."""
+
+
+@dataclass(frozen=True)
 class Record:
     """What a run wrote, without the tensors."""
 
@@ -172,9 +183,28 @@ def check_balanced(
                 blocks.append(block)
 
 
-def read_pairs(record: Record, number: int, constants: tuple[float, float, float]) -> dict[str, str | None]:
-    """Peer → partner of one round; AssertionError unless they are perfect, symmetric matchings, stage by stage."""
-    partners: dict[str, str | None] = {}
+def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round]]:
+    """Number → peer → what it did in that round.
+
+    AssertionError unless the partners are perfect, symmetric matchings, stage by stage, each replica froze a round when
+    it was due, and merged it before the next one was frozen; the last one at once.
+    """
+    steps, m, rounds = manifest["steps"], manifest["outer"]["inner_steps"], dict[int, dict[str, Round]]()
+    constants = tuple(manifest["outer"][name] for name in ("alpha", "beta", "gamma"))
+    for number in range(1, -(-steps // m) + 1):
+        due, next_due = min(number * m, steps), min((number + 1) * m, steps)
+        latest = next_due if manifest["outer"].get("overlap") else due
+        rounds[number] = read_round(record, number, constants)
+        for peer, one in rounds[number].items():
+            where = f"round {number}, {peer} (stage {record.stages[peer]})"
+            require(one.frozen_after == due, f"{where}: frozen after {one.frozen_after} inner steps, due after {due}")
+            require(due <= one.merged_after <= latest, f"{where}: merged after {one.merged_after}, due after {due}")
+    return rounds
+
+
+def read_round(record: Record, number: int, constants: tuple[float, ...]) -> dict[str, Round]:
+    """Peer → what it did in one round; AssertionError unless the partners are a matching, stage by stage."""
+    rounds: dict[str, Round] = {}
     for peer in record.stages:
         where = f"round {number}, {peer} (stage {record.stages[peer]})"
         with safe_open(record.audit / f"round-{number:06}-{peer}.safetensors", framework="pt") as file:
@@ -182,15 +212,16 @@ def read_pairs(record: Record, number: int, constants: tuple[float, float, float
         require((metadata["round"], metadata["peer_id"]) == (str(number), peer), f"{where}: says it is {metadata}")
         used = tuple(float(metadata[key]) for key in ("alpha", "beta", "gamma"))
         require(used == constants, f"{where}: α, β, γ were {used}, the manifest has {constants}")
-        partners[peer] = metadata["partner_id"] or None
-        if partners[peer] is not None:
+        taken = (int(metadata[f"{event}_after"]) for event in ("frozen", "merged"))
+        rounds[peer] = Round(metadata["partner_id"] or None, *taken)
+        if rounds[peer].partner is not None:
             round = metadata["partner_round"]
             require(int(round) == number, f"{where}: partner's snapshot is of {round}")
     for stage in range(record.depth):
-        own = {peer: partners[peer] for peer in record.replicas(stage)}
+        own = {peer: rounds[peer].partner for peer in record.replicas(stage)}
         for peer, partner in own.items():
             matched = partner is None or (partner != peer and own.get(partner) == peer)
             require(matched, f"round {number}, stage {stage}: {peer} took {partner}, which is no matching")
         alone = [peer for peer, partner in own.items() if partner is None]
         require(len(alone) == len(own) % 2, f"round {number}, stage {stage}: {len(alone)} of {len(own)} alone")
-    return partners
+    return rounds

@@ -6,7 +6,7 @@ It goes another way than the reference: stage by stage, with torch's AdamW and c
 import copy
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Family → fields of its configuration."""
 
 
-def run_manifest(family: str) -> RunManifest:
+def run_manifest(family: str, *, overlap: bool = False) -> RunManifest:
     """Three outer rounds, the last one cut short; the clip binds in some inner steps only."""
     return RunManifest(
         seed=3,
@@ -57,11 +57,25 @@ def run_manifest(family: str) -> RunManifest:
         microbatches_per_step=2,
         steps=5,
         inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=1.05),
-        outer=OuterSettings(inner_steps=2),
+        outer=OuterSettings(inner_steps=2, overlap=overlap),
         routing="balanced",
         wire_dtype="float64",
         compute_dtype="float64",
     )
+
+
+@dataclass(frozen=True)
+class OpenRound:
+    """What a replica froze, until it is merged `delay` inner steps later."""
+
+    number: int
+    partner: str
+    """Empty: none."""
+    delay: int
+    fast: Tensors
+    slow: Tensors
+    delta: Tensors
+    vector: Tensors
 
 
 @dataclass
@@ -78,13 +92,18 @@ class Twin:
     tokens: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Of this inner step, the entries of `microbatches`."""
+    open: OpenRound | None = None
+    rounds: dict[int, OpenRound] = field(default_factory=dict)
 
 
 class Simulation:
-    """A lockstep run of 2 stages × 3 replicas that writes audit files, with one planted `fault` or none ("")."""
+    """A lockstep run of 2 stages × 3 replicas that writes audit files, with one planted `fault` or none ("").
 
-    def __init__(self, audit: Path, manifest: RunManifest, fault: str) -> None:
-        self.audit, self.manifest, self.fault = audit, manifest, fault
+    `delays`: inner steps that replicas train on during a round, in turn; the last round is waited for.
+    """
+
+    def __init__(self, audit: Path, manifest: RunManifest, fault: str, delays: tuple[int, ...] = (0,)) -> None:
+        self.audit, self.manifest, self.fault, self.delays = audit, manifest, fault, delays
         self.rng = random.Random(7)
         self.twins: dict[str, Twin] = {}
 
@@ -97,8 +116,19 @@ class Simulation:
         m = self.manifest.outer.inner_steps
         for number in range(1, self.manifest.steps + 1):
             self.inner_step(number)
+            self.merge_due(number)
             if number % m == 0 or number == self.manifest.steps:
-                self.outer_round(-(-number // m))
+                self.freeze(-(-number // m))
+                self.merge_due(number)
+
+    def merge_due(self, number: int) -> None:
+        """Merge the open rounds whose delay is over after `number` inner steps."""
+        m, steps = self.manifest.outer.inner_steps, self.manifest.steps
+        for twin in self.twins.values():
+            if twin.open is not None and number >= min(m * twin.open.number + twin.open.delay, steps):
+                twin.open = replace(twin.open, delay=number - min(m * twin.open.number, steps))
+                self.merge(twin, number)
+                twin.open = None
 
     def make(self, peer: str, stage: int, model: Any) -> Twin:
         early = ("wte.", "wpe.", "embed_tokens.", "h.0.", "layers.0.")
@@ -200,8 +230,8 @@ class Simulation:
             file.write(json.dumps(line) + "\n")
         twin.lines, twin.tokens = [], 0
 
-    def outer_round(self, number: int) -> None:
-        """N1 in its one-vector form, δ ← α·δ + mean u_j − γ·φ with u_j = β·Δ_j + γ·φ_j (METHOD.md, "Outer round")."""
+    def freeze(self, number: int) -> None:
+        """θ_f of all, and u = β·Δ + γ·φ, the one vector that would be enough (METHOD.md, "Outer round")."""
         o = self.manifest.outer
         beta = -o.beta if self.fault == "sign of beta" else o.beta
         gamma = 0.0 if self.fault == "gamma 0" else o.gamma
@@ -209,31 +239,44 @@ class Simulation:
         partners |= matching(self.manifest.seed, number, list(STAGES)[REPLICAS:])
         if self.fault == "one-sided pull":
             del partners[max(partners)]
-        fast = {t.peer: {n: p.detach().clone() for n, p in t.parameters.items()} for t in self.twins.values()}
-        vectors = {
-            t.peer: {n: beta * (fast[t.peer][n] - phi) + gamma * phi for n, phi in t.slow.items()}
-            for t in self.twins.values()
-        }
-        for twin in self.twins.values():
-            group = [twin.peer, partners.get(twin.peer, twin.peer)]
-            tensors: Tensors = {}
-            for name, parameter in twin.parameters.items():
-                tensors |= {f"slow/{name}": twin.slow[name], f"fast/{name}": fast[twin.peer][name]}
-                mean = torch.stack([vectors[peer][name] for peer in group]).mean(dim=0)
-                twin.momentum[name] = o.alpha * twin.momentum[name] + mean - gamma * twin.slow[name]
-                twin.slow[name] = twin.slow[name] + twin.momentum[name]
-                tensors |= {f"momentum/{name}": twin.momentum[name], f"slow_after/{name}": twin.slow[name]}
-                adam = twin.optimizer.state[parameter]
-                tensors |= {f"adam_mean/{name}": adam["exp_avg"], f"adam_square/{name}": adam["exp_avg_sq"]}
-                with torch.no_grad():
-                    parameter.copy_(twin.slow[name])
-            constants = {"alpha": str(o.alpha), "beta": str(o.beta), "gamma": str(o.gamma)}
-            partner = partners.get(twin.peer, "")
-            pair = {"peer_id": twin.peer, "partner_id": partner, "partner_round": str(number) if partner else ""}
-            path = self.audit / f"round-{number:06}-{twin.peer}.safetensors"
-            save_file(tensors, path, metadata={"round": str(number), **pair, **constants})
-            if self.fault == "Adam reset at an outer round":
-                twin.optimizer.state.clear()
+        for rank, twin in enumerate(self.twins.values()):
+            fast = {name: parameter.detach().clone() for name, parameter in twin.parameters.items()}
+            deltas = {name: fast[name] - phi for name, phi in twin.slow.items()}
+            vector = {name: beta * deltas[name] + gamma * phi for name, phi in twin.slow.items()}
+            delay = self.delays[rank % len(self.delays)]
+            twin.open = OpenRound(number, partners.get(twin.peer, ""), delay, fast, dict(twin.slow), deltas, vector)
+            twin.rounds[number] = twin.open
+
+    def merge(self, twin: Twin, taken: int) -> None:
+        """N1 as δ ← α·δ + mean u_j − γ·φ, and N3; `taken` inner steps have been."""
+        o, opened = self.manifest.outer, twin.open
+        assert opened is not None, "only what is open is merged"
+        gamma = 0.0 if self.fault == "gamma 0" else o.gamma
+        partner = self.twins[opened.partner].rounds[opened.number] if opened.partner else opened
+        tensors: Tensors = {}
+        for name, parameter in twin.parameters.items():
+            fast = parameter.detach().clone()
+            tensors |= {f"slow/{name}": twin.slow[name], f"frozen/{name}": opened.fast[name], f"fast/{name}": fast}
+            if opened.partner:
+                tensors[f"partner_slow/{name}"] = partner.slow[name].clone()
+                tensors[f"partner_delta/{name}"] = partner.delta[name].clone()
+            mean = torch.stack([opened.vector[name], partner.vector[name]]).mean(dim=0)
+            twin.momentum[name] = o.alpha * twin.momentum[name] + mean - gamma * twin.slow[name]
+            twin.slow[name] = twin.slow[name] + twin.momentum[name]
+            tensors |= {f"momentum/{name}": twin.momentum[name], f"slow_after/{name}": twin.slow[name]}
+            adam = twin.optimizer.state[parameter]
+            tensors |= {f"adam_mean/{name}": adam["exp_avg"], f"adam_square/{name}": adam["exp_avg_sq"]}
+            trained = {"progress lost": 0.0, "progress counted twice": 2.0}.get(self.fault, 1.0)
+            with torch.no_grad():
+                parameter.copy_(twin.slow[name] + trained * (fast - opened.fast[name]))
+        pair = {"partner_id": opened.partner, "partner_round": str(opened.number) if opened.partner else ""}
+        counts = {"frozen_after": str(taken - opened.delay), "merged_after": str(taken)}
+        constants = {"alpha": str(o.alpha), "beta": str(o.beta), "gamma": str(o.gamma)}
+        path = self.audit / f"round-{opened.number:06}-{twin.peer}.safetensors"
+        named = {"round": str(opened.number), "peer_id": twin.peer}
+        save_file(tensors, path, metadata=named | pair | counts | constants)
+        if self.fault == "Adam reset at an outer round":
+            twin.optimizer.state.clear()
 
 
 def stage_forward(model: Any, stage: int, arriving: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from audit_record import InnerStep, Manifest, Record, Route, check_routes, read_pairs, read_record, require
+from audit_record import InnerStep, Manifest, Record, Round, Route, check_routes, read_record, read_rounds, require
 from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,6 +39,12 @@ class Replica:
     mean: Tensors
     square: Tensors
     updates: int = 0
+    frozen: dict[int, Tensors] = field(default_factory=dict)
+    """Round → θ_f."""
+    delta: dict[int, Tensors] = field(default_factory=dict)
+    """Round → Δ = θ_f − φ, as the replica and its partner use it."""
+    slow_of: dict[int, Tensors] = field(default_factory=dict)
+    """Round → φ when it was frozen."""
 
 
 @dataclass
@@ -46,7 +52,8 @@ class Report:
     """What a replay found. Nothing in it is above TOLERANCE, else there had been an AssertionError."""
 
     deviations: dict[str, float] = field(default_factory=dict)
-    """Largest deviation by kind: slow, fast, momentum, slow_after, adam_mean, adam_square, loss."""
+    """Largest deviation by kind: slow, frozen, fast, momentum, slow_after, adam_mean, adam_square, loss, and what
+    came from partners: partner_slow, partner_delta."""
     clip_norm: float = math.inf
     grad_norms: dict[int, list[float]] = field(default_factory=dict)
     """Stage → norm before clipping, for each inner step of each of its replicas."""
@@ -54,6 +61,8 @@ class Report:
     """The token counts that microbatches had."""
     pairs: dict[int, list[dict[str, str | None]]] = field(default_factory=dict)
     """Stage → peer → partner, round by round."""
+    delays: set[int] = field(default_factory=set)
+    """Inner steps that replicas took between freezing a round and merging it."""
 
     def compare(self, kind: str, what: str, recorded: torch.Tensor, computed: torch.Tensor) -> None:
         """Raises AssertionError when the two differ in shape or dtype or by more than TOLERANCE."""
@@ -95,14 +104,15 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
     with float64_rmsnorm():
         model = whole_model(manifest)
         replicas = initial_replicas(record, model)
-        routes = check_routes(record, manifest)
-        m = manifest["outer"]["inner_steps"]
+        routes, rounds = check_routes(record, manifest), read_rounds(record, manifest)
         for number in range(1, manifest["steps"] + 1):
             gradients = microbatch_gradients(record, report, model, replicas, routes[number - 1], number)
             for peer, replica in replicas.items():
                 inner_step(record.steps[peer][number - 1], peer, replica, gradients, manifest, report)
-            if number % m == 0 or number == manifest["steps"]:
-                outer_round(record, replicas, -(-number // m), manifest, report)
+            outer_rounds(record, replicas, rounds, number, manifest, report)
+    for stage in range(record.depth):
+        partners = [{peer: pairs[peer].partner for peer in record.replicas(stage)} for pairs in rounds.values()]
+        report.pairs[stage] = partners
     return report
 
 
@@ -227,31 +237,57 @@ def inner_step(
     replica.fast = fast
 
 
-def outer_round(record: Record, replicas: dict[str, Replica], number: int, manifest: Manifest, report: Report) -> None:
-    """N1 and N2 (METHOD.md, "Outer round") for every replica, and the comparison with its round file."""
-    outer = manifest["outer"]
+def outer_rounds(
+    record: Record,
+    replicas: dict[str, Replica],
+    rounds: dict[int, dict[str, Round]],
+    number: int,
+    manifest: Manifest,
+    report: Report,
+) -> None:
+    """What happens after inner step `number`: rounds that were open are merged, then others frozen, and merged."""
+    for frozen_before in (True, False):
+        for round, by_peer in rounds.items():
+            for peer, replica in replicas.items():
+                one = by_peer[peer]
+                if one.frozen_after == number and not frozen_before:
+                    replica.frozen[round], replica.slow_of[round] = replica.fast, replica.slow
+                    replica.delta[round] = {name: replica.fast[name] - phi for name, phi in replica.slow.items()}
+            for peer in replicas:
+                one = by_peer[peer]
+                if one.merged_after == number and (one.frozen_after < number) == frozen_before:
+                    report.delays.add(number - one.frozen_after)
+                    merge(record, replicas, peer, (round, one), manifest, report)
+
+
+def merge(
+    record: Record,
+    replicas: dict[str, Replica],
+    peer: str,
+    which: tuple[int, Round],
+    manifest: Manifest,
+    report: Report,
+) -> None:
+    """N1 to N3 (METHOD.md, "Outer round") for one replica, and the comparison with its round file."""
+    (number, one), replica, outer = which, replicas[peer], manifest["outer"]
     alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
-    partners = read_pairs(record, number, (alpha, beta, gamma))
-    for stage in range(record.depth):
-        report.pairs.setdefault(stage, []).append({peer: partners[peer] for peer in record.replicas(stage)})
-    slow = {peer: replica.slow for peer, replica in replicas.items()}
-    delta = {peer: {n: r.fast[n] - r.slow[n] for n in r.slow} for peer, r in replicas.items()}
-    for peer, replica in replicas.items():
-        partner = partners[peer]
-        group = [peer] if partner is None else [peer, partner]
-        before, momentum, after = replica.slow, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for name, phi in before.items():
-            mean_delta = sum(delta[j][name] for j in group) / len(group)
-            mean_phi = sum(slow[j][name] for j in group) / len(group)
-            momentum[name] = alpha * replica.momentum[name] + beta * mean_delta + gamma * (mean_phi - phi)  # N1
-            after[name] = phi + momentum[name]  # N2
-        computed = {"slow": before, "fast": replica.fast, "momentum": momentum, "slow_after": after}
-        computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
-        recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")
-        expected = {f"{kind}/{name}" for kind, tensors in computed.items() for name in tensors}
-        where = f"round {number}, {peer} (stage {replica.stage})"
-        require(recorded.keys() == expected, f"{where}: tensors {sorted(recorded.keys() ^ expected)}")
-        for kind, tensors in computed.items():
-            for name, tensor in tensors.items():
-                report.compare(kind, f"{where}: {kind}/{name}", recorded[f"{kind}/{name}"], tensor)
-        replica.slow, replica.fast, replica.momentum = after, after, momentum
+    group = [replica] if one.partner is None else [replica, replicas[one.partner]]
+    before, frozen, momentum, after = replica.slow, replica.frozen[number], Tensors(), Tensors()
+    for name, phi in before.items():
+        mean_delta = sum(member.delta[number][name] for member in group) / len(group)
+        mean_phi = sum(member.slow_of[number][name] for member in group) / len(group)
+        momentum[name] = alpha * replica.momentum[name] + beta * mean_delta + gamma * (mean_phi - phi)  # N1
+        after[name] = phi + momentum[name]  # N2
+    computed = {"slow": before, "frozen": frozen, "fast": replica.fast, "momentum": momentum, "slow_after": after}
+    computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
+    if one.partner is not None:
+        computed |= {"partner_slow": group[1].slow_of[number], "partner_delta": group[1].delta[number]}
+    recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")
+    expected = {f"{kind}/{name}" for kind, tensors in computed.items() for name in tensors}
+    where = f"round {number}, {peer} (stage {replica.stage})"
+    require(recorded.keys() == expected, f"{where}: tensors {sorted(recorded.keys() ^ expected)}")
+    for kind, tensors in computed.items():
+        for name, tensor in tensors.items():
+            report.compare(kind, f"{where}: {kind}/{name}", recorded[f"{kind}/{name}"], tensor)
+    replica.fast = {name: phi + (replica.fast[name] - frozen[name]) for name, phi in after.items()}  # N3
+    replica.slow, replica.momentum = after, momentum

@@ -1,10 +1,10 @@
 """The Batches port over real data: a thread reads ahead of the node and keeps the place after each microbatch."""
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, PeerId
@@ -26,7 +26,7 @@ class ThreadedBatches:
         self._units = units
         self._changed = threading.Condition()
         self._ready: deque[tuple[Batch, StreamPosition]] = deque()
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[Future[None]] = []
         self._ended: LocalError | None = None
         self._thread: threading.Thread | None = None
 
@@ -43,9 +43,9 @@ class ThreadedBatches:
                     return batch
                 if self._ended is not None:
                     raise self._ended
-                arrival = asyncio.get_running_loop().create_future()
+                arrival: Future[None] = Future()
                 self._waiters.append(arrival)
-            await arrival
+            await asyncio.wrap_future(arrival)
 
     def validation(self) -> Iterator[Batch]:
         """The held-out microbatches."""
@@ -88,14 +88,9 @@ class ThreadedBatches:
     def _wake(self) -> None:
         """With the lock held: wake every waiter."""
         for arrival in self._waiters:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
-                arrival.get_loop().call_soon_threadsafe(_set, arrival)
+            if arrival.set_running_or_notify_cancel():
+                arrival.set_result(None)
         self._waiters.clear()
-
-
-def _set(arrival: "asyncio.Future[None]") -> None:
-    if not arrival.done():
-        arrival.set_result(None)
 
 
 def make_batches(

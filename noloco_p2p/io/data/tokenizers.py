@@ -3,8 +3,9 @@
 transformers is imported only when a tokenizer other than `bytes` is asked for.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,49 +23,22 @@ BYTE_VOCABULARY = 384
 PROBE = "The quick brown fox jumps over 13 lazy dogs."
 
 
-class Tokenizer(Protocol):
+class Tokenizer(NamedTuple):
     """Text in, token ids out."""
 
     eos: int
     """Id between two documents."""
-
-    def encode(self, text: bytes) -> Ids:
-        """Token ids of UTF-8 text, without special tokens; what is not UTF-8 is left out by all but `bytes`."""
-        ...
-
-
-class ByteTokenizer:
-    """Equal to transformers' ByT5Tokenizer on text, a thousand times faster, and total on any bytes."""
-
-    eos = 1
-
-    def encode(self, text: bytes) -> Ids:
-        """One id per byte."""
-        return np.frombuffer(text, np.uint8).astype(np.int32) + np.int32(BYTE_OFFSET)
+    encode: Callable[[bytes], Ids]
+    """Token ids of UTF-8 text, without special tokens; what is not UTF-8 is left out by all but `bytes`. ValueError for
+    an id that the model does not have."""
 
 
-class HubTokenizer:
-    """A tokenizer of transformers. Made by `load_tokenizer`."""
+def byte_ids(text: bytes) -> Ids:
+    """One id per byte: as transformers' ByT5Tokenizer has them, a thousand times faster, and total on any bytes."""
+    return np.frombuffer(text, np.uint8).astype(np.int32) + np.int32(BYTE_OFFSET)
 
-    def __init__(self, tokenizer: Any, eos: int, vocabulary: int) -> None:
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-        self.eos = eos
 
-    def encode(self, text: bytes) -> Ids:
-        """Ids of the text taken literally: what looks like a special token is text. ValueError for an id too large."""
-        decoded = text.decode("utf-8", errors="ignore")
-        encoded = self._tokenizer(
-            decoded,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        ids = np.asarray(encoded["input_ids"], np.int32)
-        if ids.size and ids.max() >= self._vocabulary:
-            raise ValueError(f"the tokenizer gave id {ids.max()}, the model's vocab_size is {self._vocabulary}")
-        return ids
+BYTES = Tokenizer(1, byte_ids)
 
 
 def load_tokenizer(name: str, directory: str | None, vocabulary: int) -> Tokenizer:
@@ -77,7 +51,7 @@ def load_tokenizer(name: str, directory: str | None, vocabulary: int) -> Tokeniz
             raise ConfigError("tokenizer_dir is set, but data.tokenizer is 'bytes', which has no files; unset one")
         if vocabulary < BYTE_VOCABULARY:
             raise ConfigError(f"the byte tokenizer has {BYTE_VOCABULARY} ids, the model's vocab_size is {vocabulary}")
-        return ByteTokenizer()
+        return BYTES
     if directory is not None and not Path(directory).is_dir():
         raise ConfigError(f"tokenizer_dir: there is no directory {directory}")
     return _from_transformers(name, directory, vocabulary)
@@ -97,11 +71,20 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
     needed = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
     if needed > vocabulary:
         raise ConfigError(f"tokenizer {source} has {needed} ids, the model's vocab_size is {vocabulary}")
-    made = HubTokenizer(tokenizer, int(tokenizer.eos_token_id), vocabulary)
-    returned = tokenizer.decode(made.encode(PROBE.encode()).tolist())
+
+    def encode(text: bytes) -> Ids:
+        """Ids of the text taken literally: what looks like a special token is text."""
+        decoded = text.decode("utf-8", errors="ignore")
+        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+        ids = np.asarray(tokenizer(decoded, verbose=False, **options)["input_ids"], np.int32)
+        if ids.size and ids.max() >= vocabulary:
+            raise ValueError(f"the tokenizer gave id {ids.max()}, the model's vocab_size is {vocabulary}")
+        return ids
+
+    returned = tokenizer.decode(encode(PROBE.encode()).tolist())
     if "".join(returned.lower().split()) != "".join(PROBE.lower().split()):
         raise ConfigError(f"tokenizer {source} turns {PROBE!r} into {returned!r}: its files are empty or do not fit")
-    return made
+    return Tokenizer(int(tokenizer.eos_token_id), encode)
 
 
 def first_line(error: Exception) -> str:

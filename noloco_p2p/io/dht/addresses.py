@@ -7,7 +7,6 @@ import contextlib
 import errno
 import ipaddress
 import json
-import os
 import re
 import socket
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.dht.identity import public_key_of
+from noloco_p2p.io.dht.identity import public_key_of, write_whole
 
 _FORM = re.compile(r"/(ip4|ip6|dns4)/([^/\s]{1,253})/tcp/([0-9]{1,5})/p2p/([1-9A-Za-z]+)")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
@@ -188,14 +187,10 @@ class KnownPeers:
             self._put(address)
         if set(self._addresses.values()) == before:
             return
-        fresh = self._path.with_name(self._path.name + ".new")
+        text = json.dumps([str(address) for address in self._addresses.values()], indent=1)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(fresh, "w", encoding="utf-8") as file:
-                json.dump([str(address) for address in self._addresses.values()], file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self._path)
+            write_whole(self._path, text.encode())
         except OSError as error:
             raise LocalError(f"known peers {self._path}: {error.strerror}") from error
 

@@ -86,7 +86,9 @@ class Identity:
             return None
         try:
             if not path.exists():
-                _write(path, Ed25519PrivateKey.generate())
+                key = Ed25519PrivateKey.generate()
+                whole = key.private_bytes_raw() + key.public_key().public_bytes_raw()
+                write_whole(path, _KEY_PREFIX + whole, 0o600)
             return cls(path, _read(path), lock)
         except OSError as error:
             os.close(lock)
@@ -120,14 +122,15 @@ def locked(path: Path) -> int | None:
     return lock
 
 
-def _write(path: Path, key: Ed25519PrivateKey) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file, with `mode` where it is a new one, all or nothing, down to the disk. Raises OSError."""
     fresh = path.with_name(path.name + ".new")
     fresh.unlink(missing_ok=True)
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(_KEY_PREFIX + key.private_bytes_raw() + key.public_key().public_bytes_raw())
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    fresh.rename(path)
+    fresh.replace(path)
 
 
 def _read(path: Path) -> Ed25519PrivateKey:

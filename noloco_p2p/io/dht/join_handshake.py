@@ -5,6 +5,7 @@ its gRPC address can be reached. Both ends of these calls, which go over libp2p,
 import asyncio
 import json
 import logging
+import math
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -72,24 +73,21 @@ class DialRateLimit:
     """How many strangers' addresses are dialled: pure book-keeping, `now` in seconds of any steady clock."""
 
     def __init__(self, at_once: int = DIALS_AT_ONCE, per_minute: int = DIALS_PER_MINUTE) -> None:
-        self._at_once = at_once
-        self._per_minute = per_minute
-        self._running = 0
-        self._begun_at: deque[float] = deque()
+        self._free = at_once
+        self._begun_at = deque([-math.inf] * per_minute, per_minute)
+        """The last dials, as many as there may be in a minute."""
 
     def begin(self, *, now: float) -> bool:
         """Whether one more may be dialled now; if so, `end` has to follow."""
-        while self._begun_at and self._begun_at[0] <= now - 60.0:
-            self._begun_at.popleft()
-        if self._running >= self._at_once or len(self._begun_at) >= self._per_minute:
+        if self._free == 0 or self._begun_at[0] > now - 60.0:
             return False
-        self._running += 1
+        self._free -= 1
         self._begun_at.append(now)
         return True
 
     def end(self) -> None:
         """A dial that began is over."""
-        self._running -= 1
+        self._free += 1
 
 
 async def serve_dial_back(

@@ -102,11 +102,6 @@ class Libp2pDaemon:
         """What others pass to `--join`: `/ip4/…/tcp/…/p2p/<peer id>`, best first."""
         return [str(self._address)]
 
-    @property
-    def daemon_pid(self) -> int:
-        """Process id of the daemon."""
-        return int(self.p2p._child.pid)
-
     async def dial(self, target: JoinAddress) -> None:
         """Make a link to a peer; at once when there is one. Raises ConfigError (another peer), Unreachable."""
         from hivemind.p2p import PeerID

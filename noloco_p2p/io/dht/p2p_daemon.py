@@ -23,12 +23,11 @@ SOCKETS_MIN_AGE_S = 60.0
 _SOCKETS = "hivemind-p2p*.sock"
 
 
-def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKETS_MIN_AGE_S) -> int:
-    """Remove the daemon sockets of this user that have no listener any more; returns how many.
+def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKETS_MIN_AGE_S) -> None:
+    """Remove the daemon sockets of this user that have no listener any more.
 
     hivemind puts them into /tmp by name. Young ones are left alone: their daemon may be about to listen.
     """
-    removed = 0
     for path in sorted(directory.glob(_SOCKETS)):
         with contextlib.suppress(OSError):
             status = path.stat()
@@ -40,8 +39,6 @@ def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKE
                     probe.connect(str(path))
                 except ConnectionRefusedError:
                     path.unlink()
-                    removed += 1
-    return removed
 
 
 async def start(identity: Identity, host: str, address: JoinAddress, metrics_port: int | None) -> Any:

@@ -88,9 +88,8 @@ class FileCheckpoints:
     def _sweep(self, kept: list[CheckpointFiles]) -> None:
         """Remove all but these; a manifest goes before its tensors. Those of another format or node stay."""
         names = {one.path.stem for one in kept}
-        for path in sorted(self._folder.glob("stage-*.json")):
-            if path.stem not in names and self._foreign(path):
-                names.add(path.stem)
+        others = [path for path in self._folder.glob("stage-*.json") if path.stem not in names]
+        names |= {path.stem for path in others if self._foreign(path)}
         for suffix in (".json", ".safetensors"):
             for path in self._folder.glob(f"stage-*{suffix}"):
                 if path.stem not in names:

@@ -1,25 +1,32 @@
-"""A small HTTP server in threads of its own: it answers while the event loop of the node is stuck.
+"""What a node says over HTTP (/metrics, /sd, /health, /status), and the small server that answers with it.
 
-What it answers is in http_pages.py. One request a connection, a bounded number of them at once, each for a bounded
-time: a slow client holds a thread for DEADLINE_S at most, and loses it sooner when others come.
+It runs in threads of its own: it answers while the event loop of the node is stuck. One request a connection, a bounded
+number of them at once, each for a bounded time: a slow client holds a thread for DEADLINE_S at most, and loses it
+sooner when others come.
 """
 
 import contextlib
 import gzip
 import http.server
+import json
 import logging
+import re
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
-from prometheus_client.exposition import gzip_accepted
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder, gzip_accepted
 
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.status import Status
 from noloco_p2p.errors import LocalError
+from noloco_p2p.io.telemetry import status_json
 
 REQUESTS_LIMIT = 16
 """Requests at once; for one more the oldest is cut off."""
@@ -35,6 +42,18 @@ SMALLEST_GZIP_BYTES = 1_024
 
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
+STARTING = "starting: this node meets the others and reads what it needs"
+"""Its health before there is a node that could be asked."""
+METRICS_PATH = "/metrics"
+METRICS_URL = re.compile(r"http://((?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5})(/[\w./-]{0,100})?")
+GONE = frozenset({"left"})
+"""States of nodes that no longer serve anything."""
+HELP = """\
+/metrics  for Prometheus
+/sd       all nodes that this one knows, for Prometheus' HTTP service discovery
+/health   ok, or 503 with the reason
+/status   what this node does and waits for, as JSON
+"""
 
 logger = logging.getLogger("noloco_p2p")
 
@@ -170,3 +189,67 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a scrape is no news."""
+
+
+def pages(registry: CollectorRegistry, health: Callable[[], tuple[Status | None, str | None]]) -> Mapping[str, Page]:
+    """Path → what makes its response.
+
+    `health` gives the node's status, None before there is one, and what is wrong in one line, None when nothing is.
+    """
+
+    def metrics(query: str, accept: str) -> HttpResponse:
+        encoder, content_type = choose_encoder(accept)
+        names = parse_qs(query).get("name[]")
+        chosen = registry if names is None else registry.restricted_registry(names)
+        return HttpResponse(encoder(chosen), content_type)
+
+    def discovery(query: str, accept: str) -> HttpResponse:
+        status, _ = health()
+        if status is None or (status.advert.state == "starting" and not status.seen):
+            return _line(STARTING, 503)  # it would know of itself only: Prometheus keeps the targets that it had
+        return HttpResponse(json.dumps(targets(status), separators=(",", ":")).encode(), JSON)
+
+    def health_page(query: str, accept: str) -> HttpResponse:
+        _, wrong = health()
+        return _line("ok", 200) if wrong is None else _line(wrong, 503)
+
+    def status_page(query: str, accept: str) -> HttpResponse:
+        status, wrong = health()
+        if status is None:
+            return HttpResponse(json.dumps({"health": wrong}).encode(), JSON, 503)
+        return HttpResponse(status_json.encode(status, wrong), JSON)
+
+    return {
+        METRICS_PATH: metrics,
+        "/sd": discovery,
+        "/health": health_page,
+        "/status": status_page,
+        "/": lambda query, accept: HttpResponse(HELP.encode()),
+    }
+
+
+def targets(status: Status) -> list[dict[str, object]]:
+    """What Prometheus scrapes: this node and all that it knows, in the order of their ids, one entry a target."""
+    adverts = sorted([status.advert, *(seen.advert for seen in status.seen)], key=lambda advert: advert.peer_id)
+    return [target for advert in adverts if advert.state not in GONE for target in _targets(advert)]
+
+
+def _targets(advert: Advert) -> Iterator[dict[str, object]]:
+    for kind, url in (("node", advert.metrics), ("libp2p", advert.libp2p_metrics)):
+        found = METRICS_URL.fullmatch(url)
+        if found is None:
+            continue
+        labels = {
+            "__meta_noloco_peer_id": advert.peer_id,
+            "__meta_noloco_stage": str(advert.stage) if advert.stage >= 0 else "",
+            "__meta_noloco_run_id": advert.run_id,
+            "__meta_noloco_version": advert.version,
+            "__meta_noloco_kind": kind,
+        }
+        if found[2] not in (None, METRICS_PATH):
+            labels["__metrics_path__"] = found[2]
+        yield {"targets": [found[1]], "labels": labels}
+
+
+def _line(text: str, code: int) -> HttpResponse:
+    return HttpResponse(" ".join(text.split()).encode() + b"\n", code=code)

@@ -1,7 +1,7 @@
 """The Telemetry port: a node's events are counted, and go to its log, its journal and its metrics.
 
-What is counted of an event is in counters.py, what the log says in event_log.py, what is answered over HTTP in
-http_pages.py. The Prometheus metrics (ARCHITECTURE.md, "Metrics") are made at a scrape from what was counted.
+What is counted of an event is in counters.py, what the log says in log.py, what is answered over HTTP in
+http_server.py. The Prometheus metrics (ARCHITECTURE.md, "Metrics") are made at a scrape from what was counted.
 """
 
 import logging
@@ -22,11 +22,9 @@ from noloco_p2p.core.members import STATES
 from noloco_p2p.core.status import NodeFigures, Status
 from noloco_p2p.io.telemetry import node_figures
 from noloco_p2p.io.telemetry.counters import LAST_VALUES, MOST_LABELS, TALLIES, RunCounters, known_labels
-from noloco_p2p.io.telemetry.event_log import EventLog
-from noloco_p2p.io.telemetry.http_pages import STARTING, pages
-from noloco_p2p.io.telemetry.http_server import HttpServer
+from noloco_p2p.io.telemetry.http_server import STARTING, HttpServer, pages
 from noloco_p2p.io.telemetry.journal import Journal
-from noloco_p2p.io.telemetry.log import RepeatLimiter
+from noloco_p2p.io.telemetry.log import EventLog, RepeatLimiter
 
 PHASES = ("forward", "backward", "send", "wait", "step", "outer", "other")
 """Phases of the work that are measured; any other name counts as `other`."""

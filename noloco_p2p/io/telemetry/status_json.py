@@ -6,7 +6,6 @@ Whom and what a wait is for are words in JSON and values everywhere else: this i
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -96,13 +95,8 @@ def encode(status: Status, health: str | None = None) -> bytes:
         tuple(WaitInWords.of(each) for each in status.waits[:LIST_LIMIT]),
         tuple(_CallInWords(each.caller, _line(str(each.why)), each.since_s) for each in status.serving[:LIST_LIMIT]),
     )
-    status = replace(
-        status,
-        seen=status.seen[:ITEMS_LIMIT],
-        troubles=tuple(
-            replace(each, name=_line(each.name), message=_line(each.message)) for each in status.troubles[:LIST_LIMIT]
-        ),
-    )
+    said = [replace(each, name=_line(each.name), message=_line(each.message)) for each in status.troubles[:LIST_LIMIT]]
+    status = replace(status, seen=status.seen[:ITEMS_LIMIT], troubles=tuple(said))
     parts = (
         json.dumps({"health": None if health is None else _line(health)}).encode(),
         _ADVERT.dump_json(status.advert, exclude={_NOT_SENT}),
@@ -123,13 +117,11 @@ def decode(content: bytes) -> Status:
     if not isinstance(found, dict):
         raise Violation("status is not a JSON object")
     _check(found, "status", 0)
-    advert = {name: value for name, value in found.items() if name in _ADVERT_FIELDS}
-    rest = {name: value for name, value in found.items() if name not in _ADVERT_FIELDS}
-    apart = {name: rest.pop(name) for name in ("waits", "serving") if name in rest}
-    rest.pop("health", None)
+    advert = {name: found.pop(name) for name in _ADVERT_FIELDS & found.keys()}
+    apart = {name: found.pop(name) for name in {"waits", "serving"} & found.keys()}
     try:
         # Of JSON pydantic takes lists for tuples and texts for the keys of stages, and is strict in all else.
-        status = _STATUS.validate_json(json.dumps(rest | {"advert": advert}), strict=True)
+        status = _STATUS.validate_json(json.dumps(found | {"advert": advert}), strict=True)
         in_words = _IN_WORDS.validate_json(json.dumps(apart), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -172,33 +164,17 @@ def _line(text: str) -> str:
 def _check(value: object, where: str, depth: int) -> None:
     """Raises Violation for what is too long, too deep, not printable, or a number that is not finite or too large."""
     match value:
-        case bool() | None:
-            return
-        case str():
-            if len(value) > TEXT_LIMIT or not value.isprintable():
-                raise Violation(f"status whose {where} is not short printable text")
-        case int() | float():
-            if not abs(value) < _NUMBER_LIMIT:
-                raise Violation(f"status whose {where} is not a finite number below 2^63")
-        case list() | Mapping() if depth >= _DEEPEST:
+        case str() if len(value) > TEXT_LIMIT or not value.isprintable():
+            raise Violation(f"status whose {where} is not short printable text")
+        case int() | float() if not abs(value) < _NUMBER_LIMIT:
+            raise Violation(f"status whose {where} is not a finite number below 2^63")
+        case list() | dict() if depth >= _DEEPEST:
             raise Violation(f"status whose {where} is too deep")
-        case list():
-            _check_items(value, where, depth)
-        case Mapping():
-            _check_fields(value, where, depth)
-
-
-def _check_items(value: list[Any], where: str, depth: int) -> None:
-    if len(value) > ITEMS_LIMIT:
-        raise Violation(f"status whose {where} has {len(value)} items, at most {ITEMS_LIMIT} are accepted")
-    for each in value:
-        _check(each, where, depth + 1)
-
-
-def _check_fields(value: Mapping[str, Any], where: str, depth: int) -> None:
-    if len(value) > FIELDS_LIMIT:
-        raise Violation(f"status whose {where} has {len(value)} fields, at most {FIELDS_LIMIT} are accepted")
-    for name, each in value.items():
-        if len(name) > TEXT_LIMIT or not name.isprintable():
-            raise Violation(f"status with a name in {where} that is not short printable text")
-        _check(each, name[:100], depth + 1)
+        case list() | dict():
+            most, what = (ITEMS_LIMIT, "items") if isinstance(value, list) else (FIELDS_LIMIT, "fields")
+            if len(value) > most:
+                raise Violation(f"status whose {where} has {len(value)} {what}, at most {most} are accepted")
+            for name, each in value.items() if isinstance(value, dict) else ((where, each) for each in value):
+                if len(name) > TEXT_LIMIT or not name.isprintable():
+                    raise Violation(f"status with a name in {where} that is not short printable text")
+                _check(each, name[:100], depth + 1)

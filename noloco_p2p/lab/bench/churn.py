@@ -19,7 +19,7 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.bench.churn_figures import DEFINITIONS, loss_ratio, result, rounds_lost
 from noloco_p2p.lab.bench.churn_schedule import Disturbance, kill_nodes, kill_stages
 from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch, Say
-from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet, InnerStepLine
+from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet
 from noloco_p2p.lab.sample_stats import mean_and_std, quantile
 
 TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": 1}
@@ -55,6 +55,11 @@ class ChurnPlan:
     sets: tuple[str, ...] = ()
     """Settings for all nodes, `key=value`."""
 
+    @property
+    def nodes(self) -> str:
+        """`3x3`: stages and replicas."""
+        return "x".join(map(str, self.shape))
+
     def fleet(self, run_dir: Path, steps: int, seed: int) -> Fleet:
         """The nodes of one run."""
         own = SETTINGS | {"steps": steps, "seed": seed, "evaluation.every_steps": max(1, steps // 20)}
@@ -77,17 +82,15 @@ def run(plan: ChurnPlan) -> dict[str, Any]:
 
 
 def _measured(plan: ChurnPlan, scratch: Path, say: Say) -> dict[str, Any]:
-    own, cold, steps = "x".join(map(str, plan.shape)), {}, plan.steps
-    shapes = sorted({*COLD_TARGETS_S, own} if plan.cold and own in COLD_TARGETS_S else {own})
-    for name in shapes:
-        if plan.cold or steps is None:
+    cold, steps = {}, plan.steps
+    if plan.cold or steps is None:
+        # The targets are for both shapes, on one machine: they are measured together.
+        for name in sorted(
+            {*COLD_TARGETS_S, plan.nodes} if plan.cold and plan.nodes in COLD_TARGETS_S else {plan.nodes}
+        ):
             say(f"{name}: all at once")
-            found = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
-            if plan.cold:
-                cold[name] = found
-            if name == own and steps is None:
-                steps = max(1, int(found["steps_per_s"] * 60 * plan.minutes))
-    assert steps is not None, "given or measured"
+            cold[name] = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
+        steps = steps or max(1, int(cold[plan.nodes]["steps_per_s"] * 60 * plan.minutes))
     runs: list[dict[str, Any]] = []
     for seed in range(plan.seed, plan.seed + plan.seeds):
         churned, calm = (
@@ -96,7 +99,7 @@ def _measured(plan: ChurnPlan, scratch: Path, say: Say) -> dict[str, Any]:
         ratio = loss_ratio(churned, calm)
         del churned["curve"], calm["curve"]
         runs.append({"seed": seed, "churned": churned, "undisturbed": calm, "loss_ratio": ratio})
-    return figures(plan, steps, runs, cold)
+    return figures(plan, steps, runs, cold if plan.cold else {})
 
 
 def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, say: Say, *, disturbed: bool) -> dict[str, Any]:
@@ -137,9 +140,8 @@ def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
             return len({path.parts[-4] for path in saved}) == len(fleet.nodes) and fleet.step >= SETTLED_STEPS
 
         fleet.wait(settled, "training and a checkpoint of every node", BEGIN_S)
-        before = fleet.step
-        began = time.time()
-        fleet.wait(lambda: time.time() - began >= RATE_S, "the speed", 2 * RATE_S)
+        before, until = fleet.step, time.time() + RATE_S
+        fleet.wait(lambda: time.time() >= until, "the speed", 2 * RATE_S)
         reached = fleet.step
         found: dict[str, Any] = {"steps_per_s": (reached - before) / RATE_S}
         if not plan.cold:
@@ -149,14 +151,9 @@ def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
         fleet.tick()
         again = time.time()
         fleet.start()
-
-        def after() -> list[InnerStepLine]:
-            return [line for line in fleet.first_stage_lines() if line.at > again]
-
-        fleet.wait(lambda: bool(after()), "training after the restart", BEGIN_S)
-        first = min(after(), key=lambda line: line.at)
-        target_s = COLD_TARGETS_S.get("x".join(map(str, plan.shape)))
-        found |= {"seconds": first.at - again, "target_s": target_s}
+        fleet.wait(lambda: any(line.at > again for line in fleet.first_stage_lines()), "training after it", BEGIN_S)
+        first = min((line for line in fleet.first_stage_lines() if line.at > again), key=lambda line: line.at)
+        found |= {"seconds": first.at - again, "target_s": COLD_TARGETS_S.get(plan.nodes)}
         return found | {"killed_at_step": reached, "resumed_at_step": first.step}
 
 
@@ -172,7 +169,7 @@ def figures(plan: ChurnPlan, steps: int, runs: list[dict[str, Any]], cold: dict[
         "ratio": fmean(equal) if equal else None,
         "target": TARGETS["loss_ratio"],
         "targets": TARGETS,
-        "nodes": "x".join(map(str, plan.shape)),
+        "nodes": plan.nodes,
         "steps": steps,
         "kill_every_s": plan.kill_every_s,
         **{name: sum(one[name] for one in churned) for name in ("kills", "stops")},

@@ -89,12 +89,13 @@ def _window(fleet: Fleet, seconds: float, *, read: bool) -> float:
     readers = [
         threading.Thread(target=_read, args=([p + path for p in pages for path in paths], every_s, ended), daemon=True)
         for paths, every_s in ((("/metrics", "/sd"), SCRAPE_EVERY_S), (("/status",), LOOK_EVERY_S))
+        if read
     ]
-    for reader in readers if read else ():
+    for reader in readers:
         reader.start()
     time.sleep(seconds)
     ended.set()
-    for reader in readers if read else ():
+    for reader in readers:
         reader.join()
     return float(pipeline.figures(begin, pipeline.sample_nodes(fleet))["tokens_per_s"])
 

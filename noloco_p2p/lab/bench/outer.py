@@ -6,8 +6,6 @@ method moves, φ and Δ of every parameter once; one vector u would do in half o
 """
 
 import asyncio
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from noloco_p2p.core.messages import Advert, Snapshot, TensorSpec
 from noloco_p2p.io.transport.grpc_transport import tune_allocator
 from noloco_p2p.lab.bench.transport import PEER, RUN, BenchPeer, make_transport
 from noloco_p2p.lab.processes import peer_process
+from noloco_p2p.lab.sample_stats import Stopwatch
 
 SHAPES = {"1M": (16, 256), "50M": (12, 2048)}
 """A stage as a number of square matrices, and their side."""
@@ -54,22 +53,19 @@ async def rounds(size: str, port: int) -> dict[str, Any]:
     mine = make_transport(NEAR)
     weights = slow_weights(size, 2)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{port}",))
-    seconds: dict[str, list[float]] = {"freeze": [], "pull": [], "merge": [], "round": []}
+    watch = Stopwatch()
     for _ in range(ROUNDS + 1):
-        moments = [time.perf_counter()]
-        frozen = Snapshot(NEAR, 1, 10, weights.snapshot())
-        moments.append(time.perf_counter())
-        theirs = await mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, weights.specs)
-        moments.append(time.perf_counter())
-        weights.merge(frozen, theirs)
-        moments.append(time.perf_counter())
-        for name, began, ended in zip(("freeze", "pull", "merge"), moments, moments[1:], strict=False):
-            seconds[name].append(ended - began)
-        seconds["round"].append(moments[-1] - moments[0])
+        with watch.timed("round"):
+            with watch.timed("freeze"):
+                frozen = Snapshot(NEAR, 1, 10, weights.snapshot())
+            with watch.timed("pull"):
+                theirs = await mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, weights.specs)
+            with watch.timed("merge"):
+                weights.merge(frozen, theirs)
     await mine.close()
     moved = await bytes_of_a_pull(port, weights.specs)
     least = sum(spec.nbytes for spec in weights.specs)
-    medians = {f"{name}_s": statistics.median(taken[1:]) for name, taken in seconds.items()}
+    medians = {f"{name}_s": watch.median_s(name) for name in ("freeze", "pull", "merge", "round")}
     return {
         "parameters": sum(phi.numel() for phi in weights.slow.values()),
         **medians,

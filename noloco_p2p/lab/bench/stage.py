@@ -4,12 +4,8 @@ Both figures are taken on the stages as nodes use them: host buffers in, host bu
 unsplit model in plain torch over the time of all stages together, a microbatch's forward and backward each.
 """
 
-import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,34 +20,13 @@ from noloco_p2p.compute.stage_timing import random_batch, synchronise
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
 from noloco_p2p.lab.processes import peak_bytes
+from noloco_p2p.lab.sample_stats import Stopwatch
 from noloco_p2p.ports import Contribution, StepLabel
 
 TARGET = 0.95
 WARM_UP = 3
 COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
 """What `costs` has of each stage."""
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """Seconds of the operations of stages, the device's included, in the order in which they were timed."""
-
-    device: torch.device
-    seconds: defaultdict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By stage and operation."""
-
-    @contextmanager
-    def timed(self, stage: int, operation: str) -> Iterator[None]:
-        """Time what is done inside."""
-        began_at = time.perf_counter()
-        yield
-        synchronise(self.device)
-        self.seconds[stage, operation].append(time.perf_counter() - began_at)
-
-    def median_s(self, operation: str, stages: Sequence[int]) -> float:
-        """Median, over the passes after the first ones, of what these stages took together."""
-        took = [self.seconds[stage, operation] for stage in stages]
-        return statistics.median(map(sum, zip(*took, strict=True))) if took else 0.0
 
 
 def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: int = 20) -> dict[str, Any]:
@@ -66,17 +41,17 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
     chosen = pick_device(device)
     batch = random_batch(manifest)
     stages = _make_stages(manifest, str(chosen))
-    loss, grads = _gradients(stages, batch, chosen)
+    loss, grads = _gradients(stages, batch)
     wide = manifest.model_copy(update={"wire_dtype": "float32", "compute_dtype": "float32"})
-    expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch, torch.device("cpu"))
+    expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch)
     took = measure(stages, batch, _plain(manifest, chosen, batch), chosen, repeats)
     *earlier, last = every = range(manifest.stages)
     seconds = {
-        "forward_s": took.median_s("forward_s", earlier),
-        "loss_backward_s": took.median_s("loss_backward_s", [last]),
-        "backward_s": took.median_s("backward_s", earlier),
-        "plain_s": took.median_s("plain_s", [last]),
-        "step_s": took.median_s("inner_step_s", every),
+        "forward_s": took.median_s(*((stage, "forward_s") for stage in earlier)),
+        "loss_backward_s": took.median_s((last, "loss_backward_s")),
+        "backward_s": took.median_s(*((stage, "backward_s") for stage in earlier)),
+        "plain_s": took.median_s("plain_s"),
+        "step_s": took.median_s(*((stage, "inner_step_s") for stage in every)),
     }
     parts = seconds["forward_s"] + seconds["loss_backward_s"] + seconds["backward_s"]
     return {
@@ -102,19 +77,17 @@ def measure(
 
     Stages and plain model in turn, so that both see the same machine.
     """
-    watch = Stopwatch(device)
+    watch = Stopwatch(WARM_UP, partial(synchronise, device))
     for number in range(1, WARM_UP + repeats + 1):
-        if number == WARM_UP + 1:
-            watch.seconds.clear()
         _one_pass(stages, batch, MicrobatchId("bench", 1, number), watch)
-        with watch.timed(len(stages) - 1, "plain_s"):
+        with watch.timed("plain_s"):
             plain()
         for index, stage in enumerate(stages):
-            with watch.timed(index, "inner_step_s"):
+            with watch.timed((index, "inner_step_s")):
                 stage.inner_step(StepLabel(number, number - 1, 1e-4, {}))
-            with watch.timed(index, "snapshot_s"):
+            with watch.timed((index, "snapshot_s")):
                 mine = stage.snapshot(number, number)
-            with watch.timed(index, "merge_s"):
+            with watch.timed((index, "merge_s")):
                 stage.merge(mine, mine)
     return watch
 
@@ -124,30 +97,27 @@ def costs(took: Stopwatch, stages: int) -> list[dict[str, float]]:
 
     The last stage does forward, loss and backward in one: its `forward_s` is an evaluation, `backward_s` the rest.
     """
-
-    def cost(stage: int, name: str) -> float:
-        if (stage, name) == (stages - 1, "backward_s"):
-            return max(0.0, took.median_s("loss_backward_s", [stage]) - took.median_s("forward_s", [stage]))
-        return took.median_s(name, [stage])
-
-    return [{name: cost(stage, name) for name in COSTS} for stage in range(stages)]
+    found = [{name: took.median_s((stage, name)) for name in COSTS} for stage in range(stages)]
+    last = found[-1]
+    last["backward_s"] = max(0.0, took.median_s((stages - 1, "loss_backward_s")) - last["forward_s"])
+    return found
 
 
 def _one_pass(stages: Sequence[TorchStage], batch: Batch, identity: MicrobatchId, watch: Stopwatch) -> Contribution:
     """One microbatch through all stages and back; the last stage also evaluates it, before. Its contribution."""
     flow, graphs, last = batch.inputs, [], len(stages) - 1
     for index, stage in enumerate(stages[:-1]):
-        with watch.timed(index, "forward_s"):
+        with watch.timed((index, "forward_s")):
             graph, flow = stage.forward(flow, None)
         graphs.append(graph)
-    with watch.timed(last, "forward_s"):
+    with watch.timed((last, "forward_s")):
         stages[-1].evaluate(flow, batch.targets, None)
-    with watch.timed(last, "loss_backward_s"):
+    with watch.timed((last, "loss_backward_s")):
         given = end = stages[-1].loss_backward(identity, flow, batch.targets, None)
     for index in reversed(range(last)):
         assert given.grad is not None
         gradient = Gradient(identity, given.grad, end.loss_sum, end.tokens, ())
-        with watch.timed(index, "backward_s"):
+        with watch.timed((index, "backward_s")):
             given = stages[index].backward(graphs[index], identity, gradient)
     return end
 
@@ -157,9 +127,9 @@ def _make_stages(manifest: RunManifest, device: str) -> list[TorchStage]:
     return [make_torch_stage(manifest, i, "bench", device=device, self_test=i == 0) for i in indices]
 
 
-def _gradients(stages: list[TorchStage], batch: Batch, device: torch.device) -> tuple[float, dict[str, Tensor]]:
+def _gradients(stages: list[TorchStage], batch: Batch) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the first microbatch, on the host."""
-    end = _one_pass(stages, batch, MicrobatchId("bench", 0, 0), Stopwatch(device))
+    end = _one_pass(stages, batch, MicrobatchId("bench", 0, 0), Stopwatch())
     named = (pair for stage in stages for pair in stage.parameters.items())
     grads = {name: parameter.grad.cpu().clone() for name, parameter in named if parameter.grad is not None}
     return end.loss_sum, grads

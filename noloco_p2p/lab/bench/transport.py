@@ -8,9 +8,7 @@ are MiB per second of tensor bytes.
 
 import asyncio
 import socket
-import statistics
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -27,7 +25,8 @@ from noloco_p2p.core.messages import Advert, Gradient, PeerId, ReplicaState, Sna
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
 from noloco_p2p.lab.processes import peer_process, workers
-from noloco_p2p.launch.observer import NullTelemetry
+from noloco_p2p.lab.sample_stats import Stopwatch
+from noloco_p2p.launch.bootstrap import NullTelemetry
 from noloco_p2p.ports import Body
 
 MIB = 1 << 20
@@ -126,38 +125,31 @@ async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, 
     mine = make_transport("client", 2 * TENSOR_BYTES)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{ports[0]}",))
     _, view = tensor_and_bytes(TENSOR_BYTES)
-    took_s: dict[str, list[float]] = {kind: [] for kind in MOVED_BYTES}
+    watch, small = Stopwatch(), Stopwatch(calls // 10)
+    transfers: dict[str, Callable[[], Awaitable[Gradient | Snapshot | ReplicaState]]] = {
+        "propagate": lambda: mine.propagate(far, LARGE),
+        "snapshot": lambda: mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, SNAPSHOT_SPECS),
+        "state": lambda: mine.fetch_state(far, WAIT_S, STATE_SPECS),
+    }
     with socket.create_connection(("127.0.0.1", ports[1]), WAIT_S) as connection:
         connection.setblocking(False)
         for _ in range(rounds + 1):
-            took_s["propagate"].append(await landed_s(mine.propagate(far, LARGE)))
-            took_s["snapshot"].append(await landed_s(mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, SNAPSHOT_SPECS)))
-            took_s["state"].append(await landed_s(mine.fetch_state(far, WAIT_S, STATE_SPECS)))
-            took_s["tcp"].append(await tcp_seconds(connection, view))
-    latency_ms = await small_calls_ms(mine, far, calls)
-    await mine.close()
-    # The first transfer of each kind warms up.
-    rates = {f"{kind}_mib_per_s": MOVED_BYTES[kind] / MIB / statistics.median(took_s[kind][1:]) for kind in took_s}
-    return rates | {"p50_ms": latency_ms[calls // 2], "p99_ms": latency_ms[calls * 99 // 100]}
-
-
-async def landed_s(call: Awaitable[Gradient | Snapshot | ReplicaState]) -> float:
-    """Seconds until what a call brings is in torch tensors."""
-    began = time.perf_counter()
-    reply = await call
-    for tensor in (reply.grad,) if isinstance(reply, Gradient) else reply.tensors:
-        to_torch(tensor)
-    return time.perf_counter() - began
-
-
-async def small_calls_ms(mine: GrpcTransport, far: Advert, calls: int) -> list[float]:
-    """Milliseconds of each of `calls` propagates of a 4 KiB activation, sorted."""
-    taken = []
+            for kind, transfer in transfers.items():
+                with watch.timed(kind):
+                    reply = await transfer()
+                    for tensor in (reply.grad,) if isinstance(reply, Gradient) else reply.tensors:
+                        to_torch(tensor)
+            with watch.timed("tcp"):
+                await asyncio.get_running_loop().sock_sendall(connection, view)
+                if not await receive(connection, view):
+                    raise ConnectionError("the far process ended the bare connection")
     for _ in range(calls + calls // 10):
-        began = time.perf_counter()
-        await mine.propagate(far, SMALL)
-        taken.append(1e3 * (time.perf_counter() - began))
-    return sorted(taken[calls // 10 :])
+        with small.timed("propagate"):
+            await mine.propagate(far, SMALL)
+    await mine.close()
+    rates = {f"{kind}_mib_per_s": moved / MIB / watch.median_s(kind) for kind, moved in MOVED_BYTES.items()}
+    latency_ms = sorted(1e3 * seconds for seconds in small.counted("propagate"))
+    return rates | {"p50_ms": latency_ms[calls // 2], "p99_ms": latency_ms[calls * 99 // 100]}
 
 
 def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
@@ -214,15 +206,6 @@ async def echo(listener: socket.socket, size: int) -> None:
             await loop.sock_sendall(connection, view)
 
 
-async def tcp_seconds(connection: socket.socket, view: memoryview) -> float:
-    """Seconds for the buffer to go there and come back over a bare connection to `echo`."""
-    began = time.perf_counter()
-    await asyncio.get_running_loop().sock_sendall(connection, view)
-    if not await receive(connection, view):
-        raise ConnectionError("the far process ended the bare connection")
-    return time.perf_counter() - began
-
-
 def gloo_mib_per_s(size: int, rounds: int) -> float | None:
     """MiB/s of a tensor sent there and back by gloo between two processes; None where gloo is missing or fails."""
     if not torch.distributed.is_gloo_available():
@@ -242,14 +225,13 @@ def _gloo_rank(store: Path, rank: int, size: int, rounds: int) -> float:
         "gloo", init_method=store.as_uri(), rank=rank, world_size=2, timeout=timedelta(seconds=WAIT_S)
     )
     tensor = torch.ones(size // 4)
-    seconds = []
+    watch = Stopwatch()
     for _ in range(rounds):
-        began = time.perf_counter()
-        for sender in (0, 1):
-            if rank == sender:
-                torch.distributed.send(tensor, 1 - rank)
-            else:
-                torch.distributed.recv(tensor, 1 - rank)
-        seconds.append(time.perf_counter() - began)
+        with watch.timed("both ways"):
+            for sender in (0, 1):
+                if rank == sender:
+                    torch.distributed.send(tensor, 1 - rank)
+                else:
+                    torch.distributed.recv(tensor, 1 - rank)
     torch.distributed.destroy_process_group()
-    return 2 * size / MIB / statistics.median(seconds[1:])
+    return 2 * size / MIB / watch.median_s("both ways")

@@ -6,22 +6,19 @@ are models that are set beside what was measured; the others are the experiments
 """
 
 import importlib
-from types import MappingProxyType
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.experiments.spec import Experiment
 
-EXPERIMENTS = MappingProxyType(
-    {
-        "latency": ("latency", "time of a synchronisation: pair pull against tree, ring and butterfly all-reduce"),
-        "blocking": ("blocking", "idle share: pair pulls against a global barrier"),
-        "stability": ("stability", "where the replicas diverge: γ and α against two bounds"),
-        "routing": ("routing_policies", "fixed, random and balanced routes, with and without outer rounds"),
-        "spread": ("spread", "does the weights' spread follow the learning rate?"),
-        "staleness": ("staleness", "pairing, stale snapshots and lost partners"),
-        "convergence": ("convergence", "loss at equal tokens: one process, data parallel, NoLoCo, nothing"),
-    }
-)
+EXPERIMENTS = {
+    "latency": ("latency", "time of a synchronisation: pair pull against tree, ring and butterfly all-reduce"),
+    "blocking": ("blocking", "idle share: pair pulls against a global barrier"),
+    "stability": ("stability", "where the replicas diverge: γ and α against two bounds"),
+    "routing": ("routing_policies", "fixed, random and balanced routes, with and without outer rounds"),
+    "spread": ("spread", "does the weights' spread follow the learning rate?"),
+    "staleness": ("staleness", "pairing, stale snapshots and lost partners"),
+    "convergence": ("convergence", "loss at equal tokens: one process, data parallel, NoLoCo, nothing"),
+}
 """Every experiment by its name: its module, and what it is about."""
 
 

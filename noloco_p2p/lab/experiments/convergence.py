@@ -24,21 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, inf
 from statistics import fmean
-from types import MappingProxyType
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import (
-    Columns,
-    differences,
-    known,
-    mean_curve,
-    mean_std,
-    over,
-    published,
-    select,
-    table,
-)
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
+from noloco_p2p.lab.experiments.results import Columns, differences, mean_curve, mean_std, over, select, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, finite, small_manifest
 from noloco_p2p.observe.plotting.plots import Plot
 
@@ -53,18 +42,9 @@ HELD_OUT = 32
 """Microbatches."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunSize:
-    """What is trained, for how long."""
-
-    hidden: int
-    layers: int
-    steps: int
-    """Optimizer steps of each replica of eight."""
-    seeds: int
-
-
-FULL, QUICK = RunSize(128, 4, 200, 3), RunSize(64, 2, 120, 2)
+FULL, QUICK = {"hidden": 128, "layers": 4, "steps": 200}, {"hidden": 64, "layers": 2, "steps": 120}
+"""What is trained, for how many optimizer steps of each replica of eight."""
+SEEDS, QUICK_SEEDS = 3, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +60,12 @@ class Method:
     routing: str = "fixed"
 
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "one": Method("one process", 1),
-        "parallel": Method("synchronous data parallel", 1, share=REPLICAS),
-        "noloco": Method("NoLoCo", REPLICAS, pairing="matched", routing="balanced"),
-        "apart": Method("no communication", 1),
-    }
-)
+METHODS = {
+    "one": Method("one process", 1),
+    "parallel": Method("synchronous data parallel", 1, share=REPLICAS),
+    "noloco": Method("NoLoCo", REPLICAS, pairing="matched", routing="balanced"),
+    "apart": Method("no communication", 1),
+}
 
 
 def cases(quick: bool) -> list[Case]:
@@ -104,15 +82,14 @@ def further(quick: bool, results: Results) -> list[Case]:
         if best in beyond and len(rates) < MOST_RATES:
             cases.append(_case(method, float(f"{beyond[best]:.2g}"), 1, quick))
         else:
-            cases += [_case(method, best, seed, quick) for seed in range(2, 1 + (QUICK if quick else FULL).seeds)]
+            cases += [_case(method, best, seed, quick) for seed in range(2, 1 + (QUICK_SEEDS if quick else SEEDS))]
     measured = {one.case.name for one in results}
     return [case for case in cases if case.name not in measured]
 
 
 def _case(method: str, rate: float, seed: int, quick: bool) -> Case:
     size = QUICK if quick else FULL
-    shape = {"steps": size.steps, "hidden": size.hidden, "layers": size.layers}
-    return Case.named("{method}-{rate:g}-{seed}", method=method, rate=rate, seed=seed, **shape)
+    return Case.named("{method}-{rate:g}-{seed}", method=method, rate=rate, seed=seed, **size)
 
 
 def measure(case: Case) -> Figures:
@@ -209,7 +186,7 @@ def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
         "optimizer steps": "optimizer_steps",
         "loss, mean over replicas": over("validation_loss"),
         "loss of the merged model": over("merged_loss"),
-        "perplexity": lambda runs: mean_std([exp(value) for value in known(runs, "validation_loss")]),
+        "perplexity": over(lambda one: None if one["validation_loss"] is None else exp(loss(one))),
         "against data parallel, nats": lambda runs: mean_std(gaps[runs[0]["method"]], 3),
         "bytes/token between stages": "between_stages",
         "bytes/token between replicas": "between_replicas",

@@ -3,7 +3,7 @@
 Nothing of the node is changed: an instrumented stage passes every call on to the `TorchStage` that it wraps.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -32,8 +32,8 @@ class TrainingMonitor:
     plan: TrainingPlan
     lost: set[tuple[PeerId, int]] = field(default_factory=set)
     """(replica, round) of what was pulled and then lost."""
-    served: dict[PeerId, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Microbatches counted in each inner step."""
+    served: Counter[PeerId] = field(default_factory=Counter)
+    """Microbatches that were counted in inner steps."""
     spreads: dict[tuple[int, int], ReplicaSpread] = field(default_factory=dict)
     """By (round, stage), once all replicas have reached it."""
     _reached: dict[tuple[int, int], dict[PeerId, ReplicaWeights]] = field(default_factory=lambda: defaultdict(dict))
@@ -99,7 +99,7 @@ class InstrumentedStage:
         """Without outer rounds, every m inner steps take the place of a round."""
         result = self.stage.inner_step(label)
         self._inner_steps, self._learning_rate = label.inner_step, label.learning_rate
-        self._monitor.served[self._me].append(result.microbatches)
+        self._monitor.served[self._me] += result.microbatches
         outer = self._monitor.plan.manifest.outer
         if outer.pairing == "none" and label.inner_step % outer.inner_steps == 0:
             self._measure(label.inner_step // outer.inner_steps)

@@ -35,8 +35,8 @@ from noloco_p2p.config import NodeConfig
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, plus_minus, published, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
+from noloco_p2p.lab.experiments.results import Columns, plus_minus, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
 from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.observe.plotting.svg import LineStyle

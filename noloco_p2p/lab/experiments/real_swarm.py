@@ -118,7 +118,7 @@ class FinishedTraining:
     def summary(self) -> TrainingSummary:
         """What is reported of it."""
         monitor, trace, stages, ended_at_s = self.monitor, self.outcome.trace, self.stages, self.outcome.ended_at_s
-        loads = {node.peer: sum(monitor.served[node.peer]) for nodes in stages for node in nodes}
+        loads = {node.peer: monitor.served[node.peer] for nodes in stages for node in nodes}
         rounds = [(one, (one.peer, int(one.number("round"))) in monitor.lost) for one in trace.of("outer_round")]
         results = Counter("lost" if lost else str(event.get("result")) for event, lost in rounds)
         evaluations = [trace.of("evaluation", node.peer) for node in stages[0]]

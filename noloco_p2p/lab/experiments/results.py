@@ -1,9 +1,7 @@
 """What reports do with results: choose and group them, and set them into tables and curves."""
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 from noloco_p2p import humanize
@@ -18,12 +16,6 @@ Column = str | Callable[[Any], Cell]
 """The name of a figure or a setting that the row has, or its cell from the row."""
 Columns = Mapping[str, Column]
 """By title."""
-
-
-def published() -> dict[str, Any]:
-    """What the paper reports (arXiv 2506.10911), by name; its `source` says from which tables."""
-    figures: dict[str, Any] = json.loads(resources.files(__package__).joinpath("paper.json").read_text())
-    return figures
 
 
 # --- choosing results -------------------------------------------------------------------------------------------------

@@ -25,32 +25,21 @@ from noloco_p2p.observe.plotting import plots
 RESULTS, REPORT = "results.json", "report.md"
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How an experiment is run."""
+def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick: bool = False, jobs: int = 2) -> Path:
+    """Run an experiment to its report in the directory `out`, whose path is returned; `say` hears of every case.
 
-    out: Path
-    """Directory for what it writes; made when it is not there."""
-    quick: bool = False
-    """A smaller version that answers the same question less sharply."""
-    jobs: int = 2
-    """Processes that measure at once, one thread each."""
-
-
-def run(experiment: Experiment, options: RunOptions, say: Callable[[str], None]) -> Path:
-    """Run an experiment to its report, whose path is returned; `say` hears of every case.
-
-    Raises ConfigError when the directory holds another experiment's results, LocalError when it cannot be written, and
-    what `measure` raises, with what was measured before kept on disk.
+    `quick` is a smaller version that answers the same question less sharply; `jobs` processes measure at once, one
+    thread each. Raises ConfigError when the directory holds another experiment's results, LocalError when it cannot be
+    written, and what `measure` raises, with what was measured before kept on disk.
     """
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LocalError(f"{options.out}: {error.strerror}") from error
-    file = ResultsFile(experiment, options, code_digest())
+        raise LocalError(f"{out}: {error.strerror}") from error
+    file = ResultsFile(experiment, out / RESULTS, quick, jobs, code_digest())
     if kept := file.read():
         say(f"{kept} cases are in {file.path} already")
-    with workers(options.jobs, OMP_NUM_THREADS="1") as pool:
+    with workers(jobs, OMP_NUM_THREADS="1") as pool:
         while cases := file.missing():
             _measure(pool, cases, file, say)
     file.write(complete=True)
@@ -62,18 +51,15 @@ class ResultsFile:
     """What has been measured, in memory and in `results.json`."""
 
     experiment: Experiment
-    options: RunOptions
+    path: Path
+    quick: bool
+    jobs: int
     code: str
     """Which code measures: see `code_digest`."""
     cases: dict[str, Case] = field(default_factory=dict)
     """Those that are known so far, by name."""
     found: dict[str, Result] = field(default_factory=dict)
     """By the name of the case, as they came in."""
-
-    @property
-    def path(self) -> Path:
-        """In the directory of the run."""
-        return self.options.out / RESULTS
 
     @property
     def results(self) -> list[Result]:
@@ -83,8 +69,8 @@ class ResultsFile:
     def missing(self) -> list[Case]:
         """What is still to be measured; when nothing is, what follows from the results."""
         if len(self.found) == len(self.cases):
-            quick, ask = self.options.quick, self.experiment
-            cases = ask.further(quick, self.results) if self.cases else ask.cases(quick)
+            ask = self.experiment
+            cases = ask.further(self.quick, self.results) if self.cases else ask.cases(self.quick)
             names = [case.name for case in cases]
             if len(set(names)) < len(names) or any(self.cases.get(case.name, case) != case for case in cases):
                 raise ValueError(f"two cases have the same name: {sorted(names)}")
@@ -99,7 +85,7 @@ class ResultsFile:
             old = json.loads(self.path.read_text())
         except ValueError as error:
             raise ConfigError(f"{self.path} is no results file ({error}); give another --out") from error
-        if (old.get("experiment"), old.get("quick")) != (self.experiment.name, self.options.quick):
+        if (old.get("experiment"), old.get("quick")) != (self.experiment.name, self.quick):
             kind = "quick" if old.get("quick") else "full"
             raise ConfigError(f"{self.path} is of a {kind} run of {old.get('experiment')}; give another --out")
         if old["code"] != self.code:
@@ -112,8 +98,8 @@ class ResultsFile:
     def write(self, *, complete: bool) -> None:
         """All of it, whole or not at all. The wall times are apart: the rest is equal for equal runs."""
         runs = [{"case": one.case.name, "settings": one.case.settings, "figures": one.figures} for one in self.results]
-        document = {"experiment": self.experiment.name, "quick": self.options.quick, "complete": complete}
-        wall = {"jobs": self.options.jobs, "cores": os.cpu_count(), "python": platform.python_version()}
+        document = {"experiment": self.experiment.name, "quick": self.quick, "complete": complete}
+        wall = {"jobs": self.jobs, "cores": os.cpu_count(), "python": platform.python_version()}
         walls = {"wall": {**wall, "cases_s": {one.case.name: one.wall_s for one in self.results}}}
         write_json(self.path, document | {"code": self.code, "runs": runs} | walls)
 
@@ -156,22 +142,21 @@ def _timed(measure: Callable[[Case], Figures], case: Case) -> Result:
 
 
 def _report(file: ResultsFile) -> Path:
-    experiment, options, results = file.experiment, file.options, file.results
+    experiment, results, out = file.experiment, file.results, file.path.parent
     blocks = experiment.report(results)
     for chart in markdown_page.charts(blocks):
-        plots.save(chart, options.out)
+        plots.save(chart, out)
     seeds = ", ".join(str(seed) for seed in sorted({one["seed"] for one in results if "seed" in one.case.settings}))
     quick = "**This is the quick version: fewer and shorter cases than the full one.**"
     # How it was measured, and how to do it again.
     made = (
         f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}; every one with its settings and figures in"
-        f" [{RESULTS}]({RESULTS}). {sum(one.wall_s for one in results):.0f} s of computing in all, {options.jobs} at a"
+        f" [{RESULTS}]({RESULTS}). {sum(one.wall_s for one in results):.0f} s of computing in all, {file.jobs} at a"
         f" time on {os.cpu_count()} cores. Again: `noloco experiment {experiment.name}"
-        f"{' --quick' if options.quick else ''}`. Code: `{file.code[:12]}`."
+        f"{' --quick' if file.quick else ''}`. Code: `{file.code[:12]}`."
     )
     head = [f"# {experiment.name}", f"**Question.** {experiment.text.question}"]
-    head += [f"**Setting.** {experiment.text.setting}", *([quick] if options.quick else []), "## Results"]
+    head += [f"**Setting.** {experiment.text.setting}", *([quick] if file.quick else []), "## Results"]
     tail = ["## What this does not show", experiment.text.limits, "## Runs", made]
-    path = options.out / REPORT
-    path.write_text(markdown_page.markdown([*head, *blocks, *tail]))
-    return path
+    (out / REPORT).write_text(markdown_page.markdown([*head, *blocks, *tail]))
+    return out / REPORT

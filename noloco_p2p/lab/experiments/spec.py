@@ -10,8 +10,10 @@ def report(results: Results) -> list[Block]: ...  what the report says of them
 EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any, Self
 
 from noloco_p2p.lab.experiments.markdown_page import Block
@@ -86,3 +88,9 @@ def describe(module: Mapping[str, Any]) -> ReportText:
     question, setting = str(module["__doc__"]).format_map(module).split("\n\n", 1)
     setting, limits = setting.split("\n\nLimits: ")
     return ReportText(" ".join(question.split()), setting, limits.strip())
+
+
+def published() -> dict[str, Any]:
+    """What the paper reports (arXiv 2506.10911), by name; its `source` says from which tables."""
+    figures: dict[str, Any] = json.loads(resources.files(__package__).joinpath("paper.json").read_text())
+    return figures

@@ -23,8 +23,8 @@ from math import log
 from statistics import correlation, fmean, linear_regression
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, mean_std, published, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.results import Columns, mean_std, select, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe, published
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
@@ -64,11 +64,9 @@ def measure(case: Case) -> Figures:
     manifest = small_manifest(
         64,
         len(STAGES),
-        routing="balanced",
         steps=case.settings["steps"],
         inner={"peak_learning_rate": PEAK, "final_fraction": arm["final_fraction"]},
         outer={"inner_steps": arm["inner_steps"], "pairing": arm["pairing"]},
-        evaluation={"every_steps": None, "microbatches": 16},
     )
     summary = train(TrainingPlan(manifest, (REPLICAS, REPLICAS), case.settings["seed"]))
     spread = [[(one.step, one.learning_rate, one.std) for one in summary.finite_spreads(stage)] for stage in STAGES]

@@ -83,8 +83,7 @@ def measure(case: Case) -> Figures:
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": 0, "final_fraction": 0.0},
         outer={"alpha": alpha, "beta": BETA, "gamma": settings["gamma"], "inner_steps": m}
         | {"pairing": "matched", "allow_unstable": True},
-        routing="balanced",
-        evaluation={"every_steps": None, "microbatches": 8},
+        evaluation={"microbatches": 8},
     )
     noise = bounds.noise_spreads(
         (alpha, BETA, settings["gamma"]),

@@ -88,7 +88,6 @@ def measure(case: Case) -> Figures:
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
         outer={"alpha": ALPHA, "beta": BETA, "gamma": GAMMA}
         | {"inner_steps": settings["inner_steps"], "pairing": pairing},
-        routing="balanced",
         evaluation={"every_steps": steps // 3, "microbatches": settings["held_out_microbatches"]},
     )
     stale, lost = settings["stale_rounds"], settings["lost"]

@@ -117,7 +117,8 @@ class TrainingSummary:
 
 
 def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManifest:
-    """A byte-level Llama (FFN four times as wide, heads of 32) on the standard library's text, stage count 1.
+    """A byte-level Llama (FFN four times as wide, heads of 32) on the standard library's text, stage count 1, balanced
+    routes, evaluated at the end only.
 
     `changes` are fields of RunManifest; a mapping replaces single fields of a part, `outer={"gamma": 0.1}`.
     """
@@ -131,8 +132,8 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
         "tie_word_embeddings": False,
     }
     fields = RunManifest(stages=1).model_dump() | {"model": {"family": "llama", "config": model}}
-    fields |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1}
-    for name, value in changes.items():
+    fields |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1, "routing": "balanced"}
+    for name, value in [("evaluation", {"every_steps": None, "microbatches": 16}), *changes.items()]:
         fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
     return RunManifest.model_validate(fields)
 

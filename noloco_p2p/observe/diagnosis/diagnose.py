@@ -2,10 +2,8 @@
 
 findings.py     the values
 swarm_view.py   all nodes, put in order
-symptoms.py     what one node shows by itself, and beside the others
-coverage.py     stages without nodes
-causes.py       follows the waits from node to node
-half_open.py    links that carry nothing
+symptoms.py     what one node shows by itself, and beside the others; stages without nodes
+causes.py       follows the waits from node to node; links that carry nothing
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,31 +13,14 @@ from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import AnyReplica
 from noloco_p2p.humanize import compact, elapsed, plural, short_id
-from noloco_p2p.observe.diagnosis.causes import WaitPaths, follow
-from noloco_p2p.observe.diagnosis.coverage import missing_nodes
+from noloco_p2p.observe.diagnosis.causes import WaitPaths, broken_links, follow
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Cause, Finding, Place, Report, at_node, line
-from noloco_p2p.observe.diagnosis.half_open import broken_links
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 from noloco_p2p.observe.diagnosis.symptoms import symptoms
 
 ORDER = (
-    "loop",
-    "device",
-    "stage-empty",
-    "libp2p",
-    "disk",
-    "port",
-    "half-open-link",
-    "unreachable",
-    "slow-node",
-    "nonfinite",
-    "stall",
-    "overdue",
-    "clock",
-    "start",
-    "run",
-    "stage-thin",
-    "version",
+    *("loop", "device", "stage-empty", "libp2p", "disk", "port", "half-open-link", "unreachable", "slow-node"),
+    *("nonfinite", "stall", "overdue", "clock", "start", "run", "stage-thin", "version"),
 )
 """Of equal severity, what is rather a cause comes before what is rather a consequence; unknown names come last."""
 HOLDERS = frozenset({"loop", "device", "stage-empty", "port", "half-open-link", "unreachable", "stall", "overdue"})
@@ -100,7 +81,7 @@ def _progress(swarm: SwarmView) -> str:
 
 def _findings(swarm: SwarmView) -> list[Finding]:
     """All findings, in order."""
-    shown = [*symptoms(swarm), *missing_nodes(swarm)]
+    shown = symptoms(swarm)
     empty = {each.at for each in shown if isinstance(each.at, AnyReplica)}
     paths = {peer: follow(swarm, peer, empty) for peer in swarm.statuses}
     ill = {each.at for each in shown if each.finding.name in ("loop", "device", "unreachable")}

@@ -1,16 +1,17 @@
-"""What nodes show without following any wait. Pure. `coverage.py` has what stages show.
+"""What nodes and stages show without following any wait. Pure.
 
 Every rule gives what is wrong of its kind: those of NODE_RULES look at one node that answers, those of SWARM_RULES
-compare nodes. Thresholds are at the top, with their reasons.
+compare nodes, or say where some are missing. Thresholds are at the top, with their reasons.
 """
 
 from collections.abc import Iterator, Mapping
 
+from noloco_p2p.core.members import IN_ROUNDS, PRESENT
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.core.status import Resource, Status, Wait
-from noloco_p2p.humanize import compact, elapsed, short_id, size_text
-from noloco_p2p.observe.diagnosis.findings import Cause, Finding, Severity, at_node, line, named
-from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, median
+from noloco_p2p.core.status import AnyReplica, Resource, Status, Wait
+from noloco_p2p.humanize import compact, elapsed, plural, short_id, size_text
+from noloco_p2p.observe.diagnosis.findings import Cause, Finding, Report, Severity, at_node, line, named
+from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, median, most_common
 
 SLOW_FACTOR = 2.0
 """A node this many times slower than the others of its stage is slow."""
@@ -26,6 +27,8 @@ STUCK_STEPS, STUCK_FLOOR_S = 10.0, 10.0
 """An operation of the device that takes this many inner steps, and at least this long, does not come back."""
 DISK_LOW_BYTES, DISK_FULL_BYTES = 1 << 30, 128 << 20
 """What a checkpoint takes is not known here: a model of a few million parameters needs 100 MB for one."""
+ADVERT_OLD_S = 15.0
+"""Adverts are renewed every ten seconds by default."""
 NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
 """Both this part of the microbatches, and at least this many of them."""
 SET_CLOCK = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
@@ -149,6 +152,7 @@ def wrong_clocks(ahead: Mapping[PeerId, float], close_s: float, bad_s: float) ->
 
 
 def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
+    advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
     for report in swarm.reports:
         advert = report.advert
         if report.status is not None or (advert is not None and advert.state in ("draining", "left")):
@@ -158,7 +162,6 @@ def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
         at = f" at {address}" if address not in failure else ""
         age = "" if advert is None else f"; it announced itself {elapsed(report.age_s)} ago"
         sentence = f"{swarm.name(report.peer)} does not give its status{at}: {failure}{age}"
-        advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
         yield at_node("warning" if swarm.statuses else "error", "unreachable", report.peer, sentence, advice)
 
 
@@ -172,15 +175,12 @@ def _of_another_run(swarm: SwarmView) -> Iterator[Cause]:
 
 
 def _versions(swarm: SwarmView) -> Iterator[Cause]:
-    of_version: dict[str, list[PeerId]] = {}
-    for peer, status in swarm.statuses.items():
-        of_version.setdefault(status.advert.version, []).append(peer)
-    usual = min(of_version, key=lambda version: (-len(of_version[version]), version), default="")
-    for version in sorted(of_version.keys() - {usual}):
-        peers = of_version[version]
+    versions = {peer: status.advert.version for peer, status in swarm.statuses.items()}
+    usual = most_common(versions.values()) or ""
+    for version in sorted({*versions.values()} - {usual}):
+        peers = [peer for peer in versions if versions[peer] == version]
         sentence = f"{named(peers)}: version {line(version)[:40] or 'unknown'}, the others have {line(usual)[:40]}"
-        finding = Finding("warning", "version", peers[0], sentence, "install the same version everywhere")
-        yield Cause(finding, None)
+        yield Cause(Finding("warning", "version", peers[0], sentence, "install the same version everywhere"), None)
 
 
 def _slow(swarm: SwarmView) -> Iterator[Cause]:
@@ -201,4 +201,64 @@ def _slow(swarm: SwarmView) -> Iterator[Cause]:
                 yield at_node("warning", "slow-node", peer, sentence, advice)
 
 
-SWARM_RULES = (_clocks, _unreachable, _of_another_run, _versions, _slow)
+# --- where nodes are missing ------------------------------------------------------------------------------------------
+
+
+def _stages(swarm: SwarmView) -> Iterator[Cause]:
+    """Stages without replicas, or with one."""
+    if swarm.ended or not swarm.begun or not swarm.statuses:
+        return
+    thin: list[int] = []
+    for stage in range(swarm.stages):
+        replicas = swarm.of_stage(stage, IN_ROUNDS)
+        answering = sum(report.status is not None for report in replicas)
+        # A replica that has just announced itself trains, perhaps: only its status port may be closed to the observer.
+        old = all(report.advert is None or report.age_s > ADVERT_OLD_S for report in replicas)
+        if not answering and (swarm.deserted_s(stage) > 0 or old):
+            yield _empty_stage(swarm, stage, replicas)
+        elif answering == 1:
+            thin.append(stage)
+    if thin:
+        numbers = ", ".join(map(str, thin)) if len(thin) <= 12 else plural(len(thin), "stage")
+        which = f"stages {numbers} have one replica each" if len(thin) > 1 else f"stage {thin[0]} has one replica"
+        advice = "start one more node, it goes where it is needed most"
+        yield at_node("warning", "stage-thin", None, f"{which}: without it the run stands still", advice)
+
+
+def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
+    """`silent` are its replicas that do not answer; without any, those that are paused or starting explain it."""
+    empty_s = swarm.deserted_s(stage)
+    lasted = f"had no replica for {elapsed(empty_s)}" if empty_s > 0 else "no replica"
+    why, advice = "", f"start a node (it takes the stage that lacks one): noloco-node --join ADDR --stage {stage}"
+    paused, starting = ([report.peer for report in swarm.of_stage(stage, {state})] for state in ("paused", "starting"))
+    blamed = [report.peer for report in silent] or paused
+    if silent:
+        why = f": {named(blamed)} {'does' if len(silent) == 1 else 'do'} not answer"
+        advice = f"start it again, or another node in its place; {silent[0].failure}" if silent[0].failure else advice
+    elif paused or starting:
+        state = "paused" if paused else "starting"
+        why = f": {named(paused or starting)} {'is' if len(paused or starting) == 1 else 'are'} {state}"
+        advice = "noloco resume DIR on its machine, or start another node" if paused else "wait for it"
+    peer = blamed[0] if len(blamed) == 1 else None
+    return Cause(Finding("error", "stage-empty", peer, f"stage {stage} has {lasted}{why}", advice), AnyReplica(stage))
+
+
+def _start(swarm: SwarmView) -> Iterator[Cause]:
+    """The run has not begun: is it that nodes are missing?"""
+    if swarm.begun or not swarm.statuses:
+        return
+    needed = most_common(status.start_replicas for status in swarm.statuses.values()) or 0
+    lacks = {stage: needed - len(swarm.of_stage(stage, PRESENT)) for stage in range(swarm.stages)}
+    words = [f"{plural(lack, 'more replica')} of stage {stage}" for stage, lack in lacks.items() if lack > 0]
+    # A node that has not chosen its stage yet will take one that lacks a replica.
+    undecided = sum(report.newest is None or report.newest.stage < 0 for report in swarm.reports)
+    if sum(lack for lack in lacks.values() if lack > 0) > undecided:
+        some = ", ".join(words[:3]) + (f" and of {plural(len(words) - 3, 'other stage')}" if len(words) > 3 else "")
+        waits = (wait for status in swarm.statuses.values() for wait in status.waits)
+        waited_s = max((wait.since_s for wait in waits if wait.whom == Resource.SWARM), default=0.0)
+        lasted = f" (for {elapsed(waited_s)})" if waited_s > 0 else ""
+        advice = "start more nodes: noloco-node --join ADDR; the run begins by itself"
+        yield at_node("warning", "start", None, f"waiting for {some}{lasted}: the run has not begun", advice)
+
+
+SWARM_RULES = (_clocks, _unreachable, _of_another_run, _versions, _slow, _stages, _start)

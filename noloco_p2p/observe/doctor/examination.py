@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence, Set
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Sequence, Set
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.launch import control, join_file, run_files
-from noloco_p2p.launch.node_probe import HOME
+from noloco_p2p.launch import join_file, node_probe, run_files
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
@@ -30,60 +29,43 @@ LOOKS, LOOK_AGAIN_S = 2, 2.5
 """A link that carries nothing shows for most of the time, but not in the seconds in which it is tried again."""
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorOptions:
-    """What the command line asks for."""
-
-    join: tuple[str, ...]
-    given: Overrides
-    dir: Path | None
-    as_json: bool
-
-
-def run_doctor(options: DoctorOptions) -> int:
+def run_doctor(join: Sequence[str], given: Overrides, directory: Path | None, *, as_json: bool) -> int:
     """Examine, report, return the exit code. Raises ConfigError for settings or addresses that are none."""
     import uvloop
 
-    report = DoctorReport(as_json=options.as_json)
-    with _silence():
-        uvloop.run(examine(options, report))
+    report = DoctorReport(as_json=as_json)
+    logging.disable(logging.ERROR)  # what the parts would log is reported as findings
+    try:
+        uvloop.run(examine(report, join, given, directory))
+    finally:
+        logging.disable(logging.NOTSET)
     return report.end()
 
 
-@contextmanager
-def _silence() -> Iterator[None]:
-    """What the parts would log is reported as findings."""
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-async def examine(options: DoctorOptions, report: DoctorReport) -> None:
-    """Every check that the options allow, reported as it ends. Raises ConfigError as `run_doctor`."""
-    local = options.given.node()
-    targets = [JoinAddress.parse(text) for text in join_file.JoinAddresses(options.join)]
-    if options.join and not targets:
-        raise ConfigError(f"no join address is in {' or '.join(options.join)} yet: is its node running?")
-    node_dirs = () if options.dir is None else control.node_dirs(options.dir)
+async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, directory: Path | None) -> None:
+    """Every check that these options allow, reported as it ends. Raises ConfigError as `run_doctor`."""
+    local = given.node()
+    targets = [JoinAddress.parse(text) for text in join_file.JoinAddresses(join)]
+    if join and not targets:
+        raise ConfigError(f"no join address is in {' or '.join(join)} yet: is its node running?")
+    node_dirs = () if directory is None else node_probe.node_dirs(directory)
     stored = next((found for one in node_dirs if (found := run_files.stored_manifest(one)) is not None), None)
-    own = stored if stored is not None and not options.given.names_the_run else None
-    manifest = None if targets else own or options.given.manifest()
+    own = stored if stored is not None and not given.names_the_run else None
+    manifest = None if targets else own or given.manifest()
     report.group("machine")
     machine.check_python(report)
     device = await machine.check_device(report, local)
     machine.check_files(report)
     machine.check_time(report)
     running = []
-    if options.dir is not None:
+    if directory is not None:
         report.group("node")
-        running = await machine.check_node_dirs(report, options.dir)
+        running = await machine.check_node_dirs(report, directory)
     if running and not targets:
         targets = [JoinAddress.parse(text) for text in running[0].join]
     report.group("network")
     listen = machine.check_ports(report, local.listen, own_node=bool(running))
-    examination = Examination(options, report, local, device, bool(running))
+    examination = Examination(report, given, directory or node_probe.HOME, local, device, bool(running))
     async with AsyncExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-doctor-")))
         identity = Identity.open(folder / KEY)
@@ -101,15 +83,17 @@ async def examine(options: DoctorOptions, report: DoctorReport) -> None:
             which = "the run of this directory" if own is not None else "the run of these settings"
             report.ok("run", f"{which}: {manifest.name}, {manifest.stages} stages, id {manifest.run_id}")
             needs = examination.requirements(manifest)
-            await needs.check(options.dir or HOME, needs.wanted_stage())
+            await needs.check(examination.home, needs.wanted_stage())
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
     """What all parts of one examination know, and those that ask a swarm."""
 
-    options: DoctorOptions
     report: DoctorReport
+    given: Overrides
+    home: Path
+    """Where the node's directory is or will be."""
     local: NodeConfig
     device: str | None
     runs_here: bool
@@ -124,7 +108,7 @@ class Examination:
     ) -> None:
         """Join a swarm as an observer, and ask it; what is opened is closed by `closing`."""
         report, me = self.report, libp2p.peer_id
-        manifest, ahead = await peers.ask_run(report, libp2p, self.options.given)
+        manifest, ahead = await peers.ask_run(report, libp2p, self.given)
         if manifest is None:
             return
         directory = await peers.open_directory(report, libp2p, manifest, folder / "known-peers.json")
@@ -173,7 +157,7 @@ class Examination:
             ]
         finally:
             await probe.close()
-        parameters = await needs.check(self.options.dir or HOME, stage)
+        parameters = await needs.check(self.home, stage)
         if parameters is not None:
             replicas = [advert for advert in present if advert.stage == stage]
             await needs.check_speed(stage, parameters[stage], replicas, mates, following)

@@ -5,19 +5,21 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import time
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from noloco_p2p import __version__
 from noloco_p2p.config import ListenSettings, NodeConfig
-from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.errors import LocalError
 from noloco_p2p.humanize import clock, short_id, size_text
 from noloco_p2p.io.dht.addresses import reserve_port
-from noloco_p2p.launch import control, node_probe
+from noloco_p2p.launch import node_probe
 from noloco_p2p.launch.node_probe import NodeEndpoints
 from noloco_p2p.observe import health_check
 from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
@@ -39,17 +41,16 @@ BUILT_AT = 1_750_000_000.0
 
 def check_python(report: DoctorReport) -> None:
     """The interpreter and every package that this project declares, against what it declares."""
-    from packaging.specifiers import SpecifierSet
-
     here = platform.python_version()
     python, wanted = declared()
     if not SpecifierSet(python).contains(here, prereleases=True):
-        sentence = f"Python {here}: {PACKAGE} needs {python}"
-        report.error("python", sentence, "install a Python that fits, and the package in it")
-    bad = [fault for fault in map(_package_fault, wanted) if fault is not None]
-    for fault in bad:
+        report.error(
+            "python", f"Python {here}: {PACKAGE} needs {python}", "install a Python that fits, and the package in it"
+        )
+    faults = [fault for one in wanted if (fault := _package_fault(Requirement(one))) is not None]
+    for fault in faults:
         report.error("packages", fault, f"run: {Path(sys.executable).name} -m pip install -U {PACKAGE}")
-    if not bad:
+    if not faults:
         report.ok("python", f"Python {here}, {PACKAGE} {__version__}, all {len(wanted)} packages fit")
 
 
@@ -57,19 +58,15 @@ def declared() -> tuple[str, list[str]]:
     """(Python versions, requirements without extras) as the installed package says, or a source checkout."""
     try:
         about = importlib.metadata.metadata(PACKAGE)
-        wanted = importlib.metadata.requires(PACKAGE) or []
-        return str(about["Requires-Python"]), [one for one in wanted if "extra ==" not in one]
+        python, wanted = about["Requires-Python"], about.get_all("Requires-Dist") or []
     except importlib.metadata.PackageNotFoundError:
-        project = Path(__file__).parents[3] / "pyproject.toml"
-        found = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-        return str(found["requires-python"]), [str(one) for one in found["dependencies"]]
+        found = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        python, wanted = found["requires-python"], found["dependencies"]
+    return str(python), [one for one in wanted if "extra ==" not in one]
 
 
-def _package_fault(requirement: str) -> str | None:
+def _package_fault(wanted: Requirement) -> str | None:
     """Why an installed package does not do; None when it does."""
-    from packaging.requirements import Requirement
-
-    wanted = Requirement(requirement)
     if wanted.marker is not None and not wanted.marker.evaluate():
         return None
     try:
@@ -98,7 +95,8 @@ def _device(report: DoctorReport, local: NodeConfig) -> str:
         built = f"torch {found.torch_version} for CUDA {found.cuda_version}"
         report.ok("device", f"{found.device}: {found.name}, {room}, driver {driver or 'unknown'}, {built}")
         return found.device
-    cores, threads = _usable_cores(), local.threads or found.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = local.threads or found.threads
     asked = os.environ.get("OMP_NUM_THREADS", "not set")
     sentence = f"cpu: {threads} threads on {cores} cores (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
     if local.device == "auto" and driver is not None:
@@ -111,23 +109,15 @@ def _device(report: DoctorReport, local: NodeConfig) -> str:
     return found.device
 
 
-def _usable_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
 def _driver() -> str | None:
     """The version of NVIDIA's driver, None without one."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    found = re.match(r"[0-9.]+", done.stdout)
-    return found.group() if done.returncode == 0 and found else None
+    found = re.match(r"[0-9.]+", answer)
+    return found and found.group()
 
 
 # --- files, clock, ports ----------------------------------------------------------------------------------------------
@@ -136,13 +126,13 @@ def _driver() -> str | None:
 def check_files(report: DoctorReport) -> None:
     """The limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    sentence = f"{soft} files may be open at once"
     if soft >= FEW_FILES:
-        report.ok("files", sentence)
+        report.ok("files", f"{soft} files may be open at once")
         return
-    wanted = FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, FEW_FILES)
+    wanted = max(soft, FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, FEW_FILES))
     add = report.error if soft < TOO_FEW_FILES else report.warning
-    add("files", f"only {sentence}", f"run ulimit -n {max(wanted, soft)} before the node, or raise the system's limit")
+    advice = f"run ulimit -n {wanted} before the node, or raise the system's limit"
+    add("files", f"only {soft} files may be open at once", advice)
 
 
 def check_time(report: DoctorReport) -> None:
@@ -185,13 +175,13 @@ def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool)
 async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEndpoints]:
     """The nodes whose directory this is, or that have theirs just below it; returns those that run."""
     running = []
-    node_dirs = list(control.node_dirs(directory))
+    node_dirs = list(node_probe.node_dirs(directory))
     for node_dir in node_dirs:
         endpoints = node_probe.read_endpoints(node_dir)
-        if control.running_pid(node_dir) is not None and endpoints is not None:
+        if node_probe.running_pid(node_dir) is not None and endpoints is not None:
             running.append(endpoints)
             await _check_health(report, node_dir, endpoints)
-        elif control.in_use(node_dir):
+        elif node_probe.in_use(node_dir):
             report.ok("node", f"{node_dir}: its process has started, and is not reachable yet")
         else:
             _report_end(report, node_dir, endpoints)
@@ -218,14 +208,10 @@ def _report_end(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints |
 
 async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints) -> None:
     node = f"{node_dir}: node {short_id(endpoints.peer_id)} (process {endpoints.pid})"
-    try:
-        doing = f"asking the node of {node_dir} how it is"
-        with report.step(doing):
-            well, line = await in_time(doing, HEALTH_S, lambda: health_check.ask(node_dir, None))
-    except Unreachable as error:
-        well, line = False, str(error)
-    if well:
+    advice = "see below what it waits for, and its log; start a stopped or blocked process again"
+    answer = in_time(f"asking the {node}", HEALTH_S, lambda: health_check.ask(node_dir, None))
+    found = await report.attempt("node", f"asking the node of {node_dir} how it is", answer, advice)
+    if found is not None and found[0]:
         report.ok("node", f"{node} is well")
-    else:
-        advice = "see below what it waits for, and its log; start a stopped or blocked process again"
-        report.error("node", f"{node}: {line}", advice, endpoints.peer_id)
+    elif found is not None:
+        report.error("node", f"{node}: {found[1]}", advice, endpoints.peer_id)

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.io.telemetry.event_files import NAME, oldest_first
+from noloco_p2p.io.telemetry.journal import NAME, oldest_first
 
 LONGEST_LINE = 1 << 18
 MOST_CHARACTERS = 300

@@ -163,7 +163,7 @@ def test_peers_read_different_streams_and_the_same_validation(kind_and_files: tu
 def one_pass(kind: str, files: tuple[str, ...]) -> tuple[bytes, bytes]:
     """All text of a pass, and all held-out text, of a kind that reads text (ids back to bytes, EOS as a line end)."""
     corpus: corpora.Corpus
-    tokenizer = tokenizers.ByteTokenizer()
+    tokenizer = tokenizers.BYTES
     if kind == "c4":
         from noloco_p2p.io.data.hub_corpora import c4_corpus
 
@@ -282,7 +282,7 @@ def test_the_byte_tokenizer_is_byt5s() -> None:
     from transformers import ByT5Tokenizer
 
     theirs = ByT5Tokenizer()
-    ours = tokenizers.ByteTokenizer()
+    ours = tokenizers.BYTES
     texts = ["", "Größe 日本 \x00\x7f", "</s><pad><extra_id_0>", Path(json.__file__).read_text("utf-8")]
     for text in texts:
         ids = theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids

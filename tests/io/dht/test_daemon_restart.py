@@ -29,7 +29,7 @@ class Kept(Node):
     async def kill(self) -> None:
         """Kill the daemon, and wait until it is known to be dead."""
         failed = self.libp2p.failed
-        os.kill(self.libp2p.daemon_pid, signal.SIGKILL)
+        os.kill(self.libp2p.p2p._child.pid, signal.SIGKILL)
         with suppress(LocalError):
             await asyncio.shield(failed)
 

@@ -50,7 +50,7 @@ def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> Non
                 b.advert(), 1.0
             )  # shorter than what it announced before, and renewed all the same
             assert b.libp2p.peer_id in [peer.peer_id for peer in await c.directory.peers()]
-            pids = [one.libp2p.daemon_pid for one in (a, b, c)]
+            pids = [one.libp2p.p2p._child.pid for one in (a, b, c)]
             assert not any(gone(pid) for pid in pids)
         assert all(gone(pid) for pid in pids)
 
@@ -176,7 +176,7 @@ def test_the_death_of_the_daemon_is_noticed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with node(tmp_path / "a") as a:
             await a.directory.announce(a.advert(), 30.0)
-            os.kill(a.libp2p.daemon_pid, signal.SIGKILL)
+            os.kill(a.libp2p.p2p._child.pid, signal.SIGKILL)
             with pytest.raises(LocalError, match="has died"):
                 await asyncio.wait_for(asyncio.shield(a.libp2p.failed), at_most(5.0))
             for refused in (a.directory.announce(a.advert(), 30.0), a.directory.peers(), a.directory.withdraw()):

@@ -18,7 +18,7 @@ from machine import at_most, in_time
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.status import Resource, SeenPeer, Status, Trouble, Unknown, Wait
 from noloco_p2p.errors import LocalError
-from noloco_p2p.io.telemetry import http_pages, http_server, status_json
+from noloco_p2p.io.telemetry import http_server, status_json
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 
 RUN = "ab" * 32
@@ -98,9 +98,9 @@ def sample(telemetry: PrometheusTelemetry, metric: str, /, **labels: str) -> flo
 
 
 def test_before_there_is_a_node_it_says_that_it_starts(telemetry: PrometheusTelemetry, asker: Asker) -> None:
-    assert asker.line("/health") == (503, f"{http_pages.STARTING}\n")
+    assert asker.line("/health") == (503, f"{http_server.STARTING}\n")
     code, text = asker.line("/status")
-    assert (code, json.loads(text)) == (503, {"health": http_pages.STARTING})
+    assert (code, json.loads(text)) == (503, {"health": http_server.STARTING})
     assert asker.line("/sd")[0] == 503, "Prometheus keeps the targets that it had"
     assert asker.ask("/metrics")[0] == 200
     assert sample(telemetry, "healthy") == 0
@@ -164,7 +164,7 @@ def test_discovery_has_one_target_for_each_live_node(asker: Asker, telemetry: Pr
 def test_a_newcomer_that_has_seen_nobody_yet_lists_nobody(asker: Asker, telemetry: PrometheusTelemetry) -> None:
     now = [replace(status(), advert=replace(advert(0), state="starting"), seen=())]
     telemetry.watch(lambda: now[0], Path())
-    assert asker.line("/sd") == (503, f"{http_pages.STARTING}\n")
+    assert asker.line("/sd") == (503, f"{http_server.STARTING}\n")
     now[0] = replace(now[0], seen=(SeenPeer(advert(1)),))
     assert len(json.loads(asker.ask("/sd")[2])) == 2
     now[0] = replace(status(), seen=())

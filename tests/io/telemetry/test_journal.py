@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from noloco_p2p.io.telemetry.counters import RunCounters
-from noloco_p2p.io.telemetry.event_files import NAME, EventFiles, oldest_first
-from noloco_p2p.io.telemetry.journal import MOST_CHARACTERS, FileJournal, Journal, period_s
+from noloco_p2p.io.telemetry.journal import (
+    MOST_CHARACTERS,
+    NAME,
+    EventFiles,
+    FileJournal,
+    Journal,
+    oldest_first,
+    period_s,
+)
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 
 MINUTE, HOUR, WEEK = 60.0, 3_600.0, 7 * 86_400.0

@@ -19,7 +19,6 @@ from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.telemetry import log, node_figures
 from noloco_p2p.io.telemetry.counters import EVENTS
-from noloco_p2p.io.telemetry.event_log import LINES
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.ports import Telemetry
@@ -298,7 +297,7 @@ class Hostile:
 
 def test_it_never_raises_into_its_caller(telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    for kind in (*EVENTS, *LINES, "warning", "deserted", "unheard of"):
+    for kind in (*EVENTS, *log.LINES, "warning", "deserted", "unheard of"):
         telemetry.event(kind)
         if kind != "unheard of":
             telemetry.event(kind, **dict.fromkeys(("state", "result", "message", "value", "counts", "name"), Hostile()))

@@ -1,31 +1,121 @@
-"""The plots of one simulated run, as SVG files, and what they show over virtual time."""
+"""The figures of simulated runs for a person: tables, plots as SVG files, and what those show over virtual time."""
 
 import itertools
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from noloco_p2p import humanize
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab.sim_runs import SimRun
-from noloco_p2p.lab.sim_table import causes
 from noloco_p2p.observe.plotting.axes import Points
 from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, save
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
-from noloco_p2p.sim.figures import RunFigures
+from noloco_p2p.observe.terminal import plain_table
+from noloco_p2p.sim.figures import RunFigures, StageFigures
 from noloco_p2p.sim.process import Outcome
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 BINS = 60
 """Points of a curve over time."""
 
 
-def draw(run: SimRun, directory: Path) -> list[Path]:
-    """Write the plots of a run that came to its end into a directory. Raises ConfigError when it cannot be written."""
-    assert run.outcome is not None, "this run was made in another process"
-    assert run.figures is not None, "this run did not come to its end"
-    charts = _charts(run.figures, run.outcome, run.request.scenario.tokens_per_microbatch)
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def of_run(found: RunFigures) -> "list[RenderableType]":
+    """One run: what it came to, its stages, its bytes."""
+    return [_summary(found), "", _stages(found.stages), "", _byte_table(found)]
+
+
+def of_seeds(runs: Sequence[Mapping[str, float]]) -> "list[RenderableType]":
+    """Several runs that differ in their seed, as `figures.flat` has them: mean, standard deviation and extremes."""
+    table = plain_table(("figure", "mean", "std", "least", "most"), left=("figure",))
+    for name, spread in spreads(runs).items():
+        table.add_row(name, *(humanize.compact(spread[key], 4) for key in ("mean", "std", "least", "most")))
+    return [table]
+
+
+def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """By figure, over the runs that have it: `mean`, `std` (of a sample; 0 for one run), `least`, `most`, `runs`."""
+    names = {name: None for run in runs for name in run}
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        values = [run[name] for run in runs if name in run]
+        found[name] = {
+            "mean": statistics.fmean(values),
+            "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "least": min(values),
+            "most": max(values),
+            "runs": len(values),
+        }
+    return found
+
+
+def _summary(found: RunFigures) -> "Table":
+    table = plain_table(("", ""), left=("",))
+    table.show_header = False
+    table.columns[1].no_wrap = False
+    micro, rounds = found.microbatches, found.round_s
+    lines = {
+        "virtual time": f"{humanize.duration(found.virtual_s)}, of which training {humanize.duration(found.train_s)}",
+        "tokens/s": f"{found.tokens_per_s:,.0f} ({humanize.compact(found.tokens)} tokens in {found.step:g} steps)",
+        "nodes": f"{found.nodes:,}; processes: {humanize.tally(found.ends)}",
+        "microbatches": f"{micro.done:,} done; dropped: {humanize.tally(micro.dropped)}",
+        "calls tried again": f"after a failure: {humanize.tally(micro.rerouted)}; after Busy: {micro.busy:,}",
+        "outer rounds": humanize.tally(found.rounds),
+        "outer round": ", ".join(f"{name} {humanize.duration(seconds)}" for name, seconds in rounds.items())
+        or humanize.DASH,
+    }
+    if micro.nonfinite:
+        lines["not finite"] = f"{micro.nonfinite:,} microbatches"
+    for name, text in lines.items():
+        table.add_row(name, text)
+    return table
+
+
+def causes(stages: Sequence[StageFigures]) -> list[str]:
+    """For what some stage was idle, what is left over last."""
+    return sorted({cause for one in stages for cause in one.idle}, key=lambda cause: (cause == "other", cause))
+
+
+def _stages(stages: Sequence[StageFigures]) -> "Table":
+    """Shares are of the time that a stage's nodes trained."""
+    waits = causes(stages)
+    real = any(one.replica_std is not None for one in stages)
+    columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use"]
+    columns += [f"idle:\n{cause}" for cause in waits]
+    table = plain_table([*columns, "replica\nstd"] if real else columns, left=())
+    for one in stages:
+        cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
+        cells += [humanize.percent(one.utilisation), *(humanize.percent(one.idle.get(cause)) for cause in waits)]
+        if real:
+            cells.append(humanize.DASH if one.replica_std is None else f"{one.replica_std:.2e}")
+        table.add_row(*cells)
+    return table
+
+
+def _byte_table(found: RunFigures) -> "Table":
+    table = plain_table(("bytes per node", "sent", "received", "lost in all"), left=("bytes per node",))
+    traffic = found.traffic
+    for kind in traffic.sent_per_node:
+        values = traffic.sent_per_node[kind], traffic.received_per_node[kind], traffic.lost[kind]
+        table.add_row(kind, *(humanize.size_text(value) for value in values))
+    return table
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def draw(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int, directory: Path) -> list[Path]:
+    """Write the plots of a run into a directory. Raises ConfigError when it cannot be written."""
     try:
         directory.mkdir(exist_ok=True)
-        return [save(chart, directory) for chart in charts]
+        return [save(chart, directory) for chart in _charts(found, outcome, tokens_per_microbatch)]
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
 
@@ -40,7 +130,7 @@ def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> 
         Plot("tokens", "Throughput", (over_time, "tokens/s"), throughput, from_zero=True),
         Plot("nodes", "Nodes in training", (over_time, "nodes"), nodes, from_zero=True),
         _rounds(outcome),
-        _bytes(found),
+        _byte_bars(found),
     ]
     if any(one.replica_std is not None for one in found.stages):
         spread = Plot("spread", "Spread of the replicas", (over_time, "replica std"), stds, ("linear", "log"))
@@ -68,7 +158,7 @@ def _rounds(outcome: Outcome) -> Plot:
     return Plot("rounds", "Outer rounds", axes, curves, from_zero=True)
 
 
-def _bytes(found: RunFigures) -> Bars:
+def _byte_bars(found: RunFigures) -> Bars:
     """What each node sent and received, on average."""
     rows = []
     for way, counts in (("sent", found.traffic.sent_per_node), ("received", found.traffic.received_per_node)):

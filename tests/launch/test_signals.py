@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.launch import control
+from noloco_p2p.launch import node_probe
 
 NODE = """
 import signal, sys
@@ -68,7 +68,7 @@ def test_a_node_gets_the_signal(tmp_path: Path) -> None:
 def test_all_nodes_of_a_swarm_get_the_signal(tmp_path: Path) -> None:
     (tmp_path / "0-1.log").write_text("")
     with running(tmp_path / "0-0") as first, running(tmp_path / "1-0") as second:
-        assert len(control.send_signal(tmp_path, control.PAUSE)) == 2
+        assert len(node_probe.send_signal(tmp_path, node_probe.PAUSE)) == 2
         assert (heard(first), heard(second)) == ("SIGUSR1", "SIGUSR1")
 
 
@@ -88,11 +88,11 @@ def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: P
     try:
         introduce(tmp_path, somebody.pid)
         with pytest.raises(ConfigError, match="no node runs in"):
-            control.send_signal(tmp_path, control.PAUSE)
+            node_probe.send_signal(tmp_path, node_probe.PAUSE)
         with running(tmp_path):  # the node was started again and has not written yet where it is
             introduce(tmp_path, somebody.pid)
             with pytest.raises(ConfigError, match="no node runs in"):
-                control.send_signal(tmp_path, control.PAUSE)
+                node_probe.send_signal(tmp_path, node_probe.PAUSE)
         assert somebody.poll() is None
     finally:
         somebody.communicate(b"\n")
@@ -106,5 +106,5 @@ def test_a_signal_that_the_system_refuses_is_reported(tmp_path: Path, monkeypatc
     with running(tmp_path) as process:
         monkeypatch.setattr(os, "kill", refuse)
         with pytest.raises(LocalError, match=rf"process {process.pid}\): Operation not permitted"):
-            control.send_signal(tmp_path, signal.SIGUSR1)
+            node_probe.send_signal(tmp_path, signal.SIGUSR1)
         monkeypatch.undo()
