@@ -28,10 +28,8 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 TARGET = 0.01
 MICROBATCHES = 4
 """Per stage-0 replica and inner step, as `noloco bench pipeline`."""
-SCRAPE_EVERY_S = 5.0
-"""docker/prometheus/prometheus.yml says so."""
-LOOK_EVERY_S = 2.0
-"""`noloco top` does so."""
+READ_EVERY_S = {"/metrics": 5.0, "/sd": 5.0, "/status": 2.0}
+"""As Prometheus does (docker/prometheus/prometheus.yml says so), and `noloco top`."""
 TIMEOUT_S = 5.0
 SIMULATED_STEPS = 100
 WAITS = 12
@@ -87,9 +85,8 @@ def _window(fleet: Fleet, seconds: float, *, read: bool) -> float:
     ended = threading.Event()
     pages = [sample.endpoints.metrics.removesuffix("/metrics") for sample in begin.values()]
     readers = [
-        threading.Thread(target=_read, args=([p + path for p in pages for path in paths], every_s, ended), daemon=True)
-        for paths, every_s in ((("/metrics", "/sd"), SCRAPE_EVERY_S), (("/status",), LOOK_EVERY_S))
-        if read
+        threading.Thread(target=_read, args=([page + path for page in pages], every_s, ended), daemon=True)
+        for path, every_s in (READ_EVERY_S if read else {}).items()
     ]
     for reader in readers:
         reader.start()
