@@ -13,7 +13,7 @@ from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, save
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.terminal import plain_table
-from noloco_p2p.sim.figures import RunFigures, StageFigures
+from noloco_p2p.sim.figures import RunFigures, StageFigures, TrafficFigures
 from noloco_p2p.sim.process import Outcome
 
 if TYPE_CHECKING:
@@ -29,37 +29,28 @@ BINS = 60
 
 def of_run(found: RunFigures) -> "list[RenderableType]":
     """One run: what it came to, its stages, its bytes."""
-    return [_summary(found), "", _stages(found.stages), "", _byte_table(found)]
+    return [_summary(found), "", _stages(found.stages), "", _byte_table(found.traffic)]
 
 
 def of_seeds(runs: Sequence[Mapping[str, float]]) -> "list[RenderableType]":
     """Several runs that differ in their seed, as `figures.flat` has them: mean, standard deviation and extremes."""
-    table = plain_table(("figure", "mean", "std", "least", "most"), left=("figure",))
-    for name, spread in spreads(runs).items():
-        table.add_row(name, *(humanize.compact(spread[key], 4) for key in ("mean", "std", "least", "most")))
-    return [table]
+    columns = ("mean", "std", "least", "most")
+    rows = [(name, *(humanize.compact(one[key], 4) for key in columns)) for name, one in spreads(runs).items()]
+    return [plain_table(("figure", *columns), ("figure",), rows)]
 
 
 def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """By figure, over the runs that have it: `mean`, `std` (of a sample; 0 for one run), `least`, `most`, `runs`."""
-    names = {name: None for run in runs for name in run}
     found: dict[str, dict[str, float]] = {}
-    for name in names:
+    for name in dict.fromkeys(name for run in runs for name in run):
         values = [run[name] for run in runs if name in run]
-        found[name] = {
-            "mean": statistics.fmean(values),
-            "std": statistics.stdev(values) if len(values) > 1 else 0.0,
-            "least": min(values),
-            "most": max(values),
-            "runs": len(values),
-        }
+        std = statistics.stdev(values) if len(values) > 1 else 0.0
+        extremes = {"least": min(values), "most": max(values)}
+        found[name] = {"mean": statistics.fmean(values), "std": std, **extremes, "runs": len(values)}
     return found
 
 
 def _summary(found: RunFigures) -> "Table":
-    table = plain_table(("", ""), left=("",))
-    table.show_header = False
-    table.columns[1].no_wrap = False
     micro, rounds = found.microbatches, found.round_s
     lines = {
         "virtual time": f"{humanize.duration(found.virtual_s)}, of which training {humanize.duration(found.train_s)}",
@@ -73,8 +64,9 @@ def _summary(found: RunFigures) -> "Table":
     }
     if micro.nonfinite:
         lines["not finite"] = f"{micro.nonfinite:,} microbatches"
-    for name, text in lines.items():
-        table.add_row(name, text)
+    table = plain_table(("", ""), ("",), lines.items())
+    table.show_header = False
+    table.columns[1].no_wrap = False
     return table
 
 
@@ -89,23 +81,19 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
     real = any(one.replica_std is not None for one in stages)
     columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use"]
     columns += [f"idle:\n{cause}" for cause in waits]
-    table = plain_table([*columns, "replica\nstd"] if real else columns, left=())
+    rows = []
     for one in stages:
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
         cells += [humanize.percent(one.utilisation), *(humanize.percent(one.idle.get(cause)) for cause in waits)]
-        if real:
-            cells.append(humanize.DASH if one.replica_std is None else f"{one.replica_std:.2e}")
-        table.add_row(*cells)
-    return table
+        cells += [humanize.DASH if one.replica_std is None else f"{one.replica_std:.2e}"] if real else []
+        rows.append(cells)
+    return plain_table([*columns, "replica\nstd"] if real else columns, (), rows)
 
 
-def _byte_table(found: RunFigures) -> "Table":
-    table = plain_table(("bytes per node", "sent", "received", "lost in all"), left=("bytes per node",))
-    traffic = found.traffic
-    for kind in traffic.sent_per_node:
-        values = traffic.sent_per_node[kind], traffic.received_per_node[kind], traffic.lost[kind]
-        table.add_row(kind, *(humanize.size_text(value) for value in values))
-    return table
+def _byte_table(traffic: TrafficFigures) -> "Table":
+    columns = (traffic.sent_per_node, traffic.received_per_node, traffic.lost)
+    rows = [(kind, *(humanize.size_text(column[kind]) for column in columns)) for kind in traffic.sent_per_node]
+    return plain_table(("bytes per node", "sent", "received", "lost in all"), ("bytes per node",), rows)
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------

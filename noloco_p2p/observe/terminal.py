@@ -21,11 +21,13 @@ def console() -> "Console":
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def plain_table(columns: Iterable[str], left: Collection[str]) -> "Table":
+def plain_table(columns: Iterable[str], left: Collection[str], rows: Iterable[Iterable[str]] = ()) -> "Table":
     """A table of one line a row; columns are aligned to the right but for those in `left`."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
