@@ -175,7 +175,7 @@ SETTING_COLUMNS: Columns = {
 
 def report(results: Results) -> list[Block]:
     """A table for each question, and plots over the number of replicas."""
-    groups = group(results, "speed_std", "step_std", "inner_steps", "nodes")
+    groups = dict(sorted(group(results, "speed_std", "step_std", "inner_steps", "nodes").items()))
     even = {(key[1], key[3]): found for key, found in groups.items() if key[0] == 0 and key[2] == INNER_STEPS}
     uneven = [found for key, found in groups.items() if key[0] > 0]
     lengths = [found for key, found in groups.items() if (key[3], key[1], key[0]) == (16, 1.0, 0.0)]

@@ -167,16 +167,12 @@ def best_rate(results: Results, method: str) -> float:
 def report(results: Results) -> list[Block]:
     """The table, in words, the curves, the rates that were tried, and the paper."""
     best = {name: select(results, method=name, rate=best_rate(results, name)) for name in METHODS}
-    gaps = {name: differences(_losses(best[name], best["parallel"])) for name in METHODS}
+    pairs = {name: zip(best[name], best["parallel"], strict=False) for name in METHODS}
+    gaps = {name: differences((a["validation_loss"], b["validation_loss"]) for a, b in pairs[name]) for name in METHODS}
     curves = [mean_curve(method.title, [one["curve"] for one in best[name]]) for name, method in METHODS.items()]
     axes, title = ("tokens, all replicas", "training loss, nats per byte"), "Training loss at equal tokens"
     plot = Plot("convergence", f"{title}, each at its best rate", axes, curves)
     return [_table(best, gaps), *_findings(best, gaps), plot, _tried(results), _paper(gaps["noloco"])]
-
-
-def _losses(mine: Results, theirs: Results) -> list[tuple[float | None, float | None]]:
-    """Held-out losses of runs with the same seed."""
-    return [(one["validation_loss"], other["validation_loss"]) for one, other in zip(mine, theirs, strict=False)]
 
 
 def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:

@@ -164,7 +164,7 @@ def _perplexity(loss: float | None, fixed: float | None) -> list[float]:
 
 def report(results: Results) -> list[Block]:
     """Real weights beside the paper's figures, then load and waiting."""
-    trained = [one for one in results if one["kind"] == "train"]
+    trained = select(results, kind="train")
     return [
         "### Spread and loss",
         _weights(trained),
@@ -173,7 +173,7 @@ def report(results: Results) -> list[Block]:
         *(_spread_plot(trained, stage) for stage in STAGES),
         _perplexity_plot(trained),
         "### Load, waiting and throughput",
-        *_served([one for one in results if one["kind"] == "serve"]),
+        *_served(select(results, kind="serve")),
     ]
 
 

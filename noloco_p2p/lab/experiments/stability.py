@@ -33,7 +33,7 @@ from noloco_p2p.core import schedule
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, group, mean_curve, over, table
+from noloco_p2p.lab.experiments.results import Columns, group, mean_curve, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, finite, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot
@@ -111,8 +111,8 @@ def _growth(spreads: Sequence[float]) -> float:
 
 Points = Mapping[tuple[int, float, float], Results]
 """By (replicas, α, γ): the runs of all seeds."""
-Typical = Mapping[tuple[int, float], float]
-"""By (replicas, α): the γ up to which nearly every run stays together."""
+Limits = Mapping[tuple[int, float], Mapping[str, tuple[float, float]]]
+"""By (replicas, α): `bounds.conditions`."""
 
 
 def growth(point: Results) -> float | None:
@@ -129,19 +129,22 @@ def grew(point: Results) -> bool:
 
 def report(results: Results) -> list[Block]:
     """Where the spread grew, beside the bounds."""
-    trained = [one for one in results if one["kind"] == "training"]
-    typical = {(one["replicas"], one["alpha"]): one["bound"] for one in results if one["kind"] == "typical"}
-    points = group(trained, "replicas", "alpha", "gamma")
+    trained = select(results, kind="training")
+    limits = {
+        (one["replicas"], one["alpha"]): bounds.conditions(one["alpha"], one["replicas"], one["bound"])
+        for one in select(results, kind="typical")
+    }
+    points = dict(sorted(group(trained, "replicas", "alpha", "gamma").items()))
     series: dict[tuple[int, float], list[tuple[float, float | None]]] = {}
     for (count, alpha, gamma), point in points.items():
         series.setdefault((count, alpha), []).append((gamma, growth(point)))
     crossings = {key: bounds.crossing(grown) for key, grown in series.items()}
-    blocks = [_summary(points, crossings), _verdicts(points, typical), _crossings(crossings, typical)]
+    blocks = [_summary(points, crossings), _verdicts(points, limits), _crossings(crossings, limits)]
     for count in sorted({count for count, _, _ in points}):
         mine = {key: point for key, point in points.items() if key[0] == count}
-        blocks += [_plane(mine, count, typical), _growth_map(mine, count, typical), _by_round(mine, count)]
+        blocks += [_plane(mine, count, limits), _growth_map(mine, count, limits), _by_round(mine, count)]
     named = [(key[0], point) for key, point in points.items() if key[1:] == NAMED]
-    return [*blocks, *(_named(count, point, typical) for count, point in named), *_noise(trained), _all(points)]
+    return [*blocks, *(_named(count, point, limits) for count, point in named), *_noise(trained), _all(points)]
 
 
 def _summary(points: Points, crossings: Mapping[tuple[int, float], float | None]) -> Block:
@@ -151,11 +154,11 @@ def _summary(points: Points, crossings: Mapping[tuple[int, float], float | None]
     return f"Inside S1 the spread grew at {sum(inside)} of {len(inside)} points{began}."
 
 
-def _verdicts(points: Points, typical: Typical) -> Block:
+def _verdicts(points: Points, limits: Limits) -> Block:
     """How often each condition was right."""
     said: dict[str, list[tuple[bool, bool]]] = {}
     for (count, alpha, gamma), point in points.items():
-        for name, (low, high) in bounds.conditions(alpha, count, typical[count, alpha]).items():
+        for name, (low, high) in limits[count, alpha].items():
             said.setdefault(name, []).append((low < gamma < high, grew(point)))
     rows: list[list[Cell]] = []
     for name, pairs in said.items():
@@ -165,12 +168,12 @@ def _verdicts(points: Points, typical: Typical) -> Block:
     return Table(columns, rows, "Points (replicas, α, γ) of the grid, by what each condition said and the spread did.")
 
 
-def _crossings(crossings: Mapping[tuple[int, float], float | None], typical: Typical) -> Block:
+def _crossings(crossings: Mapping[tuple[int, float], float | None], limits: Limits) -> Block:
     rows: list[dict[str, Cell]] = []
     for (count, alpha), crossing in crossings.items():
-        limits = bounds.conditions(alpha, count, typical[count, alpha])
-        said = {name: _range(limit) if name.startswith("eq.") else limit[1] for name, limit in limits.items()}
-        rows.append({"N": count, "α": alpha, "γ where the spread began to grow": crossing, **said})
+        said = limits[count, alpha].items()
+        allowed = {name: _range(limit) if name.startswith("eq.") else limit[1] for name, limit in said}
+        rows.append({"N": count, "α": alpha, "γ where the spread began to grow": crossing, **allowed})
     caption = (
         "The γ at which the growth per round passes one, interpolated between neighbours of the grid (–: it does not"
         " pass), and what the conditions say."
@@ -182,28 +185,33 @@ def _range(limits: tuple[float, float]) -> str:
     return f"{limits[0]:.3g} to {limits[1]:.3g}"
 
 
-def _bounds(count: int, typical: Typical, unit: Callable[[float], float]) -> list[Curve]:
+def _bounds(count: int, limits: Limits, unit: Callable[[float], float]) -> list[Curve]:
     """The bounds over α, each divided by `unit(α)`."""
     drawn = [step / 20 for step in range(20)]
-    measured = sorted(alpha for replicas, alpha in typical if replicas == count)
+    measured = sorted(alpha for replicas, alpha in limits if replicas == count)
     return [
         Curve("S1", drawn, [bounds.s1(x) / unit(x) for x in drawn]),
         Curve(f"S1 for N = {count}", drawn, [bounds.s1(x, count) / unit(x) for x in drawn]),
-        Curve("nearly every run", measured, [typical[count, x] / unit(x) for x in measured], style="points"),
+        Curve(
+            "nearly every run",
+            measured,
+            [limits[count, x]["nearly every run"][1] / unit(x) for x in measured],
+            style="points",
+        ),
         Curve("eq. 74, lower", drawn, [bounds.equation_74(x)[0] / unit(x) for x in drawn], style="dashed"),
         Curve("eq. 74, upper", drawn, [bounds.equation_74(x)[1] / unit(x) for x in drawn], style="dashed"),
     ]
 
 
-def _plane(points: Points, count: int, typical: Typical) -> Block:
-    curves = _bounds(count, typical, lambda alpha: 1.0)
+def _plane(points: Points, count: int, limits: Limits) -> Block:
+    curves = _bounds(count, limits, lambda alpha: 1.0)
     for label, found in (("spread fell", False), ("spread grew", True)):
         some = [(alpha, gamma) for (_, alpha, gamma), point in points.items() if grew(point) == found]
         curves.append(Curve.through(label, some, "points"))
     return Plot(f"stability-n{count}", f"Where the spread grew, {count} replicas", ("α", "γ"), curves)
 
 
-def _growth_map(points: Points, count: int, typical: Typical) -> Block:
+def _growth_map(points: Points, count: int, limits: Limits) -> Block:
     found = {(a, round(g / bounds.s1(a), 3)): point for (_, a, g), point in points.items() if (a, g) != NAMED}
     alphas, multiples = (sorted(set(places)) for places in zip(*found, strict=True))
     return Heatmap(
@@ -213,7 +221,7 @@ def _growth_map(points: Points, count: int, typical: Typical) -> Block:
         (alphas, multiples),
         [[growth(found[alpha, multiple]) for alpha in alphas] for multiple in multiples],
         marked=[key for key, point in sorted(found.items()) if grew(point)],
-        curves=_bounds(count, typical, bounds.s1),
+        curves=_bounds(count, limits, bounds.s1),
     )
 
 
@@ -234,14 +242,14 @@ def _by_round(points: Points, count: int) -> Block:
     return Plot(f"spread-n{count}", title, ("outer round", "std before the merge"), curves, ("linear", "log"))
 
 
-def _named(count: int, point: Results, typical: Typical) -> str:
+def _named(count: int, point: Results, limits: Limits) -> str:
     (alpha, gamma), factor = NAMED, growth(point)
     change = f"the spread changed by a factor of {factor:.3f} a round" if factor else "the nodes stopped"
-    limits = bounds.conditions(alpha, count, typical[count, alpha])
+    said = limits[count, alpha]
     return (
-        f"At α = {alpha:g}, γ = {gamma:g} with {count} replicas {change}. S1 allows γ up to {limits['S1'][1]:.3g}, for"
-        f" this number of replicas {limits['S1 for N'][1]:.3g}; eq. 74 asks for {_range(limits['eq. 74, n = 2'])} with"
-        f" n = 2, {_range(limits['eq. 74, n = N'])} with n the number of replicas."
+        f"At α = {alpha:g}, γ = {gamma:g} with {count} replicas {change}. S1 allows γ up to {said['S1'][1]:.3g}, for"
+        f" this number of replicas {said['S1 for N'][1]:.3g}; eq. 74 asks for {_range(said['eq. 74, n = 2'])} with"
+        f" n = 2, {_range(said['eq. 74, n = N'])} with n the number of replicas."
     )
 
 

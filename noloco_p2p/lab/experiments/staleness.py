@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import Columns, differences, known, mean_curve, mean_std, over, table
+from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_curve, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -115,15 +115,8 @@ Groups = Mapping[Variant, Results]
 
 def report(results: Results) -> list[Block]:
     """Each variant beside the baseline, and how loss and spread follow staleness and lost partners."""
-    groups: dict[Variant, list[Result]] = {}
-    for one in results:
-        groups.setdefault(variant_of(one), []).append(one)
+    groups = {Variant(*key): runs for key, runs in group(results, *Variant._fields).items()}
     return [_summary(groups), _table(groups), *_plots(groups), _learning(groups)]
-
-
-def variant_of(result: Result) -> Variant:
-    """How the replicas of a run met."""
-    return Variant(*(result[name] for name in Variant._fields))
 
 
 def outer_step(variant: Variant) -> float | None:
@@ -164,9 +157,10 @@ def _summary(groups: Groups) -> str:
         for name, variant in names.items()
         if variant in groups
     ]
+    loss = mean_std(known(groups[BASELINE], "loss"))
     head = (
-        f"Against matched pairs with fresh snapshots (validation loss {over('loss')(groups[BASELINE])}, replicas'"
-        " mean; differences between runs of the same seed, mean ± standard deviation over the seeds):"
+        f"Against matched pairs with fresh snapshots (validation loss {loss}, replicas' mean; differences between runs"
+        " of the same seed, mean ± standard deviation over the seeds):"
     )
     return "\n".join([head, "", *lines])
 
@@ -179,18 +173,18 @@ def _signed(values: list[float]) -> str:
 
 def _table(groups: Groups) -> Table:
     columns: Columns = {
-        "pairing": "pairing",
-        "stale by": "stale_rounds",
-        "lost": lambda runs: f"{runs[0]['lost']:.0%}",
-        "validation loss": over("loss"),
-        "above the baseline": lambda runs: _signed(excess_loss(groups, variant_of(runs[0]))),
-        "loss of the merged model": over("merged_loss"),
-        "spread / baseline's": lambda runs: mean_std(wider(groups, variant_of(runs[0])), 3),
-        "with noise alone": lambda runs: mean_std(wider(groups, variant_of(runs[0]), "noise_spreads"), 3),
-        "outer step": lambda runs: outer_step(variant_of(runs[0])),
-        "rounds by result": _rounds,
+        "pairing": lambda variant: variant.pairing,
+        "stale by": lambda variant: variant.stale_rounds,
+        "lost": lambda variant: f"{variant.lost:.0%}",
+        "validation loss": lambda variant: mean_std(known(groups[variant], "loss")),
+        "above the baseline": lambda variant: _signed(excess_loss(groups, variant)),
+        "loss of the merged model": lambda variant: mean_std(known(groups[variant], "merged_loss")),
+        "spread / baseline's": lambda variant: mean_std(wider(groups, variant), 3),
+        "with noise alone": lambda variant: mean_std(wider(groups, variant, "noise_spreads"), 3),
+        "outer step": outer_step,
+        "rounds by result": lambda variant: _rounds(groups[variant]),
     }
-    return table(columns, groups.values(), "All variants.")
+    return table(columns, groups, "All variants.")
 
 
 def _rounds(runs: Results) -> str:
