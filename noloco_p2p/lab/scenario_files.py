@@ -30,7 +30,8 @@ COSTS = {
 def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
     """The scenario of a file (none: the default one) and `--set` options. Raises ConfigError, a line for each fault."""
     faults: list[str] = []
-    entries = _with_measured(read_entries(path, {}, sets, KNOWN, faults), path)
+    entries = read_entries(path, {}, sets, KNOWN, faults)
+    _add_measured(entries, path)
     values = json.dumps(overlaid(entries, Scenario().model_dump(mode="json")), default=str)
     try:
         found = Scenario.model_validate_json(values, strict=True)
@@ -57,20 +58,14 @@ def _in_words(error: ValidationError, entries: Sequence[SettingEntry]) -> list[s
     return list(lines.values())
 
 
-def _with_measured(entries: list[SettingEntry], path: Path | None) -> list[SettingEntry]:
-    """The costs that `compute.measured` names, before what is set by hand after it."""
-    named = [i for i, entry in enumerate(entries) if entry.key == MEASURED and isinstance(entry.value, str)]
-    if not named:
-        return entries
-    at, entry = named[-1], entries[named[-1]]
-    beside = Path() if path is None or entry.where.startswith("--set") else path.parent
-    source = beside / str(entry.value)
-    costs = _measured(source, entry.where)
-    return [
-        *entries[: at + 1],
-        *(SettingEntry(("compute", name), value, str(source)) for name, value in costs.items()),
-        *entries[at + 1 :],
-    ]
+def _add_measured(entries: list[SettingEntry], path: Path | None) -> None:
+    """Insert the costs that `compute.measured` names, before what is set by hand after it."""
+    for at, (key, value, place) in reversed(list(enumerate(entries))):
+        if key == MEASURED and isinstance(value, str):
+            source = Path(value) if path is None or place.startswith("--set") else path.parent / value
+            costs = _measured(source, place)
+            entries[at + 1 : at + 1] = [SettingEntry(("compute", name), costs[name], str(source)) for name in costs]
+            break
 
 
 def _measured(source: Path, place: str) -> Mapping[str, list[float]]:

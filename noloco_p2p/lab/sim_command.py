@@ -21,6 +21,7 @@ from noloco_p2p.lab import scenario_files, sim_output
 from noloco_p2p.lab.processes import peak_bytes, workers
 from noloco_p2p.observe import terminal
 from noloco_p2p.sim import figures, laws
+from noloco_p2p.sim.figures import RunFigures
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.simulation import build
@@ -113,7 +114,7 @@ class SimRun:
     """The result of one run."""
 
     request: SimRequest
-    figures: figures.RunFigures | None
+    figures: RunFigures | None
     """None: the run did not come to its end."""
     broken: str | None
     """The first law that does not hold, in words."""
