@@ -7,6 +7,7 @@ and so on. The place where such a path ends is blamed, and everybody on the way 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from noloco_p2p.core.members import IN_ROUNDS
 from noloco_p2p.core.messages import PeerId
@@ -39,8 +40,11 @@ Hop = tuple[PeerId, Purpose | None]
 
 @dataclass(slots=True)
 class WaitPaths:
-    """Where the waits of one node lead."""
+    """Where the waits of one node lead; noted as they are walked along."""
 
+    swarm: SwarmView
+    empty: Collection[Place | None]
+    """The stages that nobody serves."""
     ends: set[Place] = field(default_factory=set)
     """Where a path ends, or what it goes by."""
     last: list[tuple[PeerId, Wait]] = field(default_factory=list)
@@ -50,44 +54,29 @@ class WaitPaths:
     gone: dict[PeerId, PeerId] = field(default_factory=dict)
     """Nodes that are waited for and that nobody announces: by whom."""
 
-
-def follow(swarm: SwarmView, start: PeerId, empty: Collection[Place | None]) -> WaitPaths:
-    """Where all long waits of a node lead. `empty`: the stages that nobody serves."""
-    search = _Search(swarm, empty)
-    status = swarm.statuses[start]
-    waits = _holding_up(status)
-    # A call that was tried again is young, what it is for is not: of each purpose the oldest wait decides.
-    oldest: dict[Purpose | None, float] = {}
-    for wait in waits:
-        oldest[wait.why] = max(oldest.get(wait.why, 0.0), wait.since_s)
-    hops = [*search.step(start, status, [wait for wait in waits if oldest[wait.why] > PATIENCE_S])]
-    visited: set[Hop] = set()
-    while hops:
-        hop = hops.pop()
-        # Waits may form a circle. One that comes back to the start says nothing new about it.
-        if hop not in visited and hop[0] != start:
-            visited.add(hop)
-            hops += search.beyond(hop)
-    return search.paths
-
-
-def _holding_up(status: Status) -> list[Wait]:
-    return [wait for wait in status.waits if not wait.idle][:WAITS_LIMIT]
-
-
-class _Search:
-    """One walk along the waits of a swarm; what it comes by is noted in `paths`."""
-
-    def __init__(self, swarm: SwarmView, empty: Collection[Place | None]) -> None:
-        self.paths = WaitPaths()
-        self._swarm = swarm
-        self._empty = empty
+    def follow(self, start: PeerId) -> Self:
+        """Go wherever the long waits of a node lead."""
+        status = self.swarm.statuses[start]
+        waits = _holding_up(status)
+        # A call that was tried again is young, what it is for is not: of each purpose the oldest wait decides.
+        oldest: dict[Purpose | None, float] = {}
+        for wait in waits:
+            oldest[wait.why] = max(oldest.get(wait.why, 0.0), wait.since_s)
+        hops = [*self.step(start, status, [wait for wait in waits if oldest[wait.why] > PATIENCE_S])]
+        visited: set[Hop] = set()
+        while hops:
+            hop = hops.pop()
+            # Waits may form a circle. One that comes back to the start says nothing new about it.
+            if hop not in visited and hop[0] != start:
+                visited.add(hop)
+                hops += self.beyond(hop)
+        return self
 
     def beyond(self, hop: Hop) -> Iterator[Hop]:
         """One node further."""
         peer, why = hop
-        self.paths.ends.add(peer)
-        status = self._swarm.statuses.get(peer)
+        self.ends.add(peer)
+        status = self.swarm.statuses.get(peer)
         # A node whose loop stands still is the end: what it says it waits for is not why it does not act.
         if status is None or loop_is_silent(status):
             return
@@ -106,24 +95,24 @@ class _Search:
             match wait.whom:
                 case str() as other:
                     yield from self._call(peer, other, status, wait)
-                case AnyReplica(stage) if wait.whom in self._empty:
-                    self.paths.ends.add(AnyReplica(stage))
+                case AnyReplica(stage) if wait.whom in self.empty:
+                    self.ends.add(AnyReplica(stage))
                 case AnyReplica(stage):
                     # Once one replica is called, the wait for any of its stage says nothing more.
                     if wait.why is None or wait.why not in called:
-                        yield from ((report.peer, None) for report in self._swarm.of_stage(stage, IN_ROUNDS))
+                        yield from ((report.peer, None) for report in self.swarm.of_stage(stage, IN_ROUNDS))
                 case Resource.INNER_STEP:
                     pass
                 case _:
-                    self.paths.last.append((peer, wait))
+                    self.last.append((peer, wait))
 
     def _call(self, peer: PeerId, other: PeerId, status: Status, wait: Wait) -> Iterator[Hop]:
         """One call to another node: is that node there, has the call arrived, and what does it wait for itself?"""
-        theirs = self._swarm.statuses.get(other)
+        theirs = self.swarm.statuses.get(other)
         if theirs is None:
-            if other not in self._swarm.by_peer and wait.since_s > PATIENCE_S:
-                self.paths.gone[other] = peer
-            self.paths.ends.add(other)
+            if other not in self.swarm.by_peer and wait.since_s > PATIENCE_S:
+                self.gone[other] = peer
+            self.ends.add(other)
         elif not isinstance(wait.why, ForMicrobatch):
             yield other, None
         else:
@@ -136,10 +125,14 @@ class _Search:
             patience_s = max(PATIENCE_S, PATIENCE_STEPS * step_s) if step_s > 0 else FIRST_PATIENCE_S
             at_work = theirs.advert.state == "training" and not loop_is_silent(theirs)
             if not arrived and at_work and wait.since_s > patience_s:
-                self.paths.links[link] = wait
-                self.paths.ends.add(link)
+                self.links[link] = wait
+                self.ends.add(link)
             elif not receives:
                 yield other, wait.why
+
+
+def _holding_up(status: Status) -> list[Wait]:
+    return [wait for wait in status.waits if not wait.idle][:WAITS_LIMIT]
 
 
 # --- links that carry nothing although both their ends answer ---------------------------------------------------------
@@ -172,26 +165,22 @@ def broken_links(swarm: SwarmView, ill: Collection[Place | None], missing: Mappi
 
 def _callees(swarm: SwarmView, status: Status) -> Iterator[tuple[PeerId, bool]]:
     """The nodes in training that one in training calls for its microbatches, and whether it has set them aside."""
-    me = status.advert
-    if me.state != "training":
-        return
-    for seen in status.seen:
-        other = swarm.statuses.get(seen.advert.peer_id)
-        if other is not None and other.advert.state == "training" and other.advert.stage == me.stage + 1:
-            deserted = status.deserted.get(other.advert.stage, 0.0) > ASIDE_S
-            yield seen.advert.peer_id, finite(seen.aside_s) > ASIDE_S or deserted
+    for seen in status.seen if status.advert.state == "training" else ():
+        theirs = swarm.adverts.get(seen.advert.peer_id) if seen.advert.peer_id in swarm.statuses else None
+        if theirs is not None and theirs.state == "training" and theirs.stage == status.advert.stage + 1:
+            deserted = status.deserted.get(theirs.stage, 0.0) > ASIDE_S
+            yield theirs.peer_id, finite(seen.aside_s) > ASIDE_S or deserted
 
 
 def _half_open(swarm: SwarmView, link: CallLink, wait: Wait | None) -> Cause:
-    caller, callee = short_id(link.caller), short_id(link.callee)
-    where = f"{swarm.name(link.caller)} cannot reach {_where(swarm, link.callee)}"
-    sentence = f"{where}, although both answer: half-open link"
+    sentence = (
+        f"{swarm.name(link.caller)} cannot reach {_where(swarm, link.callee)}, although both answer: half-open link"
+    )
     if wait is not None:
-        under_way = elapsed(wait.since_s)
-        sentence += f" (a call has been under way for {under_way} and has not arrived)"
+        sentence += f" (a call has been under way for {elapsed(wait.since_s)} and has not arrived)"
     alone = link.caller in swarm.statuses and bool(swarm.statuses[link.caller].deserted)
     severity: Severity = "error" if alone or wait is not None else "warning"
-    advice = f"something between {caller} and {callee} drops what they send; {_ADVICE}"
+    advice = f"something between {short_id(link.caller)} and {short_id(link.callee)} drops what they send; {_ADVICE}"
     return Cause(Finding(severity, "half-open-link", link.callee, sentence, advice), link)
 
 

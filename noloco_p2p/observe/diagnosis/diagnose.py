@@ -6,14 +6,14 @@ symptoms.py     what one node shows by itself, and beside the others; stages wit
 causes.py       follows the waits from node to node; links that carry nothing
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import AnyReplica
 from noloco_p2p.humanize import compact, elapsed, plural, short_id
-from noloco_p2p.observe.diagnosis.causes import WaitPaths, broken_links, follow
+from noloco_p2p.observe.diagnosis.causes import WaitPaths, broken_links
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Cause, Finding, Place, Report, at_node, line
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 from noloco_p2p.observe.diagnosis.symptoms import symptoms
@@ -83,7 +83,7 @@ def _findings(swarm: SwarmView) -> list[Finding]:
     """All findings, in order."""
     shown = symptoms(swarm)
     empty = {each.at for each in shown if isinstance(each.at, AnyReplica)}
-    paths = {peer: follow(swarm, peer, empty) for peer in swarm.statuses}
+    paths = {peer: WaitPaths(swarm, empty).follow(peer) for peer in swarm.statuses}
     ill = {each.at for each in shown if each.finding.name in ("loop", "device", "unreachable")}
     shown += broken_links(swarm, ill, {link: wait for each in paths.values() for link, wait in each.links.items()})
     shown += _gone(paths)
@@ -101,9 +101,8 @@ def _gone(paths: Mapping[PeerId, WaitPaths]) -> Iterator[Cause]:
         yield at_node("warning", "unreachable", missing, text, "if it does not end by itself, start that node again")
 
 
-def _without_consequences(swarm: SwarmView, shown: Iterable[Cause]) -> list[Cause]:
+def _without_consequences(swarm: SwarmView, shown: Sequence[Cause]) -> list[Cause]:
     """Without what another finding about the same node explains."""
-    shown = list(shown)
 
     def places(*names: str) -> set[Place | None]:
         return {each.at for each in shown if each.finding.name in names}
@@ -132,13 +131,15 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
             continue
         whom = f"node {short_id(wait.whom)}" if isinstance(wait.whom, str) else wait.whom
         waits = f"{swarm.name(at)} has waited {elapsed(wait.since_s)} for {wait.what} from {whom}"
+        advice = "look at the log of that node"
         if late_s is not None:
-            text = f"no inner step for {elapsed(late_s)}: {waits}"
-            advice = "look at the log of that node; restarting it costs one outer round"
+            text, advice = (
+                f"no inner step for {elapsed(late_s)}: {waits}",
+                f"{advice}; restarting it costs one outer round",
+            )
             found[at] = at_node("error", "stall", at, text, advice)
         else:
-            text = f"{waits}, longer than such a wait may take"
-            found[at] = at_node("warning", "overdue", at, text, "look at the log of that node")
+            found[at] = at_node("warning", "overdue", at, f"{waits}, longer than such a wait may take", advice)
     return [found[at] for at in sorted(found)]
 
 
