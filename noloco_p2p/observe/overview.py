@@ -1,9 +1,8 @@
 """What `noloco top` shows of a swarm: one sentence, findings, stages, nodes. Pure, from the nodes' reports."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
 from typing import Any
 
 from noloco_p2p.core import health
@@ -56,8 +55,8 @@ class Overview:
     NODE_FIGURES, `clock_ahead_s`, `version`; sorted by stage, then by peer id. None: not known."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, every number finite."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        """Plain values; numbers are finite, as those of all statuses that were read."""
+        return asdict(self)
 
 
 def overview(reports: Sequence[Report]) -> Overview:
@@ -95,12 +94,3 @@ def _node(report: Report) -> Row:
 
 def _in_words(wait: Wait | None) -> Row | None:
     return None if wait is None else asdict(WaitInWords.of(wait))
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for every number that JSON does not know."""
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

@@ -184,21 +184,18 @@ def _versions(swarm: SwarmView) -> Iterator[Cause]:
 
 
 def _slow(swarm: SwarmView) -> Iterator[Cause]:
-    speeds: dict[int, dict[PeerId, float]] = {}
-    for peer, status in swarm.statuses.items():
-        if status.advert.state == "training" and status.advert.microbatches_per_s > 0:
-            speeds.setdefault(status.advert.stage, {})[peer] = status.advert.microbatches_per_s
-    for stage, mine in sorted(speeds.items()):
-        for peer, speed in mine.items():
-            mates = [other for mate, other in mine.items() if mate != peer]
-            elsewhere = [other for s, group in speeds.items() if s != stage for other in group.values()]
-            usual = median(mates or elsewhere)
-            if usual is not None and usual / speed >= (SLOW_FACTOR if mates else SLOW_FACTOR_ACROSS):
-                factor = f"{min(usual / speed, 9999.0):.1f}× slower"
-                than = "its stage's median" if mates else "the other stages' median"
-                sentence = f"node {short_id(peer)} is {factor} than {than} and holds back stage {stage}"
-                advice = "see what else runs on its device, or give it a faster one; the run may be faster without it"
-                yield at_node("warning", "slow-node", peer, sentence, advice)
+    adverts = [status.advert for status in swarm.statuses.values() if status.advert.state == "training"]
+    adverts = [advert for advert in adverts if advert.microbatches_per_s > 0]
+    advice = "see what else runs on its device, or give it a faster one; the run may be faster without it"
+    for mine in adverts:
+        mates = [o.microbatches_per_s for o in adverts if o.stage == mine.stage and o.peer_id != mine.peer_id]
+        usual = median(mates or [other.microbatches_per_s for other in adverts if other.stage != mine.stage])
+        factor = 0.0 if usual is None else usual / mine.microbatches_per_s
+        if factor >= (SLOW_FACTOR if mates else SLOW_FACTOR_ACROSS):
+            than = "its stage's median" if mates else "the other stages' median"
+            slower = f"{min(factor, 9999.0):.1f}× slower than {than}"
+            sentence = f"node {short_id(mine.peer_id)} is {slower} and holds back stage {mine.stage}"
+            yield at_node("warning", "slow-node", mine.peer_id, sentence, advice)
 
 
 # --- where nodes are missing ------------------------------------------------------------------------------------------

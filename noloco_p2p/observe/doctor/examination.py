@@ -119,7 +119,7 @@ class Examination:
             report.add(finding)
         present = [] if directory is None else await peers.read_directory(report, directory)
         if not self.runs_here:
-            await peers.check_reached(report, libp2p, listen, manifest)
+            await peers.check_reached(report, libp2p, listen, manifest.run_id)
         await peers.check_reaches(report, present, manifest.run_id)
         if present:
             report.group("diagnosis")

@@ -8,7 +8,7 @@ from pathlib import Path
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import PRESENT
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.errors import Busy, ConfigError, LocalError, NolocoError, PeerError
+from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError
 from noloco_p2p.humanize import short_id
 from noloco_p2p.io.dht import adverts, join_handshake
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
@@ -139,41 +139,38 @@ def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
     return wrong_clocks(ahead, CLOSE_S, ttl_s / 2) or [well]
 
 
-async def check_reached(
-    report: DoctorReport, libp2p: Libp2pDaemon, listen: ListenSettings, manifest: RunManifest
-) -> None:
+async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: ListenSettings, run_id: str) -> None:
     """Listen where a node would, and let joined peers dial back."""
-    transport = GrpcTransport(libp2p.peer_id, manifest.run_id, listen, NullTelemetry(), 0)
+    transport = GrpcTransport(libp2p.peer_id, run_id, listen, NullTelemetry(), 0)
     try:
         await transport.listen()
         host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
-        await _dialled_back(report, libp2p, f"{host}:{transport.port}")
+        await _dialled_back(report, libp2p, host, transport.port)
     except LocalError as error:
         report.error("port", str(error), "set listen.grpc_port")
     finally:
         await transport.close()
 
 
-async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str) -> None:
-    """Let joined peers dial this machine's gRPC address (`host:port`), at which this process listens, back."""
-    failure = ""
+async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, host: str, port: int) -> None:
+    """Let joined peers dial this machine's gRPC address, at which this process listens, back."""
+    address, failure = f"{host}:{port}", ""
     for peer in (target.peer_id for target in libp2p.joined):
         try:
             with report.step(f"letting {short_id(peer)} dial {address} back"):
                 reason = await join_handshake.ask_dial_back(libp2p, peer, address)
-        except (Busy, PeerError) as error:
+        except PeerError as error:
             failure = str(error)
             continue
         if reason is None:
             report.ok("port", f"{short_id(peer)} reaches this machine at {address}")
         else:
-            port = address.rpartition(":")[2]
             advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to what leads here"
             sentence = f"{short_id(peer)} cannot reach this machine at {address} ({reason})"
             report.error("port", sentence, advice, libp2p.peer_id)
         return
-    sentence = f"nobody could be asked to dial {address} back: {failure}"
-    report.warning("port", sentence, "try again, or join another node")
+    advice = "try again, or join another node"
+    report.warning("port", f"nobody could be asked to dial {address} back: {failure}", advice)
 
 
 async def open_directory(

@@ -10,7 +10,7 @@ from noloco_p2p.observe.plotting.axes import MOST_POINTS, PAGE_SIZE, Axes, Axis,
 from noloco_p2p.observe.plotting.plots import BAR_LEFT, bars
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour, Element, LegendKey, markup
 from noloco_p2p.observe.plotting.time_bins import TimeBins
-from noloco_p2p.observe.report.recorded_run import UNKNOWN, RecordedRun
+from noloco_p2p.observe.report.recorded_run import UNKNOWN, WORKS, RecordedRun
 
 T = TypeVar("T")
 
@@ -80,17 +80,15 @@ class RunCharts:
 
     def time(self) -> Panel:
         """Where the time of each stage went."""
-        causes = [cause for cause, _ in self._run.total("idle_s").most_common()]
-        colours = {f"waits: {cause}": IDLE_COLOURS[n % len(IDLE_COLOURS)] for n, cause in enumerate(causes)}
+        causes = [f"waits: {cause}" for cause, _ in self._run.total("idle_s").most_common()]
+        colours = {name: IDLE_COLOURS[n % len(IDLE_COLOURS)] for n, name in enumerate(causes)}
         rows = []
         for stage in self._run.stages:
-            nodes, idle = self._run.of_stage(stage), self._run.total("idle_s", stage)
-            worked = sum(node.device_s for node in nodes)
-            rest = sum(node.trained_s for node in nodes) - worked - sum(idle.values())
-            waits = [(name, float(idle[cause]), colours[name]) for cause, name in zip(causes, colours, strict=True)]
-            pieces = [("device works", worked, Colour.GREEN), *waits, ("the rest", max(0.0, rest), Colour.PALE)]
-            rows.append((f"stage {stage}", pieces))
-        legend = {"device works": Colour.GREEN, **colours, "the rest: evaluation, merging, saving": Colour.PALE}
+            trained_s, spent = self._run.time_of(stage)
+            rest = ("the rest", max(0.0, trained_s - sum(spent.values())), Colour.PALE)
+            pieces = [(name, spent.get(name, 0.0), colour) for name, colour in colours.items()]
+            rows.append((f"stage {stage}", [(WORKS, spent[WORKS], Colour.GREEN), *pieces, rest]))
+        legend = {WORKS: Colour.GREEN, **colours, "the rest: evaluation, merging, saving": Colour.PALE}
         note = "Shares of the seconds in which the nodes of a stage were training."
         return _panel(bars("Where the time went", rows), _keys(legend), note)
 

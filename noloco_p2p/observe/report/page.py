@@ -93,13 +93,19 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
         "Outer rounds": [charts.rounds(), charts.round_seconds(), *charts.spread()],
         "Network": [charts.bytes()],
     }
+    times = [
+        (f"stage {stage}: {what}", humanize.duration(seconds), _share(seconds, trained_s))
+        for stage in run.stages
+        for trained_s, spent in [run.time_of(stage)]
+        for what, seconds in spent.items()
+    ]
     rounds = run.total("rounds")
     by_result = [(name, humanize.count(n), _share(n, rounds.total())) for name, n in rounds.most_common()]
     stds = {stage: run.last("spread", stage) for stage in run.stages}
     spread = [(f"stage {stage}", humanize.figure(std)) for stage, std in stds.items() if std is not None]
     tables: dict[str, list[PageTable]] = {
         "Time": [
-            ("Seconds while training, of all nodes", ("what", "time", "share"), _times(run)),
+            ("Seconds while training, of all nodes", ("what", "time", "share"), times),
             ("Phases (calls overlap)", ("phase", "time"), _counts(run.total("phase_s"), humanize.duration)),
         ],
         "Outer rounds": [
@@ -121,18 +127,6 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
 
 def _counts(found: Counter[str], written: Callable[[float], str] = humanize.count) -> list[Cells]:
     return [(name, written(number)) for name, number in found.most_common()]
-
-
-def _times(run: RecordedRun) -> list[Cells]:
-    """Per stage: the time in which the devices worked, then the waits, longest first."""
-    rows: list[Cells] = []
-    for stage in run.stages:
-        nodes = run.of_stage(stage)
-        trained, worked = sum(node.trained_s for node in nodes), sum(node.device_s for node in nodes)
-        waits = [(f"waits, {cause}", seconds) for cause, seconds in run.total("idle_s", stage).most_common()]
-        for what, seconds in [("device works", worked), *waits]:
-            rows.append((f"stage {stage}: {what}", humanize.duration(seconds), _share(seconds, trained)))
-    return rows
 
 
 def _share(part: float, whole: float) -> str:

@@ -23,6 +23,7 @@ INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without 
 """Events in the list of what went wrong, and what they are called there."""
 MOST_INCIDENTS = 100
 UNKNOWN = "unknown"
+WORKS = "device works"
 
 Piece = list[tuple[float, float]]
 """(inner step, value), of one process."""
@@ -154,6 +155,12 @@ class RecordedRun:
         for node in self.nodes if stage is None else self.of_stage(stage):
             found.update(node.tallies[tally])
         return found
+
+    def time_of(self, stage: int) -> tuple[float, dict[str, float]]:
+        """(seconds that the nodes of a stage were training, seconds of WORKS and of each wait, longest first)."""
+        nodes = self.of_stage(stage)
+        waits = {f"waits: {cause}": seconds for cause, seconds in self.total("idle_s", stage).most_common()}
+        return sum(node.trained_s for node in nodes), {WORKS: sum(node.device_s for node in nodes), **waits}
 
     def incidents(self) -> list[Incident]:
         """The newest of all nodes, newest first."""
