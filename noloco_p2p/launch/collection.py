@@ -84,12 +84,9 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
     return CollectedWeights(manifest, round, stages)
 
 
-def newest_common(checkpoints: Iterable[CheckpointFiles], stages: int) -> int:
+def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:
     """The newest outer round of which every stage has a checkpoint. Raises ConfigError that says what is missing."""
-    rounds: dict[int, set[int]] = {stage: set() for stage in range(stages)}
-    for checkpoint in checkpoints:
-        if checkpoint.manifest.stage in rounds:
-            rounds[checkpoint.manifest.stage].add(checkpoint.manifest.round)
+    rounds = {s: {c.manifest.round for c in checkpoints if c.manifest.stage == s} for s in range(stages)}
     empty = [str(stage) for stage, held in rounds.items() if not held]
     if empty:
         raise ConfigError(f"no checkpoint of stage {', '.join(empty)} is there: give the directories of its nodes too")

@@ -145,8 +145,7 @@ def _documents(files: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Ids]:
             stop = None if path.suffix == ".gz" else path.stat().st_size
         except OSError as error:
             raise LocalError(f"cannot read {name}: {error.strerror}") from error
-        piece = corpora.FileSpan(path, 0, stop, True)
-        for document in corpora.FileCorpus([], [piece], tokenizer).held_out():
+        for document in corpora.FileCorpus([], [corpora.FileSpan(path, 0, stop, True)], tokenizer).held_out():
             yield document.ids
 
 

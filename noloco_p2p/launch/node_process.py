@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 from noloco_p2p.errors import LocalError, Unreachable
@@ -53,12 +54,7 @@ class NodeProcess:
             self.release()
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=dict(environment),
-                    start_new_session=True,
+                    command, stdin=PIPE, stdout=log, stderr=STDOUT, env=dict(environment), start_new_session=True
                 )
         except OSError as error:
             raise LocalError(f"node {self.name} cannot be started: {error}") from error

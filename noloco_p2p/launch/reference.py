@@ -72,7 +72,7 @@ def metrics_markdown() -> str:
     """A table of a node's own metrics: name, type, labels with the values known beforehand, meaning."""
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     endings = {"counter": "_total", "info": "_info"}
-    fresh, used = _node_metrics(used=False), _node_metrics(used=True)
+    fresh, used = _node_metrics()
     for name, family in used.items():
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
         known = {label: _known(fresh[name], label) if name in fresh else [] for label in labels}
@@ -88,23 +88,25 @@ def _known(family: Any, label: str) -> list[str]:
     return [f"`{value}`" for value in values if value.isidentifier() and family.type != "info"]
 
 
-def _node_metrics(*, used: bool) -> dict[str, Any]:
-    """The metric families of a node; of one that is `used`, every metric with labels has a sample."""
+def _node_metrics() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metric families of a fresh node, and of one that is used: every metric with labels has a sample."""
     from noloco_p2p.core.messages import Advert
     from noloco_p2p.core.status import Status, Trouble
     from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 
+    def families() -> dict[str, Any]:
+        return {f.name: f for f in telemetry.registry.collect() if f.name.startswith("noloco_")}
+
     telemetry = PrometheusTelemetry(1)
     try:
-        if used:
-            trouble = Trouble("disk", "full", 1.0)
-            telemetry.identify(peer_id="p", run_id="r", stage="0", version="1")
-            telemetry.watch(lambda: Status(Advert("P", "ab", 0, ()), "tiny", 1, 9, 0, troubles=(trouble,)), Path())
-            telemetry.measure_memory(None)
-            telemetry.event("guarded", stage=0, round=1, bytes=1)
-            telemetry.event("bytes", direction="in", kind="snapshot", bytes=1)
-            telemetry.event("membership", counts={(0, "training"): 1})
-        return {f.name: f for f in telemetry.registry.collect() if f.name.startswith("noloco_")}
+        fresh, trouble = families(), Trouble("disk", "full", 1.0)
+        telemetry.identify(peer_id="p", run_id="r", stage="0", version="1")
+        telemetry.watch(lambda: Status(Advert("P", "ab", 0, ()), "tiny", 1, 9, 0, troubles=(trouble,)), Path())
+        telemetry.measure_memory(None)
+        telemetry.event("guarded", stage=0, round=1, bytes=1)
+        telemetry.event("bytes", direction="in", kind="snapshot", bytes=1)
+        telemetry.event("membership", counts={(0, "training"): 1})
+        return fresh, families()
     finally:
         telemetry.close()
 

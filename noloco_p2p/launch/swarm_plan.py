@@ -5,7 +5,6 @@ DIR/swarm.lock     held by the running launcher
 DIR/summary.json   written at the end
 """
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Holding
@@ -92,14 +91,16 @@ def make_plan(overrides: settings.Overrides, run_dir: Path | None) -> SwarmPlan:
 
 
 def _check_nodes(plan: SwarmPlan, run_dir: Path) -> None:
-    """Raises ConfigError when a node's directory belongs to another run."""
+    """Raises ConfigError when a node's directory belongs to another run, LocalError when it does not say to which."""
     for stage, replica in plan.nodes:
-        path = run_dir / f"{stage}-{replica}" / run_files.MANIFEST
-        found = node_probe.read_json(path)
-        mine: dict[str, Any] = json.loads(plan.manifest.canonical_json())
-        if found is not None and found != mine:
-            keys = ", ".join(sorted(key for key in mine.keys() | found.keys() if mine.get(key) != found.get(key)))
-            raise ConfigError(f"{path} is of a run with other settings ({keys}); name another --dir")
+        node_dir = run_dir / f"{stage}-{replica}"
+        found = run_files.stored_manifest(node_dir)
+        if found is not None and found != plan.manifest:
+            keys = ", ".join(
+                sorted(k for k in RunManifest.model_fields if getattr(found, k) != getattr(plan.manifest, k))
+            )
+            where = node_dir / run_files.MANIFEST
+            raise ConfigError(f"{where} is of a run with other settings ({keys}); name another --dir")
 
 
 def make_run_dir(name: str, directory: Path | None) -> Path:
