@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
@@ -35,6 +35,8 @@ LIMITS |= {"expected": "be", "pattern": "match"}
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)
 
 Model = TypeVar("Model", RunManifest, NodeConfig)
+Options = Mapping[str, tuple[str, object]]
+"""Name of an option → (key, value); the value is None for an option that was not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Overrides:
     @property
     def names_the_run(self) -> bool:
         """A key of the manifest is among them."""
-        return bool(_of(RunManifest, self.entries))
+        return any(entry.key[0] in RunManifest.model_fields for entry in self.entries)
 
     def _validated(self, model: type[Model]) -> Model:
         refuse(_faults(model, self.entries))
@@ -77,15 +79,9 @@ class Overrides:
 
 
 def read(
-    path: Path | None,
-    environ: Mapping[str, str],
-    sets: Sequence[str],
-    options: Mapping[str, tuple[str, object]] | None = None,
+    path: Path | None, environ: Mapping[str, str], sets: Sequence[str], options: Options | None = None
 ) -> Overrides:
-    """What a file, the environment, `--set` and other options set. Raises ConfigError with a line for each fault.
-
-    `options`: name of the option → (key, value); None for an option that was not given.
-    """
+    """What a file, the environment, `--set` and other options set. Raises ConfigError with a line for each fault."""
     faults: list[str] = []
     entries = read_entries(path, environ, sets, KNOWN, faults)
     given = [SettingEntry((name,), value, option) for option, (name, value) in (options or {}).items()]
@@ -115,13 +111,10 @@ def manifest_from_json(data: bytes) -> RunManifest:
         ) from error
 
 
-def _of(model: type[BaseModel], entries: Sequence[SettingEntry]) -> list[SettingEntry]:
-    return [entry for entry in entries if entry.key[0] in model.model_fields]
-
-
 def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:
     """`base`, by default the defaults, with what the entries set."""
-    return json.dumps(overlaid(_of(model, entries), (base or model()).model_dump(mode="json")), default=str)
+    mine = [entry for entry in entries if entry.key[0] in model.model_fields]
+    return json.dumps(overlaid(mine, (base or model()).model_dump(mode="json")), default=str)
 
 
 def overlaid(entries: Sequence[SettingEntry], values: dict[str, Any]) -> dict[str, Any]:
