@@ -21,6 +21,8 @@ KILL_AFTER_S = 5.0
 """From the second request to SIGKILL, seconds."""
 POLL_S = 0.05
 METRICS_TIMEOUT_S = 1.0
+READINGS_KEPT = 8
+"""Tokens per second are averaged over this many readings."""
 
 
 class NodeProcess:
@@ -36,6 +38,8 @@ class NodeProcess:
         self.replica = replica
         self.dir = run_dir / self.name
         self.log = run_dir / f"{self.name}.log"
+        self.readings: deque[node_probe.MetricsReading] = deque(maxlen=READINGS_KEPT)
+        """The last ones of its metrics."""
         self._endpoints: node_probe.NodeEndpoints | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -82,14 +86,15 @@ class NodeProcess:
         return self._endpoints
 
     def read_metrics(self) -> node_probe.MetricsReading | None:
-        """Its metrics now, or None when it gives none."""
+        """Its metrics now, which are kept, or None when it gives none."""
         endpoints = self.endpoints
         if not self.running or endpoints is None:
             return None
         try:
-            return node_probe.scrape(endpoints.metrics, METRICS_TIMEOUT_S)
+            self.readings.append(node_probe.scrape(endpoints.metrics, METRICS_TIMEOUT_S))
         except Unreachable:
             return None
+        return self.readings[-1]
 
     def last_lines(self, count: int) -> list[str]:
         """The end of its log."""

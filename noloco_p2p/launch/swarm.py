@@ -18,7 +18,7 @@ from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
-from noloco_p2p.launch.swarm_summary import Display, ReadingHistory, deserted, summarise, summary_lines
+from noloco_p2p.launch.swarm_summary import Display, deserted, last_row, row, summarise, summary_lines
 
 TICK_S = 0.2
 LOG_LINES = 15
@@ -53,7 +53,6 @@ class LocalSwarm:
         self._display = display
         self._signals = signals
         self._nodes = [NodeProcess(run_dir, stage, replica) for stage, replica in plan.nodes]
-        self._histories = [ReadingHistory(node.name, node.stage) for node in self._nodes]
         self._failed: NodeProcess | None = None
         self._shown_at = 0.0
         self._path = run_dir / node_probe.SUMMARY
@@ -66,8 +65,7 @@ class LocalSwarm:
             self._start()
             self._watch()
             self._leave()
-            ended = zip(self._histories, self._nodes, strict=True)
-            self._display.show([history.last_row(node.summary) for history, node in ended], [])
+            self._display.show([last_row(node) for node in self._nodes], [])
         finally:
             end_all(self._nodes)
             self._display.close()
@@ -100,9 +98,7 @@ class LocalSwarm:
                 if now - self._shown_at >= self._display.interval_s:
                     self._shown_at = now
                     readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
-                    for history, reading in zip(self._histories, readings, strict=True):
-                        history.readings.extend([] if reading is None else [reading])
-                    self._display.show([history.row() for history in self._histories], deserted(readings))
+                    self._display.show([row(node) for node in self._nodes], deserted(readings))
                 time.sleep(TICK_S)
         self._over()
 

@@ -1,9 +1,7 @@
 """A swarm on this machine for its owner: a live table or plain lines while it runs, and `summary.json` at its end."""
 
 import sys
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import exp
 from pathlib import Path
 from statistics import fmean
@@ -14,8 +12,6 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.launch.node_probe import MetricsReading
 from noloco_p2p.launch.node_process import NodeProcess
 
-RATE_READINGS = 8
-"""Tokens per second are averaged over this many readings."""
 LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 GONE = frozenset({"left"})
 COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
@@ -28,47 +24,36 @@ Row = Mapping[str, Any]
 """One node's line: column → value; None or left out: not known yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingHistory:
-    """A node's last few readings, and the row they make."""
+def row(node: NodeProcess) -> Row:
+    """A node's line, from its last readings: loss in nats per token, and the other nodes that it sees."""
+    if not node.readings:
+        return {"node": node.name, "stage": node.stage}
+    old, new = node.readings[0], node.readings[-1]
+    inner_steps = int(new.total("inner_steps_total"))
+    rate = None
+    if new.at > old.at and inner_steps:
+        rate = (new.total("tokens_total") - old.total("tokens_total")) / (new.at - old.at)
+    seen = sum(count for state, count in new.by("state", "peers").items() if state not in GONE)
+    return {
+        "node": node.name,
+        "stage": node.stage,
+        "state": next((state for state, on in new.by("state", "state").items() if on), None),
+        "inner step": inner_steps,
+        "outer round": int(new.total("outer_rounds_total")),
+        "loss": new.total("loss") if inner_steps else None,
+        "tokens/s": rate,
+        "peers": max(0, int(seen) - 1),
+    }
 
-    name: str
-    stage: int
-    readings: deque[MetricsReading] = field(default_factory=lambda: deque(maxlen=RATE_READINGS))
 
-    def row(self) -> Row:
-        """The node's line, from the last readings: loss in nats per token, and the other nodes that it sees."""
-        if not self.readings:
-            return {"node": self.name, "stage": self.stage}
-        old, new = self.readings[0], self.readings[-1]
-        inner_steps = int(new.total("inner_steps_total"))
-        rate = None
-        if new.at > old.at and inner_steps:
-            rate = (new.total("tokens_total") - old.total("tokens_total")) / (new.at - old.at)
-        seen = sum(count for state, count in new.by("state", "peers").items() if state not in GONE)
-        return {
-            "node": self.name,
-            "stage": self.stage,
-            "state": next((state for state, on in new.by("state", "state").items() if on), None),
-            "inner step": inner_steps,
-            "outer round": int(new.total("outer_rounds_total")),
-            "loss": new.total("loss") if inner_steps else None,
-            "tokens/s": rate,
-            "peers": max(0, int(seen) - 1),
-        }
-
-    def last_row(self, summary: Mapping[str, Any] | None) -> Row:
-        """The node's line once it has ended, from the summary that it wrote; None: it wrote none."""
-        row = self.row()
-        if summary is None:
-            return row
-        loss = row.get("loss") if summary["final_loss"] is None else summary["final_loss"]
-        ended = {
-            "state": summary["state"],
-            "inner step": summary["inner_steps"],
-            "outer round": summary["outer_rounds"],
-        }
-        return {"node": self.name, "stage": self.stage, **ended, "loss": loss}
+def last_row(node: NodeProcess) -> Row:
+    """A node's line once it has ended, from the summary that it wrote, or else from its last readings."""
+    summary = node.summary
+    if summary is None:
+        return row(node)
+    loss = row(node).get("loss") if summary["final_loss"] is None else summary["final_loss"]
+    counts = {"inner step": summary["inner_steps"], "outer round": summary["outer_rounds"]}
+    return {"node": node.name, "stage": node.stage, "state": summary["state"], **counts, "loss": loss}
 
 
 def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:

@@ -18,7 +18,7 @@ from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
-from noloco_p2p.launch.swarm_summary import COLUMNS, Display, ReadingHistory, deserted
+from noloco_p2p.launch.swarm_summary import COLUMNS, Display, deserted, last_row, row
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
 
@@ -84,20 +84,20 @@ def reading(at: float, steps: float, tokens: float) -> MetricsReading:
     )
 
 
-def row(*values: object) -> dict[str, object]:
+def line(*values: object) -> dict[str, object]:
     """A node's line, in the order of the columns."""
     return dict(zip(COLUMNS, values, strict=False))
 
 
-def test_a_row_comes_from_readings() -> None:
-    history = ReadingHistory("0-1", 0)
-    assert history.row() == row("0-1", 0)
-    history.readings.append(reading(10.0, 0.0, 0.0))
-    assert history.row() == row("0-1", 0, "training", 0, 3, None, None, 3)
-    history.readings.append(reading(12.0, 4.0, 3000.0))
-    assert history.row() == row("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
-    summary = {"state": "finished", "inner_steps": 5, "outer_rounds": 4, "final_loss": 2.25}
-    assert history.last_row(summary) == row("0-1", 0, "finished", 5, 4, 2.25)
+def test_a_row_comes_from_readings(tmp_path: Path) -> None:
+    node = NodeProcess(tmp_path, 0, 1)
+    assert row(node) == last_row(node) == line("0-1", 0)
+    node.readings.append(reading(10.0, 0.0, 0.0))
+    assert row(node) == line("0-1", 0, "training", 0, 3, None, None, 3)
+    node.readings.append(reading(12.0, 4.0, 3000.0))
+    assert row(node) == last_row(node) == line("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
+    node = written(tmp_path, 0, 1, inner_steps=5, outer_rounds=4, final_loss=2.25)
+    assert last_row(node) == line("0-1", 0, "finished", 5, 4, 2.25)
 
 
 def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture
     notes = deserted([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
     assert notes == ["stage 1 has had no replica for 42 s"]
     assert deserted([seen(("0", 0.0))]) == []
-    Display("tiny", plain=True).show([row("0-0", 0), row("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
+    Display("tiny", plain=True).show([line("0-0", 0), line("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "0-0  starting",
