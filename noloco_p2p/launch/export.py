@@ -68,14 +68,13 @@ def _write(found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir
     eos = _write_tokenizer(manifest, tokenizer_dir, directory)
     most = max(map(len, found.stages))
     chains = most if merge == "mean" and replicas and most > 1 else 0
-    with progress_bar("writing", 1 + chains) as done:
-        means = [exported_model.mean([r.weights for r in mine]) for mine in found.stages]
-        exported_model.write_model(manifest, means, directory, eos)
-        done()
-        for i in range(chains):
-            (directory / REPLICAS / str(i)).mkdir(parents=True)
-            chain = [mine[i % len(mine)].weights for mine in found.stages]
-            exported_model.write_model(manifest, chain, directory / REPLICAS / str(i), eos)
+    models = {directory: [exported_model.mean([r.weights for r in mine]) for mine in found.stages]}
+    for i in range(chains):
+        models[directory / REPLICAS / str(i)] = [mine[i % len(mine)].weights for mine in found.stages]
+    with progress_bar("writing", len(models)) as done:
+        for place, weights in models.items():
+            place.mkdir(parents=True, exist_ok=True)
+            exported_model.write_model(manifest, weights, place, eos)
             done()
     record = {
         "run_id": manifest.run_id,
