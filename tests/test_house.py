@@ -34,7 +34,7 @@ BROAD: dict[str, str] = {
     "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.collect": "a bug in the status may not cost the others",
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.event": "an instrument may never stop what it watches",
-    "io/telemetry/prometheus_telemetry.py:Watchdog._run": "an instrument may never stop what it watches",
+    "io/telemetry/prometheus_telemetry.py:Watchdog.run": "an instrument may never stop what it watches",
 }
 """`file:function`: why it catches everything."""
 SAME_NAME = {

@@ -22,6 +22,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, HostTensor, LossSum, Snapshot, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Weights = Mapping[str, Tensor]
 """θ of one replica or of their mean, by global name, in compute_dtype, in host memory."""
 
@@ -134,15 +135,14 @@ class ExportedModel:
 
         chosen = pick_device(device)
         try:
-            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(directory, **_LOCAL)
             causal, info = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
                 dtype=torch.float32,
                 attn_implementation=model_family.attention(config),
-                local_files_only=True,
-                trust_remote_code=False,
                 output_loading_info=True,
+                **_LOCAL,
             )
         except (OSError, SafetensorError, *model_family.FOREIGN_ERRORS) as error:
             raise ConfigError(
@@ -196,7 +196,7 @@ def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except (OSError, *model_family.FOREIGN_ERRORS) as error:
         raise ConfigError(
             f"{directory} holds no tokenizer that can be loaded: {model_family.one_line(error)}"

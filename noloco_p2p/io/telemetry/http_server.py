@@ -86,10 +86,9 @@ class HttpServer(socketserver.ThreadingTCPServer):
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = addresses[0][0]
         self.pages = pages
-        self._places = threading.BoundedSemaphore(REQUESTS_LIMIT)
         self._accepted_at: dict[Any, float] = {}
         """Connection → when it was accepted, oldest first."""
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         super().__init__((host, port), _PageHandler)
 
     @classmethod
@@ -112,14 +111,12 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give it a thread; the oldest request is cut off when there is none left."""
-        if not self._places.acquire(blocking=False):
-            with self._lock:
-                oldest = next(iter(self._accepted_at.values()), 0.0)
-            self.cut_off(oldest)
-            if not self._places.acquire(timeout=FREED_S):
+        with self._changed:
+            if not self._has_room():
+                self.cut_off(next(iter(self._accepted_at.values())))
+            if not self._changed.wait_for(self._has_room, FREED_S):
                 self.shutdown_request(request)
                 return
-        with self._lock:
             self._accepted_at[request] = time.monotonic()
         super().process_request(request, client_address)
 
@@ -128,9 +125,9 @@ class HttpServer(socketserver.ThreadingTCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
+            with self._changed:
                 self._accepted_at.pop(request, None)
-            self._places.release()
+                self._changed.notify_all()
 
     def service_actions(self) -> None:
         """Between two connections, and every POLL_S: end what takes too long."""
@@ -138,11 +135,14 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def cut_off(self, until: float) -> None:
         """Break the connections that were accepted at that time or before; their threads end by it."""
-        with self._lock:
+        with self._changed:
             late = [request for request, accepted_at in self._accepted_at.items() if accepted_at <= until]
         for request in late:
             with contextlib.suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
+
+    def _has_room(self) -> bool:
+        return len(self._accepted_at) < REQUESTS_LIMIT
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news."""

@@ -214,7 +214,7 @@ def _gauges(name: str, text: str, labels: Sequence[str], values: Mapping[Any, fl
     return found
 
 
-class Watchdog:
+class Watchdog(threading.Thread):
     """Looks at a node's status once a second; one line when something goes wrong, one when that is over.
 
     In a thread of its own: a stuck event loop is noticed, too.
@@ -225,22 +225,18 @@ class Watchdog:
     def __init__(
         self, status: Callable[[], Status], say: Callable[[str, bool], None], period_s: float = WATCHDOG_PERIOD_S
     ) -> None:
+        super().__init__(name="watchdog", daemon=True)
         self._status = status
         self._say = say
         self._period_s = period_s
         self._problem: HealthProblem | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._thread.start()
 
     def close(self) -> None:
         """Look no more; returns when the thread has ended."""
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self.is_alive():
+            self.join()
 
     def look(self) -> None:
         """Once: say what has changed. The same problem is said once, however long it lasts."""
@@ -251,7 +247,8 @@ class Watchdog:
         elif found is None and before is not None:
             self._say("goes on", True)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """See `Thread`."""
         while not self._ended.wait(self._period_s):
             try:
                 self.look()
