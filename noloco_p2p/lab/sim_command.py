@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.lab import scenario_files, sim_output
 from noloco_p2p.lab.processes import peak_bytes, workers
+from noloco_p2p.lab.sim_progress import ProgressLine, SwarmPosition
 from noloco_p2p.observe import terminal
 from noloco_p2p.sim import figures, laws
 from noloco_p2p.sim.figures import RunFigures
@@ -26,6 +27,7 @@ from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.simulation import build
 from noloco_p2p.sim.telemetry import hash_of
+from noloco_p2p.sim.throughput_bound import throughput_bound
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -128,10 +130,14 @@ class SimRun:
     """The trace, where it was asked for."""
 
 
-def simulate(request: SimRequest, *, with_lines: bool = False, with_outcome: bool = False) -> SimRun:
+def simulate(
+    request: SimRequest, *, with_lines: bool = False, with_outcome: bool = False, position: SwarmPosition | None = None
+) -> SimRun:
     """Run a swarm to its end, look whether every law holds, and take its figures. Raises ConfigError as `build`."""
     began_at = time.perf_counter()
-    swarm = build(request.scenario, request.seed)
+    swarm, bound = build(request.scenario, request.seed), throughput_bound(request.scenario, request.seed)
+    if position is not None:
+        position.swarm = swarm
     outcome, found, broken = None, None, None
     try:
         outcome = swarm.run()
@@ -141,7 +147,7 @@ def simulate(request: SimRequest, *, with_lines: bool = False, with_outcome: boo
     wall_s = time.perf_counter() - began_at
     if outcome is not None:
         tokens, stages = request.scenario.tokens_per_microbatch, len(request.scenario.replicas)
-        found = figures.figures(outcome, swarm.network.byte_counts, tokens, stages)
+        found = figures.figures(outcome, swarm.network.byte_counts, tokens, stages, bound)
     lines = tuple(swarm.trace.lines()) if with_lines else ()
     return SimRun(request, found, broken, wall_s, peak_bytes(), outcome if with_outcome else None, lines)
 
@@ -170,9 +176,11 @@ def simulate_apart(request: SimRequest, hash_seeds: Sequence[str]) -> list[SimRu
 
 
 def _once(request: SimRequest, options: SimOptions) -> int:
-    run = simulate(request, with_lines=options.trace is not None, with_outcome=True)
+    position = SwarmPosition()
+    with ProgressLine(position, terminal_only=options.as_json):
+        run = simulate(request, with_lines=options.trace is not None, with_outcome=True, position=position)
     if options.trace is not None:
-        _write(options.trace, run.lines)
+        sim_output.write_trace(options.trace, run.lines)
     drawn: Sequence[Path] = ()
     if options.plots is not None and run.outcome is not None and run.figures is not None:
         drawn = sim_output.draw(run.figures, run.outcome, request.scenario.tokens_per_microbatch, options.plots)
@@ -225,9 +233,10 @@ def first_difference(first: Sequence[str], second: Sequence[str]) -> TraceDiffer
 
 def _twice(request: SimRequest, options: SimOptions) -> int:
     """Two processes that hash differently: a dependence on the order of a set, or on an address, shows."""
-    first, second = simulate_apart(request, ("1", "2"))
+    with ProgressLine(lambda: ("the same run twice", 0.0), terminal_only=options.as_json):
+        first, second = simulate_apart(request, ("1", "2"))
     if options.trace is not None:
-        _write(options.trace, first.lines)
+        sim_output.write_trace(options.trace, first.lines)
     found, events, trace_hash = first_difference(first.lines, second.lines), len(first.lines), hash_of(first.lines)
     if options.as_json:
         difference = None if found is None else found._asdict()
@@ -247,13 +256,15 @@ def _twice(request: SimRequest, options: SimOptions) -> int:
 def _many(requests: Sequence[SimRequest], options: SimOptions) -> int:
     failed: list[dict[str, Any]] = []
     flats: list[dict[str, float]] = []
-    wall_s = 0.0
-    for run in simulate_all(requests, options.jobs):
-        wall_s += run.wall_s
-        if run.figures is not None:
-            flats.append(figures.flat(run.figures))
-        if _exit_code(run, whole=False) != OK:
-            failed.append({"seed": run.request.seed, "broken": run.broken, "replay": run.request.replay})
+    wall_s, done, count = 0.0, 0, len(requests)
+    with ProgressLine(lambda: (f"{done} of {count} runs", done / count), terminal_only=options.as_json) as line:
+        for run in simulate_all(requests, options.jobs):
+            wall_s, done = wall_s + run.wall_s, done + 1
+            line.clear()
+            if run.figures is not None:
+                flats.append(figures.flat(run.figures))
+            if _exit_code(run, whole=False) != OK:
+                failed.append({"seed": run.request.seed, "broken": run.broken, "replay": run.request.replay})
     scenario = requests[0].scenario
     if options.as_json:
         head = {"scenario": scenario.name, "replicas": list(scenario.replicas), "seeds": options.seeds}
@@ -276,14 +287,6 @@ def _exit_code(run: SimRun, *, whole: bool = True) -> int:
     law = run.broken if whole else run.broken.partition("\n")[0]
     print(f"seed {run.request.seed}: {law}\n  again: {run.request.replay}", file=sys.stderr, flush=True)
     return FAILED
-
-
-def _write(path: Path, lines: Sequence[str]) -> None:
-    """A trace; `sha256sum` of the file is the trace_hash."""
-    try:
-        path.write_text("\n".join(lines), "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _print(parts: "Iterable[RenderableType]") -> None:

@@ -55,6 +55,7 @@ def _summary(found: RunFigures) -> "Table":
     lines = {
         "virtual time": f"{humanize.duration(found.virtual_s)}, of which training {humanize.duration(found.train_s)}",
         "tokens/s": f"{found.tokens_per_s:,.0f} ({humanize.compact(found.tokens)} tokens in {found.step:g} steps)",
+        "bound": _bound(found),
         "nodes": f"{found.nodes:,}; processes: {humanize.tally(found.ends)}",
         "microbatches": f"{micro.done:,} done; dropped: {humanize.tally(micro.dropped)}",
         "calls tried again": f"after a failure: {humanize.tally(micro.rerouted)}; after Busy: {micro.busy:,}",
@@ -70,21 +71,30 @@ def _summary(found: RunFigures) -> "Table":
     return table
 
 
+def _bound(found: RunFigures) -> str:
+    """What links and devices allow, and how much of it was reached."""
+    if found.bound_tokens_per_s is None:
+        return humanize.DASH
+    reached = humanize.percent(found.share_of_bound)
+    return f"{found.bound_tokens_per_s:,.0f} tokens/s by links and devices; {reached} of it reached"
+
+
 def causes(stages: Sequence[StageFigures]) -> list[str]:
     """For what some stage was idle, what is left over last."""
     return sorted({cause for one in stages for cause in one.idle}, key=lambda cause: (cause == "other", cause))
 
 
 def _stages(stages: Sequence[StageFigures]) -> "Table":
-    """Shares are of the time that a stage's nodes trained."""
+    """Shares are of the time that a stage's nodes trained; `bound` is the share in use that links and devices allow."""
     waits = causes(stages)
     real = any(one.replica_std is not None for one in stages)
-    columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use"]
+    columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use", "bound"]
     columns += [f"idle:\n{cause}" for cause in waits]
     rows = []
     for one in stages:
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
-        cells += [humanize.percent(one.utilisation), *(humanize.percent(one.idle.get(cause)) for cause in waits)]
+        shares = one.utilisation, one.bound_utilisation, *(one.idle.get(cause) for cause in waits)
+        cells += map(humanize.percent, shares)
         cells += [humanize.DASH if one.replica_std is None else f"{one.replica_std:.2e}"] if real else []
         rows.append(cells)
     return plain_table([*columns, "replica\nstd"] if real else columns, (), rows)
@@ -97,6 +107,14 @@ def _byte_table(traffic: TrafficFigures) -> "Table":
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def write_trace(path: Path, lines: Sequence[str]) -> None:
+    """A trace; `sha256sum` of the file is its trace_hash. Raises ConfigError when it cannot be written."""
+    try:
+        path.write_text("\n".join(lines), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def draw(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int, directory: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome, SimProcess, StagePeriod
+from noloco_p2p.sim.throughput_bound import ThroughputBound
 from noloco_p2p.sim.traffic import ByteCounts
 
 Shares = dict[str, float]
@@ -42,6 +43,8 @@ class StageFigures:
     is left: waits that end in no inner step, such as the last one, and an outer round but for its partner."""
     replica_std: float | None
     """Mean of what its nodes last measured between themselves and their partner; none: the weights are no real ones."""
+    bound_utilisation: float | None = None
+    """Share in which its devices would work at the bound; none: there is no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,10 @@ class RunFigures:
     """Seconds of an outer round: `p50` and `p95`; empty without rounds."""
     traffic: TrafficFigures
     trace_hash: str
+    bound_tokens_per_s: float | None = None
+    """What links and devices allow; none: there is no bound."""
+    share_of_bound: float | None = None
+    """`tokens_per_s` as a part of it."""
 
 
 BytesOf = Mapping[PeerId, Mapping[str, ByteCounts]]
@@ -145,7 +152,7 @@ class _StageSums:
         if std is not None:
             self.stds.append(std)
 
-    def figures(self, stage: int, *, real: bool) -> StageFigures:
+    def figures(self, stage: int, bound: float | None, *, real: bool) -> StageFigures:
         """What they come to; `real` weights have a standard deviation that means something."""
         seconds = self.training_s
         idle_s = dict(sorted(self.idle_s.items()))
@@ -159,10 +166,17 @@ class _StageSums:
             utilisation=self.busy_s / seconds if seconds else None,
             idle={cause: waited_s / seconds for cause, waited_s in idle_s.items()} if seconds else {},
             replica_std=sum(self.stds) / len(self.stds) if real and self.stds else None,
+            bound_utilisation=bound,
         )
 
 
-def figures(outcome: Outcome, bytes_of: BytesOf, tokens_per_microbatch: int, stages: int) -> RunFigures:
+def figures(
+    outcome: Outcome,
+    bytes_of: BytesOf,
+    tokens_per_microbatch: int,
+    stages: int,
+    bound: ThroughputBound | None = None,
+) -> RunFigures:
     """The figures of a run. `tokens_per_microbatch` are those of the run that is simulated."""
     sums = [_StageSums() for _ in range(stages)]
     for period in outcome.periods():
@@ -170,6 +184,9 @@ def figures(outcome: Outcome, bytes_of: BytesOf, tokens_per_microbatch: int, sta
     first, trace, nodes = sums[0], outcome.trace, len(outcome.nodes)
     train_s = max(0.0, first.stepped_at - first.trained_from)
     tokens = first.results["done"] * tokens_per_microbatch
+    tokens_per_s = tokens / train_s if train_s else 0.0
+    bound_tokens_per_s = bound.tokens_per_s if bound else None
+    bound_shares = bound.utilisation if bound else (None,) * stages
     round_s = [event.number("seconds") for event in trace.of("outer_round")]
     real = not any(isinstance(model, LinearStage) for process in outcome.processes for model in process.models)
     return RunFigures(
@@ -178,9 +195,9 @@ def figures(outcome: Outcome, bytes_of: BytesOf, tokens_per_microbatch: int, sta
         nodes=nodes,
         ends=_sorted(Counter(map(_end, outcome.processes))),
         tokens=tokens,
-        tokens_per_s=tokens / train_s if train_s else 0.0,
+        tokens_per_s=tokens_per_s,
         step=max((process.step for process in outcome.processes if process.stage == 0), default=0.0),
-        stages=tuple(one.figures(stage, real=real) for stage, one in enumerate(sums)),
+        stages=tuple(one.figures(stage, bound_shares[stage], real=real) for stage, one in enumerate(sums)),
         microbatches=MicrobatchFigures(
             first.results["done"],
             first.results["nonfinite"],
@@ -192,6 +209,8 @@ def figures(outcome: Outcome, bytes_of: BytesOf, tokens_per_microbatch: int, sta
         round_s={f"p{percent}": quantile(round_s, percent / 100) for percent in PERCENTILES} if round_s else {},
         traffic=_traffic(bytes_of, nodes),
         trace_hash=trace.trace_hash,
+        bound_tokens_per_s=bound_tokens_per_s,
+        share_of_bound=tokens_per_s / bound_tokens_per_s if bound_tokens_per_s else None,
     )
 
 
@@ -224,6 +243,8 @@ def _traffic(bytes_of: BytesOf, nodes: int) -> TrafficFigures:
 def flat(found: RunFigures) -> dict[str, float]:
     """The figures that several runs are compared by, under names of one level; what a run has none of is left out."""
     values = {"virtual_s": found.virtual_s, "train_s": found.train_s, "tokens_per_s": found.tokens_per_s}
+    if found.bound_tokens_per_s is not None and found.share_of_bound is not None:
+        values |= {"bound_tokens_per_s": found.bound_tokens_per_s, "share_of_bound": found.share_of_bound}
     values |= {"microbatches": found.microbatches.done, "dropped": sum(found.microbatches.dropped.values())}
     values |= {"rerouted": sum(found.microbatches.rerouted.values()), "busy": found.microbatches.busy}
     for one in found.stages:

@@ -1,9 +1,12 @@
 """`noloco sim`: what it prints, what it compares, and the command that makes a failed run again."""
 
 import hashlib
+import io
 import json
 import multiprocessing
+import re
 import shlex
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from unsteady import Deadly, Unsteady
 
 from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab import sim_command
+from noloco_p2p.lab import sim_command, sim_progress
 from noloco_p2p.lab.sim_command import SimOptions, SimRequest, SimRun, TraceDifference, first_difference, run_sim
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.faults import FaultySwarm
@@ -50,6 +53,8 @@ def test_one_json_object_and_a_trace_whose_checksum_is_its_hash(
     assert found["tokens"] == found["microbatches"]["done"] * 8 * 1024
     assert [one["stage"] for one in found["stages"]] == [0, 1]
     assert sum(found["rounds"].values()) == 4 * 2
+    assert found["share_of_bound"] == found["tokens_per_s"] / found["bound_tokens_per_s"]
+    assert all(one["utilisation"] < one["bound_utilisation"] < 1 for one in found["stages"])
     again, other = printed_json(capsys, options), printed_json(capsys, replace(options, seed=4))
     assert other["trace_hash"] != found["trace_hash"]
     assert found.pop("machine").keys() == again.pop("machine").keys() == {"wall_s", "peak_bytes"}
@@ -63,6 +68,8 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("lan, 3 + 3 nodes, seed 0\n")
     assert f"{found['tokens_per_s']:,.0f}" in text
     assert f"{100 * found['stages'][1]['utilisation']:.1f} %" in text
+    assert f"{found['bound_tokens_per_s']:,.0f} tokens/s by links and devices; " in text
+    assert f"; {100 * found['share_of_bound']:.1f} % of it reached" in text
     assert f"p95 {found['round_s']['p95']:.3g} s" in text
     assert f"trace_hash {found['trace_hash']}" in text
     assert {"activation", "gradient", "snapshot", "state"} <= {*text.split()}
@@ -78,6 +85,56 @@ def test_a_run_without_an_end_says_where_it_stands(capsys: pytest.CaptureFixture
     found = printed_json(capsys, SimOptions(sets=(*SMALL, "limit_s=1"), seed=5), code=1)
     assert found["broken"].startswith("Deadlock: ")
     assert "tokens_per_s" not in found
+
+
+# --- how far it is ----------------------------------------------------------------------------------------------------
+
+
+class Stream(io.StringIO):
+    """Standard error that is a terminal, or none."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_progress_is_shown_without_a_trace_in_the_run(
+    terminal: bool, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = SimOptions(sets=SMALL)
+    calm = printed_json(capsys, options)["trace_hash"]
+    for name in ("TERMINAL_S", "FILE_S"):
+        monkeypatch.setattr(sim_progress, name, 0.001)
+    monkeypatch.setattr("sys.stderr", heard := Stream(terminal=terminal))
+    assert calm in printed(capsys, replace(options, as_json=as_json))
+    steps = re.findall(r"step (\d) of 6, \d+ s gone", heard.getvalue())
+    if as_json and not terminal:
+        assert heard.getvalue() == "", "what is read by a program stays readable with 2>&1"
+    else:
+        assert steps == sorted(steps) != []
+    if terminal:
+        assert heard.getvalue().endswith(sim_progress.CLEAR)
+        assert "\n" not in heard.getvalue()
+    else:
+        assert sim_progress.CLEAR not in heard.getvalue()
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_time_left_is_estimated_from_the_part_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, now = 0.0, 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    line = sim_progress.ProgressLine(lambda: ("half of it", part))
+    now = 130.0
+    assert line.text() == "half of it, 30 s gone"
+    part = 0.2
+    assert line.text() == "half of it, 30 s gone, about 2 min left"
+    part = 1.0
+    assert line.text() == "half of it, 30 s gone"
 
 
 # --- many seeds -------------------------------------------------------------------------------------------------------
@@ -108,6 +165,7 @@ def test_a_seed_that_breaks_a_law_is_told_with_the_command_that_breaks_it_again(
     found = printed_json(capsys, SimOptions(sets=SMALL, seeds="7:10"), code=1)
     assert found["runs"] == 3
     assert [one["seed"] for one in found["failed"]] == [8]
+    assert 0 < found["figures"]["share_of_bound"]["mean"] < 1
     assert found["figures"]["tokens_per_s"]["runs"] == 3, "a run that broke a law has figures all the same"
 
 

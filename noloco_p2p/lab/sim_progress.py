@@ -1,0 +1,80 @@
+"""How far simulated runs are, in a line on standard error while they go on, written by a thread that only reads."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from noloco_p2p import humanize
+from noloco_p2p.sim.world import SimSwarm
+
+TERMINAL_S, FILE_S = 1.0, 30.0
+"""Seconds from one line to the next: rewritten on a terminal, one below the other elsewhere."""
+CLEAR = "\r\x1b[K"
+"""To the beginning of the line, which is emptied."""
+
+Position = tuple[str, float]
+"""What is reached, in words, and which part of the whole that is."""
+
+
+class ProgressLine:
+    """A context in which the line is shown; nothing is shown for what ends before the first one is due."""
+
+    def __init__(self, position: Callable[[], Position], *, terminal_only: bool = False) -> None:
+        self._position = position
+        self._terminal = sys.stderr.isatty()
+        self._hidden = terminal_only and not self._terminal
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
+        self._began_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Begin to show it."""
+        if not self._hidden:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take it away."""
+        self._ended.set()
+        if not self._hidden:
+            self._thread.join()
+            self.clear()
+
+    def clear(self) -> None:
+        """Make room for something else on standard error."""
+        if self._terminal and not self._hidden:
+            print(CLEAR, end="", file=sys.stderr, flush=True)
+
+    def text(self) -> str:
+        """The line of now: what is reached, the time gone, and an estimate of the time left."""
+        words, share = self._position()
+        gone_s = time.monotonic() - self._began_at
+        line = f"{words}, {humanize.duration(round(gone_s))} gone"
+        left_s = round(gone_s / share - gone_s) if share else 0
+        return f"{line}, about {humanize.duration(left_s)} left" if left_s > 0 else line
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(TERMINAL_S if self._terminal else FILE_S):
+            head, tail = (CLEAR, "") if self._terminal else ("", "\n")
+            print(f"{head}{self.text()}", end=tail, file=sys.stderr, flush=True)
+
+
+class SwarmPosition:
+    """The step that a simulated swarm has reached; what it is asked for may come from another thread."""
+
+    def __init__(self) -> None:
+        self.swarm: SimSwarm | None = None
+        """None: it is still being built."""
+
+    def __call__(self) -> Position:
+        """The furthest node's step, of the run's steps."""
+        if self.swarm is None:
+            return "building the swarm", 0.0
+        steps = self.swarm.plan.manifest.steps
+        reached = max((process.step for process in list(self.swarm.processes)), default=0.0)
+        return f"step {reached:.0f} of {steps:,}", reached / steps

@@ -1,0 +1,67 @@
+"""Servers that do one job at a time, and the time that passes meanwhile: queues without asyncio, for estimates."""
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Priority = tuple[int, float, int]
+"""Least first."""
+Action = Callable[[], None]
+
+
+class Timeline:
+    """Does things in the order of their times."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds."""
+        self._heap: list[tuple[float, int, Action]] = []
+        self._numbers = itertools.count()
+
+    def after(self, seconds: float, action: Action) -> None:
+        """Do something so many seconds from now."""
+        heapq.heappush(self._heap, (self.now + seconds, next(self._numbers), action))
+
+    def next(self) -> None:
+        """Go to the next thing and do it. Raises IndexError when there is none."""
+        self.now, _, action = heapq.heappop(self._heap)
+        action()
+
+
+@dataclass(slots=True, eq=False)
+class JobServer:
+    """A device, or a part of a path: does one job at a time, and finishes what it has begun."""
+
+    timeline: Timeline
+    speed: float = 1.0
+    """Work per second: bytes of a line, seconds of a device."""
+    backlog_s: float = 0.0
+    """Of all jobs that have not ended."""
+    worked_s: float = 0.0
+    _busy: bool = False
+    _jobs: list[tuple[Priority, int, float, Action, Action | None]] = field(default_factory=list)
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def submit(self, priority: Priority, work: float, ended: Action, began: Action | None = None) -> None:
+        """Queue a job; `began` and `ended` are called when it begins and ends."""
+        seconds = work / self.speed
+        self.backlog_s += seconds
+        heapq.heappush(self._jobs, (priority, next(self._numbers), seconds, ended, began))
+        self._next()
+
+    def _next(self) -> None:
+        if self._busy or not self._jobs:
+            return
+        self._busy = True
+        _, _, seconds, ended, began = heapq.heappop(self._jobs)
+        if began is not None:
+            began()
+        self.timeline.after(seconds, lambda: self._end(seconds, ended))
+
+    def _end(self, seconds: float, ended: Action) -> None:
+        self._busy = False
+        self.backlog_s -= seconds
+        self.worked_s += seconds
+        ended()
+        self._next()
