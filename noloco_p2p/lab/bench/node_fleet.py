@@ -190,7 +190,7 @@ class Fleet:
             lines = (parsed(peer, text.decode(errors="replace")) for text in whole.splitlines())
             yield from (line for line in lines if line is not None)
 
-    def wait(self, holds: Callable[[], bool], what: str, seconds: float) -> None:
+    def wait(self, holds: Callable[[], bool], what: str, seconds: float, every_s: float = TICK_S) -> None:
         """Tick until it holds. Raises LocalError when it does not in time, or when a node has crashed."""
         give_up_at = time.monotonic() + seconds
         while not holds():
@@ -200,7 +200,7 @@ class Fleet:
             if time.monotonic() >= give_up_at:
                 raise LocalError(f"not within {seconds:g} s: {what}")
             self.tick()
-            time.sleep(TICK_S)
+            time.sleep(every_s)
 
     # --- what they did ------------------------------------------------------------------------------------------------
 

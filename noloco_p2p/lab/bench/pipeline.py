@@ -99,7 +99,7 @@ def steady_swarm(microbatches: int) -> Iterator[Fleet]:
         Fleet(Path(scratch) / "run", SHAPE, settings) as fleet,
     ):
         fleet.start()
-        fleet.wait(steady, f"{STEADY_STEPS} inner steps of the swarm", START_S)
+        fleet.wait(steady, f"{STEADY_STEPS} inner steps of the swarm", START_S, every_s=0.5)
         yield fleet
 
 
