@@ -149,7 +149,7 @@ class Examination:
             stage = choose_stage(Advert(me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
         probe = LinkProbe(me, manifest.run_id)
         try:
-            mates, following = [
+            links = [
                 await needs.measure_links(
                     probe, index, [advert for advert in present if advert.stage == index and advert.state in READY]
                 )
@@ -160,4 +160,4 @@ class Examination:
         parameters = await needs.check(self.home, stage)
         if parameters is not None:
             replicas = [advert for advert in present if advert.stage == stage]
-            await needs.check_speed(stage, parameters[stage], replicas, mates, following)
+            await needs.check_speed(stage, parameters[stage], replicas, links)

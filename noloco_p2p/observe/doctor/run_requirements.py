@@ -197,11 +197,11 @@ class RunRequirements:
         return got.bytes_per_s or None
 
     async def check_speed(
-        self, stage: int, parameters: int, replicas: Sequence[Advert], mates: StageLinks | None, next: StageLinks | None
+        self, stage: int, parameters: int, replicas: Sequence[Advert], links: Sequence[StageLinks | None]
     ) -> None:
-        """The speed to be expected at a stage of so many parameters, from this device, else from what replicas say.
+        """The speed to be expected at a stage with this number of parameters, from this device, else from `replicas`.
 
-        `mates` and `next` are the links to the stage's own replicas and to those of the next stage.
+        `links` are those to the stage's own replicas and to those of the next stage.
         """
         measured = await self._device_seconds(stage, parameters, replicas)
         if measured is None:
@@ -210,10 +210,10 @@ class RunRequirements:
             return
         from noloco_p2p.compute.model_family import make_config
 
-        (device_s, origin), run = measured, self.manifest
+        (device_s, origin), (mates, following), run = measured, links, self.manifest
         tokens, width = run.microbatch_size * run.sequence_length, int(make_config(run.model).hidden_size)
         hidden_bytes, below = tokens * width * ITEM_BYTES[run.wire_dtype], run.stages - 1 - stage
-        rate, bound = expected_rate(device_s, hidden_bytes, stage, below, next, self.local.limits.max_in_flight)
+        rate, bound = expected_rate(device_s, hidden_bytes, stage, below, following, self.local.limits.max_in_flight)
         self.report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate * tokens}
         expected = f"at stage {stage} about {rate * tokens:,.0f} tokens/s are to be expected, bounded by {bound}"
         self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of the device per microbatch, {origin}")
@@ -261,21 +261,23 @@ def _checkpoints_bytes(home: Path) -> int:
 
 
 def expected_rate(
-    device_s: float, hidden_bytes: int, stage: int, below: int, next: StageLinks | None, max_in_flight: int
+    device_s: float, hidden_bytes: int, stage: int, below: int, following: StageLinks | None, max_in_flight: int
 ) -> tuple[float, str]:
     """(microbatches per second of one replica, what bounds it: `device`, `link`, or `places in flight`).
 
     `device_s` is what a microbatch takes; `hidden_bytes`: B·T·D in the wire dtype, what goes to the next stage, and
-    what comes back. `below` stages follow; `next` are the links to the first of them, None where nothing was measured.
-    Links and devices further down are taken to be like those.
+    what comes back. `below` stages follow; `following` are the links to the first of them, None where nothing was
+    measured. Links and devices further down are taken to be like those.
     """
     bounds = {"device": 1.0 / device_s}
-    if next is not None and below > 0:
+    if following is not None and below > 0:
         sending_s = 0.0
-        if next.bytes_per_s is not None:
-            bounds["link"] = next.bytes_per_s / (hidden_bytes * (1 if stage == 0 else 2))
-            sending_s = 2 * hidden_bytes / next.bytes_per_s
-        bounds["places in flight"] = max_in_flight / (device_s + below * (next.round_trip_s + sending_s + device_s))
+        if following.bytes_per_s is not None:
+            bounds["link"] = following.bytes_per_s / (hidden_bytes * (1 if stage == 0 else 2))
+            sending_s = 2 * hidden_bytes / following.bytes_per_s
+        bounds["places in flight"] = max_in_flight / (
+            device_s + below * (following.round_trip_s + sending_s + device_s)
+        )
     bound = min(bounds, key=lambda name: bounds[name])
     return bounds[bound], bound
 

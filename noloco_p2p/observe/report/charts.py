@@ -232,7 +232,7 @@ def _keys(colours: dict[str, Colour]) -> list[LegendKey]:
 
 
 def _apart(items: Sequence[T], at: Callable[[T], float], least_s: float) -> Iterator[T]:
-    """Those that are at least so far from the one before that is kept."""
+    """The items that are at least `least_s` after the last one kept."""
     before = float("-inf")
     for item in items:
         if at(item) - before >= least_s:
