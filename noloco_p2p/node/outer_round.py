@@ -10,13 +10,13 @@ for, one partner at most, and for a while.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
-from noloco_p2p.core.messages import Advert, Snapshot
+from noloco_p2p.core.messages import Advert, PeerId, Snapshot
 from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.core.timeouts import AdaptiveTimeout
 from noloco_p2p.errors import Declined, PeerError, Violation
@@ -36,6 +36,14 @@ class Pull:
     result: str
     reason: str
     theirs: Snapshot | None = None
+
+
+class PartnerChoice(NamedTuple):
+    """The replicas that could be asked, the one that is, and why."""
+
+    mates: Mapping[PeerId, Advert]
+    partner: PeerId | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,9 @@ class OuterRounds:
     async def at_border(self, close_intake: Callable[[], None]) -> None:
         """Between two inner steps, nothing in flight: merge what has come, and begin the round that is due.
 
-        Only the last round of a run is waited for, or each where the run does not overlap. There is no circular wait:
-        then the intake answers Busy, and its waiting line is flushed. A node that leaves begins none.
+        A round without a partner merges at once. Only the last one of a run is waited for, or each where the run does
+        not overlap, and no wait is circular: then the intake answers Busy, and its waiting line is flushed. A node that
+        leaves begins none.
         """
         node, outer, opened = self._node, self._node.manifest.outer, self._open
         if outer.pairing == "none":
@@ -91,16 +100,20 @@ class OuterRounds:
             await self.end("late", wait=due is None)
         if due is None or (outer.overlap and node.draining):
             return
-        if outer.overlap and not is_last:
-            with node.span("outer"):
-                frozen_at, mine = node.now(), await self.freeze(due)
-            pull = asyncio.create_task(self._pull(due), name=f"outer round {due}")
-            pull.add_done_callback(self._pull_ended)
-            self._open = OpenRound(mine, pull, frozen_at, node.inner_steps)
-            return
-        close_intake()
+        goes_on = outer.overlap and not is_last
+        if not goes_on:
+            close_intake()
         with node.span("outer"):
-            await self._wait_and_merge(due)
+            frozen_at, mine = node.now(), await self.freeze(due)
+            choice = self._choose_partner(due)
+            if goes_on and choice.partner is not None:
+                pulling = asyncio.create_task(self._pull(due, choice), name=f"outer round {due}")
+                pulling.add_done_callback(self._pull_ended)
+                self._open = OpenRound(mine, pulling, frozen_at, node.inner_steps)
+                return
+            pull = await self._pull(due, choice)
+            node.event("idle", cause="partner", seconds=node.now() - frozen_at)
+            await self._merge(mine, pull, frozen_at, 0)
 
     async def end(self, reason: str, *, wait: bool = False) -> None:
         """End the open round, if there is one: with what has come, else alone, for `reason`; or `wait` for it."""
@@ -128,13 +141,6 @@ class OuterRounds:
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._node.fail(error)
 
-    async def _wait_and_merge(self, round: int) -> None:
-        node, began = self._node, self._node.now()
-        mine = await self.freeze(round)
-        pull = await self._pull(round)
-        node.event("idle", cause="partner", seconds=node.now() - began)
-        await self._merge(mine, pull, began, 0)
-
     async def _merge(self, mine: Snapshot, pull: Pull, frozen_at: float, trained: int) -> None:
         """N1 to N3; `trained` inner steps were taken since the snapshot was frozen."""
         node = self._node
@@ -160,18 +166,23 @@ class OuterRounds:
 
     # --- pulling ----------------------------------------------------------------------------------------------------
 
-    async def _pull(self, round: int) -> Pull:
-        """The partner's snapshot of this round, else its newest, else another replica's, else none.
+    def _choose_partner(self, round: int) -> PartnerChoice:
+        """Whom to ask in this round, and why.
 
         A replica that is new to the stage is nobody's partner before its first whole outer interval, and draws its own
         partner at random: the others' pairing does not count it yet.
         """
-        node, members, outer = self._node, self._swarm.members, self._node.manifest.outer
-        found = members.of_stage(node.index, membership.IN_ROUNDS)
+        node, outer = self._node, self._node.manifest.outer
+        found = self._swarm.members.of_stage(node.index, membership.IN_ROUNDS)
         mates = {a.peer_id: a for a in found if a.partner_from_round <= round}
         is_matched = outer.pairing == "matched" and node.advert.partner_from_round <= round
         kind: Literal["matched", "random"] = "matched" if is_matched else "random"
-        chosen, reason = pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng)
+        return PartnerChoice(mates, *pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng))
+
+    async def _pull(self, round: int, choice: PartnerChoice) -> Pull:
+        """The partner's snapshot of this round, else its newest, else another replica's, else none."""
+        node, members = self._node, self._swarm.members
+        mates, chosen, reason = choice
         if chosen is None:
             return Pull("alone", reason)
         failure = "aside"

@@ -120,7 +120,8 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     """A byte-level Llama (FFN four times as wide, heads of 32) on the standard library's text, stage count 1, balanced
     routes, evaluated at the end only.
 
-    `changes` are fields of RunManifest; a mapping replaces single fields of a part, `outer={"gamma": 0.1}`.
+    `changes` are fields of RunManifest; a mapping replaces single fields of a part, `outer={"gamma": 0.1}`. Rounds are
+    waited for, so that nothing is measured but what is varied.
     """
     model = {
         "hidden_size": hidden_size,
@@ -133,16 +134,18 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     }
     fields = RunManifest(stages=1).model_dump() | {"model": {"family": "llama", "config": model}}
     fields |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1, "routing": "balanced"}
+    fields["outer"]["overlap"] = False
     for name, value in [("evaluation", {"every_steps": None, "microbatches": 16}), *changes.items()]:
         fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
     return RunManifest.model_validate(fields)
 
 
-def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: object) -> RunManifest:
-    """A run with as little to compute as there can be; `changes` are fields of RunManifest."""
+def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: Any) -> RunManifest:
+    """A run with as little to compute as there can be, rounds waited for; `changes` are fields of RunManifest."""
     least = {"sequence_length": 1, "microbatch_size": 1, "microbatches_per_step": 1}
     evaluation = {"every_steps": None, "microbatches": 1}
     fields = {"stages": len(replicas), "start_replicas": min(replicas), "seed": seed, "evaluation": evaluation}
+    changes["outer"] = {"overlap": False} | changes.get("outer", {})
     return RunManifest.model_validate(least | fields | changes)
 
 
