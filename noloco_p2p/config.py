@@ -8,18 +8,18 @@ is bounded in size.
 import hashlib
 import json
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from noloco_p2p.core import outer_update as outer_mathematics
+from noloco_p2p.core.block_format import WireCodec
 
 MANIFEST_LIMIT_BYTES = 65_536
 """A manifest in canonical JSON is refused above this size."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
-Dtype = Literal["float64", "float32", "bfloat16"]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -110,6 +110,15 @@ class OuterSettings(Settings):
     """Accept α and γ that violate the stability bound S1 (for experiments)."""
 
 
+class WireSettings(Settings):
+    """How hidden states and gradients travel between stages (`core/block_format`)."""
+
+    forward: WireCodec = "float32"
+    """Hidden states: element type, or codes with a scale for each block: `int8` (8.25 bits a value), `int4` (4.5)."""
+    backward: WireCodec = "float32"
+    """Their gradients, likewise."""
+
+
 class EvaluationSettings(Settings):
     """Validation on held-out data."""
 
@@ -148,12 +157,21 @@ class RunManifest(Settings):
     """The outer round."""
     routing: Literal["random", "balanced", "fixed"] = "random"
     """How the next replica for a microbatch is chosen: at random, in even turns from the seed, or always the same."""
-    wire_dtype: Dtype = "float32"
-    """Element type of hidden states and gradients on the wire."""
+    wire: WireSettings = WireSettings()
+    """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
     """Element type of weights, Adam's moments, φ, δ and snapshots."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """Validation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, values: Any) -> Any:
+        """A manifest of before `wire` has one `wire_dtype` for both directions."""
+        if isinstance(values, dict) and "wire_dtype" in values:
+            both = dict.fromkeys(WireSettings.model_fields, values["wire_dtype"])
+            values = {"wire": both} | {key: value for key, value in values.items() if key != "wire_dtype"}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> "RunManifest":

@@ -68,8 +68,8 @@ class Transport(Protocol):
     async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
         """Send an activation, wait for the gradient at most `activation.header.time_left_s`.
 
-        Fills in the header's `specs` and `digest`. The gradient returned has the shape and dtype of the hidden state
-        sent and the same microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
+        Fills in the header's `specs` and `digest`. The gradient returned is of `activation.gradient_spec`
+        and has the same microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
         """
 
     async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
@@ -128,7 +128,9 @@ class StageState:
     parameters: int
     """Count of parameters that this stage holds."""
     hidden: TensorSpec
-    """Name, wire dtype and B×T×D shape of the hidden states that enter or leave it."""
+    """The hidden states that enter or leave it, as they travel (`core.block_format`)."""
+    gradient: TensorSpec
+    """Their gradients, as they travel."""
     snapshot: TensorSpecs
     """The tensors of its snapshots, in order."""
     replica: TensorSpecs
@@ -142,7 +144,7 @@ class Contribution:
     """What one backward pass gave."""
 
     grad: HostTensor | None
-    """B×T×D for the stage before, in the wire dtype; None at stage 0."""
+    """For the stage before, as it travels; None at stage 0."""
     loss_sum: float
     tokens: int
     counted: bool
@@ -197,10 +199,10 @@ class Stage(Protocol):
     state: StageState
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
-        """Forward with a graph: (graph, `hidden` B×T×D in the wire dtype).
+        """Forward with a graph: (graph, `hidden` as it travels).
 
-        `inputs` is B×T int32 tokens at stage 0, B×T×D hidden states later. Raises Violation when it is not finite or
-        not of this run's shape.
+        `inputs` is B×T int32 tokens at stage 0, hidden states as they travel later. Raises Violation when it is not
+        finite or not of this run's shape.
         """
 
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:

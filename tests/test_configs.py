@@ -71,7 +71,11 @@ def test_the_papers_settings(name: str) -> None:
     assert (inner.beta1, inner.beta2, inner.eps) == (0.9, 0.95, 1e-8)
     assert (outer.alpha, outer.beta, outer.gamma, outer.inner_steps) == (0.5, 0.7, 0.7, 50)
     assert (outer.pairing, manifest.routing) == ("matched", "balanced")
-    assert (manifest.wire_dtype, manifest.compute_dtype) == ("bfloat16", "float32")
+    assert (manifest.wire.forward, manifest.wire.backward, manifest.compute_dtype) == (
+        "bfloat16",
+        "bfloat16",
+        "float32",
+    )
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -1,7 +1,7 @@
 """One pipeline stage in plain synchronous torch: the methods of the Stage port, not awaited.
 
 `device.py` gives it a thread and the port; the simulator calls it directly. Weights, Adam, φ and δ are in
-compute_dtype, hidden states and gradients travel in wire_dtype; on CUDA the passes run under bfloat16 autocast.
+compute_dtype, hidden states and gradients travel as `wire` says; on CUDA the passes run under bfloat16 autocast.
 
 **A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed apart from the
 accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. Compared with `.backward()` that
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, replica_tensors
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator, total_norm
+from noloco_p2p.compute.activation_codec import ActivationCodec
 from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.model import StageModule
@@ -73,7 +74,6 @@ class TorchStage:
         self._audit = audit
         part.causal.to(device)
         self._first, self._last = part.index == 0, part.index == part.stages - 1
-        self._wire = host_tensor.DTYPES[manifest.wire_dtype]
         self._compute = host_tensor.DTYPES[manifest.compute_dtype]
         self._parameters = list(part.parameters.values())
         self._sums = GradientAccumulator(self._parameters)
@@ -84,14 +84,17 @@ class TorchStage:
         self._inner_steps = self._frozen_after = 0
         """Inner steps that these weights have seen, and had seen at the newest snapshot."""
         shape_BT = (manifest.microbatch_size, manifest.sequence_length)
-        hidden = TensorSpec("hidden", manifest.wire_dtype, (*shape_BT, part.hidden_size))
-        self._inputs = TensorSpec("inputs", "int32", shape_BT) if self._first else hidden
+        shape_BTD = (*shape_BT, part.hidden_size)
+        self._hidden = ActivationCodec("hidden", manifest.wire.forward, shape_BTD, self._compute)
+        self._grad = ActivationCodec("grad", manifest.wire.backward, shape_BTD, self._compute)
+        self._inputs = TensorSpec("inputs", "int32", shape_BT)
         self._targets = TensorSpec("targets", "int32", shape_BT)
         self._mask = TensorSpec("mask", "uint8", shape_BT)
         self.state = StageState(
             part.index,
             part.counts[part.index],
-            hidden,
+            self._hidden.spec,
+            self._grad.spec,
             self._slow.specs,
             replica_tensors.specs(REPLICA_KINDS, self._slow.parameters),
             tuple(2 * count * self._compute.itemsize for count in part.counts),
@@ -109,22 +112,21 @@ class TorchStage:
             hidden_BTD = self._part(leaf, self._mask_on_device(mask))
         graph = next(self._handles)
         self._graphs[graph] = KeptGraph(leaf, hidden_BTD)
-        return graph, host_tensor.from_torch("hidden", self._to_host(hidden_BTD))
+        return graph, self._sent(hidden_BTD)
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward through a kept graph, as in the port.
 
         A gradient that is not finite, or comes from where something was not, gives `finite` False. Raises Violation,
-        with the graph still kept, when it has another shape than the hidden state or claims more tokens than a
-        microbatch has.
+        with the graph still kept, when it is not in the run's codec or claims more tokens than a microbatch has.
         """
-        wire_BTD = host_tensor.check(gradient.grad, self.state.hidden)
+        wire = self._grad.check(gradient.grad)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
         kept = self._graphs.pop(graph)  # only now: after a Violation another replica is asked for the same gradient
-        if not (gradient.finite and isfinite(gradient.loss_sum) and host_tensor.is_finite(wire_BTD)):
+        if not (gradient.finite and isfinite(gradient.loss_sum) and self._grad.is_finite(wire)):
             return self._nothing(microbatch)
-        grad_BTD = self._to_device(wire_BTD).to(kept.hidden.dtype)
+        grad_BTD = self._grad.decode(self._to_device(wire)).to(kept.hidden.dtype)
         return self._contribute(
             AccumulatedMicrobatch(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD
         )
@@ -153,7 +155,7 @@ class TorchStage:
             return LossSum(float(loss), tokens)
         with self._autocast():
             hidden_BTD = self._part(leaf, self._mask_on_device(mask))
-        return host_tensor.from_torch("hidden", self._to_host(hidden_BTD))
+        return self._sent(hidden_BTD)
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, AdamW, as in the port. `busy_s` is left 0 for the device to fill in.
@@ -227,10 +229,10 @@ class TorchStage:
         grad = None
         if not self._first:
             leaf_grad = grads.pop(0)
-            wire_BTD = self._to_host(torch.zeros_like(leaf) if leaf_grad is None else leaf_grad)
-            if not host_tensor.is_finite(wire_BTD):
+            wire = self._to_host(self._grad.encode(torch.zeros_like(leaf) if leaf_grad is None else leaf_grad))
+            if not self._grad.is_finite(wire):
                 return self._nothing(added.microbatch)
-            grad = host_tensor.from_torch("grad", wire_BTD)
+            grad = host_tensor.from_torch("grad", wire)
         if counted:
             if not isfinite(total_norm([one for one in grads if one is not None])):
                 return self._nothing(added.microbatch)
@@ -242,10 +244,7 @@ class TorchStage:
         counted = not self._sums.is_spent(microbatch)
         if counted:
             self._sums.add(AccumulatedMicrobatch(microbatch, 0, 0.0), ())
-        zero = None
-        if not self._first:
-            zero = host_tensor.from_torch("grad", torch.zeros(self.state.hidden.shape, dtype=self._wire))
-        return Contribution(zero, 0.0, 0, counted, finite=False)
+        return Contribution(None if self._first else self._grad.zeros(), 0.0, 0, counted, finite=False)
 
     def _loss(self, leaf: Tensor, targets: HostTensor, mask: HostTensor | None) -> tuple[Tensor, int]:
         """Cross entropy summed over the targets that count, in float32 or more, and their number."""
@@ -262,13 +261,14 @@ class TorchStage:
 
     def _leaf(self, inputs: HostTensor) -> Tensor:
         """The checked input on the device: B×T tokens, or a B×T×D leaf in compute_dtype that wants its gradient."""
-        values = host_tensor.check(inputs, self._inputs)
         if self._first:
-            self._check_ids("inputs", values)
-            return self._to_device(values).long()
-        if not host_tensor.is_finite(values):
+            ids_BT = host_tensor.check(inputs, self._inputs)
+            self._check_ids("inputs", ids_BT)
+            return self._to_device(ids_BT).long()
+        wire = self._hidden.check(inputs)
+        if not self._hidden.is_finite(wire):
             raise Violation("hidden: not finite")
-        return self._to_device(values).to(self._compute).requires_grad_(torch.is_grad_enabled())
+        return self._hidden.decode(self._to_device(wire)).requires_grad_(torch.is_grad_enabled())
 
     def _check_ids(self, name: str, ids_BT: Tensor) -> None:
         least, most = torch.aminmax(ids_BT)
@@ -283,9 +283,12 @@ class TorchStage:
             return values
         return values.pin_memory().to(self._device, non_blocking=True)
 
-    def _to_host(self, values: Tensor) -> Tensor:
-        """In wire_dtype, in host memory; on CUDA through a pinned buffer."""
-        wire = values.detach().to(self._wire)
+    def _sent(self, hidden_BTD: Tensor) -> HostTensor:
+        """A stage's output as it travels; encoded on the device, so that less of it is copied."""
+        return host_tensor.from_torch("hidden", self._to_host(self._hidden.encode(hidden_BTD)))
+
+    def _to_host(self, wire: Tensor) -> Tensor:
+        """In host memory; on CUDA through a pinned buffer."""
         if self._device.type == "cpu":
             return wire
         buffer = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=True)

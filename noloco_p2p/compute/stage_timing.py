@@ -5,9 +5,11 @@ import time
 
 import torch
 
-from noloco_p2p.compute import host_tensor, model_family
+from noloco_p2p.compute import host_tensor
+from noloco_p2p.compute.activation_codec import ActivationCodec
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.hardware import pick_device
+from noloco_p2p.compute.model_family import make_config
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
 
@@ -19,10 +21,14 @@ def time_stage(manifest: RunManifest, index: int, device: str, *, limit_s: float
     `make_torch_stage`.
     """
     stage, batch = make_torch_stage(manifest, index, "bench", device=device, self_test=False), random_batch(manifest)
-    spec = stage.state.hidden
-    values_BTD = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0)).to(host_tensor.DTYPES[spec.dtype])
-    flow = batch.inputs if index == 0 else host_tensor.from_torch("hidden", values_BTD)
-    grad = host_tensor.from_torch("grad", values_BTD)
+    shape_BTD = (manifest.microbatch_size, manifest.sequence_length, int(make_config(manifest.model).hidden_size))
+    values_BTD = torch.randn(shape_BTD, generator=torch.Generator().manual_seed(0))
+    codecs = (("hidden", manifest.wire.forward), ("grad", manifest.wire.backward))
+    hidden, grad = (
+        host_tensor.from_torch(name, ActivationCodec(name, codec, shape_BTD, values_BTD.dtype).encode(values_BTD))
+        for name, codec in codecs
+    )
+    flow = batch.inputs if index == 0 else hidden
     took: list[float] = []
     give_up_at = time.perf_counter() + limit_s
     for number in range(repeats + 1):
@@ -45,7 +51,7 @@ def random_batch(manifest: RunManifest) -> Batch:
     """Random tokens of the vocabulary, the same on every machine."""
     generator = torch.Generator().manual_seed(0)
     shape = (manifest.microbatch_size, manifest.sequence_length + 1)
-    vocabulary = model_family.make_config(manifest.model).vocab_size
+    vocabulary = make_config(manifest.model).vocab_size
     tokens = torch.randint(0, vocabulary, shape, generator=generator, dtype=torch.int32)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return Batch(host_tensor.from_torch("inputs", inputs), host_tensor.from_torch("targets", targets))

@@ -4,7 +4,7 @@ Shape legend: B microbatch size, T sequence length, D hidden size.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -99,11 +99,18 @@ class Activation:
 
     header: Header
     hidden: HostTensor
-    """`hidden`, B×T×D, in the run's wire dtype."""
+    """`hidden`, B×T×D in the run's codec (`core.block_format`)."""
     targets: HostTensor
     """`targets`, B×T, int32; −100 is ignored by the loss."""
     mask: HostTensor | None = None
     """`mask`, B×T, uint8, 1 where a token may be attended to; None when every token may."""
+    gradient: TensorSpec | None = field(default=None, kw_only=True)
+    """What must come back; it is not sent. None: a tensor like `hidden`."""
+
+    @property
+    def gradient_spec(self) -> TensorSpec:
+        """The one tensor of the reply."""
+        return self.gradient or self.hidden.spec._replace(name="grad")
 
     @property
     def tensors(self) -> tuple[HostTensor, ...]:
@@ -117,7 +124,7 @@ class Gradient:
 
     microbatch: MicrobatchId
     grad: HostTensor
-    """`grad`, B×T×D: shape and dtype of the activation's hidden."""
+    """`grad`, B×T×D in the run's codec of gradients."""
     loss_sum: float
     """Nats, summed over the tokens that count."""
     tokens: int

@@ -83,9 +83,8 @@ class RpcHandler:
             raise Busy(f"{node.replica} is {state}")
         if node.draining or state not in ("training", "finished"):
             raise Declined(f"{node.replica} is {'leaving' if node.draining else state}")
-        hidden = node.stage.state.hidden
-        rows = hidden.shape[:2]
-        expected = (hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))
+        rows = (node.manifest.microbatch_size, node.manifest.sequence_length)
+        expected = (node.stage.state.hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))
         if header.specs not in (expected, expected[:2]):
             raise Violation(f"an activation of this run is {expected[:2]} with or without a mask, not {header.specs}")
         if not (isfinite(header.time_left_s) and header.time_left_s > 0):

@@ -76,9 +76,10 @@ class LinearStage:
         self._used: list[CountedMicrobatch] = []
         rows = (manifest.microbatch_size, manifest.sequence_length)
         self._targets = TensorSpec("targets", "int32", rows)
-        snapshot, hidden = _specs(("slow", "delta")), TensorSpec("hidden", "float64", (*rows, 1))
+        snapshot, replica = _specs(("slow", "delta")), _specs(REPLICA_KINDS)
+        hidden, grad = (TensorSpec(name, "float64", (*rows, 1)) for name in ("hidden", "grad"))
         every_bytes = (sum(spec.nbytes for spec in snapshot),) * manifest.stages
-        self.state = StageState(index, len(NAMES), hidden, snapshot, _specs(REPLICA_KINDS), every_bytes)
+        self.state = StageState(index, len(NAMES), hidden, grad, snapshot, replica, every_bytes)
 
     @property
     def open_graphs(self) -> int:
@@ -95,7 +96,7 @@ class LinearStage:
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """See `ports.Stage`. Raises AssertionError when the weights have changed since the forward pass."""
-        if gradient.grad.spec[1:] != self.state.hidden[1:]:
+        if gradient.grad.spec[1:] != self.state.gradient[1:]:
             raise Violation(f"a gradient of {gradient.grad.spec}")
         version, inputs = self._graphs.pop(graph)
         assert version == self.version, f"{microbatch}: forward with weights {version}, backward with {self.version}"

@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 from noloco_p2p.config import (
     CheckpointSettings,
     DirectorySettings,
-    Dtype,
     EvaluationSettings,
     InnerSettings,
     LimitSettings,
@@ -20,6 +19,7 @@ from noloco_p2p.config import (
     Positive,
     Seconds,
     Settings,
+    WireSettings,
 )
 from noloco_p2p.errors import ConfigError
 
@@ -75,8 +75,8 @@ class WorkloadSettings(Settings):
     """T: tokens of a sample."""
     hidden_size: Positive = 2048
     """D: numbers per token that travel between two stages."""
-    wire_dtype: Dtype = "bfloat16"
-    """Element type of hidden states and gradients on the wire."""
+    wire: WireSettings = WireSettings(forward="bfloat16", backward="bfloat16")
+    """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
     """Element type of weights and snapshots."""
     parameters_per_stage: Positive | tuple[Positive, ...] = 300_000_000

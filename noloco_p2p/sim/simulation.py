@@ -5,7 +5,8 @@ outcome = swarm.run()
 """
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import REPLICA_KINDS
+from noloco_p2p.core.block_format import wire_spec
+from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.links import Access, Geography, Link, LossyCalls, MessageSizes, Regions, Uniform, VariedAccess
@@ -13,9 +14,6 @@ from noloco_p2p.sim.scenario import Scenario, of_stage
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan
 
-NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-TOKEN_BYTES = 4
-"""A target on the wire."""
 BYTES_PER_MEGABIT = 1e6 / 8
 
 
@@ -51,12 +49,12 @@ def manifest_of(scenario: Scenario, seed: int) -> RunManifest:
 def sizes_of(scenario: Scenario) -> MessageSizes:
     """What the messages of the run that is simulated weigh."""
     work, tokens = scenario.workload, scenario.tokens_per_microbatch
-    hidden_bytes = tokens * work.hidden_size * NUMBER_BYTES[work.wire_dtype]
-    number_bytes = NUMBER_BYTES[work.compute_dtype]
+    shape_BTD = (work.microbatch_size, work.sequence_length, work.hidden_size)
+    number_bytes = ITEM_BYTES[work.compute_dtype]
     counts = [int(of_stage(work.parameters_per_stage, stage)) for stage in range(len(scenario.replicas))]
     return MessageSizes(
-        activation_bytes=hidden_bytes + tokens * TOKEN_BYTES,
-        gradient_bytes=hidden_bytes,
+        activation_bytes=wire_spec("hidden", work.wire.forward, shape_BTD).nbytes + tokens * ITEM_BYTES["int32"],
+        gradient_bytes=wire_spec("grad", work.wire.backward, shape_BTD).nbytes,
         snapshot_bytes=tuple(2 * number_bytes * count for count in counts),
         state_bytes=tuple(len(REPLICA_KINDS) * number_bytes * count for count in counts),
     )

@@ -35,7 +35,7 @@ def hidden(values: Tensor) -> HostTensor:
 
 
 def test_state_says_what_travels() -> None:
-    first, last = make_stages(make_manifest(dtype="float32", wire_dtype="bfloat16"))
+    first, last = make_stages(make_manifest(dtype="float32", wire={"forward": "bfloat16", "backward": "bfloat16"}))
     assert first.state.hidden == ("hidden", "bfloat16", (2, 8, 32)) == last.state.hidden
     names = list(first.parameters)
     assert [spec.name for spec in first.state.snapshot] == [f"slow/{n}" for n in names] + [f"delta/{n}" for n in names]
@@ -167,7 +167,7 @@ def test_a_gradient_of_another_shape_is_a_violation_and_keeps_the_graph() -> Non
     stages = make_stages(make_manifest())
     graph, flow = stages[0].forward(make_batch(1).inputs, None)
     wrong = Gradient(microbatch(1), hidden(torch.zeros(2, 8, 31, dtype=torch.float64)), 1.0, 1, ())
-    with pytest.raises(Violation, match="hidden: got"):
+    with pytest.raises(Violation, match="grad: got"):
         stages[0].backward(graph, microbatch(1), wrong)
     with pytest.raises(Violation, match="claims 17 tokens"):
         stages[0].backward(graph, microbatch(1), zero_gradient(stages[0], 17, 0.0))

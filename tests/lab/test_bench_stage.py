@@ -95,7 +95,7 @@ def test_the_last_stage_which_does_all_in_one_has_a_backward_of_what_is_left(mon
 
 
 def test_a_narrow_wire_shows_in_the_deviation() -> None:
-    manifest = make_manifest("llama", 3, dtype="float32", wire_dtype="bfloat16")
+    manifest = make_manifest("llama", 3, dtype="float32", wire={"forward": "bfloat16", "backward": "int8"})
     found: dict[str, Any] = bench.run("cpu", manifest=manifest, repeats=1)
     assert 1e-4 < found["gradient_deviation"] < 0.2
 

@@ -212,4 +212,4 @@ def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
     assert all(len(row) == 4 and len(row[3]) > 10 for row in rows)
     assert "| `outer.alpha` | number ≥ 0, < 1 | `0.5` | α, the outer momentum. |" in text
     assert "| `evaluation.every_steps` | whole number ≥ 1 or none | `250` |" in text
-    assert '| `wire_dtype` | `float64`, `float32`, `bfloat16` | `"float32"` |' in text
+    assert '| `wire.backward` | `float64`, `float32`, `bfloat16`, `int8`, `int4` | `"float32"` |' in text

@@ -38,7 +38,7 @@ def settings(family: str, home: Path) -> dict[str, object]:
         "inner": {"peak_learning_rate": 1e-2, "clip_norm": 0.76 if family == "gpt2" else 0.7},
         "outer": {"inner_steps": 3, "partner_wait_s": 60.0},
         "routing": "balanced",
-        "wire_dtype": "float64",
+        "wire": {"forward": "float64", "backward": "float64"},
         "compute_dtype": "float64",
         "evaluation": {"every_steps": None, "microbatches": 1},
         "data_files": [str(home / "*.parquet")],

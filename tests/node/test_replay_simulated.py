@@ -12,7 +12,7 @@ from torch import Tensor
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest
+from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
 from noloco_p2p.core import outer_update
 from noloco_p2p.core.messages import Gradient, MicrobatchId, PeerId, Snapshot
 from noloco_p2p.ports import Contribution, MergeResult
@@ -39,7 +39,7 @@ def lockstep(family: str) -> RunManifest:
         inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7),
         outer=OuterSettings(inner_steps=3, partner_wait_s=60.0),
         routing="balanced",
-        wire_dtype="float64",
+        wire=WireSettings(forward="float64", backward="float64"),
         compute_dtype="float64",
         evaluation=EvaluationSettings(every_steps=None, microbatches=1),
     )

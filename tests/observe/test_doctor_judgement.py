@@ -44,7 +44,7 @@ MEGABYTE = 1_000_000
 
 def expected(following: StageLinks | None, max_in_flight: int, stage: int = 0, stages: int = 2) -> tuple[float, str]:
     """Microbatches per second of a stage that takes 0.1 s for one, whose hidden states have 1 MB."""
-    return expected_rate(0.1, MEGABYTE, stage, stages - 1 - stage, following, max_in_flight)
+    return expected_rate(0.1, (MEGABYTE, MEGABYTE), stage, stages - 1 - stage, following, max_in_flight)
 
 
 def test_a_fast_link_leaves_the_device_as_the_bound() -> None:

@@ -33,7 +33,7 @@ def manifest(**changes: object) -> RunManifest:
         "inner": {"peak_learning_rate": 1e-2},
         "outer": {"inner_steps": M},
         "routing": "balanced",
-        "wire_dtype": "float64",
+        "wire": {"forward": "float64", "backward": "float64"},
         "compute_dtype": "float64",
         "evaluation": {"every_steps": 4, "microbatches": 2},
     }

@@ -15,7 +15,7 @@ from reference import Tensors, whole_model
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-from noloco_p2p.config import InnerSettings, ModelSettings, OuterSettings, RunManifest
+from noloco_p2p.config import InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
 from noloco_p2p.core.pairing import matching
 from noloco_p2p.core.routing import balanced_owner
 from noloco_p2p.core.schedule import learning_rate
@@ -59,7 +59,7 @@ def run_manifest(family: str, *, overlap: bool = False) -> RunManifest:
         inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=1.05),
         outer=OuterSettings(inner_steps=2, overlap=overlap),
         routing="balanced",
-        wire_dtype="float64",
+        wire=WireSettings(forward="float64", backward="float64"),
         compute_dtype="float64",
     )
 

@@ -61,7 +61,8 @@ SIZES: dict[str, dict[str, Any]] = {
 def make_manifest(family: str = "llama", stages: int = 2, *, dtype: str = "float64", **fields: Any) -> RunManifest:
     """A run on small microbatches of 2 × 8 tokens."""
     model = ModelSettings(family=family, config=SIZES[family])
-    values = {"microbatch_size": 2, "sequence_length": 8, "wire_dtype": dtype, "compute_dtype": dtype, **fields}
+    wire = {"forward": dtype, "backward": dtype}
+    values = {"microbatch_size": 2, "sequence_length": 8, "wire": wire, "compute_dtype": dtype, **fields}
     return RunManifest(model=model, stages=stages, **values)
 
 

@@ -29,7 +29,8 @@ from noloco_p2p.io.transport.frame_codec import packed, unpacked
 
 MESSAGE_CHARACTERS = 500
 """Longest text of a refusal that is sent, or believed."""
-HIDDEN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
+HIDDEN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16", "uint8"})
+"""uint8: codes with their scales (core.block_format)."""
 
 KINDS: dict[type[NolocoError], pb.Refusal.Kind.ValueType] = {
     Busy: pb.Refusal.KIND_BUSY,
@@ -124,8 +125,9 @@ def to_activation(activation: Activation, time_left_s: float) -> Iterator[bytes]
 
 
 def fits_one_message(activation: Activation) -> bool:
-    """Its tensors fit one message, and so does a gradient of the hidden state's size."""
-    return sum(tensor.data.nbytes for tensor in activation.tensors) <= wire.PACK_BYTES
+    """Its tensors fit one message, and so does the gradient that comes back."""
+    there = sum(tensor.data.nbytes for tensor in activation.tensors)
+    return max(there, activation.gradient_spec.nbytes) <= wire.PACK_BYTES
 
 
 def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int, call_left_s: float) -> Header:
@@ -155,17 +157,21 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int, call
 
 
 def _check_specs(specs: tuple[TensorSpec, ...]) -> None:
-    """`hidden` B×T×D floating, `targets` B×T int32, perhaps `mask` B×T uint8."""
+    """`hidden` B×T×D floating or bytes, `targets` B×T int32, perhaps `mask` B×T uint8."""
     hidden, batch = specs[:1], specs[1:]
     rest = (("targets", "int32"), ("mask", "uint8"))[: max(1, len(batch))]
+    rows = batch[0].shape if batch else ()
     if (
         [spec.name for spec in hidden] != ["hidden"]
         or hidden[0].dtype not in HIDDEN_DTYPES
-        or len(hidden[0].shape) != 3
-        or [tuple(spec) for spec in batch] != [(name, dtype, hidden[0].shape[:2]) for name, dtype in rest]
+        or len(rows) != 2
+        or (len(hidden[0].shape) != 1 if hidden[0].dtype == "uint8" else hidden[0].shape[:-1] != rows)
+        or [tuple(spec) for spec in batch] != [(name, dtype, rows) for name, dtype in rest]
     ):
         shown = ", ".join(f"{s.name[:32]} {s.dtype} {s.shape}" for s in specs[:4])
-        raise Violation(f"an activation is hidden B×T×D, targets B×T int32 and at most mask B×T uint8, not: {shown}")
+        raise Violation(
+            f"an activation is hidden B×T×D or bytes, targets B×T int32 and at most mask B×T uint8, not: {shown}"
+        )
 
 
 def to_gradient(gradient: Gradient) -> Iterator[bytes]:
@@ -246,7 +252,7 @@ class GradientReader(ReplyReader[pb.Reply, Gradient]):
     def __init__(self, activation: Activation) -> None:
         super().__init__(pb.Reply)
         self._microbatch = activation.header.microbatch
-        self._spec = activation.hidden.spec._replace(name="grad")
+        self._spec = activation.gradient_spec
         self._head = pb.GradientHeader()
 
     def _begin(self, message: pb.Reply) -> tuple[TensorSpec, ...]:

@@ -17,7 +17,7 @@ from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.model import make_stage_module
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.compute.stage_timing import random_batch, synchronise
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import RunManifest, WireSettings
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
 from noloco_p2p.lab.processes import peak_bytes
 from noloco_p2p.lab.sample_stats import Stopwatch
@@ -42,7 +42,7 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
     batch = random_batch(manifest)
     stages = _make_stages(manifest, str(chosen))
     loss, grads = _gradients(stages, batch)
-    wide = manifest.model_copy(update={"wire_dtype": "float32", "compute_dtype": "float32"})
+    wide = manifest.model_copy(update={"wire": WireSettings(), "compute_dtype": "float32"})
     expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch)
     took = measure(stages, batch, _plain(manifest, chosen, batch), chosen, repeats)
     *earlier, last = every = range(manifest.stages)

@@ -160,10 +160,10 @@ class FinishedTraining:
         return sums
 
     def _bytes_between_stages(self, loads: Mapping[PeerId, int]) -> dict[str, int]:
-        hidden = _torch_stage(self.stages[0][0]).state.hidden.nbytes
+        state = _torch_stage(self.stages[0][0]).state
         targets = ITEM_BYTES["int32"] * self.plan.manifest.microbatch_size * self.plan.manifest.sequence_length
         hops = sum(loads[node.peer] for nodes in self.stages[1:] for node in nodes)
-        return {"activation": hops * (hidden + targets), "gradient": hops * hidden}
+        return {"activation": hops * (state.hidden.nbytes + targets), "gradient": hops * state.gradient.nbytes}
 
 
 def _waiting(node: SimProcess, ended_at_s: float) -> float:

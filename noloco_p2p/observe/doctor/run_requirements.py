@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS, Advert
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
 from noloco_p2p.humanize import short_id, size_text
@@ -211,9 +212,11 @@ class RunRequirements:
         from noloco_p2p.compute.model_family import make_config
 
         (device_s, origin), (mates, following), run = measured, links, self.manifest
-        tokens, width = run.microbatch_size * run.sequence_length, int(make_config(run.model).hidden_size)
-        hidden_bytes, below = tokens * width * ITEM_BYTES[run.wire_dtype], run.stages - 1 - stage
-        rate, bound = expected_rate(device_s, hidden_bytes, stage, below, following, self.local.limits.max_in_flight)
+        tokens, below = run.microbatch_size * run.sequence_length, run.stages - 1 - stage
+        shape_BTD = (run.microbatch_size, run.sequence_length, int(make_config(run.model).hidden_size))
+        hidden, grad = wire_spec("hidden", run.wire.forward, shape_BTD), wire_spec("grad", run.wire.backward, shape_BTD)
+        wire_bytes = (hidden.nbytes, grad.nbytes)
+        rate, bound = expected_rate(device_s, wire_bytes, stage, below, following, self.local.limits.max_in_flight)
         self.report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate * tokens}
         expected = f"at stage {stage} about {rate * tokens:,.0f} tokens/s are to be expected, bounded by {bound}"
         self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of the device per microbatch, {origin}")
@@ -261,20 +264,25 @@ def _checkpoints_bytes(home: Path) -> int:
 
 
 def expected_rate(
-    device_s: float, hidden_bytes: int, stage: int, below: int, following: StageLinks | None, max_in_flight: int
+    device_s: float,
+    wire_bytes: tuple[int, int],
+    stage: int,
+    below: int,
+    following: StageLinks | None,
+    max_in_flight: int,
 ) -> tuple[float, str]:
     """(microbatches per second of one replica, what bounds it: `device`, `link`, or `places in flight`).
 
-    `device_s` is what a microbatch takes; `hidden_bytes`: B·T·D in the wire dtype, what goes to the next stage, and
-    what comes back. `below` stages follow; `following` are the links to the first of them, None where nothing was
+    `device_s` is what a microbatch takes; `wire_bytes`: what goes to the next stage, and what comes
+    back. `below` stages follow; `following` are the links to the first of them, None where nothing was
     measured. Links and devices further down are taken to be like those.
     """
     bounds = {"device": 1.0 / device_s}
     if following is not None and below > 0:
         sending_s = 0.0
         if following.bytes_per_s is not None:
-            bounds["link"] = following.bytes_per_s / (hidden_bytes * (1 if stage == 0 else 2))
-            sending_s = 2 * hidden_bytes / following.bytes_per_s
+            bounds["link"] = following.bytes_per_s / (max(wire_bytes) if stage == 0 else sum(wire_bytes))
+            sending_s = sum(wire_bytes) / following.bytes_per_s
         bounds["places in flight"] = max_in_flight / (
             device_s + below * (following.round_trip_s + sending_s + device_s)
         )
