@@ -40,6 +40,8 @@ class CollectedReplica:
 class CollectedWeights:
     """What an export is made from: replicas of every stage, all at the same outer round."""
 
+    run_id: str
+    """Not that of `manifest` where an earlier version wrote it."""
     manifest: RunManifest
     round: int
     stages: tuple[tuple[CollectedReplica, ...], ...]
@@ -81,7 +83,7 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
         if (stage, peer) not in taken:
             why = "one replica of the stage is enough" if one else f"its newest checkpoint is of round {held}"
             say(f"not used: {peer} of stage {stage}: {why}")
-    return CollectedWeights(manifest, round, stages)
+    return CollectedWeights(checkpoints[0].manifest.run_id, manifest, round, stages)
 
 
 def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:
@@ -128,12 +130,12 @@ def _manifest(checkpoints: Sequence[CheckpointFiles]) -> RunManifest:
     """The run's manifest, from any of the nodes' directories. Raises LocalError."""
     run_id = checkpoints[0].manifest.run_id
     for home in dict.fromkeys(map(_home, checkpoints)):
-        manifest = run_files.stored_manifest(home)
-        if manifest is not None and manifest.run_id != run_id:
-            where = f"{home / run_files.MANIFEST} is of run {manifest.run_id[:12]}"
+        found = run_files.stored_run(home)
+        if found is not None and found[0] != run_id:
+            where = f"{home / run_files.MANIFEST} is of run {found[0][:12]}"
             raise LocalError(f"{where}, the checkpoints beside it are of {run_id[:12]}")
-        if manifest is not None:
-            return manifest
+        if found is not None:
+            return found[1]
     missing = _home(checkpoints[0]) / run_files.MANIFEST
     raise LocalError(f"{missing} is not there, nor in the other directories: without it the model is not known")
 

@@ -41,7 +41,7 @@ def run_export(
     for stage, mine in enumerate(found.stages):
         peers = ", ".join(f"{replica.peer} (step {replica.step})" for replica in mine)
         print(f"stage {stage}: {'mean of ' if len(mine) > 1 else ''}{peers}")
-    print(f"run {found.manifest.run_id}, outer round {found.round} → {out}")
+    print(f"run {found.run_id}, outer round {found.round} → {out}")
 
 
 def _collected(join: Sequence[str], directories: Sequence[Path], *, one: bool) -> "CollectedWeights":
@@ -77,7 +77,7 @@ def _write(found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir
             exported_model.write_model(manifest, weights, place, eos)
             done()
     record = {
-        "run_id": manifest.run_id,
+        "run_id": found.run_id,
         "round": found.round,
         "step": max(replica.step for mine in found.stages for replica in mine),
         "merge": merge,

@@ -123,7 +123,7 @@ def common(manifest: RunManifest, found: Sequence[CollectedReplica]) -> Collecte
     for round in sorted({replica.round for replica in found}, reverse=True):
         here = [[r for r in by_peer if (r.round, r.stage) == (round, stage)] for stage in range(manifest.stages)]
         if all(here):
-            return CollectedWeights(manifest, round, tuple(map(tuple, here)))
+            return CollectedWeights(manifest.run_id, manifest, round, tuple(map(tuple, here)))
     return None
 
 

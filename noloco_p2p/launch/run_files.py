@@ -1,6 +1,7 @@
 """A node's directory: its identity, the run that it belongs to, and what it writes for its launcher and its owner."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -35,10 +36,23 @@ def own_identity(home: Path | None) -> Identity:
 
 
 def stored_manifest(directory: Path) -> RunManifest | None:
-    """The run that this directory belongs to; None for a fresh one. Raises LocalError (unreadable, damaged)."""
+    """The run that this directory belongs to; None for a fresh one. Raises LocalError (see `stored_run`).
+
+    Of an earlier version's run too: with the keys of this version it would be another run, without its checkpoints.
+    """
+    found = stored_run(directory)
+    if found is not None and found[0] != found[1].run_id:
+        raise LocalError(f"{directory / MANIFEST} was written by another version: name another directory")
+    return found and found[1]
+
+
+def stored_run(directory: Path) -> tuple[str, RunManifest] | None:
+    """The id and the settings of the run that this directory belongs to, whichever version wrote it; None for a fresh
+    one. Raises LocalError (unreadable, damaged)."""
     path = directory / MANIFEST
     try:
-        return settings.manifest_from_json(path.read_bytes())
+        data = path.read_bytes()
+        return hashlib.sha256(data).hexdigest(), settings.manifest_from_json(data)
     except FileNotFoundError:
         return None
     except Violation as error:

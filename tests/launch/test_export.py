@@ -1,5 +1,6 @@
 """The model taken home from checkpoints: its logits, its mean, its files, and what is refused."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
 from noloco_p2p.launch.export import run_export
+from noloco_p2p.launch.run_files import stored_manifest
 
 
 def weights_in(directory: Path) -> dict[str, Tensor]:
@@ -185,3 +188,20 @@ def test_the_tokenizer_is_that_of_the_training_data(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == BYTES.eos
     assert (model.dtype, model.config.architectures) == (torch.float32, ["LlamaForCausalLM"])
+
+
+def test_a_run_of_before_the_setting_of_the_wire_is_exported_and_not_continued(tmp_path: Path) -> None:
+    fields = small_run(stages=1).model_dump(mode="json")
+    del fields["wire"]
+    older = json.dumps(fields | {"wire_dtype": "bfloat16"}, sort_keys=True, separators=(",", ":")).encode()
+    run_id = hashlib.sha256(older).hexdigest()
+    manifest = small_run(stages=1)
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3, run_id=run_id)
+    (tmp_path / "a" / "manifest.json").write_bytes(older)
+    out = exported(tmp_path, tmp_path / "out")
+    record = json.loads((out / "noloco.json").read_text())
+    assert record["run_id"] == run_id
+    assert record["manifest"]["wire"] == {"forward": "bfloat16", "backward": "bfloat16"}
+    assert RunManifest.model_validate_json(older).wire.backward == "bfloat16"
+    with pytest.raises(LocalError, match="written by another version"):
+        stored_manifest(tmp_path / "a")

@@ -10,10 +10,12 @@ from reference import TOLERANCE, Report, float64_rmsnorm, replay, require_variet
 from torch import Tensor
 
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
+from noloco_p2p.compute.activation_codec import ActivationCodec
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
 from noloco_p2p.core import outer_update
+from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.messages import Gradient, MicrobatchId, PeerId, Snapshot
 from noloco_p2p.ports import Contribution, MergeResult
 from noloco_p2p.sim.process import Outcome
@@ -21,11 +23,12 @@ from noloco_p2p.sim.stage import SyncStage
 from noloco_p2p.sim.world import SimPlan, SimSwarm, StageFactory, peer_id
 
 STAGES, REPLICAS = 2, 3
+EXACT = WireSettings(forward="float64", backward="float64")
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 PEERS = {peer_id(stage, replica): stage for stage in range(STAGES) for replica in range(REPLICAS)}
 
 
-def lockstep(family: str) -> RunManifest:
+def lockstep(family: str, wire: WireSettings = EXACT) -> RunManifest:
     """Three outer rounds of three steps, all members there before the first one, the clip binding now and then."""
     return RunManifest(
         seed=5,
@@ -39,7 +42,7 @@ def lockstep(family: str) -> RunManifest:
         inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7),
         outer=OuterSettings(inner_steps=3, partner_wait_s=60.0),
         routing="balanced",
-        wire=WireSettings(forward="float64", backward="float64"),
+        wire=wire,
         compute_dtype="float64",
         evaluation=EvaluationSettings(every_steps=None, microbatches=1),
     )
@@ -73,6 +76,19 @@ def test_a_simulated_run_computes_the_algorithm(tmp_path: Path, family: str) -> 
     require_variety(report)
     assert report.deviations.keys() >= {"slow", "fast", "momentum", "adam_mean", "adam_square", "loss"}
     assert max(report.deviations.values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "forward", "backward"), [("llama", "int8", "int8"), ("gpt2", "int4", "int4")])
+def test_a_run_with_a_narrow_wire_computes_the_algorithm(
+    tmp_path: Path, family: str, forward: WireCodec, backward: WireCodec
+) -> None:
+    manifest = lockstep(family, WireSettings(forward=forward, backward=backward))
+    simulate(manifest, tmp_path)
+    report = replayed(manifest, tmp_path)
+    require_variety(report)
+    assert max(report.deviations.values()) <= TOLERANCE
+    with pytest.raises(AssertionError, match="deviates by"):
+        replayed(lockstep(family), tmp_path)
 
 
 def sign_of_beta(patch: pytest.MonkeyPatch) -> None:
@@ -125,6 +141,11 @@ def clip_over_the_whole_model(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientAccumulator, "mean", lambda self, tokens, clip_norm: right(self, tokens, clip_norm / 2**0.5))
 
 
+def decoded_without_the_mean(patch: pytest.MonkeyPatch) -> None:
+    right = ActivationCodec.decode
+    patch.setattr(ActivationCodec, "decode", lambda self, wire: right(self, wire) - right(self, wire).mean((0, 1)))
+
+
 def adam_reset(patch: pytest.MonkeyPatch) -> None:
     right = TorchStage.merge
 
@@ -152,6 +173,7 @@ def division_by_microbatches(patch: pytest.MonkeyPatch) -> None:
         lost,
         counted_twice,
         clip_over_the_whole_model,
+        decoded_without_the_mean,
         adam_reset,
         division_by_microbatches,
     ],

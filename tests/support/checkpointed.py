@@ -53,12 +53,14 @@ def make_replica(manifest: RunManifest, stage: int, peer: str) -> TorchStage:
     return made
 
 
-def save(manifest: RunManifest, home: Path, stage: TorchStage, peer: str, round: int, step: float = 7.5) -> None:
-    """What a node leaves in its directory."""
+def save(
+    manifest: RunManifest, home: Path, stage: TorchStage, peer: str, round: int, step: float = 7.5, run_id: str = ""
+) -> None:
+    """What a node leaves in its directory; `run_id`: that of the checkpoint, if not the manifest's."""
     home.mkdir(parents=True, exist_ok=True)
     (home / "manifest.json").write_bytes(manifest.canonical_json())
     checkpoint = Checkpoint(stage.capture(round, step, 7), None, random.Random(0).getstate())
-    asyncio.run(FileCheckpoints(home, manifest.run_id, peer, 3).save(checkpoint))
+    asyncio.run(FileCheckpoints(home, run_id or manifest.run_id, peer, 3).save(checkpoint))
 
 
 def save_swarm(manifest: RunManifest, run: Path, replicas: Sequence[int], round: int = 3) -> list[list[TorchStage]]:

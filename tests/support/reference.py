@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from wire_reference import between_stages
 
 TOLERANCE = 1e-9
 """Largest max|a−b| / max|b| of a tensor, and relative error of a loss. Float64 reaches 1e-13."""
@@ -98,12 +99,13 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
     replica, tensor and round where the run is not the algorithm; KeyError or OSError when files are not as documented.
     """
     report = Report(clip_norm=manifest["inner"]["clip_norm"])
-    settings = (manifest["routing"], manifest["outer"]["pairing"], manifest["wire_dtype"], manifest["compute_dtype"])
-    require(settings == ("balanced", "matched", "float64", "float64"), f"this run cannot be replayed: {settings}")
+    settings = (manifest["routing"], manifest["outer"]["pairing"], manifest["compute_dtype"])
+    require(settings == ("balanced", "matched", "float64"), f"this run cannot be replayed: {settings}")
     record = read_record(audit, manifest, stages)
     with float64_rmsnorm():
         model = whole_model(manifest)
         replicas = initial_replicas(record, model)
+        between_stages(model, [(one.stage, name) for one in replicas.values() for name in one.fast], manifest["wire"])
         routes, rounds = check_routes(record, manifest), read_rounds(record, manifest)
         for number in range(1, manifest["steps"] + 1):
             gradients = microbatch_gradients(record, report, model, replicas, routes[number - 1], number)
