@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
+from noloco_p2p.compute.activation_codec import ActivationCodec
 from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum
 from noloco_p2p.errors import Violation
@@ -173,6 +174,57 @@ def test_a_gradient_of_another_shape_is_a_violation_and_keeps_the_graph() -> Non
         stages[0].backward(graph, microbatch(1), zero_gradient(stages[0], 17, 0.0))
     right = stages[1].loss_backward(microbatch(1), flow, make_batch(1).targets, None)
     assert stages[0].backward(graph, microbatch(1), as_gradient(right, microbatch(1))).counted
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_codes_travel_in_both_directions_and_autograd_goes_straight_through(codec: str) -> None:
+    """What the first stage accumulates is what its part gives for the gradient that was decoded."""
+    stages, batch = make_stages(make_manifest(wire={"forward": codec, "backward": codec})), make_batch(1, padded=2)
+    graph, flow = stages[0].forward(batch.inputs, batch.mask)
+    assert flow.spec == stages[0].state.hidden == stages[1].state.hidden
+    assert flow.dtype == "uint8"
+    again = stages[0].forward(batch.inputs, batch.mask)[1]
+    assert bytes(again.data) == bytes(flow.data)
+    given = stages[1].loss_backward(microbatch(1), flow, batch.targets, batch.mask)
+    assert given.grad is not None
+    assert given.grad.spec == stages[0].state.gradient == stages[1].state.gradient
+    assert stages[0].backward(graph, microbatch(1), as_gradient(given, microbatch(1))).counted
+    found = gradients(stages[:1])
+    exact = make_stages(make_manifest())
+    graph, flow = exact[0].forward(batch.inputs, batch.mask)
+    grad_BTD = ActivationCodec("grad", codec, (2, 8, 32), torch.float64).decode(host_tensor.to_torch(given.grad))
+    grad = host_tensor.from_torch("grad", grad_BTD)
+    exact[0].backward(graph, microbatch(1), Gradient(microbatch(1), grad, 1.0, given.tokens, ()))
+    assert same(found, gradients(exact[:1]))
+
+
+def test_scales_that_are_not_finite_are_a_violation_and_keep_the_graph() -> None:
+    stages, batch = make_stages(make_manifest(wire={"forward": "int8", "backward": "int4"})), make_batch(1)
+    graph, flow = stages[0].forward(batch.inputs, None)
+    bad = HostTensor(*flow.spec, memoryview(b"\xff" * flow.data.nbytes))
+    with pytest.raises(Violation, match="hidden: means or scales that are not finite"):
+        stages[1].loss_backward(microbatch(1), bad, batch.targets, None)
+    right = stages[1].loss_backward(microbatch(1), flow, batch.targets, None)
+    assert right.counted
+    spec = stages[0].state.gradient
+    wrong = HostTensor(*spec, memoryview(b"\xff" * spec.nbytes))
+    with pytest.raises(Violation, match="grad: means or scales that are not finite"):
+        stages[0].backward(graph, microbatch(1), Gradient(microbatch(1), wrong, 1.0, 1, ()))
+    assert stages[0].backward(graph, microbatch(1), as_gradient(right, microbatch(1))).counted
+
+
+def test_with_codes_too_what_is_not_finite_leaves_no_trace() -> None:
+    stages, batch = make_stages(make_manifest(stages=3, wire={"forward": "int4", "backward": "int4"})), make_batch(1)
+    run_microbatch(stages, batch, microbatch(1))
+    before = gradients(stages)
+    graph, flow = stages[0].forward(batch.inputs, None)
+    middle, _ = stages[1].forward(flow, None)
+    spec = stages[1].state.gradient
+    zeros = HostTensor(*spec, memoryview(bytes(spec.nbytes)))
+    given = stages[1].backward(middle, microbatch(2), Gradient(microbatch(2), zeros, 0.0, 0, ("next",), finite=False))
+    assert (given.finite, given.tokens, given.counted) == (False, 0, True)
+    assert not stages[0].backward(graph, microbatch(2), as_gradient(given, microbatch(2))).finite
+    assert same(gradients(stages), before)
 
 
 def test_discard_frees_and_ignores_unknown_handles() -> None:

@@ -215,6 +215,9 @@ def test_messages_weigh_what_those_of_the_run_would() -> None:
     assert sizes.snapshot_bytes == (2 * 4 * 300_000_000,) * 2
     assert sizes.state_bytes == (5 * 4 * 300_000_000,) * 2
     assert Scenario().tokens_per_microbatch == 8192
+    coded = Scenario.model_validate({"workload": {"wire": {"forward": "int4", "backward": "int8"}}})
+    assert sizes_of(coded).activation_bytes == 8 * 1024 * (2048 * 4.5 / 8 + 4) + 2048 * 2
+    assert sizes_of(coded).gradient_bytes == 8 * 1024 * 2048 * 8.25 / 8
 
 
 def test_nodes_stand_in_the_regions_in_turn_with_the_links_of_the_file() -> None:

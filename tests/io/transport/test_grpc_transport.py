@@ -17,9 +17,10 @@ from transport_fixture import (
     hang,
     pair,
     run,
+    tensor,
 )
 
-from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, NodeDescription
+from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, NodeDescription, TensorSpec
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.ports import Body
@@ -60,6 +61,28 @@ def test_propagate_returns_the_same_bits(dtype: str, shape: tuple[int, int, int]
         assert header.specs == tuple(t.spec for t in sent.tensors)
         assert sent.header.time_left_s - 5 < header.time_left_s <= sent.header.time_left_s
         assert replace(header, specs=(), digest=0, time_left_s=20.0) == sent.header
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("width", "messages"), [(16, 1), (1 << 19, 18)])
+def test_a_gradient_has_the_codec_of_its_own_direction(width: int, messages: int, drawn: list[int]) -> None:
+    """Codes go, values come back: as many as need many messages, too."""
+    codes, values = tensor("hidden", "uint8", (9 * width,), 1), TensorSpec("grad", "float32", (2, 8, width))
+
+    async def scenario() -> None:
+        sent = replace(activation(), hidden=codes, gradient=values)
+        replies = [values, sent.hidden.spec, values._replace(dtype="uint8"), values._replace(shape=(2, 8, width - 1))]
+
+        async def serve(header: Header, body: Body) -> Gradient:
+            assert (await body()).hidden == codes
+            return gradient_of(header, replies.pop(0))
+
+        async with pair(Node(serve)) as both:
+            assert await both.a.propagate(both.peer, sent) == gradient_of(sent.header, values)
+            for _ in range(3):
+                with pytest.raises(Violation, match="the gradient is TensorSpec"):
+                    await both.a.propagate(both.peer, sent)
 
     run(scenario())
 
