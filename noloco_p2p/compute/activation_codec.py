@@ -2,8 +2,8 @@
 
 Every channel of hidden states has a mean of its own, about a quarter of their energy, and a few channels of large
 models little else (arXiv 2402.17762). Codes are of what is left without it: put into a trained model of 1M parameters
-and four stages, 4 bits cost 0.003 nats per token so, and 0.005 with the means. Gradients have hardly any mean. Neither a
-Hadamard rotation of each block nor stochastic rounding made anything better there.
+and four stages, 4 bits cost 0.003 nats per token so, and 0.005 with the means. Gradients have hardly any mean. A
+Hadamard rotation of each block and stochastic rounding made nothing better there.
 
 Rounding is to the nearest, so a value has the same bytes each time it is sent. Autograd sees none of it: the next stage
 computes with the decoded values, and the gradient with respect to those is what comes back (straight-through).

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_reference import after_wire
 from torch import Tensor
+from wire_reference import after_wire
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.activation_codec import LARGEST_SCALE, ActivationCodec

@@ -65,10 +65,10 @@ def test_propagate_returns_the_same_bits(dtype: str, shape: tuple[int, int, int]
     run(scenario())
 
 
-@pytest.mark.parametrize(("width", "messages"), [(16, 1), (1 << 19, 18)])
-def test_a_gradient_has_the_codec_of_its_own_direction(width: int, messages: int, drawn: list[int]) -> None:
-    """Codes go, values come back: as many as need many messages, too."""
-    codes, values = tensor("hidden", "uint8", (9 * width,), 1), TensorSpec("grad", "float32", (2, 8, width))
+@pytest.mark.parametrize("width", [16, 1 << 15])
+def test_a_gradient_has_the_codec_of_its_own_direction(width: int) -> None:
+    """Codes go in one message, values come back, also as many as need several."""
+    codes, values = tensor("hidden", "uint8", (99,), 1), TensorSpec("grad", "float32", (2, 8, width))
 
     async def scenario() -> None:
         sent = replace(activation(), hidden=codes, gradient=values)
