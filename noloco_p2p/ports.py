@@ -68,7 +68,7 @@ class Transport(Protocol):
     async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
         """Send an activation, wait for the gradient at most `activation.header.time_left_s`.
 
-        Fills in the header's `specs` and `digest`. The gradient returned is of `activation.gradient_spec`
+        Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec`
         and has the same microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
         """
 
@@ -128,9 +128,8 @@ class StageState:
     parameters: int
     """Count of parameters that this stage holds."""
     hidden: TensorSpec
-    """The hidden states that enter or leave it, as they travel (`core.block_format`)."""
     gradient: TensorSpec
-    """Their gradients, as they travel."""
+    """The hidden states that enter or leave it and their gradients, as they travel (`core.block_format`)."""
     snapshot: TensorSpecs
     """The tensors of its snapshots, in order."""
     replica: TensorSpecs
@@ -201,8 +200,7 @@ class Stage(Protocol):
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """Forward with a graph: (graph, `hidden` as it travels).
 
-        `inputs` is B×T int32 tokens at stage 0, hidden states as they travel later. Raises Violation when it is not
-        finite or not of this run's shape.
+        `inputs`: B×T int32 tokens at stage 0, `hidden` later. Raises Violation: not finite, not of this run's shape.
         """
 
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:

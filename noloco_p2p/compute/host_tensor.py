@@ -37,6 +37,16 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor in host memory, itself if it is there; from a GPU through a pinned buffer."""
+    if tensor.device.type == "cpu":
+        return tensor
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    buffer.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return buffer
+
+
 def copy(tensor: Tensor) -> Tensor:
     """A copy in host memory, whole when this returns, that shares nothing with the tensor on whatever device."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -229,7 +229,7 @@ class TorchStage:
         grad = None
         if not self._first:
             leaf_grad = grads.pop(0)
-            wire = self._to_host(self._grad.encode(torch.zeros_like(leaf) if leaf_grad is None else leaf_grad))
+            wire = host_tensor.to_host(self._grad.encode(torch.zeros_like(leaf) if leaf_grad is None else leaf_grad))
             if not self._grad.is_finite(wire):
                 return self._nothing(added.microbatch)
             grad = host_tensor.from_torch("grad", wire)
@@ -285,16 +285,7 @@ class TorchStage:
 
     def _sent(self, hidden_BTD: Tensor) -> HostTensor:
         """A stage's output as it travels; encoded on the device, so that less of it is copied."""
-        return host_tensor.from_torch("hidden", self._to_host(self._hidden.encode(hidden_BTD)))
-
-    def _to_host(self, wire: Tensor) -> Tensor:
-        """In host memory; on CUDA through a pinned buffer."""
-        if self._device.type == "cpu":
-            return wire
-        buffer = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=True)
-        buffer.copy_(wire, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        return buffer
+        return host_tensor.from_torch("hidden", host_tensor.to_host(self._hidden.encode(hidden_BTD)))
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._device.type == "cpu" or self._compute == torch.float64:

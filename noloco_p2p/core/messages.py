@@ -104,13 +104,13 @@ class Activation:
     """`targets`, B×T, int32; −100 is ignored by the loss."""
     mask: HostTensor | None = None
     """`mask`, B×T, uint8, 1 where a token may be attended to; None when every token may."""
-    gradient: TensorSpec | None = field(default=None, kw_only=True)
+    reply: TensorSpec | None = field(default=None, kw_only=True)
     """What must come back; it is not sent. None: a tensor like `hidden`."""
 
     @property
-    def gradient_spec(self) -> TensorSpec:
+    def reply_spec(self) -> TensorSpec:
         """The one tensor of the reply."""
-        return self.gradient or self.hidden.spec._replace(name="grad")
+        return self.reply or self.hidden.spec._replace(name="grad")
 
     @property
     def tensors(self) -> tuple[HostTensor, ...]:

@@ -59,8 +59,8 @@ class SimTransport:
         gradient = await self._submit(peer, sent, "propagate", lambda handler: handler.propagate)
         if gradient.microbatch != sent.header.microbatch:
             raise Violation(f"{peer.peer_id} answered for another microbatch")
-        if gradient.grad.spec[1:] != sent.gradient_spec[1:]:
-            raise Violation(f"{peer.peer_id} answered {gradient.grad.spec}, not {sent.gradient_spec}")
+        if gradient.grad.spec[1:] != sent.reply_spec[1:]:
+            raise Violation(f"{peer.peer_id} answered {gradient.grad.spec}, not {sent.reply_spec}")
         return replace(gradient, grad=_copy(gradient.grad))
 
     async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
@@ -185,4 +185,4 @@ def _sent(activation: Activation) -> Activation:
         specs=tuple(tensor.spec for tensor in tensors),
         digest=int.from_bytes(digest.digest(), "little"),
     )
-    return Activation(header, *tensors, gradient=activation.gradient)
+    return Activation(header, *tensors, reply=activation.reply)

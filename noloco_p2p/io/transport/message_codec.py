@@ -127,7 +127,7 @@ def to_activation(activation: Activation, time_left_s: float) -> Iterator[bytes]
 def fits_one_message(activation: Activation) -> bool:
     """Its tensors fit one message, and so does the gradient that comes back."""
     there = sum(tensor.data.nbytes for tensor in activation.tensors)
-    return max(there, activation.gradient_spec.nbytes) <= wire.PACK_BYTES
+    return max(there, activation.reply_spec.nbytes) <= wire.PACK_BYTES
 
 
 def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int, call_left_s: float) -> Header:
@@ -252,7 +252,7 @@ class GradientReader(ReplyReader[pb.Reply, Gradient]):
     def __init__(self, activation: Activation) -> None:
         super().__init__(pb.Reply)
         self._microbatch = activation.header.microbatch
-        self._spec = activation.gradient_spec
+        self._spec = activation.reply_spec
         self._head = pb.GradientHeader()
 
     def _begin(self, message: pb.Reply) -> tuple[TensorSpec, ...]:

@@ -187,9 +187,7 @@ class Dispatcher:
                 await self._pause(heard)
                 continue
             header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
-            activation = Activation(
-                header, output.inputs, output.targets, output.mask, gradient=node.stage.state.gradient
-            )
+            activation = Activation(header, output.inputs, output.targets, output.mask, reply=node.stage.state.gradient)
             span = node.span("send") if policy.trains else nullcontext()
             try:
                 with span, self._waits.waiting(policy.reply, peer.peer_id, longest_s, why):

@@ -71,7 +71,7 @@ def test_a_gradient_has_the_codec_of_its_own_direction(width: int) -> None:
     codes, values = tensor("hidden", "uint8", (99,), 1), TensorSpec("grad", "float32", (2, 8, width))
 
     async def scenario() -> None:
-        sent = replace(activation(), hidden=codes, gradient=values)
+        sent = replace(activation(), hidden=codes, reply=values)
         replies = [values, sent.hidden.spec, values._replace(dtype="uint8"), values._replace(shape=(2, 8, width - 1))]
 
         async def serve(header: Header, body: Body) -> Gradient:
