@@ -88,19 +88,20 @@ def test_a_channel_with_a_large_mean_costs_the_others_nothing() -> None:
 def test_no_value_is_off_by_more_than_a_level(
     name: str, codec: str, dtype: torch.dtype, shape: tuple[int, int, int], seed: int, scale: float
 ) -> None:
-    """Half a level where it rounds, one where the largest value has the other sign: that is −128 of −128 to 127."""
+    """Half a level where it rounds, one where the largest value has the other sign, that is −128 of −128 to 127; and
+    a quarter more there with int8, when the step is 1/512 too small as a bfloat16."""
     generator = np.random.default_rng(seed)
     values = torch.from_numpy(scale * generator.standard_t(2, shape) * generator.integers(0, 2, shape)).to(dtype)
     one = make(codec, name, shape, dtype)
     found = decoded(one, values)
     _, block = BLOCK_FORMATS[codec]
-    mean_D = values.mean((0, 1)).bfloat16().to(dtype) if name == "hidden" else torch.zeros(shape[2], dtype=dtype)
+    mean_D = values.flatten(0, 1).mean(0).bfloat16().to(dtype) if name == "hidden" else torch.zeros(shape[2], dtype=dtype)
     for at in range(0, shape[2], block):
         rest = values[..., at : at + block] - mean_D[at : at + block]
         level = rest.abs().amax(-1, keepdim=True) / (128 if codec == "int8" else 8)
         wrong = (found - values)[..., at : at + block].abs()
         slack = 1e-6 * values.abs().max() + 1e-37  # of float32 beside a mean, of the smallest bfloat16
-        assert bool((wrong <= 1.01 * level + slack).all())
+        assert bool((wrong <= 1.26 * level + slack).all())
 
 
 @pytest.mark.parametrize(("name", "codec"), CODED)
