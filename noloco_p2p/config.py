@@ -104,7 +104,7 @@ class OuterSettings(Settings):
     """Longest wait for a partner that has not reached the round, seconds; none: the device time of two inner steps."""
     deadline_s: Seconds = 60.0
     """Longest transfer of one snapshot, seconds."""
-    overlap: bool = False
+    overlap: bool = True
     """Train on while the partner's snapshot is on its way; what is trained meanwhile is kept. `false`: wait for it."""
     allow_unstable: bool = False
     """Accept α and γ that violate the stability bound S1 (for experiments)."""

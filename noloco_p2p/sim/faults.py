@@ -74,8 +74,6 @@ class FaultySwarm(SimSwarm):
         """By then the run has ended."""
         self.listed_s = 2.0 * plan.config.directory.refresh_s
         """What has been announced for that long has been read by every node that can read."""
-        self.round_s = plan.manifest.outer.deadline_s + 1.0
-        """Longest outer round: its partner hangs, and the transfer ends by its deadline."""
         self.gap_s = 2.5 * plan.config.limits.microbatch_deadline_s
         """Longest time without an inner step: a microbatch lives out its deadline, once more after the replica that it
         went to has fallen silent, and under `balanced` an origin is waited for that has been silent for a while."""

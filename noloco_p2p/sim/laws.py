@@ -164,7 +164,7 @@ def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
             faults = [fault for fault in swarm.begun if fault.ends_s <= merge.at_s]
             cut_off = [fault.ends_s for fault in faults if fault.separates(process.peer, merge.partner)]
             known_s = max([came[-1].at_s, *cut_off]) + swarm.listed_s
-            early = merge.at_s - swarm.round_s < known_s
+            early = merge.frozen_at_s < known_s
             assert early, f"{process.peer} merged {merge} of a newcomer: {came[-1]}"
 
 

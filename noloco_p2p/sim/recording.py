@@ -36,6 +36,8 @@ class MergedSnapshot:
     """A partner's snapshot that was merged."""
 
     at_s: float
+    frozen_at_s: float
+    """When its round was frozen, and the partner chosen."""
     round: int
     partner: PeerId
 
@@ -103,6 +105,7 @@ class RecordingStage(LinearStage):
         self.merged: list[MergedSnapshot] = []
         self.progress: list[MergedProgress] = []
         """Of every merge."""
+        self._frozen_at_s = 0.0
         self._trained = self._trained_frozen = (0.0, 0.0)
         """What inner steps added to θ that no merge has had; and as much of it as the newest snapshot has."""
         self._frozen = frozen
@@ -121,7 +124,7 @@ class RecordingStage(LinearStage):
 
     def snapshot(self, round: int, step: int) -> Snapshot:
         """Recorded: φ + Δ as whoever adopts it computes it."""
-        self._trained_frozen = self._trained
+        self._frozen_at_s, self._trained_frozen = now_s(), self._trained
         adopted = tuple(phi + (theta - phi) for phi, theta in zip(self.phi, self.theta, strict=True))
         self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set()).add(adopted)
         return super().snapshot(round, step)
@@ -158,7 +161,7 @@ class RecordingStage(LinearStage):
     def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
         """Recorded."""
         if theirs is not None:
-            self.merged.append(MergedSnapshot(now_s(), mine.round, theirs.peer))
+            self.merged.append(MergedSnapshot(now_s(), self._frozen_at_s, mine.round, theirs.peer))
         result = super().merge(mine, theirs)
         delta, trained = (*self._read(mine)[1],), self._trained_frozen
         self._trained = tuple(map(sub, self._trained, trained))

@@ -55,7 +55,7 @@ def held_bytes(roots: Iterable[object], outside: Iterable[object]) -> int:
 def outside(swarm: SimSwarm, process: SimProcess) -> Iterator[object]:
     """What is the simulator's."""
     yield from (swarm, swarm.network, swarm.registry, swarm.trace)
-    yield from (process, process.world, *process.ports, *process.devices)
+    yield from (process, process.world, *process.ports, *process.devices, *process.models)
 
 
 def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Real nodes with real torch stages compute the algorithm of the reference, to 1e-9."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from audit_writer import MODELS
@@ -16,10 +18,11 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
 from noloco_p2p.core import outer_update
 from noloco_p2p.core.block_format import WireCodec
-from noloco_p2p.core.messages import Gradient, MicrobatchId, PeerId, Snapshot
+from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId, Snapshot
 from noloco_p2p.ports import Contribution, MergeResult
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import SyncStage
+from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, SimSwarm, StageFactory, peer_id
 
 STAGES, REPLICAS = 2, 3
@@ -28,7 +31,7 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 PEERS = {peer_id(stage, replica): stage for stage in range(STAGES) for replica in range(REPLICAS)}
 
 
-def lockstep(family: str, wire: WireSettings = EXACT) -> RunManifest:
+def lockstep(family: str, wire: WireSettings = EXACT, *, overlap: bool = True) -> RunManifest:
     """Three outer rounds of three steps, all members there before the first one, the clip binding now and then."""
     return RunManifest(
         seed=5,
@@ -40,7 +43,7 @@ def lockstep(family: str, wire: WireSettings = EXACT) -> RunManifest:
         microbatches_per_step=3,
         steps=9,
         inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7),
-        outer=OuterSettings(inner_steps=3, partner_wait_s=60.0),
+        outer=OuterSettings(inner_steps=3, partner_wait_s=60.0, overlap=overlap),
         routing="balanced",
         wire=wire,
         compute_dtype="float64",
@@ -67,13 +70,29 @@ def replayed(manifest: RunManifest, audit: Path) -> Report:
     return replay(audit, manifest.model_dump(), PEERS)
 
 
+def hold_up(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Each replica's pulls take longer by this times its number."""
+    right = SimTransport.fetch_snapshot
+
+    async def late(transport: SimTransport, peer: Advert, *asked: Any) -> Snapshot:
+        await asyncio.sleep(seconds * int(peer.peer_id[-1]))
+        return await right(transport, peer, *asked)
+
+    patch.setattr(SimTransport, "fetch_snapshot", late)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("family", sorted(MODELS))
-def test_a_simulated_run_computes_the_algorithm(tmp_path: Path, family: str) -> None:
-    manifest = lockstep(family)
+def test_a_simulated_run_computes_the_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, overlap: bool
+) -> None:
+    manifest = lockstep(family, overlap=overlap)
+    hold_up(monkeypatch, 0.15)
     outcome = simulate(manifest, tmp_path)
     assert all(one.inner_steps == manifest.steps for one in outcome.processes)
     report = replayed(manifest, tmp_path)
     require_variety(report)
+    assert report.delays == ({0, 1, 2, 3} if overlap else {0})
     assert report.deviations.keys() >= {"slow", "fast", "momentum", "adam_mean", "adam_square", "loss"}
     assert max(report.deviations.values()) <= TOLERANCE
 
@@ -164,6 +183,15 @@ def division_by_microbatches(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def progress_lost(patch: pytest.MonkeyPatch) -> None:
+    """What was trained while a round was open is thrown away."""
+    patch.setattr(outer_update, "carried_over", lambda phi_after, theta, frozen: phi_after)
+
+
+def progress_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(outer_update, "carried_over", lambda phi_after, theta, frozen: phi_after + 2 * (theta - frozen))
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -176,6 +204,8 @@ def division_by_microbatches(patch: pytest.MonkeyPatch) -> None:
         decoded_without_the_mean,
         adam_reset,
         division_by_microbatches,
+        progress_lost,
+        progress_counted_twice,
     ],
 )
 def test_a_fault_planted_in_the_node_is_found(
