@@ -8,9 +8,9 @@ stand here.)
 Idle share: of the time from a node's first inner step to the end of its last outer round, what it waited for others;
 mean ± standard deviation over seeds. *Barrier* and *pairs* are models on step times drawn from the same distribution:
 at the end of each round every node waits for the last of all, or for its partner of the round, however long. *Waits for
-its partner* is the node's own code under that same rule; *default* is the node as it comes: it waits at most the device
-time of two inner steps, then takes the newest snapshot that there is, and its clock follows the median of the others,
-so that quick nodes do more steps a round and slow ones fewer.
+its partner* is the node's own code under that same rule; *default* is the node as it comes, but for `outer.overlap`,
+with which nobody waits: it waits at most the device time of two inner steps, then takes the newest snapshot that there
+is, and its clock follows the median of the others, so that quick nodes do more steps a round and slow ones fewer.
 
 Limits: One stage: in a pipeline replicas also wait for microbatches, and a slow node holds its neighbours up (see the
 scenario of stragglers of `noloco sim`). The barrier is the best one there can be: it ends at the very moment at which
@@ -49,7 +49,7 @@ INNER_STEPS = 10
 DRAWS = 100
 """Of each model, with pairs anew each time."""
 POLICIES = {"default": "node, default", "patient": "node, waits for its partner"}
-"""`default`: as a user gets it. `patient`: the paper's rule, m steps a round, however long the partner takes."""
+"""`default`: as a user gets it, but for the overlap. `patient`: the paper's rule, m steps a round, however long the partner takes."""
 
 
 def cases(quick: bool) -> list[Case]:
@@ -203,7 +203,7 @@ def _headline(groups: Groups) -> str:
         f"- N = {largest}, steps of std/mean {found[0]['step_std']:g}, speeds of {found[0]['speed_std']:g}, m ="
         f" {INNER_STEPS}: idle {statistics.fmean(_idle(found, 'barrier_idle')):.1f} % with a barrier,"
         f" {statistics.fmean(_idle(found, 'patient')):.1f} % when each waits for its partner,"
-        f" {statistics.fmean(_idle(found, 'default')):.1f} % with the node as it comes."
+        f" {statistics.fmean(_idle(found, 'default')):.1f} % with the node's short wait."
         for found in groups
         if found[0]["nodes"] == largest
     )
