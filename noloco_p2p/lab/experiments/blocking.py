@@ -49,7 +49,7 @@ INNER_STEPS = 10
 DRAWS = 100
 """Of each model, with pairs anew each time."""
 POLICIES = {"default": "node, default", "patient": "node, waits for its partner"}
-"""`default`: as a user gets it, but for the overlap. `patient`: the paper's rule, m steps a round, however long it takes."""
+"""`default`: a user's, but without overlap. `patient`: the paper's rule, m steps a round, however long it takes."""
 
 
 def cases(quick: bool) -> list[Case]:
