@@ -112,12 +112,20 @@ def test_a_run_without_variety_proves_too_little() -> None:
         require_variety(Report(clip_norm=1.0, grad_norms={0: [0.5, 2.0]}, tokens={3, 4}, pairs=pairs))
 
 
-@pytest.mark.parametrize("module", ["reference", "audit_record"])
+@pytest.mark.parametrize("module", ["reference", "audit_record", "wire_reference"])
 def test_the_reference_imports_nothing_of_the_package(module: str) -> None:
     tree = ast.parse((Path(__file__).parents[1] / "support" / f"{module}.py").read_text(encoding="utf-8"))
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    allowed = {"torch", "transformers", "safetensors", "audit_record", *sys.stdlib_module_names}
+    allowed = {
+        "numpy",
+        "torch",
+        "transformers",
+        "safetensors",
+        "audit_record",
+        "wire_reference",
+        *sys.stdlib_module_names,
+    }
     assert {name.partition(".")[0] for name in names} <= allowed
 
 
