@@ -18,7 +18,7 @@ from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
-from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary
+from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary, finite
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
@@ -74,6 +74,20 @@ def train_apart(plan: TrainingPlan, streams: Sequence[int]) -> tuple[list[Traini
     summaries = [one.summary() for one in runs]
     together = zip(*(one.stages for one in runs), strict=True)
     return summaries, _merged_loss([[node for nodes in same for node in nodes] for same in together], runs[0].held_out)
+
+
+def train_and_recode(plan: TrainingPlan, codecs: Sequence[str]) -> tuple[TrainingSummary, dict[str, float | None]]:
+    """A run of one replica of each stage, and the held-out loss of its weights with hidden states in other codecs."""
+    done = _run(plan)
+    losses: dict[str, float | None] = {}
+    for codec in codecs:
+        fields = done.plan.manifest.model_dump() | {"wire": {"forward": codec, "backward": codec}}
+        manifest = RunManifest.model_validate(fields)
+        stages = [make_torch_stage(manifest, index, codec, self_test=False) for index in range(manifest.stages)]
+        for stage, (node,) in zip(stages, done.stages, strict=True):
+            _set_mean(stage, [_torch_stage(node)])
+        losses[codec] = finite(_held_out_loss(stages, done.held_out))
+    return done.summary(), losses
 
 
 def _run(plan: TrainingPlan) -> "FinishedTraining":
@@ -176,18 +190,27 @@ def _waiting(node: SimProcess, ended_at_s: float) -> float:
     return (total + value * (ended_at_s - since_s)) / ended_at_s
 
 
-@torch.no_grad()
 def _merged_loss(stages: Sequence[Sequence[SimProcess]], held_out: Sequence[Batch]) -> float:
     """Held-out loss with the mean over the replicas of each stage, which the first replica of each then keeps."""
-    for nodes in stages:
-        for name, theta in _torch_stage(nodes[0]).parameters.items():
-            theta.copy_(torch.stack([_torch_stage(node).parameters[name].double() for node in nodes]).mean(0))
+    replicas = [[_torch_stage(node) for node in nodes] for nodes in stages]
+    for same in replicas:
+        _set_mean(same[0], same)
+    return _held_out_loss([same[0] for same in replicas], held_out)
+
+
+@torch.no_grad()
+def _set_mean(stage: TorchStage, replicas: Sequence[TorchStage]) -> None:
+    for name, theta in stage.parameters.items():
+        theta.copy_(torch.stack([replica.parameters[name].double() for replica in replicas]).mean(0))
+
+
+def _held_out_loss(stages: Sequence[TorchStage], held_out: Sequence[Batch]) -> float:
     loss_sum, tokens = 0.0, 0
     for batch in held_out:
         value: HostTensor | LossSum = batch.inputs
-        for nodes in stages:
+        for stage in stages:
             assert isinstance(value, HostTensor), "only the last stage has a loss"
-            value = _torch_stage(nodes[0]).evaluate(value, batch.targets, batch.mask)
+            value = stage.evaluate(value, batch.targets, batch.mask)
         assert isinstance(value, LossSum), "the last stage has the loss"
         loss_sum, tokens = loss_sum + value.loss_sum, tokens + value.tokens
     return loss_sum / tokens

@@ -1,0 +1,180 @@
+"""What do narrow codecs of hidden states and gradients cost in loss, and how many bytes do they leave?
+
+A byte-level Llama and a GPT-2 of {LAYERS} layers on the standard library's text, cut into 2 and into 4 stages of one
+replica each, with the node's own code in the simulator and no outer rounds. Every codec (METHOD.md, "Codecs") trains
+on the same tokens with the same settings, with the same seeds; where only one direction is named, the other one
+travels as float32. Peak learning rate {PEAK_LEARNING_RATE:g}.
+
+- *Above float32*: validation loss less that of the run in float32 of the same seed.
+- *Put in*: the weights that were trained in float32, evaluated with hidden states in the codec, less their own loss.
+  No training lies between, so it is free of the noise of training.
+- *Seed noise*: the standard deviation of float32's loss over the seeds. Two runs of one seed that differ by rounding
+  alone drift apart, too: how far is what bfloat16 shows.
+
+Limits: Models of a million parameters after some hundred steps. Their channels have means of their own, which the
+codecs take out, but not yet the few huge values that large models have after long training; nor do errors add up over
+more than three borders. The loss still falls fast, so a run that is a few steps behind looks worse than one that will
+end higher. What is trained in int4 is evaluated in int4; exported weights run without any codec.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from noloco_p2p.lab.experiments.markdown_page import Block, Table
+from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_std, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
+from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
+
+LAYERS, PEAK_LEARNING_RATE, SEEDS = 4, 3e-3, 3
+FAMILIES, STAGES, BASE = ("llama", "gpt2"), (2, 4), "float32"
+PUT_IN = ("bfloat16", "int8", "int4")
+GOAL_INT4 = 0.02
+"""Of perplexity."""
+
+
+class Wire(NamedTuple):
+    """A model, where it is cut, and the codecs on its borders."""
+
+    family: str
+    stages: int
+    forward: str
+    backward: str
+
+    @property
+    def base(self) -> "Wire":
+        """The same in float32."""
+        return self._replace(forward=BASE, backward=BASE)
+
+    @property
+    def codec(self) -> str:
+        """In words."""
+        if self.forward == self.backward:
+            return self.forward
+        return f"{self.forward} forward" if self.backward == BASE else f"{self.backward} backward"
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every codec with every model, cut and seed."""
+    codecs = [(BASE, BASE), ("int8", "int8"), ("int4", "int4")]
+    codecs += [] if quick else [("bfloat16", "bfloat16"), ("int4", BASE), (BASE, "int4")]
+    sizes = {"hidden_size": 64, "steps": 100} if quick else {"hidden_size": 128, "steps": 400}
+    wires = [Wire(family, stages, *codec) for stages in STAGES for family in FAMILIES for codec in codecs]
+    return [
+        Case.named("{family} {stages} {forward} {backward} s{seed}", **wire._asdict(), seed=seed, **sizes)
+        for wire in wires
+        for seed in range(SEEDS)
+    ]
+
+
+def measure(case: Case) -> Figures:
+    """Train one: its loss, the bytes at each border, and in float32 the loss with every codec put in."""
+    from noloco_p2p.lab.experiments.real_swarm import train_and_recode
+
+    wire, settings = Wire(*(case.settings[name] for name in Wire._fields)), case.settings
+    steps, hidden_size = settings["steps"], settings["hidden_size"]
+    changes: dict[str, object] = {} if wire.family == "llama" else {"model": _gpt2(hidden_size)}
+    manifest = small_manifest(
+        hidden_size,
+        LAYERS,
+        steps=steps,
+        inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
+        outer={"pairing": "none"},
+        wire={"forward": wire.forward, "backward": wire.backward},
+        **changes,
+    )
+    plan = TrainingPlan(manifest, (1,) * wire.stages, settings["seed"])
+    trained, put_in = train_and_recode(plan, PUT_IN if wire == wire.base else ())
+    moved = sum(trained.bytes_per_token[kind] for kind in ("activation", "gradient")) / (wire.stages - 1)
+    figures = trained.figures("validation_loss", "parameters")
+    return figures | {"bytes_per_token": moved, "put_in": put_in}
+
+
+def _gpt2(hidden_size: int) -> dict[str, object]:
+    sizes = {"n_embd": hidden_size, "n_layer": LAYERS, "n_head": hidden_size // 32, "n_positions": 128}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config = {**sizes, **dropout, "vocab_size": BYTE_VOCABULARY, "tie_word_embeddings": False}
+    return {"family": "gpt2", "config": config}
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+Groups = Mapping[Wire, Results]
+"""The runs of each, by seed."""
+
+
+def report(results: Results) -> list[Block]:
+    """Whether the goals are met, and every codec beside float32."""
+    groups = {Wire(*key): runs for key, runs in group(results, *Wire._fields).items()}
+    parameters = [sum(one["parameters"]) for one in results]
+    sizes = f"Models of {min(parameters):,} to {max(parameters):,} parameters, {results[0]['steps']} steps."
+    return [sizes, _verdict(groups), _table(groups)]
+
+
+def above(groups: Groups, wire: Wire) -> list[float]:
+    """Validation loss above float32's, by seed."""
+    pairs = zip(groups[wire], groups[wire.base], strict=True)
+    return differences((one["validation_loss"], base["validation_loss"]) for one, base in pairs)
+
+
+def put_in(groups: Groups, wire: Wire) -> list[float]:
+    """What the codec of the hidden states adds to the loss of weights that were trained in float32, by seed."""
+
+    def added(base: Result) -> float | None:
+        loss: float | None = base["put_in"].get(wire.forward)
+        return None if loss is None or base["validation_loss"] is None else loss - base["validation_loss"]
+
+    return known(groups[wire.base], added)
+
+
+def seed_noise(groups: Groups, wire: Wire) -> float:
+    """Standard deviation of float32's loss over the seeds; 0 for a single one."""
+    losses = known(groups[wire.base], "validation_loss")
+    return statistics.stdev(losses) if len(losses) > 1 else 0.0
+
+
+def _verdict(groups: Groups) -> str:
+    """One line for each goal, cut and family."""
+    lines: list[str] = []
+    for wire in groups:
+        found, added = above(groups, wire), put_in(groups, wire)
+        if wire.codec not in ("int8", "int4") or not found or not added:
+            continue
+        trained, alone = statistics.fmean(found), statistics.fmean(added)
+        limit = seed_noise(groups, wire) if wire.codec == "int8" else math.log1p(GOAL_INT4)
+        goal = "the seed noise" if wire.codec == "int8" else f"{GOAL_INT4:.0%} of perplexity"
+        met = [
+            f"{what} {value:+.4f}{'' if value <= limit else ', above it'}"
+            for what, value in (("trained with it", trained), ("put in", alone))
+        ]
+        lines.append(
+            f"- {wire.codec}, {wire.family}, {wire.stages} stages, against {goal} ({limit:.4f} nats): {'; '.join(met)}."
+        )
+    return "\n".join(lines)
+
+
+def _table(groups: Groups) -> Table:
+    def perplexity(wire: Wire) -> str:
+        found = above(groups, wire)
+        return "–" if not found or wire == wire.base else f"{math.expm1(statistics.fmean(found)):+.2%}"
+
+    def bytes_per_token(wire: Wire) -> float:
+        moved: float = groups[wire][0]["bytes_per_token"]
+        return moved
+
+    columns: Columns = {
+        "model": lambda wire: wire.family,
+        "stages": lambda wire: wire.stages,
+        "codec": lambda wire: wire.codec,
+        "validation loss": lambda wire: mean_std(known(groups[wire], "validation_loss")),
+        "above float32": lambda wire: mean_std(above(groups, wire), 2),
+        "of perplexity": perplexity,
+        "put in": lambda wire: mean_std(put_in(groups, wire), 2),
+        "bytes per token and border": bytes_per_token,
+        "of float32's": lambda wire: f"{bytes_per_token(wire) / bytes_per_token(wire.base):.0%}",
+    }
+    return table(columns, groups, "All of them; losses in nats per token, mean ± standard deviation over the seeds.")
+
+
+EXPERIMENT = Experiment("codecs", describe(globals()), cases, measure, report)
