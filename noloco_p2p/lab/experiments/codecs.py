@@ -11,8 +11,8 @@ travels as float32. Peak learning rate {PEAK_LEARNING_RATE:g}.
 - *Seed noise*: the standard deviation of float32's loss over the seeds. Two runs of one seed that differ by rounding
   alone drift apart, too: how far is what bfloat16 shows.
 
-Limits: Models of a million parameters after some hundred steps. Their channels have means of their own, which the
-codecs take out, but not yet the few huge values that large models have after long training; nor do errors add up over
+Limits: Models of a million parameters or less after some hundred steps. Their channels have means of their own, which
+the codecs take out, but not yet the few huge values that large models have after long training; nor do errors add up over
 more than three borders. The loss still falls fast, so a run that is a few steps behind looks worse than one that will
 end higher. What is trained in int4 is evaluated in int4; exported weights run without any codec.
 """
@@ -141,16 +141,14 @@ def _verdict(groups: Groups) -> str:
         found, added = above(groups, wire), put_in(groups, wire)
         if wire.codec not in ("int8", "int4") or not found or not added:
             continue
-        trained, alone = statistics.fmean(found), statistics.fmean(added)
         limit = seed_noise(groups, wire) if wire.codec == "int8" else math.log1p(GOAL_INT4)
         goal = "the seed noise" if wire.codec == "int8" else f"{GOAL_INT4:.0%} of perplexity"
         met = [
-            f"{what} {value:+.4f}{'' if value <= limit else ', above it'}"
-            for what, value in (("trained with it", trained), ("put in", alone))
+            f"{what} {mean_std(values, 2)}{'' if statistics.fmean(values) <= limit else ', above it'}"
+            for what, values in (("trained with it", found), ("put in", added))
         ]
-        lines.append(
-            f"- {wire.codec}, {wire.family}, {wire.stages} stages, against {goal} ({limit:.4f} nats): {'; '.join(met)}."
-        )
+        where = f"{wire.codec}, {wire.family}, {wire.stages} stages"
+        lines.append(f"- {where}, against {goal} ({limit:.4f} nats): {'; '.join(met)}.")
     return "\n".join(lines)
 
 
