@@ -12,9 +12,9 @@ travels as float32. Peak learning rate {PEAK_LEARNING_RATE:g}.
   alone drift apart, too: how far is what bfloat16 shows.
 
 Limits: Models of a million parameters or less after some hundred steps. Their channels have means of their own, which
-the codecs take out, but not yet the few huge values that large models have after long training; nor do errors add up over
-more than three borders. The loss still falls fast, so a run that is a few steps behind looks worse than one that will
-end higher. What is trained in int4 is evaluated in int4; exported weights run without any codec.
+the codecs take out, but not yet the few huge values that large models have after long training; nor do errors add up
+over more than three borders. The loss still falls fast, so a run that is a few steps behind looks worse than one that
+will end higher. What is trained in int4 is evaluated in int4; exported weights run without any codec.
 """
 
 import math
