@@ -101,7 +101,8 @@ class OuterSettings(Settings):
     max_stale_rounds: Annotated[int, Field(ge=0)] = 2
     """A snapshot from up to this many rounds away is still merged."""
     partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Longest wait for a partner that has not reached the round, seconds; none: the device time of two inner steps."""
+    """Longest wait for a partner that has not reached the round, seconds; none: two inner steps, of wall time while
+    training goes on, else of device time."""
     deadline_s: Seconds = 60.0
     """Longest transfer of one snapshot, seconds."""
     overlap: bool = True

@@ -12,6 +12,7 @@ for, one partner at most, and for a while.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal, NamedTuple
 
 from noloco_p2p.core import members as membership
@@ -225,9 +226,12 @@ class OuterRounds:
         return theirs
 
     def _partner_wait_s(self) -> float:
-        """By default the device-busy seconds of two inner steps; never wall time, which would feed on itself."""
-        wait_s = self._node.manifest.outer.partner_wait_s
-        return 2 * self._step_busy_s if wait_s is None else wait_s
+        """By default two inner steps: of wall time where the replica trains on, else of device-busy time, for wall time
+        would feed on itself."""
+        outer, took = self._node.manifest.outer, self._node.step_seconds
+        if outer.partner_wait_s is not None:
+            return outer.partner_wait_s
+        return 2 * (median(took) if self._open is not None and took else self._step_busy_s)
 
     # --- the other side ---------------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ def test_a_round_that_is_frozen_late_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_fresh_weights_where_there_were_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "restore_sources", lambda *_: [resume.RestoreSource("fresh", "planted")])
-    assert "s1r0 began afresh, although there was" in str(planted(WIPED))
+    assert " began afresh, although there was" in str(planted(WIPED))
 
 
 def test_weights_that_changed_on_their_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
