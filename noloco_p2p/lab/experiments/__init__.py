@@ -17,6 +17,7 @@ EXPERIMENTS = {
     "routing": ("routing_policies", "fixed, random and balanced routes, with and without outer rounds"),
     "spread": ("spread", "does the weights' spread follow the learning rate?"),
     "staleness": ("staleness", "pairing, stale snapshots and lost partners"),
+    "overlap": ("overlap", "outer rounds that are merged inner steps after they were frozen"),
     "codecs": ("codecs", "loss and bytes: hidden states and gradients in float32, bfloat16, int8, int4"),
     "convergence": ("convergence", "loss at equal tokens: one process, data parallel, NoLoCo, nothing"),
 }

@@ -153,6 +153,7 @@ class FinishedTraining:
                 "snapshot": sum(int(event.number("bytes")) for event, lost in rounds if not lost),
             },
             rounds=dict(sorted(results.items())),
+            delays=tuple(sorted(Counter(int(str(event.get("trained") or 0)) for event, _ in rounds).items())),
             load=loads,
             uneven=tuple(
                 max(load) / fmean(load) for load in ([loads[node.peer] for node in nodes] for nodes in stages)

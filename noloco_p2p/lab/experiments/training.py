@@ -86,6 +86,8 @@ class TrainingSummary:
     """`activation`, `gradient`, `snapshot`: of the tensors that were used, evaluation not counted."""
     rounds: Mapping[str, int]
     """Outer rounds of all replicas by result, as the nodes report it; those `lost` by `lost_partner` apart."""
+    delays: tuple[tuple[int, int], ...]
+    """(inner steps trained while a round was open, how often), all replicas' rounds together."""
     load: Mapping[PeerId, int]
     """Microbatches that were counted, by replica."""
     uneven: tuple[float, ...]

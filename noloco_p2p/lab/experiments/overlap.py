@@ -1,0 +1,110 @@
+"""What do outer rounds cost in loss that are merged some inner steps after they were frozen, because nobody waits?
+
+One stage (a byte-level Llama of one layer, hidden {SIZES[hidden_size]}, on the standard library's text),
+{SIZES[replicas]} replicas with real torch weights and the node's own code in the simulator, matched pairs, α = 0.5, β =
+γ = 0.7, m = {SIZES[inner_steps]}, peak learning rate {PEAK_LEARNING_RATE:g}. The links' latency is chosen so that a
+snapshot is there after so many inner steps (`outer.overlap`); a delay of 0 is a link that takes no time, and rounds
+that are waited for. Runs of the same seed share initial weights, data, and the held-out microbatches.
+
+- *Waits*: as many inner steps as fit into the time of {SIZES[steps]} steps when each round stops training for its
+  delay: {SIZES[steps]}·m / (m + delay), with a learning rate schedule of that length.
+- *Delays*: inner steps between freezing and merging, as the nodes counted them; the last round is always waited for.
+
+Limits: As in `staleness`, the runs are short, the weights still move fast and the learning rate is high, so that what
+outer rounds average away shows: a delay costs more than where weights have settled. Few seeds of one tiny model.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from noloco_p2p.lab.experiments.markdown_page import Block
+from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_std, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.stage import Costs
+
+SIZES = {"replicas": 8, "steps": 300, "inner_steps": 10, "hidden_size": 32}
+SIZES |= {"sequence_length": 32, "microbatch_size": 2, "held_out_microbatches": 32}
+DELAYS = (1, 5, 10)
+PEAK_LEARNING_RATE = 2e-2
+COSTS = Costs()
+STEP_S = COSTS.forward_s + COSTS.backward_s + COSTS.inner_step_s
+"""Virtual seconds of an inner step of one microbatch."""
+
+
+class Variant(NamedTuple):
+    """How the rounds of a run meet training."""
+
+    kind: str
+    """`overlap`, `waits`, or `none`: no outer rounds."""
+    delay: int
+    """Inner steps in which a snapshot arrives."""
+
+
+BASELINE = Variant("waits", 0)
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every variant with every seed."""
+    variants = [BASELINE, *(Variant("overlap", delay) for delay in DELAYS)]
+    variants += [*(Variant("waits", delay) for delay in DELAYS), Variant("none", 0)]
+    return [
+        Case.named("{kind} {delay} s{seed}", **variant._asdict(), seed=seed, **SIZES)
+        for variant in variants
+        for seed in range(1 if quick else 3)
+    ]
+
+
+def measure(case: Case) -> Figures:
+    """Train one variant."""
+    from noloco_p2p.lab.experiments.real_swarm import train
+
+    settings = case.settings
+    kind, delay, m, steps = (settings[name] for name in ("kind", "delay", "inner_steps", "steps"))
+    overlap = kind == "overlap"
+    steps = steps * m // (m + delay) if kind == "waits" else steps
+    outer = {"inner_steps": m, "overlap": overlap, "pairing": "none" if kind == "none" else "matched"}
+    manifest = small_manifest(
+        settings["hidden_size"],
+        1,
+        sequence_length=settings["sequence_length"],
+        microbatch_size=settings["microbatch_size"],
+        steps=steps,
+        inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
+        outer=outer,
+        evaluation={"every_steps": None, "microbatches": settings["held_out_microbatches"]},
+    )
+    # A pull is a round trip; it ends in the midst of the inner step before the border at which it is merged.
+    link = Link(latency_s=(delay - 0.4) * STEP_S / 2) if overlap else Link()
+    trained = train(TrainingPlan(manifest, (settings["replicas"],), settings["seed"], link=link, costs=COSTS))
+    figures = trained.figures("validation_loss", "merged_loss", "delays")
+    return figures | {"loss": figures.pop("validation_loss"), "steps_taken": steps}
+
+
+def report(results: Results) -> list[Block]:
+    """Each variant beside rounds that take no time."""
+    groups = {Variant(*key): runs for key, runs in group(results, *Variant._fields).items()}
+
+    def above(variant: Variant) -> str:
+        pairs = zip(groups[variant], groups[BASELINE], strict=True)
+        return mean_std(differences((one["loss"], base["loss"]) for one, base in pairs), 3)
+
+    def delays(variant: Variant) -> str:
+        found = sum((Counter(dict(one["delays"])) for one in groups[variant]), Counter[int]())
+        return ", ".join(f"{delay}: {count / found.total():.0%}" for delay, count in sorted(found.items())) or "none"
+
+    columns: Columns = {
+        "rounds": lambda variant: variant.kind,
+        "a snapshot takes, steps": lambda variant: variant.delay,
+        "inner steps": lambda variant: groups[variant][0]["steps_taken"],
+        "validation loss": lambda variant: mean_std(known(groups[variant], "loss")),
+        "above rounds that take no time": above,
+        "loss of the merged model": lambda variant: mean_std(known(groups[variant], "merged_loss")),
+        "delays": delays,
+    }
+    caption = "Equal times: a run that waits takes fewer inner steps. Nats per token, mean ± deviation over the seeds."
+    return [table(columns, groups, caption)]
+
+
+EXPERIMENT = Experiment("overlap", describe(globals()), cases, measure, report)
