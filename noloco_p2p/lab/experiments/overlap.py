@@ -33,7 +33,7 @@ STEP_S = COSTS.forward_s + COSTS.backward_s + COSTS.inner_step_s
 """Virtual seconds of an inner step of one microbatch."""
 
 
-class Variant(NamedTuple):
+class DelayVariant(NamedTuple):
     """How the rounds of a run meet training."""
 
     kind: str
@@ -42,13 +42,13 @@ class Variant(NamedTuple):
     """Inner steps in which a snapshot arrives."""
 
 
-BASELINE = Variant("waits", 0)
+BASELINE = DelayVariant("waits", 0)
 
 
 def cases(quick: bool) -> list[Case]:
     """Every variant with every seed."""
-    variants = [BASELINE, *(Variant("overlap", delay) for delay in DELAYS)]
-    variants += [*(Variant("waits", delay) for delay in DELAYS), Variant("none", 0)]
+    variants = [BASELINE, *(DelayVariant("overlap", delay) for delay in DELAYS)]
+    variants += [*(DelayVariant("waits", delay) for delay in DELAYS), DelayVariant("none", 0)]
     return [
         Case.named("{kind} {delay} s{seed}", **variant._asdict(), seed=seed, **SIZES)
         for variant in variants
@@ -84,13 +84,13 @@ def measure(case: Case) -> Figures:
 
 def report(results: Results) -> list[Block]:
     """Each variant beside rounds that take no time."""
-    groups = {Variant(*key): runs for key, runs in group(results, *Variant._fields).items()}
+    groups = {DelayVariant(*key): runs for key, runs in group(results, *DelayVariant._fields).items()}
 
-    def above(variant: Variant) -> str:
+    def above(variant: DelayVariant) -> str:
         pairs = zip(groups[variant], groups[BASELINE], strict=True)
         return mean_std(differences((one["loss"], base["loss"]) for one, base in pairs), 3)
 
-    def delays(variant: Variant) -> str:
+    def delays(variant: DelayVariant) -> str:
         found = sum((Counter(dict(one["delays"])) for one in groups[variant]), Counter[int]())
         return ", ".join(f"{delay}: {count / found.total():.0%}" for delay, count in sorted(found.items())) or "none"
 
