@@ -227,13 +227,13 @@ class LimitSettings(Settings):
     max_in_flight: Positive = 4
     """Largest number of autograd graphs held at once."""
     waiting_places: Annotated[int, Field(ge=0, le=64)] = 2
-    """Microbatches that may wait for admission; a longer queue would hide a slow replica from its senders."""
+    """Microbatches whose bodies may wait here for admission; headers queue behind them."""
     evaluations: Positive = 2
     """Largest number of held-out microbatches served at once."""
-    microbatch_deadline_s: Seconds = 60.0
-    """Longest time for one microbatch to pass through all stages and back, seconds."""
+    microbatch_deadline_s: Seconds = 600.0
+    """Longest time without progress for one microbatch on its way through all stages and back, seconds."""
     patience_floor_s: Seconds = 2.0
-    """Shortest timeout of a call to the next stage, however fast recent calls were, seconds."""
+    """Shortest silence after which a peer that serves a call is taken for gone, seconds."""
     drain_s: Seconds = 20.0
     """Longest time to finish the microbatches in hand when the node has to leave, seconds."""
     linger_s: Seconds = 30.0

@@ -7,6 +7,7 @@
         ├── Unreachable  no answer, a broken link or a passed deadline: set the peer aside, use another one
         ├── Busy         back-pressure, not a failure: try another replica, or the same one later
         ├── Declined     the peer answered that it cannot serve this; it is healthy, use another one
+        │   └── Stalled  the call got nowhere in the time that it had; nobody is at fault
         └── Violation    what arrived breaks the protocol or is not finite: never retry the same bytes
 
 Foreign exceptions (grpc, hivemind, pydantic, OSError) are mapped to these at one place in each adapter.
@@ -39,6 +40,10 @@ class Busy(PeerError):
 
 class Declined(PeerError):
     """The peer is healthy and cannot serve this call (wrong stage, no such round, no live replica behind it)."""
+
+
+class Stalled(Declined):
+    """A call got nowhere in the time that it had: this proves nothing against its peer, nor that it is well."""
 
 
 class Violation(PeerError):

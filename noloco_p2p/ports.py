@@ -6,7 +6,7 @@ neither. Times are seconds; a `deadline_s` counts from the call. Shape legend: B
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from noloco_p2p.core.messages import (
@@ -22,14 +22,30 @@ from noloco_p2p.core.messages import (
     MicrobatchId,
     NodeDescription,
     PeerId,
+    Progress,
     ReplicaState,
     Snapshot,
-    TensorSpec,
 )
+from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult, TensorSpecs
 
-Body = Callable[[], Awaitable[Activation]]
-"""Receives the rest of an activation whose header is known. Raises Violation (digest, length, order) or Unreachable."""
-TensorSpecs = tuple[TensorSpec, ...]
+Claim = Callable[[], bool]
+"""Asked before a large body is sent: may it leave for this peer? False: another one was faster, the call is over."""
+
+
+def alone() -> bool:
+    """The Claim of a call whose peer is the only one that was asked."""
+    return True
+
+
+class Body(Protocol):
+    """The tensors of an activation whose header is known. A large body is not sent before it is asked for."""
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come so far."""
+
+    async def __call__(self) -> Activation:
+        """Ask for them and take them in. Raises Violation (digest, length, order) or Unreachable."""
 
 
 class Handler(Protocol):
@@ -58,6 +74,9 @@ class Handler(Protocol):
         `number` asks for the very copy of which the caller has a part already; Declined when it is gone.
         """
 
+    def progress(self, caller: PeerId, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
+        """How far this node is with each of them; None for one that it does not have in hand."""
+
     def describe(self, caller: PeerId) -> NodeDescription:
         """Who this node is and how far it has come."""
 
@@ -65,15 +84,23 @@ class Handler(Protocol):
 class Transport(Protocol):
     """Calls to peers, and calls from them. Called by the node, from its event loop only."""
 
-    async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
-        """Send an activation, wait for the gradient at most `activation.header.time_left_s`.
+    def announces(self, activation: Activation) -> bool:
+        """It is large: its header goes alone, and its body leaves when the peer has asked for it."""
+
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
+        """Send an activation, wait for the gradient as long as the link and the peer's process are there.
 
         Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec`
         and has the same microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
         """
 
-    async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
-        """Send a held-out activation, wait for its loss at most `header.time_left_s`. Raises as propagate."""
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> LossSum:
+        """Send a held-out activation, wait for its loss. Raises as propagate."""
+
+    async def progress(
+        self, peer: Advert, microbatches: Sequence[MicrobatchId], timeout_s: float
+    ) -> list[Progress | None]:
+        """Ask how far the peer is with each of them, past everything that is being sent. Raises as propagate."""
 
     async def fetch_snapshot(
         self, peer: Advert, stage: int, round: int | None, wait_s: float, deadline_s: float, expected: TensorSpecs | int
@@ -118,74 +145,6 @@ class Directory(Protocol):
 
     async def withdraw(self) -> None:
         """Announce that this node has left, so that nobody waits for its advert to expire."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageState:
-    """What is fixed of a stage once it is made."""
-
-    index: int
-    parameters: int
-    """Count of parameters that this stage holds."""
-    hidden: TensorSpec
-    gradient: TensorSpec
-    """The hidden states that enter or leave it and their gradients, as they travel (`core.block_format`)."""
-    snapshot: TensorSpecs
-    """The tensors of its snapshots, in order."""
-    replica: TensorSpecs
-    """The tensors of its whole state, in order (ReplicaState)."""
-    snapshot_bytes: tuple[int, ...]
-    """Of every stage of the run: the bytes of one snapshot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one backward pass gave."""
-
-    grad: HostTensor | None
-    """For the stage before, as it travels; None at stage 0."""
-    loss_sum: float
-    tokens: int
-    counted: bool
-    """The parameter gradients and tokens were added; False: the id had been spent here and they were dropped."""
-    finite: bool
-    """False: loss or gradient was not finite; it counts as a microbatch of zero tokens, and `grad` is zero."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepLabel:
-    """What the node tells the stage about the inner step that it closes."""
-
-    inner_step: int
-    """Number of this optimizer step, from 1."""
-    step: int
-    """Floor of the clock when the step was opened."""
-    learning_rate: float
-    routes: Mapping[MicrobatchId, tuple[PeerId | None, PeerId | None]]
-    """For the audit: who sent each microbatch, and who served it next."""
-    batches: Mapping[MicrobatchId, Batch] = field(default_factory=dict)
-    """For the audit at stage 0: the data of each microbatch (a later stage leaves it empty)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What an inner step did. With `tokens` 0 it left θ and the optimizer untouched."""
-
-    tokens: int
-    loss_sum: float
-    microbatches: int
-    grad_norm: float
-    """L2 norm over this stage before clipping; 0.0 without tokens."""
-    busy_s: float
-    """Seconds that the device worked since the previous inner step."""
-
-
-@dataclass(frozen=True, slots=True)
-class MergeResult:
-    """What an outer round did to this replica."""
-
-    replica_std: float | None
-    """Estimated from θ before the merge (METHOD.md, "Measures"), None when alone."""
 
 
 class Stage(Protocol):

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_p2p"
-CODE_LINES = 21_500
+CODE_LINES = 21_350
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Lowered when
 the package shrinks, towards 18,000; never raised."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")

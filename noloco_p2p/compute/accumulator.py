@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from noloco_p2p.core.intake import SpentIds
 from noloco_p2p.core.messages import MicrobatchId
+from noloco_p2p.core.spent_ids import SpentIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, Snapshot
+from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.errors import LocalError
-from noloco_p2p.ports import StepLabel
 
 
 def microbatch_key(microbatch: MicrobatchId) -> str:

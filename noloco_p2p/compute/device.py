@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState, Snapshot
+from noloco_p2p.core.stage_values import Contribution, MergeResult, StepLabel, StepResult
 from noloco_p2p.errors import LocalError
-from noloco_p2p.ports import Contribution, MergeResult, StepLabel, StepResult
 
 if TYPE_CHECKING:
     from noloco_p2p.compute.stage import TorchStage

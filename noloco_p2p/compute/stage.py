@@ -37,8 +37,8 @@ from noloco_p2p.core.messages import (
     Snapshot,
     TensorSpec,
 )
+from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
-from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
 
 IGNORED = -100
 """A target that is not counted as a token (METHOD.md, "Inner step")."""

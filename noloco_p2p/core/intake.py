@@ -7,19 +7,19 @@ Pure: the node calls `offer` when a header arrives, `leave` or `done` when the a
 around its inner steps; what each call lets in is in its return value. No clock, no tasks, no tensors.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
 from noloco_p2p.core.messages import MicrobatchId, Origin, PeerId
+from noloco_p2p.core.spent_ids import SpentIds
 
+QUEUE_PLACES = 256
+"""Headers that wait for a waiting place."""
 REPLY_STEPS = 2
 """Inner steps for which a reply is kept for a sender that asks again."""
-SPENT_STEPS = 8
-SPENT_IDS = 4096
-"""Ids that have been counted are remembered for this many inner steps, and at least this many of them."""
 
 Reply = TypeVar("Reply")
 Slot = tuple[PeerId, int]
@@ -46,6 +46,9 @@ class Admission(Enum):
 
     ADMIT = "admit"
     WAIT = "wait"
+    """A waiting place is free: its body may come."""
+    QUEUE = "queue"
+    """None is free: its body may come when `granted` names it."""
     JOIN = "join"
     """The same attempt is here already: share its reply."""
     REPEAT = "repeat"
@@ -61,51 +64,12 @@ class Verdict(NamedTuple, Generic[Reply]):
     reply: Reply | None = None
 
 
-class SpentIds:
-    """Ids that were counted, forgotten after `SPENT_STEPS` inner steps but never while fewer than `SPENT_IDS`."""
-
-    def __init__(self) -> None:
-        self._step_of: OrderedDict[MicrobatchId, int] = OrderedDict()
-        self._steps = 0
-
-    def __contains__(self, microbatch: MicrobatchId) -> bool:
-        return microbatch in self._step_of
-
-    def __len__(self) -> int:
-        return len(self._step_of)
-
-    def spend(self, microbatch: MicrobatchId) -> bool:
-        """True the first time that an id is seen, False ever after."""
-        if microbatch in self._step_of:
-            return False
-        self._step_of[microbatch] = self._steps
-        return True
-
-    def ended(self) -> tuple[MicrobatchId, ...]:
-        """Ids that were counted before the step under way, oldest first."""
-        return tuple(microbatch for microbatch, step in self._step_of.items() if step < self._steps)
-
-    def refill(self, ended: Iterable[MicrobatchId]) -> None:
-        """Know these ids alone, oldest first, as if the step that has just ended had counted them."""
-        self._step_of.clear()
-        for microbatch in ended:
-            self.spend(microbatch)
-        self.end_step()
-
-    def end_step(self) -> None:
-        """An inner step has been taken: forget what is old."""
-        self._steps += 1
-        while len(self._step_of) > SPENT_IDS:
-            oldest, step = next(iter(self._step_of.items()))
-            if step > self._steps - SPENT_STEPS:
-                break
-            del self._step_of[oldest]
-
-
 @dataclass(slots=True)
 class _Attempt:
     origin: Origin
     running: bool = False
+    queued: bool = False
+    """It waits without a waiting place: its body has not been asked for."""
 
 
 @dataclass(slots=True)
@@ -187,14 +151,22 @@ class Intake(Generic[Reply]):
         return len(self._attempts) - self._in_flight
 
     @property
+    def queued(self) -> int:
+        """Those among them that have no waiting place."""
+        return sum(attempt.queued for attempt in self._attempts.values())
+
+    @property
     def missing_origins(self) -> list[PeerId]:
         """Origins of the slots that are still due, sorted (`balanced` only)."""
         return sorted({peer for peer, _ in self._step.due or ()})
 
     # --- what arrives ---------------------------------------------------------------------------------------------
 
-    def offer(self, key: AttemptKey, origin: Origin) -> Verdict[Reply]:
-        """A header has arrived. ADMIT and WAIT must be followed by exactly one `leave` or `done` of the same key."""
+    def offer(self, key: AttemptKey, origin: Origin, *, patient: bool = False) -> Verdict[Reply]:
+        """A header has arrived; a `patient` one queues rather than to hear Busy.
+
+        ADMIT, WAIT and QUEUE must be followed by exactly one `leave` or `done` of the same key.
+        """
         if key in self._replies:
             return Verdict(Admission.REPEAT, "kept", self._replies[key][1])
         if key in self._attempts:
@@ -207,12 +179,23 @@ class Intake(Generic[Reply]):
             self._attempts[key] = attempt
             self._run(key, attempt)
             return Verdict(Admission.ADMIT, "place")
-        ahead = self._ahead(attempt)
-        line = sum(not other.running and self._ahead(other) == ahead for other in self._attempts.values())
-        if line >= self._line_places:
+        attempt.queued = self._free_places(ahead=self._ahead(attempt)) <= 0
+        if attempt.queued and (not patient or self.queued >= QUEUE_PLACES):
             return Verdict(Admission.BUSY, obstacle)
         self._attempts[key] = attempt
-        return Verdict(Admission.WAIT, obstacle)
+        return Verdict(Admission.QUEUE if attempt.queued else Admission.WAIT, obstacle)
+
+    def granted(self) -> list[AttemptKey]:
+        """Gives the waiting places that are free to those in the queue, to each origin in turn; returns these."""
+        given = []
+        for ahead in (False, True):
+            for _ in range(self._free_places(ahead=ahead)):
+                key = self._first_queued(ahead=ahead)
+                if key is None:
+                    break
+                self._attempts[key].queued = False
+                given.append(key)
+        return given
 
     def leave(self, key: AttemptKey) -> list[AttemptKey]:
         """An attempt failed or was cancelled, waiting or in flight: it leaves no trace. Returns those now admitted."""
@@ -239,6 +222,19 @@ class Intake(Generic[Reply]):
 
     def _ahead(self, attempt: _Attempt) -> bool:
         return self._step.due is not None and attempt.origin.step > self._step.number
+
+    def _free_places(self, *, ahead: bool) -> int:
+        """Waiting places that nobody has, of those for labels `ahead` of the step or of the others."""
+        held = sum(
+            not (other.running or other.queued) and self._ahead(other) == ahead for other in self._attempts.values()
+        )
+        return self._line_places - held
+
+    def _first_queued(self, *, ahead: bool) -> AttemptKey | None:
+        """Of the origin that has the least in hand here the one that has waited longest."""
+        held: Counter[PeerId] = Counter(one.origin.peer for one in self._attempts.values() if not one.queued)
+        queue = [key for key, one in self._attempts.items() if one.queued and self._ahead(one) == ahead]
+        return min(queue, key=lambda key: held[self._attempts[key].origin.peer], default=None)
 
     def _slot(self, attempt: _Attempt) -> Slot | None:
         """The due slot that an attempt fills, if any."""
@@ -274,7 +270,7 @@ class Intake(Generic[Reply]):
             self._step.places[key.microbatch] = _Place(slot)
             if slot is not None and self._step.due is not None:
                 self._step.due.discard(slot)
-        attempt.running = True
+        attempt.running, attempt.queued = True, False
         self._in_flight += 1
 
     def _end(self, key: AttemptKey) -> None:

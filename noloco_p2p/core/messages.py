@@ -86,11 +86,13 @@ class Header:
     stage: int
     """The stage that is to receive it, from 1."""
     time_left_s: float
-    """Seconds that the sender still waits for the answer, counted from sending."""
+    """Seconds without progress that the sender still bears, counted from sending."""
     specs: tuple[TensorSpec, ...] = ()
     """Declared tensors, in order: hidden, targets, and mask where there is one. Filled in by the sending transport."""
     digest: int = 0
     """Digest over the tensors (64 bits). Filled in by the sending transport, verified by the receiving one."""
+    patient: bool = False
+    """The sender would rather wait in line for a place than hear Busy: it has no better replica to ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,15 @@ class LossSum:
 
     loss_sum: float
     tokens: int
+
+
+class Progress(NamedTuple):
+    """How far a peer is with a microbatch that it serves."""
+
+    events: int
+    """Grows with every byte received and every operation ended, at this peer or further on."""
+    stuck_s: float
+    """Since when its device has ended nothing although it has work, seconds; 0 when it has none."""
 
 
 @dataclass(frozen=True, slots=True)

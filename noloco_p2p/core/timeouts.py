@@ -42,18 +42,11 @@ class AdaptiveTimeout:
         spread = median(abs(seconds - typical) for seconds in self._seconds)
         return max(floor_s, SLOWER * typical, typical + SPREADS * spread)
 
-    def was_hurried(self, given_s: float, took_s: float) -> bool:
-        """A call was ended by its `given_s`, and that is less than such calls need: no proof against its peer."""
-        needed_s = self.deadline_s()
-        return needed_s is not None and given_s < needed_s and took_s >= given_s - TIMER_S
 
+def attempt_s(left_s: float, hops_below: int) -> float:
+    """Seconds without progress that one call to the next stage gets of the `left_s` that its caller bears.
 
-def attempt_s(left_s: float, hops_below: int, deadline_s: float | None) -> float:
-    """Seconds that one call to the next stage gets of the `left_s` that its caller has.
-
-    `hops_below` calls are nested in it: 0 when the callee is the last stage. Of the time left it gets a share of
-    (hops_below + 1) / (hops_below + 2), so that each hop gives up before the one above it and has time for a retry;
-    of its own deadline, once it has one, as many as there are hops that may each have to wait for theirs.
+    `hops_below` calls are nested in it: 0 when the callee is the last stage. It gets (hops_below + 1) /
+    (hops_below + 2) of the time left, so that each hop gives up before the one above it and has time for a retry.
     """
-    share = left_s * (hops_below + 1) / (hops_below + 2)
-    return share if deadline_s is None else min(share, (hops_below + 1) * deadline_s)
+    return left_s * (hops_below + 1) / (hops_below + 2)

@@ -15,6 +15,8 @@ CHUNK_BYTES = 1 << 20
 """Longest chunk. Longer ones are slower: they leave the processor's cache between two copies."""
 PACK_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 4)
 """Most tensor bytes in one message: a full chunk, and room beside it for the small tensors of the same activation."""
+REPLYING = 2**62
+"""Added to `Progress.events` of a microbatch whose reply is being sent: more than any that is not done."""
 MAX_TENSORS = 65_536
 """Most tensors in one stream; the frames that close them must fit one message even when all are empty."""
 MAX_DIMENSIONS = 8

@@ -13,6 +13,7 @@ from statistics import median
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import NO_STAGE, Advert, Batch, MicrobatchId
+from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.core.status import AnyReplica, Resource, Status
 from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.guardian import Guardian
@@ -28,14 +29,13 @@ from noloco_p2p.node.shutdown import Shutdown
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import StateDonor
 from noloco_p2p.node.waits import Waits
-from noloco_p2p.ports import StepLabel, World
+from noloco_p2p.ports import World
 
 
 class Node:
     """One replica of one stage. `run` is its life; `handler` is the ports.Handler that its transport serves.
 
-    `advert` says who this node is and where it can be reached; its stage and state are the node's to change.
-    `incarnation` is 64 random bits of this process.
+    `advert` says where this node can be reached; its stage and state change. `incarnation`: 64 bits of this process.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """What peers ask of this node, and which duty answers (ports.Handler)."""
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from math import isfinite
 
@@ -7,8 +8,10 @@ from noloco_p2p.core.messages import (
     Gradient,
     Header,
     LossSum,
+    MicrobatchId,
     NodeDescription,
     PeerId,
+    Progress,
     ReplicaState,
     Snapshot,
     TensorSpec,
@@ -57,6 +60,10 @@ class RpcHandler:
     def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
         """See ports.Handler."""
         return self._donor.lend_state(caller, number)
+
+    def progress(self, caller: PeerId, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
+        """See ports.Handler."""
+        return self._server.progress(microbatches)
 
     def describe(self, caller: PeerId) -> NodeDescription:
         """See ports.Handler."""

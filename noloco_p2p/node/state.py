@@ -13,9 +13,10 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import NO_STAGE, Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.stage_values import StepResult
 from noloco_p2p.core.status import Trouble
 from noloco_p2p.node.waits import Waits
-from noloco_p2p.ports import Batches, Stage, StepResult, Telemetry
+from noloco_p2p.ports import Batches, Stage, Telemetry
 
 STEPS_TIMED = 32
 """Inner steps whose median is what a step takes."""

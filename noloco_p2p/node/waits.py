@@ -13,23 +13,31 @@ from typing import TypeVar
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Purpose, Resource, Serving, Wait, WaitTarget
 
+OPERATIONS_PER_DEADLINE = 10.0
+
 R = TypeVar("R")
 
 
 class Waits:
     """The waits of one node. Changed by its event loop only, read from any thread.
 
-    `computing_s` is how long an operation of the device may take.
+    An operation of the device is late after a part of `patience_s`, the time that a microbatch may go without progress.
     """
 
-    def __init__(self, computing_s: float | None = None) -> None:
-        self._computing_s = computing_s
+    def __init__(self, patience_s: float | None = None) -> None:
+        self._computing_s = None if patience_s is None else patience_s / OPERATIONS_PER_DEADLINE
         self._open: dict[Waiting, None] = {}
+        self._computing: dict[object, float] = {}
+        """Operations that the device was asked for and has not ended, oldest first: since when."""
         self._calls: dict[object, tuple[PeerId, Purpose, float]] = {}
         """Calls of peers that this node has in hand: (caller, on whose behalf, since when)."""
         self._conditions: dict[asyncio.Future[bool], Callable[[], bool]] = {}
         """What `until` waits for. They are evaluated here, so that a pulse wakes nobody in vain."""
         self._check: asyncio.Handle | None = None
+        self.operations = 0
+        """Operations of the device that have ended."""
+        self._ended_at = 0.0
+        """When the last one did."""
 
     def waiting(
         self,
@@ -43,9 +51,23 @@ class Waits:
         """A `with` around an await; the arguments are those of core.status.Wait."""
         return Waiting(self._open, (what, whom, deadline_s, why, idle))
 
-    def computing(self, what: str, why: Purpose | None = None) -> "Waiting":
-        """A `with` around an operation of this node's device, which takes as long as a microbatch may at most."""
-        return self.waiting(what, Resource.DEVICE, self._computing_s, why)
+    @contextmanager
+    def computing(self, what: str, why: Purpose | None = None) -> Iterator[None]:
+        """A `with` around an operation of this node's device."""
+        key, now = object(), asyncio.get_running_loop().time
+        self._computing[key] = now()
+        try:
+            with self.waiting(what, Resource.DEVICE, self._computing_s, why):
+                yield
+        finally:
+            del self._computing[key]
+            self.operations += 1
+            self._ended_at = now()
+
+    def stuck_s(self, now: float) -> float:
+        """For how long the device has ended nothing although it has work; `now` is on the loop's clock."""
+        began = next(iter(self._computing.values()), now)
+        return max(0.0, now - max(began, self._ended_at))
 
     @contextmanager
     def serving(self, caller: PeerId, why: Purpose) -> Iterator[None]:

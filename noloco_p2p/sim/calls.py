@@ -14,6 +14,9 @@ from noloco_p2p.ports import Handler
 from noloco_p2p.sim.network import Endpoint, Network
 from noloco_p2p.sim.traffic import Payload
 
+DEAD_LINK_S = 15.0
+"""After this long over gRPC a server knows that a caller is gone without a word."""
+
 T = TypeVar("T")
 
 
@@ -113,7 +116,8 @@ class SimCall(Generic[T]):
     async def stream(self, kind: str, nbytes: int) -> None:
         """Takes the time of `nbytes` of tensors to their caller; awaited by the handler whose answer they are."""
         traffic = self.network.traffic
-        self._reply = payload = traffic.depart(self.callee, self.caller, kind, nbytes)
+        self._reply = payload = Payload(self.callee, self.caller, kind, nbytes)
+        traffic.depart(payload)
         self._listen()
         try:
             await traffic.whole(payload)
@@ -154,10 +158,10 @@ class SimCall(Generic[T]):
 
     def _reply_with(self, outcome: T | PeerError) -> None:
         """The tensors of an answer go before it; a stream has sent its own."""
-        tensors = (outcome.grad,) if isinstance(outcome, Gradient) else ()
-        nbytes = self.network.payload_bytes("gradient", tensors) if tensors else 0
-        if nbytes:
-            self._reply = payload = self.network.traffic.depart(self.callee, self.caller, "gradient", nbytes)
+        nbytes = self.network.payload_bytes("gradient", (outcome.grad,)) if isinstance(outcome, Gradient) else 0
+        if isinstance(outcome, Gradient) and nbytes:
+            self._reply = payload = Payload(self.callee, self.caller, "gradient", nbytes, outcome.microbatch)
+            self.network.traffic.depart(payload)
             if payload.gone_at is None:
                 payload.on_gone = lambda: self._send(outcome)
                 payload.on_lost = self._break
@@ -189,9 +193,9 @@ class SimCall(Generic[T]):
         raise error
 
     def _hang_up(self) -> None:
-        """The callee learns that its caller is gone, unless nothing gets through: then its deadline ends the work."""
+        """The callee learns that its caller is gone; if nothing gets through, when it finds the link dead."""
         if self._alive and self.network.cut(self.caller, self.callee):
-            self._loop.call_at(self._expires_at, self._give_up)
+            self._loop.call_at(min(self._expires_at, self._loop.time() + DEAD_LINK_S), self._give_up)
         else:
             self._give_up()
 

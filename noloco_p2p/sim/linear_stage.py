@@ -15,7 +15,6 @@ from math import hypot, isfinite, sqrt
 from typing import NamedTuple
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.intake import SpentIds
 from noloco_p2p.core.messages import (
     REPLICA_KINDS,
     Gradient,
@@ -29,8 +28,9 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.core.outer_update import carried_over, outer_step
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.spent_ids import SpentIds
+from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
-from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.sim.batches import IGNORED
 
 NAMES = ("gain", "bias")

@@ -6,7 +6,7 @@ from operator import add, sub
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState, Snapshot
-from noloco_p2p.ports import MergeResult, StepLabel, StepResult
+from noloco_p2p.core.stage_values import MergeResult, StepLabel, StepResult
 from noloco_p2p.sim.linear_stage import LinearStage
 
 Values = tuple[float, ...]

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, ReplicaState, Snapshot
+from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import LocalError
-from noloco_p2p.ports import Contribution, MergeResult, StageState, StepLabel, StepResult
 
 BACKWARD, FORWARD, EVALUATE = 0, 1, 2
 """What the device does first when several wait."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
 from noloco_p2p.sim.links import Geography, Link, ceiling_bytes_per_s
 
@@ -17,6 +17,8 @@ SAME_S = 1e-9
 
 KINDS = ("activation", "gradient", "snapshot", "state")
 """What travels."""
+QUEUED = ("activation", "gradient")
+"""Sent one after the other to the same peer: side by side all would be late, this way only the last one is as late."""
 
 
 @dataclass(slots=True)
@@ -48,9 +50,16 @@ class Payload:
     receiver: PeerId
     kind: str
     nbytes: int
-    sent_at: float
+    microbatch: MicrobatchId | None = None
+    """Of a gradient: what it answers."""
+    sent_at: float | None = None
+    """When it began to leave; None: nobody has asked for it."""
+    over: bool = False
+    """It was taken, or will never be."""
     gone_at: float | None = None
     """When its last byte left."""
+    held: bool = False
+    """Others of its sender go first."""
     stalled_at: float | None = None
     """Since when it is stopped, because nothing gets through."""
     flow: Flow | None = None
@@ -68,6 +77,8 @@ class Payload:
 
     def moved_bytes(self, now: float) -> int:
         """How much of it has left."""
+        if self.sent_at is None:
+            return 0
         return self.nbytes if self.flow is None else math.floor(self.flow.moved(now))
 
 
@@ -85,6 +96,8 @@ class Traffic:
         self._access: dict[PeerId, tuple[Segment | None, Segment | None]] = {}
         self._link_segments: dict[tuple[PeerId, PeerId], Segment | None] = {}
         self._open: dict[Payload, None] = {}
+        self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
+        """Activations and gradients from one node to another: the first is on its way, the others wait for it."""
         self._counts: dict[PeerId, dict[str, ByteCounts]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -101,23 +114,26 @@ class Traffic:
 
     # --- payloads -------------------------------------------------------------------------------------------------
 
-    def depart(self, sender: PeerId, receiver: PeerId, kind: str, nbytes: int) -> Payload:
-        """Begin to send; `gone_at` is set at once where nothing limits it."""
+    def depart(self, payload: Payload) -> None:
+        """Begin to send, or to wait for its turn; `gone_at` is set at once where nothing limits it."""
+        sender, receiver = payload.sender, payload.receiver
         for peer in (sender, receiver):
             if peer not in self._counts:
                 self._counts[peer] = {kind: ByteCounts() for kind in KINDS}
-        payload = Payload(sender, receiver, kind, nbytes, self._now())
+        payload.sent_at = self._now()
         self._open[payload] = None
-        path = self._path(sender, receiver) if nbytes else ()
+        path = self._path(sender, receiver) if payload.nbytes else ()
         if not path:
             payload.gone_at = payload.sent_at
-            return payload
-        payload.flow = Flow(nbytes, lambda: self._has_left(payload))
+            return
+        payload.flow = Flow(payload.nbytes, lambda: self._has_left(payload))
         if self._is_cut(sender, receiver):
             payload.stalled_at = payload.sent_at
-        else:
-            self._bandwidth.start(payload.flow, path)
-        return payload
+        if payload.kind in QUEUED:
+            queue = self._queues.setdefault((sender, receiver), {})
+            payload.held = bool(queue)
+            queue[payload] = None
+        self._move(payload)
 
     async def whole(self, payload: Payload, latency_s: float = 0.0) -> None:
         """Until its last byte has left, and had `latency_s` to arrive; for ever when it is dropped before that."""
@@ -136,6 +152,7 @@ class Traffic:
 
     def take(self, payload: Payload) -> None:
         """Its receiver has it and wants it."""
+        payload.over = True
         if payload in self._open:
             del self._open[payload]
             self._counts[payload.sender][payload.kind].sent += payload.nbytes
@@ -143,6 +160,7 @@ class Traffic:
 
     def drop(self, payload: Payload) -> None:
         """Send no more of it, and count what has left as lost; nothing happens to one that was taken or dropped."""
+        payload.over = True
         if payload not in self._open:
             return
         moved = payload.moved_bytes(self._now())
@@ -151,6 +169,14 @@ class Traffic:
         if payload.flow is not None:
             self._bandwidth.stop(payload.flow)
         payload.flow = payload.on_gone = None
+        self._unqueue(payload)
+
+    def replied_bytes(self, sender: PeerId, receiver: PeerId, microbatch: MicrobatchId) -> int | None:
+        """How much of a gradient has left that is being sent, or waits for its turn; None: there is none such."""
+        for payload in self._queues.get((sender, receiver), ()):
+            if payload.microbatch == microbatch:
+                return payload.moved_bytes(self._now())
+        return None
 
     # --- when the network changes ---------------------------------------------------------------------------------
 
@@ -168,7 +194,7 @@ class Traffic:
                 self._bandwidth.stop(payload.flow)
             elif not cut and payload.stalled_at is not None:
                 payload.stalled_at = None
-                self._bandwidth.start(payload.flow, self._path(payload.sender, payload.receiver))
+                self._move(payload)
 
     def relink(self, sender: PeerId, receiver: PeerId) -> None:
         """After a change of a link: what is under way between the two goes on at its new rate."""
@@ -176,14 +202,10 @@ class Traffic:
         for payload in list(self._open):
             if payload.flow is None or (payload.sender, payload.receiver) != (sender, receiver):
                 continue
-            if payload.stalled_at is not None:
+            if payload.stalled_at is not None or payload.held:
                 continue
             self._bandwidth.stop(payload.flow)
-            path = self._path(sender, receiver)
-            if path:
-                self._bandwidth.start(payload.flow, path)
-            else:
-                self._has_left(payload)
+            self._move(payload)
 
     def crash(self, peer: PeerId) -> None:
         """A node is gone: what it has not sent, and what it has not taken, is lost; calls `on_lost` of those."""
@@ -196,8 +218,29 @@ class Traffic:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _unqueue(self, payload: Payload) -> None:
+        """It no longer takes a place in its queue: the next one is on its way."""
+        queue = self._queues.get((payload.sender, payload.receiver), {})
+        if payload in queue:
+            del queue[payload]
+            for first in queue:
+                first.held = False
+                self._move(first)
+                break
+
+    def _move(self, payload: Payload) -> None:
+        """Set it in motion, unless it moves, or is held back or stopped."""
+        if payload.flow is None or payload.flow.path or payload.held or payload.stalled_at is not None:
+            return
+        path = self._path(payload.sender, payload.receiver)
+        if path:
+            self._bandwidth.start(payload.flow, path)
+        else:
+            self._has_left(payload)
+
     def _has_left(self, payload: Payload) -> None:
         payload.gone_at, payload.flow = self._now(), None
+        self._unqueue(payload)
         if payload.on_gone is not None:
             payload.on_gone()
             payload.on_gone = payload.on_lost = None

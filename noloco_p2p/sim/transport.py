@@ -5,7 +5,7 @@ cancelled when its caller is gone or the deadline has passed, and what a reply s
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -18,14 +18,16 @@ from noloco_p2p.core.messages import (
     Header,
     HostTensor,
     LossSum,
+    MicrobatchId,
     NodeDescription,
     PeerId,
+    Progress,
     ReplicaState,
     Snapshot,
     TensorSpec,
 )
 from noloco_p2p.errors import Declined, Unreachable, Violation
-from noloco_p2p.ports import Body, Handler
+from noloco_p2p.ports import Body, Claim, Handler, alone
 from noloco_p2p.sim.calls import SimCall
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.traffic import Payload
@@ -34,6 +36,8 @@ DESCRIBE_S = 3.0
 """How long `describe` waits for an answer."""
 SILENCE_S = 5.0
 """Longest silence in a transfer, as over gRPC."""
+LONGEST_CALL_S = 3600.0
+"""Longest call with an activation, as over gRPC: what ends one earlier is a peer that does not get on."""
 CAPTURE_S = 20.0
 """Longest wait for a state to begin, as over gRPC."""
 RESUMES_S = 20.0
@@ -53,19 +57,23 @@ class SimTransport:
         self._network = network
         self._me = me
 
-    async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
+    def announces(self, activation: Activation) -> bool:
+        """See `ports.Transport`."""
+        return self._network.payload_bytes("activation", activation.tensors) > wire.PACK_BYTES
+
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
         """See `ports.Transport`."""
         sent = _sent(activation)
-        gradient = await self._submit(peer, sent, "propagate", lambda handler: handler.propagate)
+        gradient = await self._submit(peer, sent, claim, "propagate", lambda handler: handler.propagate)
         if gradient.microbatch != sent.header.microbatch:
             raise Violation(f"{peer.peer_id} answered for another microbatch")
         if gradient.grad.spec[1:] != sent.reply_spec[1:]:
             raise Violation(f"{peer.peer_id} answered {gradient.grad.spec}, not {sent.reply_spec}")
         return replace(gradient, grad=_copy(gradient.grad))
 
-    async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> LossSum:
         """See `ports.Transport`."""
-        return await self._submit(peer, _sent(activation), "evaluate", lambda handler: handler.evaluate)
+        return await self._submit(peer, _sent(activation), claim, "evaluate", lambda handler: handler.evaluate)
 
     async def fetch_snapshot(
         self,
@@ -106,6 +114,21 @@ class SimTransport:
         wire.check_same(tuple(tensor.spec for tensor in state.tensors), expected, "state")
         return state
 
+    async def progress(
+        self, peer: Advert, microbatches: Sequence[MicrobatchId], timeout_s: float
+    ) -> list[Progress | None]:
+        """See `ports.Transport`."""
+
+        async def invoke(handler: Handler, call: SimCall[list[Progress | None]]) -> list[Progress | None]:
+            reports = handler.progress(self._me, microbatches)
+            for place, microbatch in enumerate(microbatches):
+                replied = self._network.traffic.replied_bytes(peer.peer_id, self._me, microbatch)
+                if replied is not None:
+                    reports[place] = Progress(wire.REPLYING + replied, 0.0)
+            return reports
+
+        return await self._call(peer, invoke, timeout_s, "progress")
+
     async def describe(self, peer: Advert) -> NodeDescription:
         """See `ports.Transport`."""
 
@@ -123,16 +146,22 @@ class SimTransport:
         if not self.dead:
             await self._network.stop(self._me)
 
-    async def _submit(self, peer: Advert, sent: Activation, what: str, method: Callable[[Handler], Method[T]]) -> T:
-        """A call with an activation, whose tensors follow their header without waiting for a yes."""
+    async def _submit(
+        self, peer: Advert, sent: Activation, claim: Claim, what: str, method: Callable[[Handler], Method[T]]
+    ) -> T:
+        """A call with an activation. Small tensors follow their header at once, large ones when they are asked for."""
         self._check_alive()
         nbytes = self._network.payload_bytes("activation", sent.tensors)
-        payload = self._network.traffic.depart(self._me, peer.peer_id, "activation", nbytes)
+        payload = Payload(self._me, peer.peer_id, "activation", nbytes)
+        body, began = _SimBody(self._network, sent, payload, claim), asyncio.get_running_loop().time()
+        if not self.announces(sent):
+            self._network.traffic.depart(payload)
 
         def invoke(handler: Handler, _: SimCall[T]) -> Coroutine[Any, Any, T]:
-            return method(handler)(self._me, sent.header, self._body(sent, payload))
+            body.latency_s = asyncio.get_running_loop().time() - began
+            return method(handler)(self._me, sent.header, body)
 
-        return await self._call(peer, invoke, sent.header.time_left_s, what, body=payload)
+        return await self._call(peer, invoke, LONGEST_CALL_S, what, body=payload)
 
     async def _call(
         self,
@@ -156,17 +185,32 @@ class SimTransport:
         if self.dead:
             raise Unreachable(f"{self._me} has crashed")
 
-    def _body(self, sent: Activation, payload: Payload) -> Body:
-        """Made when the header arrives: the last byte of the tensors takes as long as the header once it has left."""
-        traffic = self._network.traffic
-        latency_s = asyncio.get_running_loop().time() - payload.sent_at
 
-        async def body() -> Activation:
-            await traffic.whole(payload, latency_s)
-            traffic.take(payload)
-            return sent
+class _SimBody:
+    """The tensors of one activation, on their way to a handler."""
 
-        return body
+    def __init__(self, network: Network, sent: Activation, payload: Payload, claim: Claim) -> None:
+        self._network, self._sent, self._payload, self._claim = network, sent, payload, claim
+        self.latency_s = 0.0
+        """How long the header took."""
+
+    @property
+    def received(self) -> int:
+        """See `ports.Body`."""
+        return self._payload.moved_bytes(asyncio.get_running_loop().time())
+
+    async def __call__(self) -> Activation:
+        """See `ports.Body`. The last byte takes as long as the header did once it has left."""
+        payload, network = self._payload, self._network
+        if payload.sent_at is None and not payload.over:
+            await asyncio.sleep(network.latency_s(payload.receiver, payload.sender))
+            if network.cut(payload.receiver, payload.sender):
+                await asyncio.get_running_loop().create_future()
+            if not payload.over and self._claim():
+                network.traffic.depart(payload)
+        await network.traffic.whole(payload, self.latency_s)
+        network.traffic.take(payload)
+        return self._sent
 
 
 def _copy(tensor: HostTensor) -> HostTensor:

@@ -13,8 +13,8 @@ from stages import make_batch, make_manifest, make_stages, microbatch, run_micro
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.errors import LocalError
-from noloco_p2p.ports import StepLabel
 
 KEY = "origin-0000000000000007-"
 

@@ -14,8 +14,8 @@ from stages import SIZES, make_batch, make_label, make_manifest, make_stages, mi
 from noloco_p2p.compute.device import URGENT, Device, DeviceStage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS, SpentIds
 from noloco_p2p.core.messages import REPLICA_KINDS, HostTensor, ReplicaState
+from noloco_p2p.core.spent_ids import SPENT_IDS, SPENT_STEPS, SpentIds
 from noloco_p2p.errors import LocalError, Violation
 
 OUTER = {"alpha": 0.4, "beta": 0.6, "gamma": 0.9}

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
 from noloco_p2p.compute.activation_codec import ActivationCodec
-from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum
+from noloco_p2p.core.spent_ids import SPENT_IDS, SPENT_STEPS
 from noloco_p2p.errors import Violation
 
 

@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from noloco_p2p.core.intake import SPENT_IDS, SPENT_STEPS, Admission, AttemptKey, Intake, SpentIds
+from noloco_p2p.core.intake import QUEUE_PLACES, Admission, AttemptKey, Intake
 from noloco_p2p.core.messages import MicrobatchId, Origin
+from noloco_p2p.core.spent_ids import SPENT_IDS, SPENT_STEPS, SpentIds
 
 ORIGINS = ("a", "b", "c")
 
@@ -160,6 +161,32 @@ def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
     assert first not in spent
 
 
+def test_a_patient_header_queues_and_each_origin_is_granted_in_turn() -> None:
+    intake: Intake[str] = Intake(max_in_flight=1, line_places=1)
+    intake.open(0, target=20)
+    assert intake.offer(key("a", 0), Origin("a", 0, 0), patient=True).answer is Admission.ADMIT
+    assert intake.offer(key("a", 1), Origin("a", 0, 1), patient=True).answer is Admission.WAIT
+    assert intake.offer(key("a", 2), Origin("a", 0, 2)).answer is Admission.BUSY
+    for number in (2, 3, 4):
+        assert intake.offer(key("a", number), Origin("a", 0, number), patient=True).answer is Admission.QUEUE
+    assert intake.offer(key("b", 0), Origin("b", 0, 0), patient=True).answer is Admission.QUEUE
+    assert intake.granted() == []
+    assert intake.done(key("a", 0), counted=True, reply="r") == [key("a", 1)]
+    assert intake.granted() == [key("b", 0)], "b has nothing in hand here"
+    assert (intake.in_flight, intake.waiting, intake.queued) == (1, 4, 3)
+    assert intake.leave(key("b", 0)) == []
+    assert intake.granted() == [key("a", 2)]
+    assert intake.granted() == []
+    assert intake.close() == [key("a", number) for number in (2, 3, 4)]
+
+
+def test_the_queue_is_bounded() -> None:
+    intake: Intake[str] = Intake(1, 0)
+    intake.open(0, target=0)
+    answers = [intake.offer(key("a", n), Origin("a", 0, n), patient=True).answer for n in range(QUEUE_PLACES + 1)]
+    assert answers == [Admission.QUEUE] * QUEUE_PLACES + [Admission.BUSY]
+
+
 class MicrobatchServer(RuleBasedStateMachine):
     """One replica and its senders: offers, repeats by other ways, cancellations, replies in any order, steps, rounds.
 
@@ -175,6 +202,7 @@ class MicrobatchServer(RuleBasedStateMachine):
         self.step = 0
         self.running: dict[AttemptKey, int] = {}
         self.waiting: set[AttemptKey] = set()
+        self.queued: set[AttemptKey] = set()
         self.origin: dict[AttemptKey, Origin] = {}
         self.counted: dict[MicrobatchId, int] = {}
         self.counted_in_step = 0
@@ -195,15 +223,25 @@ class MicrobatchServer(RuleBasedStateMachine):
 
     def admit(self, keys: list[AttemptKey]) -> None:
         for one in keys:
-            assert one in self.waiting, "only a waiting header is let in"
-            self.waiting.remove(one)
+            assert one in self.waiting | self.queued, "only a waiting header is let in"
+            self.waiting.discard(one)
+            self.queued.discard(one)
             self.running[one] = self.version
+        for one in self.intake.granted():
+            self.queued.remove(one)
+            self.waiting.add(one)
 
-    @rule(origin=st.sampled_from(ORIGINS), index=st.integers(0, 1), digest=st.integers(0, 1), ahead=st.integers(-1, 1))
-    def offer(self, origin: str, index: int, digest: int, ahead: int) -> None:
+    @rule(
+        origin=st.sampled_from(ORIGINS),
+        index=st.integers(0, 1),
+        digest=st.integers(0, 1),
+        ahead=st.integers(-1, 1),
+        patient=st.booleans(),
+    )
+    def offer(self, origin: str, index: int, digest: int, ahead: int, patient: bool) -> None:
         label = Origin(origin, max(0, self.step + ahead), index)
         one = key(origin, 2 * label.step + index, digest)
-        verdict = self.intake.offer(one, label)
+        verdict = self.intake.offer(one, label, patient=patient)
         match verdict.answer:
             case Admission.ADMIT:
                 assert one not in self.running
@@ -211,8 +249,12 @@ class MicrobatchServer(RuleBasedStateMachine):
             case Admission.WAIT:
                 assert one not in self.waiting
                 self.waiting.add(one)
+            case Admission.QUEUE:
+                assert patient
+                assert one not in self.queued
+                self.queued.add(one)
             case Admission.JOIN:
-                assert one in self.running or one in self.waiting
+                assert one in self.running or one in self.waiting | self.queued
             case Admission.REPEAT:
                 assert one.microbatch in self.counted
             case Admission.BUSY:
@@ -233,11 +275,12 @@ class MicrobatchServer(RuleBasedStateMachine):
         self.counted_in_step += counted
         self.admit(self.intake.done(one, counted=counted, reply=version))
 
-    @precondition(lambda self: self.waiting)
+    @precondition(lambda self: self.waiting or self.queued)
     @rule(data=st.data())
     def cancel_waiting(self, data: Any) -> None:
-        one = data.draw(st.sampled_from(sorted(self.waiting)))
-        self.waiting.remove(one)
+        one = data.draw(st.sampled_from(sorted(self.waiting | self.queued)))
+        self.waiting.discard(one)
+        self.queued.discard(one)
         self.admit(self.intake.leave(one))
 
     @precondition(lambda self: self.opened and self.intake.ready)
@@ -252,9 +295,10 @@ class MicrobatchServer(RuleBasedStateMachine):
         self.counted_in_step = 0
         if outer:
             for one in self.intake.close():
-                self.waiting.remove(one)
+                self.waiting.discard(one)
+                self.queued.discard(one)
                 self.intake.leave(one)
-            assert not self.waiting
+            assert not self.waiting | self.queued
         self.open_step()
 
     @precondition(lambda self: self.balanced and self.intake.missing_origins)
@@ -267,7 +311,9 @@ class MicrobatchServer(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self) -> None:
         assert self.intake.in_flight == len(self.running) <= 3
-        assert self.intake.waiting == len(self.waiting) <= (4 if self.balanced else 2)
+        assert len(self.waiting) <= (4 if self.balanced else 2)
+        assert self.intake.waiting == len(self.waiting) + len(self.queued)
+        assert self.intake.queued == len(self.queued)
 
     @invariant()
     def somebody_can_go_on(self) -> None:

@@ -15,9 +15,9 @@ from noloco_p2p.cli.bench import bench as benches
 from noloco_p2p.compute.stage_timing import random_batch
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId
+from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.bench import stage as bench
-from noloco_p2p.ports import Contribution
 
 PHASES = ("forward_s", "loss_backward_s", "backward_s", "step_s", "plain_s")
 

@@ -3,24 +3,24 @@
 import pytest
 
 from noloco_p2p.lab.experiments import codecs
-from noloco_p2p.lab.experiments.codecs import Wire
+from noloco_p2p.lab.experiments.codecs import WireCase
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
 
-def case(wire: Wire, seed: int = 0, steps: int = 4) -> Case:
+def case(wire: WireCase, seed: int = 0, steps: int = 4) -> Case:
     sizes = {"hidden_size": 32, "steps": steps, "seed": seed}
     return Case.named("{family} {stages} {forward} {backward} s{seed}", **wire._asdict(), **sizes)
 
 
 @pytest.mark.parametrize("family", codecs.FAMILIES)
 def test_a_short_run_counts_its_bytes_and_puts_the_codecs_in(family: str) -> None:
-    base = codecs.measure(case(Wire(family, 2, "float32", "float32")))
+    base = codecs.measure(case(WireCase(family, 2, "float32", "float32")))
     assert base["bytes_per_token"] == 32 * 4 * 2 + 4
     assert set(base["put_in"]) == {"bfloat16", "int8", "int4"}
     assert base["put_in"]["int8"] == pytest.approx(base["validation_loss"], abs=1e-3)
     assert base["put_in"]["int4"] != base["validation_loss"]
-    narrow = codecs.measure(case(Wire(family, 2, "int4", "int8")))
+    narrow = codecs.measure(case(WireCase(family, 2, "int4", "int8")))
     means = 2 * 32 / (8 * 64)
     assert narrow["bytes_per_token"] == (2 + 16 + means) + (2 + 64) + 4, "half of int8's block of 64 is filled up"
     assert narrow["put_in"] == {}
@@ -32,7 +32,7 @@ def figures(loss: float | None, put_in: dict[str, float | None], bytes: float = 
 
 
 def test_the_report_says_which_goals_are_missed() -> None:
-    base, eight, four = (Wire("llama", 2, codec, codec) for codec in ("float32", "int8", "int4"))
+    base, eight, four = (WireCase("llama", 2, codec, codec) for codec in ("float32", "int8", "int4"))
     losses = {base: (2.0, 2.02), eight: (2.001, 2.021), four: (2.05, 2.07)}
     put_in: dict[str, float | None] = {"int8": 2.03, "int4": 2.021}
     results = [
@@ -50,6 +50,6 @@ def test_the_report_says_which_goals_are_missed() -> None:
 
 
 def test_a_report_of_runs_that_are_not_finite() -> None:
-    wires = [Wire("gpt2", 4, codec, codec) for codec in ("float32", "int4")]
+    wires = [WireCase("gpt2", 4, codec, codec) for codec in ("float32", "int4")]
     results = [Result(case(wire), figures(None, {"int4": None}), 1.0) for wire in wires]
     assert "gpt2" in markdown(codecs.report(results))

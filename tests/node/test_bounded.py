@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from noloco_p2p.config import DirectorySettings, LimitSettings, NodeConfig, OuterSettings, RunManifest
-from noloco_p2p.core import intake
+from noloco_p2p.core import spent_ids
 from noloco_p2p.core.messages import HostTensor
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.ports import Telemetry
@@ -60,7 +60,7 @@ def outside(swarm: SimSwarm, process: SimProcess) -> Iterator[object]:
 
 def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     # So many spent ids are kept in any case; here they are not to hide what grows.
-    monkeypatch.setattr(intake, "SPENT_IDS", 64)
+    monkeypatch.setattr(spent_ids, "SPENT_IDS", 64)
     manifest = RunManifest(
         stages=2,
         start_replicas=1,

@@ -18,8 +18,8 @@ from noloco_p2p.config import (
 )
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.nonfinite import LONGEST_STREAK
+from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError
-from noloco_p2p.ports import Contribution
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.world import SimPlan, SimSwarm

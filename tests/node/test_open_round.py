@@ -10,8 +10,8 @@ import pytest
 from elastic import plan_of
 
 from noloco_p2p.core.messages import Advert, PeerId, Snapshot
+from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.node.outer_round import OuterRounds
-from noloco_p2p.ports import TensorSpecs
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import check, recording_stages
 from noloco_p2p.sim.process import Outcome
@@ -19,7 +19,7 @@ from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan
 
-M, PULL_S = 6, 2.4
+M, PULL_S = 6, 2.2
 WHO = "s1r0"
 
 

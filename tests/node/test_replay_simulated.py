@@ -19,7 +19,7 @@ from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, 
 from noloco_p2p.core import outer_update
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId, Snapshot
-from noloco_p2p.ports import Contribution, MergeResult
+from noloco_p2p.core.stage_values import Contribution, MergeResult
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import SyncStage
 from noloco_p2p.sim.transport import SimTransport

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from noloco_p2p.core import resume, schedule
-from noloco_p2p.core.intake import SpentIds
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState, Snapshot
+from noloco_p2p.core.spent_ids import SpentIds
+from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.ports import Contribution
 from noloco_p2p.sim import linear_stage
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import broken
@@ -39,7 +39,7 @@ CAME = "faults=[{at_s: 20, kind: wipe, peers: [s1r1], for_s: 1}]"
 """One of two comes back without its disk: from the other one."""
 
 
-HUNG = "faults=[{at_s: 9, kind: hang, peers: [s1r0, s1r1], for_s: 30}, {at_s: 12, kind: depart, peers: [s0r1]}]"
+HUNG = "faults=[{at_s: 9, kind: hang, peers: [s1r0, s1r1], for_s: 30}, {at_s: 16, kind: depart, peers: [s0r0]}]"
 """Nobody of stage 1 answers, and a node of stage 0 leaves with what it cannot deliver."""
 PROMPT = ("run.outer.inner_steps=4", "run.outer.deadline_s=1", "node.directory.refresh_s=0.5")
 """Rounds and news take a second."""
@@ -153,7 +153,7 @@ def test_a_swarm_that_stands_still_is_found() -> None:
     simulation = swarm()
     for peer in ("s1r0", "s1r1"):
         simulation.at(6.0, lambda peer=peer: simulation.slow(peer, 400.0))  # type: ignore[misc]
-        simulation.at(80.0, lambda peer=peer: simulation.slow(peer, 1.0))  # type: ignore[misc]
+        simulation.at(140.0, lambda peer=peer: simulation.slow(peer, 1.0))  # type: ignore[misc]
     assert "took no inner step for" in str(broken(simulation))
     assert "Deadlock" in str(planted("limit_s=5"))
 
@@ -165,5 +165,7 @@ def test_bytes_that_are_unaccounted_for_are_found(monkeypatch: pytest.MonkeyPatc
         drop(traffic, payload)
         traffic._counts[payload.sender][payload.kind].lost = 0
 
+    crash = ("faults=[{at_s: 8, kind: crash, peers: [s1r0]}]", "network.access.up_mbit_per_s=300")
+    assert planted(*crash) is None
     monkeypatch.setattr(Traffic, "drop", forgotten)
-    assert "bytes of activations are unaccounted for" in str(planted(HUNG))
+    assert "are unaccounted for" in str(planted(*crash))

@@ -29,7 +29,7 @@ SHORT = (
     "run.microbatches_per_step=2",
     "node.directory.refresh_s=2",
     "node.directory.ttl_s=10",
-    "node.limits.microbatch_deadline_s=20",
+    "node.limits.microbatch_deadline_s=40",
     "node.limits.linger_s=30",
     "node.limits.drain_s=8",
 )
@@ -277,7 +277,7 @@ def test_what_a_file_says_is_done_is_done_and_undone() -> None:
         simulation.at(at_s, lambda: seen.append(getattr(simulation.process("s1r0").device, "slowness", 0.0)))
     outcome = check(simulation)
     assert seen == [1.0, 4.0, 1.0]
-    unheard = [h for h in outcome.trace.of("reroute", "s0r0") if h.get("reason") in ("unreachable", "hurried")]
+    unheard = [h for h in outcome.trace.of("reroute", "s0r0") if h.get("reason") in ("unreachable", "stalled")]
     assert {h.get("peer") for h in unheard} <= {"s1r1", "s1r2"}
     assert unheard
     assert outcome.nodes["s0r1"].trace.of("state")[-2].get("reason") == "told to leave"

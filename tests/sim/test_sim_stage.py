@@ -11,8 +11,8 @@ import pytest
 
 from noloco_p2p.config import InnerSettings, RunManifest
 from noloco_p2p.core.messages import Advert, Gradient, HostTensor, LossSum, MicrobatchId
+from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.errors import LocalError, Unreachable, Violation
-from noloco_p2p.ports import StepLabel
 from noloco_p2p.sim import directory
 from noloco_p2p.sim.batches import IGNORED, SimBatches
 from noloco_p2p.sim.directory import Registry, SimDirectory

@@ -6,9 +6,10 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
-from sim_transport_fixture import CALLEE, LATENCY_S, Serving, activation, gradient, now, play
+from sim_transport_fixture import CALLEE, ID, LATENCY_S, Serving, activation, gradient, now, play
 
-from noloco_p2p.core.messages import Advert, Gradient, PeerId, TensorSpec
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import Advert, Gradient, PeerId, Progress, TensorSpec
 from noloco_p2p.errors import Busy, PeerError, Unreachable
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes, Uniform, ceiling_bytes_per_s, resend_s
@@ -78,7 +79,70 @@ def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> Non
         assert [caller[kind].received for kind in KINDS] == [0, 400, 600, 1800]
         assert totals(network) == ByteCounts(sent=4800, received=4800)
 
-    play(script, with_body, Link(LATENCY_S, bytes_per_s=200.0))
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=200.0), longest_s=9.0)
+
+
+LARGE = replace(SIZES, activation_bytes=4 * wire.PACK_BYTES, gradient_bytes=2 * wire.PACK_BYTES)
+"""A transfer of either takes longer than its header: 4 s and 2 s over the links of the tests below."""
+
+
+def test_a_large_body_leaves_when_it_is_asked_for() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = LARGE
+        assert transport.announces(activation())
+        await transport.propagate(CALLEE, activation())
+        assert now() == pytest.approx(2 * LATENCY_S + 4.0 + 2 * LATENCY_S + 2.0), "header, grant, body, gradient"
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES), longest_s=9.0)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_large_body_that_is_refused_or_claimed_elsewhere_costs_nothing(refuses: bool) -> None:
+    async def answer(body: Body) -> Gradient:
+        if refuses:
+            raise Busy("full")
+        return await with_body(body)
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = LARGE
+        with pytest.raises(Busy if refuses else Unreachable):
+            await transport.propagate(CALLEE, activation(), lambda: False)
+        assert totals(network) == ByteCounts()
+
+    play(script, answer, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES))
+
+
+def test_bodies_to_one_peer_go_one_after_the_other() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(LARGE, gradient_bytes=0)
+        ends: list[float] = []
+
+        async def send(number: int) -> None:
+            await transport.evaluate(CALLEE, activation(9.0, number))
+            ends.append(now())
+
+        await asyncio.gather(*(send(number) for number in range(3)))
+        assert ends == pytest.approx([4 * LATENCY_S + 4.0 * (number + 1) for number in range(3)])
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES), longest_s=60.0)
+
+
+def test_a_gradient_that_waits_for_its_turn_is_in_hand() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(LARGE, activation_bytes=8)
+        other = asyncio.create_task(transport.propagate(CALLEE, activation(9.0, 1)))
+        await asyncio.sleep(0.5)
+        mine = asyncio.create_task(transport.propagate(CALLEE, activation(9.0, 1)))
+        await asyncio.sleep(0.5)
+        (one,) = await transport.progress(CALLEE, [ID], 1.0)
+        assert one is not None
+        assert one.events > wire.REPLYING
+        await other
+        assert await transport.progress(CALLEE, [ID], 1.0) == [Progress(wire.REPLYING + wire.PACK_BYTES // 5, 0.0)]
+        await mine
+        assert await transport.progress(CALLEE, [ID], 1.0) == [None]
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES), longest_s=9.0)
 
 
 def test_calls_of_one_node_share_its_way_up_and_a_cancelled_one_gives_its_share_back() -> None:
@@ -173,7 +237,7 @@ def test_an_answer_whose_sender_crashes_in_the_middle_is_no_answer() -> None:
         assert now() == pytest.approx(LATENCY_S + 0.32)
         assert network.byte_counts["b"]["gradient"] == ByteCounts(sent=8, lost=8)
 
-    play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0))
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0), longest_s=60.0)
 
 
 def test_a_link_that_becomes_slow_slows_what_is_on_it() -> None:
@@ -190,7 +254,7 @@ def test_a_link_that_becomes_slow_slows_what_is_on_it() -> None:
         await transport.describe(CALLEE)
         assert now() - began == pytest.approx(5 * LATENCY_S)
 
-    play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0))
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0), longest_s=60.0)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -11,8 +11,8 @@ import pytest
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert, HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError
-from noloco_p2p.ports import Contribution
 from noloco_p2p.sim.directory import Registry
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import Link

@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -17,6 +17,7 @@ from noloco_p2p.core.messages import (
     MicrobatchId,
     NodeDescription,
     Origin,
+    Progress,
     ReplicaState,
     Snapshot,
 )
@@ -40,9 +41,9 @@ def floats(name: str, *values: float) -> HostTensor:
     return HostTensor(name, "float64", (1, len(values), 1), memoryview(array("d", values).tobytes()))
 
 
-def activation(time_left_s: float = 5.0) -> Activation:
+def activation(time_left_s: float = 5.0, counter: int = 1) -> Activation:
     targets = HostTensor("targets", "int32", (1, 2), memoryview(array("i", [1, 2]).tobytes()))
-    header = Header("run", ID, Origin("a", 3, 0), 1, time_left_s)
+    header = Header("run", ID._replace(counter=counter), Origin("a", 3, 0), 1, time_left_s)
     return Activation(header, floats("hidden", 1.0, 2.0), targets)
 
 
@@ -90,6 +91,13 @@ class Serving:
             raise
         self.log.append(("loan over", now()))
 
+    def progress(self, caller: str, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
+        """In hand from its header to its end."""
+        at_work = sum(what.startswith("header") for what, _ in self.log) > sum(
+            what in ("done", "cancelled") for what, _ in self.log
+        )
+        return [Progress(7, 0.5) if at_work else None for _ in microbatches]
+
     def describe(self, caller: str) -> NodeDescription:
         """Who it is."""
         return NodeDescription("b", "run", 1, "training", 2.5, 1, "0")
@@ -115,8 +123,13 @@ def after(seconds: float) -> Callable[[Body], Awaitable[Gradient]]:
 Script = Callable[[Network, SimTransport, Serving], Awaitable[None]]
 
 
-def play(script: Script, answer: Callable[[Body], Awaitable[Gradient]] = at_once, link: Link | None = None) -> Serving:
-    """Two nodes: `a` plays the script, `b` serves with `answer`."""
+def play(
+    script: Script,
+    answer: Callable[[Body], Awaitable[Gradient]] = at_once,
+    link: Link | None = None,
+    longest_s: float = 5.0,
+) -> Serving:
+    """Two nodes: `a` plays the script, `b` serves with `answer`; `longest_s` bounds a call with an activation."""
     serving = Serving(answer)
 
     async def main() -> None:
@@ -124,15 +137,15 @@ def play(script: Script, answer: Callable[[Body], Awaitable[Gradient]] = at_once
         await SimTransport(network, "b").serve(serving)
         await script(network, SimTransport(network, "a"), serving)
 
-    run(main(), limit_s=100.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("noloco_p2p.sim.transport.LONGEST_CALL_S", longest_s)
+        run(main(), limit_s=100.0)
     return serving
 
 
-async def fails(
-    transport: SimTransport, error: type[PeerError], match: str, after_s: float, time_left_s: float = 5.0
-) -> PeerError:
+async def fails(transport: SimTransport, error: type[PeerError], match: str, after_s: float) -> PeerError:
     began = now()
     with pytest.raises(error, match=match) as caught:
-        await transport.propagate(CALLEE, activation(time_left_s))
+        await transport.propagate(CALLEE, activation())
     assert now() - began == pytest.approx(after_s)
     return caught.value

@@ -10,7 +10,7 @@ from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ModelSettings, RunManifest
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
-from noloco_p2p.ports import Contribution, StepLabel
+from noloco_p2p.core.stage_values import Contribution, StepLabel
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import random
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from noloco_p2p.core.messages import (
     NodeDescription,
     Origin,
     PeerId,
+    Progress,
     ReplicaState,
     Snapshot,
     TensorSpec,
@@ -164,6 +165,10 @@ class Node:
         if self.lend is None:
             raise Declined("no state here")
         return self.lend(caller, number)
+
+    def progress(self, caller: PeerId, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
+        in_hand = {header.microbatch for _, header in self.calls[len(self.ends) :]}
+        return [Progress(7, 0.5) if one in in_hand else None for one in microbatches]
 
     def describe(self, caller: PeerId) -> NodeDescription:
         return NodeDescription("B", RUN, 1, "training", 7.5, 3, "0.1")

@@ -112,7 +112,7 @@ EVENTS = {
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "outer_rounds": ("partner", "stale", "other", "alone"),
     "microbatches": ("done", "repeat", "nonfinite", "violation", "dropped"),
-    "rerouted": ("unreachable", "declined", "violation", "hurried", "fallback"),
+    "rerouted": ("unreachable", "declined", "violation", "stalled", "fallback"),
     "dropped": ("violation", "busy", "cancelled", "leaving", "declined"),
     "busy_replies": ("in", "out"),
     "idle_seconds": ("gradients", "microbatches", "partner"),

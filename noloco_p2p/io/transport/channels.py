@@ -13,11 +13,14 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
 
 CHANNELS_PER_PEER = 2
 """A second connection is opened while the first one is in use: over long links each is limited by its send buffer."""
+CONTROL_SLOT = CHANNELS_PER_PEER
+"""The number of the connection for short questions."""
 MAX_CHANNELS = 64
 """Connections kept at once; the one unused for longest makes room. One with calls in flight is never closed."""
 CONNECT_S = 5.0
@@ -73,6 +76,32 @@ class PeerChannel:
         return bool(self.channel.get_state() is grpc.ChannelConnectivity.READY)
 
 
+class Turns:
+    """Large bodies to the same peer go one after the other: side by side, all of them would arrive late."""
+
+    def __init__(self) -> None:
+        self._queues: dict[PeerId, tuple[asyncio.Lock, int]] = {}
+        """With the number of bodies that use it or wait for it."""
+
+    @asynccontextmanager
+    async def of(self, peer: PeerId, nbytes: int) -> AsyncIterator[None]:
+        """Wait for the turn of a body of so many bytes; a small one goes at once."""
+        if nbytes <= wire.PACK_BYTES:
+            yield
+            return
+        lock, users = self._queues.get(peer, (asyncio.Lock(), 0))
+        self._queues[peer] = lock, users + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            users = self._queues[peer][1] - 1
+            if users:
+                self._queues[peer] = lock, users
+            else:
+                del self._queues[peer]
+
+
 ChannelKey = tuple[PeerId, int]
 
 
@@ -89,9 +118,12 @@ class ChannelPool:
         self._closed = False
 
     @asynccontextmanager
-    async def acquire(self, peer: Advert, seconds: float) -> AsyncIterator[PeerChannel]:
-        """A connection to the peer for one call. Raises Unreachable when no address accepts one in time."""
-        key = self._key(peer)
+    async def acquire(self, peer: Advert, seconds: float, *, control: bool = False) -> AsyncIterator[PeerChannel]:
+        """A connection to the peer for one call; for `control` one on which no body is sent, so that nothing delays it.
+
+        Raises Unreachable when no address accepts one in time.
+        """
+        key = (peer.peer_id, CONTROL_SLOT) if control else self._key(peer)
         channel = self._kept.pop(key, None)
         if channel is not None and not (channel.ready and channel.address in peer.addresses):
             if channel.calls == 0:

@@ -1,12 +1,12 @@
 """The Transport port over gRPC: what a node calls at its peers, and the server that answers theirs (`servicer`).
 
-An activation goes out as one streamed call, and the reply is its gradient. The sender does not wait to be admitted: the
-tensors follow the header at once, and sending ends with the reply, early or not.
+An activation goes out as one call, and the reply is its gradient. A small one is sent whole; of a large one the header
+goes first, and the tensors follow when the peer has granted them a place.
 """
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -20,8 +20,10 @@ from noloco_p2p.core.messages import (
     Advert,
     Gradient,
     LossSum,
+    MicrobatchId,
     NodeDescription,
     PeerId,
+    Progress,
     ReplicaState,
     Snapshot,
     TensorSpec,
@@ -30,13 +32,16 @@ from noloco_p2p.errors import LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io.transport import message_codec, servicer, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import OPTIONS as CHANNEL_OPTIONS
-from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, connect
+from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns, connect
+from noloco_p2p.io.transport.exchange import next_message, send_when_granted
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
-from noloco_p2p.ports import Handler, Telemetry
+from noloco_p2p.ports import Claim, Handler, Telemetry, alone
 
 DESCRIBE_S = 5.0
 """Longest wait for a peer's description of itself."""
+LONGEST_CALL_S = 3_000.0
+"""Longest call with an activation, seconds: what ends one earlier is a peer that does not get on with it."""
 SILENCE_S = 5.0
 """Longest time between two messages of a transfer that has begun, seconds. One message is at most about 1 MiB, so a
 peer that is silent for longer hangs, or is behind a link of less than 0.2 MiB/s, over which no weights can be moved."""
@@ -78,6 +83,7 @@ class GrpcTransport:
         self._metadata = servicer.metadata(me, run_id)
         self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes)
         self._channels = ChannelPool()
+        self._turns = Turns()
         self._server: Any = None
         self._closed = False
 
@@ -110,16 +116,29 @@ class GrpcTransport:
         if self._server is not None:
             await self._server.stop(grace=None)
 
-    async def propagate(self, peer: Advert, activation: Activation) -> Gradient:
+    def announces(self, activation: Activation) -> bool:
+        """See `ports.Transport`."""
+        return not message_codec.fits_one_message(activation)
+
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
         """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
         reader = message_codec.GradientReader(activation)
-        gradient = await self._exchange(peer, "Propagate", "gradient", activation, reader.feed)
+        gradient = await self._exchange(peer, "Propagate", "gradient", activation, claim, reader.feed)
         self._count(direction="in", kind="gradient", bytes=gradient.grad.data.nbytes)
         return gradient
 
-    async def evaluate(self, peer: Advert, activation: Activation) -> LossSum:
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> LossSum:
         """Send a held-out activation, wait for its loss. Raises as propagate."""
-        return await self._exchange(peer, "Evaluate", "loss", activation, message_codec.from_loss)
+        return await self._exchange(peer, "Evaluate", "loss", activation, claim, message_codec.from_loss)
+
+    async def progress(
+        self, peer: Advert, microbatches: Sequence[MicrobatchId], timeout_s: float
+    ) -> list[Progress | None]:
+        """Ask how far the peer is with each of them. Raises as propagate."""
+        request = pb.ProgressRequest(microbatches=[pb.MicrobatchId(**one._asdict()) for one in microbatches])
+        async with self._calling(peer, "report of progress", timeout_s, control=True) as (channel, seconds):
+            reply = await NodeStub(channel.channel).Progress(request, timeout=seconds, metadata=self._metadata)
+        return message_codec.from_progress(reply, len(microbatches))
 
     async def fetch_snapshot(
         self,
@@ -183,10 +202,10 @@ class GrpcTransport:
         async with self._calling(peer, what, seconds) as (channel, left_s):
             call = channel.fetch(reader.method, reader.request(), timeout=left_s, metadata=self._metadata)
             try:
-                result = reader.feed(await _next(call, first_s, what, peer))
+                result = reader.feed(await next_message(call, first_s, what, peer.peer_id))
                 async with asyncio.timeout(rest_s):
                     while result is None:
-                        result = reader.feed(await _next(call, SILENCE_S, what, peer))
+                        result = reader.feed(await next_message(call, SILENCE_S, what, peer.peer_id))
             except TimeoutError:
                 raise Unreachable(f"no whole {what} from {peer.peer_id} within {rest_s:g} s") from None
             finally:
@@ -196,30 +215,45 @@ class GrpcTransport:
 
     async def describe(self, peer: Advert) -> NodeDescription:
         """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""
-        async with self._calling(peer, "description", DESCRIBE_S) as (channel, seconds):
+        async with self._calling(peer, "description", DESCRIBE_S, control=True) as (channel, seconds):
             describe = NodeStub(channel.channel).Describe
             reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
         self._count(direction="in", kind="control", bytes=reply.ByteSize())
         return message_codec.from_description(reply)
 
     async def _exchange(
-        self, peer: Advert, method: str, what: str, activation: Activation, feed: Callable[[bytes], T | None]
+        self,
+        peer: Advert,
+        method: str,
+        what: str,
+        activation: Activation,
+        claim: Claim,
+        feed: Callable[[bytes], T | None],
     ) -> T:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
         size = sum(tensor.data.nbytes for tensor in activation.tensors)
-        async with self._calling(peer, what, activation.header.time_left_s) as (channel, seconds):
+        async with self._calling(peer, what, LONGEST_CALL_S) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
-            messages = message_codec.to_activation(activation, seconds)
+            messages = message_codec.to_activation(activation)
+            if self.announces(activation):
+                call, turn = channel.send_stream(method, **options), self._body_turn(peer.peer_id, size)
+                return await send_when_granted(call, messages, turn, claim, feed)
             self._count(direction="out", kind="activation", bytes=size)
-            if not message_codec.fits_one_message(activation):
-                return await _stream(channel.send_stream(method, **options), messages, feed)
             result = feed(await channel.send_whole(method, next(messages), **options))
             if result is None:
                 raise Violation(f"the {what} from {peer.peer_id} is not whole")
             return result
 
     @asynccontextmanager
-    async def _calling(self, peer: Advert, what: str, seconds: float) -> AsyncIterator[tuple[PeerChannel, float]]:
+    async def _body_turn(self, peer: PeerId, size: int) -> AsyncIterator[None]:
+        async with self._turns.of(peer, size):
+            self._count(direction="out", kind="activation", bytes=size)
+            yield
+
+    @asynccontextmanager
+    async def _calling(
+        self, peer: Advert, what: str, seconds: float, *, control: bool = False
+    ) -> AsyncIterator[tuple[PeerChannel, float]]:
         """A connection, and the seconds left once there is one; errors of gRPC become ours here and only here."""
         if self._closed:
             raise Unreachable("this node's transport is closed")
@@ -227,48 +261,9 @@ class GrpcTransport:
             raise Unreachable(f"no time is left to wait for a {what} from {peer.peer_id}")
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + seconds
-        async with self._channels.acquire(peer, seconds) as channel:
+        async with self._channels.acquire(peer, seconds, control=control) as channel:
             with translated_errors(peer.peer_id, what, seconds, give_up_at):
                 yield channel, max(0.001, give_up_at - clock())
-
-
-async def _stream(call: Any, messages: Iterator[bytes], feed: Callable[[bytes], T | None]) -> T:
-    """Writes while it reads; when the reply is whole, or a refusal, the call ends and with it what was still to send.
-
-    A peer that replies early does not read on before its reply is out, so flow control bounds what is sent in vain.
-    """
-
-    async def write() -> None:
-        for message in messages:
-            await call.write(message)
-
-    writing = asyncio.create_task(write())
-    try:
-        result = None
-        while result is None:
-            result = feed(_some(await call.read()))
-        return result
-    finally:
-        call.cancel()
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-
-
-async def _next(call: Any, seconds: float, what: str, peer: Advert) -> bytes:
-    """The next message of a stream. Raises Unreachable after `seconds`, Violation at the end of the stream."""
-    try:
-        async with asyncio.timeout(seconds):
-            message: bytes = _some(await call.read())
-            return message
-    except TimeoutError:
-        raise Unreachable(f"nothing more of a {what} came from {peer.peer_id} for {seconds:g} s") from None
-
-
-def _some(message: T) -> T:
-    """The message, unless the stream is over. Raises Violation: the caller is still waiting for the rest."""
-    if message is grpc.aio.EOF:
-        raise Violation("the reply ended early")
-    return message
 
 
 async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) -> str | None:

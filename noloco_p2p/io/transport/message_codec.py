@@ -21,6 +21,7 @@ from noloco_p2p.core.messages import (
     MicrobatchId,
     NodeDescription,
     Origin,
+    Progress,
     TensorSpec,
 )
 from noloco_p2p.errors import Busy, Declined, NolocoError, PeerError, Violation
@@ -106,7 +107,7 @@ def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
     return MicrobatchId(message.peer, message.incarnation, message.counter)
 
 
-def to_activation(activation: Activation, time_left_s: float) -> Iterator[bytes]:
+def to_activation(activation: Activation) -> Iterator[bytes]:
     """The messages of an activation: one when it fits, else the header alone and then the tensors."""
     header, tensors = activation.header, activation.tensors
     specs = tuple(tensor.spec for tensor in tensors)
@@ -116,9 +117,10 @@ def to_activation(activation: Activation, time_left_s: float) -> Iterator[bytes]
         microbatch=pb.MicrobatchId(**header.microbatch._asdict()),
         origin=pb.Origin(peer=header.origin.peer, step=header.origin.step, index=header.origin.index),
         stage=header.stage,
-        time_left_s=time_left_s,
+        time_left_s=header.time_left_s,
         specs=[to_spec(spec) for spec in specs],
         digest=wire.combined_digest(specs, digests, digest),
+        patient=header.patient,
     )
     stream = wire.frames(tensors, digests)
     return streamed(pb.ActivationMessage(header=head), stream, head_alone=not fits_one_message(activation))
@@ -130,11 +132,8 @@ def fits_one_message(activation: Activation) -> bool:
     return max(there, activation.reply_spec.nbytes) <= wire.PACK_BYTES
 
 
-def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int, call_left_s: float) -> Header:
-    """The header of an activation that a peer sends, with no more time left than its call has.
-
-    Raises Violation when it is absent or makes no sense.
-    """
+def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> Header:
+    """The header of an activation that a peer sends. Raises Violation when it is absent or makes no sense."""
     if not message.HasField("header"):
         raise Violation("the call carries no header")
     sent = message.header
@@ -150,9 +149,10 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int, call
         microbatch=from_microbatch(sent.microbatch),
         origin=Origin(sent.origin.peer, sent.origin.step, sent.origin.index),
         stage=sent.stage,
-        time_left_s=min(sent.time_left_s, call_left_s),
+        time_left_s=sent.time_left_s,
         specs=specs,
         digest=sent.digest,
+        patient=sent.patient,
     )
 
 
@@ -186,6 +186,30 @@ def to_gradient(gradient: Gradient) -> Iterator[bytes]:
     )
     stream = wire.frames([gradient.grad], [digest(gradient.grad.data)])
     return streamed(pb.Reply(gradient=head), stream, head_alone=False)
+
+
+GRANT = pb.Reply(grant=pb.Grant()).SerializeToString()
+"""The body may come."""
+
+
+def from_grant(raw: bytes) -> bool:
+    """Whether a reply is a grant."""
+    return raw == GRANT
+
+
+def to_progress(reports: Iterable[Progress | None]) -> pb.ProgressReply:
+    """The answer to a question for progress."""
+    known = (pb.Progress(known=True, events=one.events, stuck_s=one.stuck_s) if one else None for one in reports)
+    return pb.ProgressReply(progress=[one or pb.Progress() for one in known])
+
+
+def from_progress(reply: pb.ProgressReply, count: int) -> list[Progress | None]:
+    """How far a peer is with `count` microbatches. Raises what its refusal means, Violation for nonsense."""
+    if reply.HasField("refusal"):
+        raise to_error(reply.refusal)
+    if len(reply.progress) != count or not all(isfinite(one.stuck_s) and one.stuck_s >= 0 for one in reply.progress):
+        raise Violation(f"{len(reply.progress)} reports of progress, asked for {count}, or times that make no sense")
+    return [Progress(one.events, one.stuck_s) if one.known else None for one in reply.progress]
 
 
 def to_loss(loss: LossSum) -> bytes:

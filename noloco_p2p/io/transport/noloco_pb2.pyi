@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
-(the version of this file, "2"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
+(the version of this file, "3"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
 closed by an end marker. Digests are 64-bit xxh3.
 """
 
@@ -221,14 +221,17 @@ class ActivationHeader(_message.Message):
     TIME_LEFT_S_FIELD_NUMBER: _builtins.int
     SPECS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    PATIENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that it belongs to."""
     stage: _builtins.int
     """The stage that is to receive it, from 1."""
     time_left_s: _builtins.float
-    """Seconds that the sender still waits for the answer, counted from sending."""
+    """Seconds without progress that the sender still bears, counted from sending."""
     digest: _builtins.int
     """Digest over specs and tensors."""
+    patient: _builtins.bool
+    """The sender would rather wait in line for a place than hear Busy."""
     @_builtins.property
     def microbatch(self) -> Global___MicrobatchId:
         """Which microbatch this is."""
@@ -251,10 +254,11 @@ class ActivationHeader(_message.Message):
         time_left_s: _builtins.float = ...,
         specs: _abc.Iterable[Global___TensorSpec] | None = ...,
         digest: _builtins.int = ...,
+        patient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "microbatch", b"microbatch", "origin", b"origin", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "time_left_s", b"time_left_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "time_left_s", b"time_left_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,6 +348,23 @@ class Refusal(_message.Message):
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
+class Grant(_message.Message):
+    """There is a place for the body: it may come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
 class GradientHeader(_message.Message):
     """What comes back before the gradient's bytes."""
 
@@ -426,6 +447,7 @@ class Reply(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     GRADIENT_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def refusal(self) -> Global___Refusal:
@@ -440,6 +462,10 @@ class Reply(_message.Message):
         """A loss; nothing follows."""
 
     @_builtins.property
+    def grant(self) -> Global___Grant:
+        """The body may come; the message after this one is what the reply is."""
+
+    @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
         """The next part of the gradient's tensor stream."""
 
@@ -449,17 +475,102 @@ class Reply(_message.Message):
         refusal: Global___Refusal | None = ...,
         gradient: Global___GradientHeader | None = ...,
         loss: Global___LossSum | None = ...,
+        grant: Global___Grant | None = ...,
         frames: _abc.Iterable[Global___Frame] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gradient", b"gradient", "head", b"head", "loss", b"loss", "refusal", b"refusal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "gradient", b"gradient", "head", b"head", "loss", b"loss", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["refusal", "gradient", "loss"]  # noqa: Y015
+    _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["refusal", "gradient", "loss", "grant"]  # noqa: Y015
     _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_head) -> _WhichOneofReturnType_head | None: ...
 
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
+
+@_typing.final
+class ProgressRequest(_message.Message):
+    """Asks how far the peer is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MICROBATCHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def microbatches(self) -> _containers.RepeatedCompositeFieldContainer[Global___MicrobatchId]:
+        """The microbatches in question, at most 4,096."""
+
+    def __init__(
+        self,
+        *,
+        microbatches: _abc.Iterable[Global___MicrobatchId] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["microbatches", b"microbatches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProgressRequest: _TypeAlias = ProgressRequest  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """How far the peer is with one microbatch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    STUCK_S_FIELD_NUMBER: _builtins.int
+    known: _builtins.bool
+    """False: it does not have it in hand, and the rest says nothing."""
+    events: _builtins.int
+    """Grows with every byte received or sent and every operation ended, at the peer or further on."""
+    stuck_s: _builtins.float
+    """For how long its device has ended nothing although it has work, in seconds."""
+    def __init__(
+        self,
+        *,
+        known: _builtins.bool = ...,
+        events: _builtins.int = ...,
+        stuck_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "known", b"known", "stuck_s", b"stuck_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class ProgressReply(_message.Message):
+    """The answer, or why there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refusal(self) -> Global___Refusal:
+        """The question is not answered."""
+
+    @_builtins.property
+    def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
+        """One for each microbatch, in the order of the question."""
+
+    def __init__(
+        self,
+        *,
+        refusal: Global___Refusal | None = ...,
+        progress: _abc.Iterable[Global___Progress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProgressReply: _TypeAlias = ProgressReply  # noqa: Y015
 
 @_typing.final
 class SnapshotRequest(_message.Message):

@@ -55,6 +55,11 @@ class NodeStub:
                 request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.StateRequest.SerializeToString,
                 response_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.StateMessage.FromString,
                 _registered_method=True)
+        self.Progress = channel.unary_unary(
+                '/noloco.v1.Node/Progress',
+                request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ProgressRequest.SerializeToString,
+                response_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ProgressReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/noloco.v1.Node/Describe',
                 request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.DescribeRequest.SerializeToString,
@@ -67,9 +72,9 @@ class NodeServicer:
     """
 
     def Propagate(self, request_iterator, context):
-        """Sends one activation; the reply is its gradient. The first message carries the header. The caller streams on
-        without waiting, and stops when a reply comes, which it may before the body has been sent (Busy, or a kept reply).
-        An activation that fits one message gets its reply in one message.
+        """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
+        message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
+        it a place; a reply may come before that (Busy, or a kept reply).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,6 +96,13 @@ class NodeServicer:
 
     def FetchState(self, request, context):
         """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Progress(self, request, context):
+        """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +137,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.FetchState,
                     request_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.StateRequest.FromString,
                     response_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.StateMessage.SerializeToString,
+            ),
+            'Progress': grpc.unary_unary_rpc_method_handler(
+                    servicer.Progress,
+                    request_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ProgressRequest.FromString,
+                    response_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ProgressReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -241,6 +258,33 @@ class Node:
             '/noloco.v1.Node/FetchState',
             noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.StateRequest.SerializeToString,
             noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.StateMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Progress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/noloco.v1.Node/Progress',
+            noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ProgressRequest.SerializeToString,
+            noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ProgressReply.FromString,
             options,
             channel_credentials,
             insecure,

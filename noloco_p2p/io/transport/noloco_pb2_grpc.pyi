@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
-(the version of this file, "2"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
+(the version of this file, "3"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
 closed by an end marker. Digests are 64-bit xxh3.
 """
 
@@ -39,9 +39,9 @@ class NodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> NodeAsyncStub: ...
     Propagate: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
-    """Sends one activation; the reply is its gradient. The first message carries the header. The caller streams on
-    without waiting, and stops when a reply comes, which it may before the body has been sent (Busy, or a kept reply).
-    An activation that fits one message gets its reply in one message.
+    """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
+    message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
+    it a place; a reply may come before that (Busy, or a kept reply).
     """
     Evaluate: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
@@ -49,6 +49,8 @@ class NodeStub:
     """Asks for the frozen slow weights and outer delta of one round, tensor by tensor."""
     FetchState: _grpc.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]
     """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
+    Progress: _grpc.UnaryUnaryMultiCallable[_noloco_pb2.ProgressRequest, _noloco_pb2.ProgressReply]
+    """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
     Describe: _grpc.UnaryUnaryMultiCallable[_noloco_pb2.DescribeRequest, _noloco_pb2.DescribeReply]
     """Asks who the node is and how far it has come."""
 
@@ -58,9 +60,9 @@ class NodeAsyncStub(NodeStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Propagate: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
-    """Sends one activation; the reply is its gradient. The first message carries the header. The caller streams on
-    without waiting, and stops when a reply comes, which it may before the body has been sent (Busy, or a kept reply).
-    An activation that fits one message gets its reply in one message.
+    """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
+    message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
+    it a place; a reply may come before that (Busy, or a kept reply).
     """
     Evaluate: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
@@ -68,6 +70,8 @@ class NodeAsyncStub(NodeStub):
     """Asks for the frozen slow weights and outer delta of one round, tensor by tensor."""
     FetchState: _aio.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]  # type: ignore[assignment]
     """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
+    Progress: _aio.UnaryUnaryMultiCallable[_noloco_pb2.ProgressRequest, _noloco_pb2.ProgressReply]  # type: ignore[assignment]
+    """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
     Describe: _aio.UnaryUnaryMultiCallable[_noloco_pb2.DescribeRequest, _noloco_pb2.DescribeReply]  # type: ignore[assignment]
     """Asks who the node is and how far it has come."""
 
@@ -80,9 +84,9 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_noloco_pb2.ActivationMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_noloco_pb2.Reply], _abc.AsyncIterator[_noloco_pb2.Reply]]:
-        """Sends one activation; the reply is its gradient. The first message carries the header. The caller streams on
-        without waiting, and stops when a reply comes, which it may before the body has been sent (Busy, or a kept reply).
-        An activation that fits one message gets its reply in one message.
+        """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
+        message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
+        it a place; a reply may come before that (Busy, or a kept reply).
         """
 
     @_abc_1.abstractmethod
@@ -108,6 +112,14 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_noloco_pb2.StateMessage], _abc.AsyncIterator[_noloco_pb2.StateMessage]]:
         """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
+
+    @_abc_1.abstractmethod
+    def Progress(
+        self,
+        request: _noloco_pb2.ProgressRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_noloco_pb2.ProgressReply, _abc.Awaitable[_noloco_pb2.ProgressReply]]:
+        """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
 
     @_abc_1.abstractmethod
     def Describe(

@@ -6,6 +6,7 @@ a handler does not read the body, HTTP/2 flow control holds the caller back, so 
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -14,19 +15,19 @@ import grpc
 import grpc.aio
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import Activation, Header, PeerId
+from noloco_p2p.core.messages import Activation, Header, MicrobatchId, PeerId, Progress
 from noloco_p2p.errors import Declined, NolocoError, Violation
 from noloco_p2p.io.transport import message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
+from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS, Turns
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.ports import Body, Handler, Telemetry
 
-PROTOCOL = "2"
+PROTOCOL = "3"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set; a call without one could hold memory for ever."""
-MAX_CALLS = 512
+MAX_CALLS = 2048
 """Calls served at once; a further one is refused as Busy."""
 CANCEL_GRACE_S = 0.5
 """A cancelled call first looks like a finished stream; its cancellation gets this long to arrive."""
@@ -34,6 +35,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    # Calls may be silent for minutes: no connection ends for too many pings.
+    ("grpc.http2.max_ping_strikes", 0),
 )
 
 Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[tuple[Iterable[bytes], str, int]]]
@@ -46,10 +49,11 @@ def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
 
 
 class IncomingActivation:
-    """The body of one activation, on its way in."""
+    """The body of one activation, on its way in: a `ports.Body`."""
 
     def __init__(self, context: Any, header: Header, first: list[wire.Frame], count: Callable[..., None]) -> None:
         """`first` are the frames that came with the header; `count` gets what has been received, as `bytes` events."""
+        self.received = 0
         self.complete = False
         """All of it has been received."""
         self._context = context
@@ -57,18 +61,21 @@ class IncomingActivation:
         self._first: list[wire.Frame] | None = first
         self._count = count
 
-    async def body(self) -> Activation:
-        """Receives the tensors. Raises Violation when they are not exactly the declared ones."""
+    async def __call__(self) -> Activation:
+        """See `ports.Body`."""
         size = sum(spec.nbytes for spec in self._header.specs)
         assembler = message_codec.assembler(self._header.specs)
         frames, self._first = self._first, None
         message: Any = grpc.aio.EOF if frames is None else None
+        if frames == []:
+            await self._context.write(message_codec.GRANT)
         try:
             message_codec.feed(assembler, frames or ())
             frames = None  # frees the bytes of the first message
             while not assembler.complete and message is not grpc.aio.EOF:
                 message = await self._context.read()
                 if message is not grpc.aio.EOF:
+                    self.received += len(message)
                     message_codec.feed(assembler, unpacked(message, pb.ActivationMessage)[1])
             activation = Activation(self._header, *assembler.finish(self._header.digest))
         except Violation:
@@ -80,6 +87,16 @@ class IncomingActivation:
         self.complete = True
         self._count(direction="in", kind="activation", bytes=size)
         return activation
+
+
+@dataclass(eq=False, slots=True)
+class _Reply:
+    """A reply to an activation on its way to its caller."""
+
+    caller: PeerId
+    microbatch: MicrobatchId
+    sent: int = 0
+    """Bytes."""
 
 
 async def _drain(context: Any) -> None:
@@ -102,20 +119,36 @@ class GrpcServicer:
         self._run_id = run_id
         self._count = partial(telemetry.event, "bytes")
         self._max_body_bytes = max_body_bytes
+        self._replies: dict[_Reply, None] = {}
+        """Those that are being sent, or wait for their turn."""
+        self._turns = Turns()
         self.handler: Handler | None = None
 
-    async def _serve_activation(self, serve: Serve, request_iterator: Any, context: Any) -> AsyncIterator[bytes]:
-        """Propagate and Evaluate: the header is checked, and `serve` decides on it before the body is read."""
+    async def _serve_activation(self, serve: Serve, request_iterator: Any, context: Any) -> None:
+        """Propagate and Evaluate: the header is checked, and `serve` decides on it before the body is read.
+
+        Writes instead of yielding: so a call that is cancelled gives its turn back at once.
+        """
         try:
             caller, handler = self._admit(context)
             header, incoming = await self._incoming(context)
-            messages, kind, size = await serve(handler, caller, header, incoming.body)
+            messages, kind, size = await serve(handler, caller, header, incoming)
         except NolocoError as error:
-            yield message_codec.to_refused(error)
+            await context.write(message_codec.to_refused(error))
             await _drain(context)
             return
-        for message in messages:
-            yield message
+        reply = _Reply(caller, header.microbatch)
+        self._replies[reply] = None
+        try:
+            async with self._turns.of(caller, size):
+                for message in messages:
+                    await context.write(message)
+                    reply.sent += len(message)
+        except grpc.aio.InternalError:
+            # gRPC could not write: the link to the caller is broken.
+            return
+        finally:
+            del self._replies[reply]
         self._count(direction="out", kind=kind, bytes=size)
         if not incoming.complete:
             await _drain(context)
@@ -157,6 +190,22 @@ class GrpcServicer:
             return
         self._count(direction="out", kind="state", bytes=size)
 
+    async def progress(self, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
+        """Say how far this node is with microbatches of the caller; one whose reply is being sent is in hand, too."""
+        try:
+            caller, handler = self._admit(context)
+            if len(request.microbatches) > MAX_CALLS:
+                raise Violation(f"{len(request.microbatches)} microbatches are more than a node serves at once")
+            microbatches = [message_codec.from_microbatch(one) for one in request.microbatches]
+            sent = {reply.microbatch: reply.sent for reply in self._replies if reply.caller == caller}
+            reports = [
+                Progress(wire.REPLYING + sent[microbatch], 0.0) if microbatch in sent else report
+                for microbatch, report in zip(microbatches, handler.progress(caller, microbatches), strict=True)
+            ]
+        except NolocoError as error:
+            return pb.ProgressReply(refusal=message_codec.to_refusal(error))
+        return message_codec.to_progress(reports)
+
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Describe this node."""
         reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
@@ -195,12 +244,12 @@ class GrpcServicer:
             await asyncio.sleep(CANCEL_GRACE_S)
             raise Violation("the call carries no header")
         head, frames = unpacked(first, pb.ActivationMessage)
-        header = message_codec.from_header(head, self._run_id, self._max_body_bytes, context.time_remaining())
+        header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
         return header, IncomingActivation(context, header, frames, self._count)
 
     def methods(self) -> Any:
         """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
-        # gRPC looks through `partial` to see that the function is an async generator; through a method it would not.
+        # gRPC looks through `partial` to see that the function is a coroutine's; through a method it would not.
         serve_activation = partial(partial, GrpcServicer._serve_activation, self)
         return grpc.method_handlers_generic_handler(
             "noloco.v1.Node",
@@ -212,6 +261,11 @@ class GrpcServicer:
                 ),
                 "FetchState": grpc.unary_stream_rpc_method_handler(
                     self.fetch_state, request_deserializer=pb.StateRequest.FromString
+                ),
+                "Progress": grpc.unary_unary_rpc_method_handler(
+                    self.progress,
+                    request_deserializer=pb.ProgressRequest.FromString,
+                    response_serializer=pb.ProgressReply.SerializeToString,
                 ),
                 "Describe": grpc.unary_unary_rpc_method_handler(
                     self.describe,

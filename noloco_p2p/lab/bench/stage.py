@@ -19,9 +19,9 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.compute.stage_timing import random_batch, synchronise
 from noloco_p2p.config import RunManifest, WireSettings
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
+from noloco_p2p.core.stage_values import Contribution, StepLabel
 from noloco_p2p.lab.processes import peak_bytes
 from noloco_p2p.lab.sample_stats import Stopwatch
-from noloco_p2p.ports import Contribution, StepLabel
 
 TARGET = 0.95
 WARM_UP = 3

@@ -21,7 +21,16 @@ import uvloop
 from noloco_p2p.compute.host_tensor import from_torch, to_torch
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core import messages
-from noloco_p2p.core.messages import Advert, Gradient, PeerId, ReplicaState, Snapshot, TensorSpec
+from noloco_p2p.core.messages import (
+    Advert,
+    Gradient,
+    MicrobatchId,
+    PeerId,
+    Progress,
+    ReplicaState,
+    Snapshot,
+    TensorSpec,
+)
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
 from noloco_p2p.lab.processes import peer_process, workers
@@ -93,6 +102,10 @@ class BenchPeer:
         if self._state is None:
             raise Declined("not measured")
         yield self._state
+
+    def progress(self, caller: PeerId, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
+        """Not asked for."""
+        return [None for _ in microbatches]
 
     def describe(self, caller: PeerId) -> messages.NodeDescription:
         """A node that trains."""

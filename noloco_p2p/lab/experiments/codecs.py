@@ -34,7 +34,7 @@ GOAL_INT4 = 0.02
 """Of perplexity."""
 
 
-class Wire(NamedTuple):
+class WireCase(NamedTuple):
     """A model, where it is cut, and the codecs on its borders."""
 
     family: str
@@ -43,7 +43,7 @@ class Wire(NamedTuple):
     backward: str
 
     @property
-    def base(self) -> "Wire":
+    def base(self) -> "WireCase":
         """The same in float32."""
         return self._replace(forward=BASE, backward=BASE)
 
@@ -60,7 +60,7 @@ def cases(quick: bool) -> list[Case]:
     codecs = [(BASE, BASE), ("int8", "int8"), ("int4", "int4")]
     codecs += [] if quick else [("bfloat16", "bfloat16"), ("int4", BASE), (BASE, "int4")]
     sizes = {"hidden_size": 64, "steps": 100} if quick else {"hidden_size": 128, "steps": 400}
-    wires = [Wire(family, stages, *codec) for stages in STAGES for family in FAMILIES for codec in codecs]
+    wires = [WireCase(family, stages, *codec) for stages in STAGES for family in FAMILIES for codec in codecs]
     return [
         Case.named("{family} {stages} {forward} {backward} s{seed}", **wire._asdict(), seed=seed, **sizes)
         for wire in wires
@@ -72,7 +72,7 @@ def measure(case: Case) -> Figures:
     """Train one: its loss, the bytes at each border, and in float32 the loss with every codec put in."""
     from noloco_p2p.lab.experiments.real_swarm import train_and_recode
 
-    wire, settings = Wire(*(case.settings[name] for name in Wire._fields)), case.settings
+    wire, settings = WireCase(*(case.settings[name] for name in WireCase._fields)), case.settings
     steps, hidden_size = settings["steps"], settings["hidden_size"]
     changes: dict[str, object] = {} if wire.family == "llama" else {"model": _gpt2(hidden_size)}
     manifest = small_manifest(
@@ -100,25 +100,25 @@ def _gpt2(hidden_size: int) -> dict[str, object]:
 
 # --- the report -----------------------------------------------------------------------------------------------------
 
-Groups = Mapping[Wire, Results]
+Groups = Mapping[WireCase, Results]
 """The runs of each, by seed."""
 
 
 def report(results: Results) -> list[Block]:
     """Whether the goals are met, and every codec beside float32."""
-    groups = {Wire(*key): runs for key, runs in group(results, *Wire._fields).items()}
+    groups = {WireCase(*key): runs for key, runs in group(results, *WireCase._fields).items()}
     parameters = [sum(one["parameters"]) for one in results]
     sizes = f"Models of {min(parameters):,} to {max(parameters):,} parameters, {results[0]['steps']} steps."
     return [sizes, _verdict(groups), _table(groups)]
 
 
-def above(groups: Groups, wire: Wire) -> list[float]:
+def above(groups: Groups, wire: WireCase) -> list[float]:
     """Validation loss above float32's, by seed."""
     pairs = zip(groups[wire], groups[wire.base], strict=True)
     return differences((one["validation_loss"], base["validation_loss"]) for one, base in pairs)
 
 
-def put_in(groups: Groups, wire: Wire) -> list[float]:
+def put_in(groups: Groups, wire: WireCase) -> list[float]:
     """What the codec of the hidden states adds to the loss of weights that were trained in float32, by seed."""
 
     def added(base: Result) -> float | None:
@@ -128,7 +128,7 @@ def put_in(groups: Groups, wire: Wire) -> list[float]:
     return known(groups[wire.base], added)
 
 
-def seed_noise(groups: Groups, wire: Wire) -> float:
+def seed_noise(groups: Groups, wire: WireCase) -> float:
     """Standard deviation of float32's loss over the seeds; 0 for a single one."""
     losses = known(groups[wire.base], "validation_loss")
     return statistics.stdev(losses) if len(losses) > 1 else 0.0
@@ -153,11 +153,11 @@ def _verdict(groups: Groups) -> str:
 
 
 def _table(groups: Groups) -> Table:
-    def perplexity(wire: Wire) -> str:
+    def perplexity(wire: WireCase) -> str:
         found = above(groups, wire)
         return "–" if not found or wire == wire.base else f"{math.expm1(statistics.fmean(found)):+.2%}"
 
-    def bytes_per_token(wire: Wire) -> float:
+    def bytes_per_token(wire: WireCase) -> float:
         moved: float = groups[wire][0]["bytes_per_token"]
         return moved
 

@@ -14,8 +14,8 @@ import torch
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.messages import PeerId, Snapshot
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.stage_values import MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.lab.experiments.training import ReplicaSpread, TrainingPlan
-from noloco_p2p.ports import MergeResult, StageState, StepLabel, StepResult
 
 KEPT_ROUNDS = 5
 """Snapshots of a replica that are kept, beyond those that are pulled late: a partner may be ahead."""

@@ -8,11 +8,10 @@ dispatcher keeps its output and its graph, so a peer that fails costs another ca
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
-from noloco_p2p.core import members as membership
-from noloco_p2p.core import routing
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -24,19 +23,22 @@ from noloco_p2p.core.messages import (
     Origin,
     PeerId,
 )
+from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.core.status import AnyReplica, for_microbatch
-from noloco_p2p.core.timeouts import ANSWER_SHARE, AdaptiveTimeout, attempt_s
-from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
+from noloco_p2p.core.timeouts import ANSWER_SHARE, attempt_s
+from noloco_p2p.errors import Busy, Declined, PeerError, Stalled, Unreachable, Violation
 from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
+from noloco_p2p.node.pipeline.liveness import Liveness
+from noloco_p2p.node.pipeline.race import first_granted
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits, to_the_end
-from noloco_p2p.ports import Contribution, Transport
+from noloco_p2p.ports import Claim, Transport
 
-FIRST_PAUSE_S = 0.005
-LONGEST_PAUSE_S = 0.1
-"""Pause after every replica said Busy; it doubles from the first to the longest."""
-LONGEST_WITH_NOBODY_S = 0.5
-"""The longest one when every replica failed."""
+ALONE_SILENCES = 2.0
+"""A later stage waits for so many silences for somebody to serve the next one."""
+ASKED_AT_ONCE = 2
+"""Replicas that are offered a body which only the first to grant a place will get."""
 SHORTEST_CALL_S = 0.05
 """With less time than this left, a call is not begun."""
 
@@ -71,53 +73,39 @@ class StageResult(NamedTuple):
         return self.contribution.finite and self.finite_below
 
 
-@dataclass(slots=True)
-class _Attempts:
-    """What one delivery has heard so far."""
-
-    trains: bool
-    busy: set[PeerId] = field(default_factory=set)
-    failed: set[PeerId] = field(default_factory=set)
-    skipped: int = 0
-    """Replicas that cannot serve it for no fault of theirs, or had too little time."""
-    pause_s: float = FIRST_PAUSE_S
-    busy_at: float | None = None
-    """When Busy was first heard, on the loop's clock."""
-    fell_back: bool = False
-    failure: str = ""
-    """The last one, in words."""
-
-
 @dataclass(frozen=True, slots=True)
 class RetryPolicy(Generic[R]):
     """One kind of call to the next stage, and how it is retried."""
 
     reply: str
     """What is waited for."""
-    send: Callable[[Advert, Activation], Awaitable[R]]
-    choose: Callable[[Origin, _Attempts], Advert | None]
-    """The replica to call now; None when all have just said Busy or failed."""
+    send: Callable[[Advert, Activation, Claim], Awaitable[R]]
+    choose: Callable[[Origin, Attempts, int], Choice]
+    """The replicas to call now, at most so many."""
     trains: bool
     """A microbatch that is lost costs gradients: it goes on while the node drains, tries another replica at once, and
     says Busy to its caller if it heard nothing else. An evaluation pauses after each failure: it may come late."""
-    timeout: AdaptiveTimeout = field(default_factory=AdaptiveTimeout)
 
 
 class Dispatcher:
-    """Takes microbatches through this stage and the later ones, and knows how long the next one takes to answer."""
+    """Takes microbatches through this stage and the later ones."""
 
     def __init__(self, node: NodeState, swarm: Membership, waits: Waits, transport: Transport) -> None:
         self._node = node
         self._swarm = swarm
         self._waits = waits
-        self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, self._routed, True)
-        self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, self._in_turn, False)
+        self._transport = transport
+        self.liveness = Liveness(node, waits, transport)
+        choice = ReplicaChoice(node, swarm)
+        self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
+        self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, choice.in_turn, False)
 
-    async def train(self, task: StageInput, deadline: float | None = None) -> StageResult:
+    async def train(self, task: StageInput, left_s: float | None = None) -> StageResult:
         """Forward, the later stages, backward; at the last stage the loss. The graph is freed however it ends.
 
-        `deadline` is on the loop's clock; None at stage 0: as long as it takes. Raises Busy when until then only Busy
-        was heard, Declined when no replica could serve it, and Violation when what we send breaks the protocol.
+        `left_s` is the time without progress that our caller bears; None at stage 0: as long as it takes. Raises Busy
+        when in that time only Busy was heard, Declined when no replica could serve it, and Violation when what we send
+        breaks the protocol.
         """
         node, stage, why = self._node, self._node.stage, for_microbatch(task.microbatch)
         if node.last:
@@ -127,7 +115,7 @@ class Dispatcher:
         with node.span("forward"), self._waits.computing("forward", why):
             graph, hidden = await stage.forward(task.inputs, task.mask)
         try:
-            gradient, peer = await self._deliver(replace(task, inputs=hidden), self._training, deadline)
+            gradient, peer = await self._deliver(replace(task, inputs=hidden), self._training, left_s)
             with node.span("backward"), self._waits.computing("backward", why):
                 # Once the device has it, it counts there: a caller that goes away now must not leave it uncounted here.
                 done = await to_the_end(stage.backward(graph, task.microbatch, gradient))
@@ -136,79 +124,88 @@ class Dispatcher:
             raise
         return StageResult(done, peer, gradient.served, gradient.finite)
 
-    async def evaluate(self, task: StageInput, deadline: float | None = None) -> LossSum:
+    async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:
         """The loss of a held-out microbatch. Raises Declined when nobody could evaluate it in time."""
         with self._waits.computing("evaluation", for_microbatch(task.microbatch)):
             result = await self._node.stage.evaluate(task.inputs, task.targets, task.mask)
         if isinstance(result, LossSum):
             return result
-        loss, _ = await self._deliver(replace(task, inputs=result), self._evaluation, deadline)
+        loss, _ = await self._deliver(replace(task, inputs=result), self._evaluation, left_s)
         return loss
 
     # --- the retry loop ---------------------------------------------------------------------------------------------
 
-    async def _deliver(self, output: StageInput, policy: RetryPolicy[R], deadline: float | None) -> tuple[R, PeerId]:
+    async def _deliver(self, output: StageInput, policy: RetryPolicy[R], left_s: float | None) -> tuple[R, PeerId]:
         """The reply of the later stages to an output, and the replica that gave it.
 
         At stage 0 nobody waits for the reply but this node: Busy is no failure, and a stage that nobody serves comes
         back, so it tries again as long as the node trains.
         """
-        node, left_s = self._node, None if deadline is None else deadline - self._node.now()
+        node = self._node
+        # My answer must still reach my caller, or it takes me for hung.
+        budget_s = node.config.limits.microbatch_deadline_s if left_s is None else (1 - ANSWER_SHARE) * left_s
         with self._waits.waiting(policy.reply, AnyReplica(node.index + 1), left_s, for_microbatch(output.microbatch)):
             while True:
-                give_up_at = node.now() + node.config.limits.microbatch_deadline_s
-                if deadline is not None and left_s is not None:
-                    # My answer must still reach my caller, or it takes me for hung.
-                    give_up_at = deadline - ANSWER_SHARE * max(0.0, left_s)
                 try:
-                    return await self._try_replicas(output, policy, give_up_at)
+                    return await self._try_replicas(output, policy, budget_s)
                 except Busy:
-                    if deadline is not None or node.draining:
+                    if left_s is not None or node.draining:
                         raise
                 except Declined:
-                    if deadline is not None or node.draining or not await self._swarm.until_served():
+                    if left_s is not None or node.draining or not await self._swarm.until_served():
                         raise
 
-    async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], deadline: float) -> tuple[R, PeerId]:
-        """Call one replica of the next stage after the other until one answers, or the time is up."""
-        node, heard, why = self._node, _Attempts(policy.trains), for_microbatch(output.microbatch)
+    async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], budget_s: float) -> tuple[R, PeerId]:
+        """Call one replica of the next stage after the other until one answers, or `budget_s` have gone in vain."""
+        node, heard = self._node, Attempts(policy.trains)
+        deadline = node.now() + budget_s
+
+        def progressed() -> None:
+            nonlocal deadline
+            deadline, heard.alone_since = node.now() + budget_s, None
+
         while True:
             began = node.now()
             if node.drain_by is not None:
                 deadline = min(deadline, node.drain_by if policy.trains else began)
-            # An adaptive timeout for evaluations comes late, there are few: that of training will do, it takes longer.
-            timeout = self._training.timeout if policy.timeout.deadline_s() is None else policy.timeout
-            hops_below = node.manifest.stages - 2 - node.index
-            longest_s = attempt_s(deadline - began, hops_below, timeout.deadline_s(node.config.limits.patience_floor_s))
+            longest_s = attempt_s(deadline - began, node.manifest.stages - 2 - node.index)
             if longest_s < SHORTEST_CALL_S or (node.index == 0 and self._swarm.nobody_there()):
                 raise self._give_up(output.microbatch, heard)
-            peer = policy.choose(output.origin, heard)
-            if peer is None:
-                await self._pause(heard)
-                continue
             header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
             activation = Activation(header, output.inputs, output.targets, output.mask, reply=node.stage.state.gradient)
-            span = node.span("send") if policy.trains else nullcontext()
-            try:
-                with span, self._waits.waiting(policy.reply, peer.peer_id, longest_s, why):
-                    reply = await policy.send(peer, activation)
-            except PeerError as error:
-                hurried = timeout.was_hurried(longest_s, node.now() - began)
-                self._note_failure(peer, error, heard, hurried)
-                if not policy.trains:
-                    await self._pause(heard)
-            else:
-                policy.timeout.observe(node.now() - began)
-                self._swarm.answered(peer.peer_id)
-                return reply, peer.peer_id
+            # Where only headers go to those that come too late, two are asked: loads even out.
+            several = ASKED_AT_ONCE if self._transport.announces(activation) else 1
+            peers, patient = policy.choose(output.origin, heard, several)
+            if not peers:
+                if self._nobody_to_ask(heard):
+                    raise self._give_up(output.microbatch, heard)
+                await self._pause(heard)
+                continue
+            activation = replace(activation, header=replace(header, patient=patient))
+            calls = {peer.peer_id: partial(self._call, policy, peer, activation, progressed) for peer in peers}
+            with node.span("send") if policy.trains else nullcontext():
+                answer = await first_granted(calls, partial(self._note_failure, heard))
+            if answer is not None:
+                self._swarm.answered(answer[0])
+                return answer[1], answer[0]
+            if not policy.trains:
+                await self._pause(heard)
 
-    def _note_failure(self, peer: Advert, error: PeerError, heard: _Attempts, hurried: bool) -> None:
+    async def _call(
+        self, policy: RetryPolicy[R], peer: Advert, activation: Activation, progressed: Callable[[], None], claim: Claim
+    ) -> R:
+        """One call to one replica."""
+        microbatch, longest_s = activation.header.microbatch, activation.header.time_left_s
+        with self._waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch)):
+            reply = policy.send(peer, activation, claim)
+            return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed)
+
+    def _note_failure(self, heard: Attempts, id: PeerId, error: PeerError) -> None:
         """A call failed: set the peer aside if it is at fault; raise what must not be retried.
 
-        A peer that says Busy or Declined is alive. One that had less time than such calls take is neither praised nor
-        blamed: it may have been about to answer.
+        A peer that says Busy or Declined is alive, and so is one that says how far it is.
         """
-        swarm, id = self._swarm, peer.peer_id
+        swarm = self._swarm
         if isinstance(error, Violation) and not heard.trains:
             raise Declined(str(error)) from error
         if isinstance(error, Violation) and error.ours:
@@ -217,20 +214,30 @@ class Dispatcher:
             swarm.answered(id)
             self._note_busy(id, heard)
             return
-        reason = type(error).__name__.lower()
-        if isinstance(error, Declined):
-            swarm.answered(id)
-        elif isinstance(error, Unreachable) and hurried:
-            reason = "hurried"
-        else:
+        if isinstance(error, Unreachable | Violation):
             swarm.failed(id)
-        heard.skipped += reason in ("declined", "hurried")
+        else:
+            heard.skipped += 1
+            if not isinstance(error, Stalled):
+                swarm.answered(id)
         heard.failed.add(id)
         heard.failure = str(error)
         if heard.trains:
-            self._node.event("reroute", reason=reason, peer=id, message=str(error))
+            self._node.event("reroute", reason=type(error).__name__.lower(), peer=id, message=str(error))
 
-    def _note_busy(self, peer: PeerId, heard: _Attempts) -> None:
+    def _nobody_to_ask(self, heard: Attempts) -> bool:
+        """A later stage gives up when nobody serves the next one: its graph is freed, the one above keeps its own."""
+        if heard.busy:
+            heard.alone_since = None
+            return False
+        now = self._node.now()
+        heard.alone_since = heard.alone_since or now
+        return (
+            self._node.index > 0
+            and now - heard.alone_since > ALONE_SILENCES * self._node.config.limits.patience_floor_s
+        )
+
+    def _note_busy(self, peer: PeerId, heard: Attempts) -> None:
         if not heard.trains:
             heard.failure = "busy"
             return
@@ -245,7 +252,7 @@ class Dispatcher:
         if named and newest is not None and newest.state != "training":
             heard.failed.add(peer)
 
-    def _give_up(self, microbatch: MicrobatchId, heard: _Attempts) -> PeerError:
+    def _give_up(self, microbatch: MicrobatchId, heard: Attempts) -> PeerError:
         """The error for the caller above: in training Busy if that was all that was heard."""
         stage, why = self._node.index + 1, heard.failure or "none is in the membership"
         if heard.busy_at is not None and not heard.failure:
@@ -253,48 +260,8 @@ class Dispatcher:
         done = f"served microbatch {microbatch.counter}" if heard.trains else "evaluated a microbatch"
         return Declined(f"no replica of stage {stage} {done} in time: {why}")
 
-    async def _pause(self, heard: _Attempts) -> None:
+    async def _pause(self, heard: Attempts) -> None:
         """Let time pass, then every replica may be asked again."""
         with self._waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
-        longest_s = LONGEST_WITH_NOBODY_S if heard.trains and not heard.busy else LONGEST_PAUSE_S
-        heard.pause_s = min(2 * heard.pause_s, longest_s)
-        if not heard.busy:
-            heard.failed.clear()
-        heard.busy.clear()
-
-    # --- which replica ----------------------------------------------------------------------------------------------
-
-    def _routed(self, origin: Origin, heard: _Attempts) -> Advert | None:
-        """Training: the replica that the run's policy chooses."""
-        node, view, members = self._node, self._swarm.view, self._swarm.members
-        stage, policy = node.index + 1, node.manifest.routing
-        usable = members.usable(stage, now=node.now(), without=heard.failed)
-        if policy == "random":
-            usable = [peer for peer in usable if peer not in heard.busy] if heard.busy else usable
-        elif heard.busy:
-            return None
-        if not usable:
-            return None
-        seed, me = node.manifest.seed, node.me
-        chosen, reason = routing.next_hop(
-            policy, seed, stage, origin, view.origins, me, view.mates, view.following, usable, node.rng
-        )
-        if reason == "fallback" and not heard.fell_back:
-            heard.fell_back = True
-            node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
-        return members.get(chosen)
-
-    def _in_turn(self, origin: Origin, heard: _Attempts) -> Advert | None:
-        """Evaluation: replica i of stage 0 (`origin.index` is i) goes through replica i mod n of each later stage.
-
-        The next one in turn stands in for a replica that is set aside or has declined.
-        """
-        node, members = self._node, self._swarm.members
-        replicas = members.of_stage(node.index + 1, membership.HOLDING)
-        if not replicas:
-            return None
-        turn = (origin.index + heard.skipped) % len(replicas)
-        in_turn = [*replicas[turn:], *replicas[:turn]]
-        free = [a for a in in_turn if not members.is_aside(a.peer_id, now=node.now())]
-        return (free or in_turn)[0]
+        heard.begin_anew()

@@ -6,12 +6,12 @@ leaves no trace unless its backward pass has been handed to the device: from the
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from noloco_p2p.core import members, routing
 from noloco_p2p.core.intake import Admission, AttemptKey, Intake
-from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, PeerId
+from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, MicrobatchId, PeerId, Progress
 from noloco_p2p.core.nonfinite import NonFiniteStreak
 from noloco_p2p.core.status import AnyReplica, Resource, for_microbatch
 from noloco_p2p.core.timeouts import WAIT_SHARE, AdaptiveTimeout
@@ -32,6 +32,8 @@ class _ServedCall:
     body: Body
     task: asyncio.Task[Gradient] | None = None
     callers: int = 0
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has a place, in the inner step or waiting for it: its body may come."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     flushed: bool = False
 
@@ -47,7 +49,7 @@ class MicrobatchServer:
         self._dispatcher = dispatcher
         self.intake: Intake[Gradient] = Intake(limits.max_in_flight, limits.waiting_places)
         self._calls: dict[AttemptKey, _ServedCall] = {}
-        self._evaluating = 0
+        self._evaluating: dict[object, tuple[MicrobatchId, Body]] = {}
         self._streak = NonFiniteStreak()
         self._timeout = AdaptiveTimeout()
         self._given_up: dict[PeerId, float] = {}
@@ -123,9 +125,12 @@ class MicrobatchServer:
         return len(due), due
 
     def _admit(self, keys: list[AttemptKey]) -> None:
-        """Let those run that have waited."""
+        """Let those run that have waited, and ask for the bodies of those that have a waiting place now."""
         for key in keys:
+            self._calls[key].granted.set()
             self._calls[key].admitted.set()
+        for key in self.intake.granted():
+            self._calls[key].granted.set()
 
     def _was_heard(self, origin: PeerId, since: float) -> bool:
         """A microbatch of it came by, or its advert is younger. One that still fetches its weights sends nothing."""
@@ -150,7 +155,7 @@ class MicrobatchServer:
         if header.origin.step > node.step:
             self.drop_departed()
         key = AttemptKey(header.microbatch, header.digest)
-        verdict = self.intake.offer(key, header.origin)
+        verdict = self.intake.offer(key, header.origin, patient=header.patient)
         match verdict.answer:
             case Admission.REPEAT:
                 assert verdict.reply is not None
@@ -161,10 +166,12 @@ class MicrobatchServer:
                 raise Busy(f"{node.replica} is busy: {verdict.reason}")
             case Admission.JOIN:
                 call = self._calls[key]
-            case Admission.ADMIT | Admission.WAIT:
+            case Admission.ADMIT | Admission.WAIT | Admission.QUEUE:
                 self._calls[key] = call = _ServedCall(header, body)
                 if verdict.answer is Admission.ADMIT:
                     call.admitted.set()
+                if verdict.answer is not Admission.QUEUE:
+                    call.granted.set()
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(key, call, task))
         self._gauge()
@@ -198,11 +205,12 @@ class MicrobatchServer:
     async def _serve(self, key: AttemptKey, call: _ServedCall, caller: PeerId) -> Gradient:
         """One attempt from its body to its reply."""
         node, header = self._node, call.header
-        deadline = node.now() + header.time_left_s
         try:
+            await self._turn(call.granted, header, "waiting place")
             activation = await self._receive(caller, header, call.body)
-            await self._admission(call, deadline)
-            result = await self._dispatcher.train(_task(activation), deadline)
+            with node.span("wait"):
+                await self._turn(call.admitted, header, "place in the inner step")
+            result = await self._dispatcher.train(_task(activation), header.time_left_s)
             reply, counted = self._reply(key, result), result.contribution.counted
         except BaseException as error:
             self._admit(self.intake.leave(key))
@@ -229,18 +237,29 @@ class MicrobatchServer:
         with self._waits.waiting("activation", caller, header.time_left_s, for_microbatch(header.microbatch)):
             return await body()
 
-    async def _admission(self, call: _ServedCall, deadline: float) -> None:
-        """Wait for a place, but not so long that the caller takes this node for hung: Busy is an answer too."""
-        longest_s, why = WAIT_SHARE * (deadline - self._node.now()), for_microbatch(call.header.microbatch)
-        with (
-            self._node.span("wait"),
-            self._waits.waiting("place in the inner step", Resource.INNER_STEP, longest_s, why),
-        ):
-            try:
-                async with asyncio.timeout(longest_s):
-                    await call.admitted.wait()
-            except TimeoutError:
-                raise Busy(f"{self._node.replica} has not come so far yet") from None
+    async def _turn(self, event: asyncio.Event, header: Header, what: str) -> None:
+        """Wait in line while this node's device gets on; else Busy, before the caller takes this node for hung."""
+        longest_s, why = WAIT_SHARE * header.time_left_s, for_microbatch(header.microbatch)
+        with self._waits.waiting(what, Resource.INNER_STEP, longest_s, why):
+            while not event.is_set():
+                operations = self._waits.operations
+                try:
+                    async with asyncio.timeout(longest_s):
+                        await event.wait()
+                except TimeoutError:
+                    if operations == self._waits.operations:
+                        raise Busy(f"{self._node.replica} has not come so far yet") from None
+
+    def progress(self, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
+        """See ports.Handler."""
+        bodies = dict(self._evaluating.values()) | {key.microbatch: call.body for key, call in self._calls.items()}
+        operations, stuck_s = self._waits.operations, self._waits.stuck_s(self._node.now())
+        return [
+            Progress(operations + bodies[one].received + self._dispatcher.liveness.events(one), stuck_s)
+            if one in bodies
+            else None
+            for one in microbatches
+        ]
 
     def _reply(self, key: AttemptKey, result: StageResult) -> Gradient:
         done = result.contribution
@@ -263,15 +282,16 @@ class MicrobatchServer:
 
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """See ports.Handler; the header has been checked. It goes past the intake, within a small limit."""
-        if self._evaluating >= self._node.config.limits.evaluations:
+        if len(self._evaluating) >= self._node.config.limits.evaluations:
             raise Busy(f"{self._node.replica} evaluates as many microbatches as it may")
-        self._evaluating += 1
+        key = object()
+        self._evaluating[key] = header.microbatch, body
         try:
             with self._waits.serving(caller, for_microbatch(header.microbatch)):
-                deadline = self._node.now() + header.time_left_s
-                return await self._dispatcher.evaluate(_task(await self._receive(caller, header, body)), deadline)
+                activation = await self._receive(caller, header, body)
+                return await self._dispatcher.evaluate(_task(activation), header.time_left_s)
         finally:
-            self._evaluating -= 1
+            del self._evaluating[key]
 
 
 def _task(activation: Activation) -> StageInput:

@@ -37,8 +37,16 @@ WRONG = {
 }
 
 
-async def body() -> Activation:
-    raise AssertionError("the body of what is refused is not received")
+class NoBody:
+    """The body of what is refused is not received."""
+
+    received = 0
+
+    async def __call__(self) -> Activation:
+        raise AssertionError("the body of what is refused is not received")
+
+
+body = NoBody()
 
 
 @pytest.mark.parametrize("call", ["propagate", "evaluate"])

@@ -1,5 +1,6 @@
 """The gRPC transport on loopback: what is sent arrives bit for bit, and every way to fail is one error, soon."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from transport_fixture import (
     LARGE,
     RUN,
     SMALL,
+    SOON_S,
     Events,
     Node,
     activation,
@@ -17,11 +19,13 @@ from transport_fixture import (
     hang,
     pair,
     run,
+    soon,
     tensor,
 )
 
-from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, NodeDescription, TensorSpec
-from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, NodeDescription, Progress, TensorSpec
+from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.ports import Body
 
@@ -31,8 +35,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every message of an activation that the sender draws."""
     original, seen = message_codec.to_activation, list[int]()
 
-    def counted(sent: Activation, time_left_s: float) -> Iterator[Any]:
-        for index, message in enumerate(original(sent, time_left_s)):
+    def counted(sent: Activation) -> Iterator[Any]:
+        for index, message in enumerate(original(sent)):
             seen.append(index)
             yield message
 
@@ -162,11 +166,44 @@ def test_a_kept_reply_may_come_before_the_body(drawn: list[int]) -> None:
     run(scenario())
 
 
-def test_flow_control_holds_the_sender_while_nobody_reads(drawn: list[int]) -> None:
+def test_of_a_large_activation_only_the_header_leaves_before_it_is_asked_for(drawn: list[int]) -> None:
     async def scenario() -> None:
-        async with pair(Node(hang)) as both:
-            with pytest.raises(Unreachable):
-                await both.a.propagate(both.peer, activation(LARGE, time_left_s=1.0))
-            assert 0 < len(drawn) < 24
+        node = Node(hang)
+        async with pair(node) as both:
+            flight = asyncio.create_task(both.a.propagate(both.peer, activation(LARGE)))
+            await soon(node.entered.wait())
+            assert await both.a.progress(both.peer, [activation().header.microbatch], SOON_S) == [Progress(7, 0.5)]
+            assert len(drawn) == 1
+            flight.cancel()
+            await soon(node.ended.wait())
+            assert len(drawn) == 1
+
+
+def test_a_body_that_is_claimed_for_another_peer_does_not_leave(drawn: list[int]) -> None:
+    async def scenario() -> None:
+        node = Node(echo)
+        async with pair(node) as both:
+            with pytest.raises(Busy, match="granted a place first"):
+                await both.a.propagate(both.peer, activation(LARGE), lambda: False)
+            await soon(node.ended.wait())
+            assert len(drawn) == 1
+            assert node.ends == ["CancelledError"]
+
+    run(scenario())
+
+
+def test_a_microbatch_is_in_hand_until_its_reply_has_left() -> None:
+    async def scenario() -> None:
+        node, mine = Node(echo), activation(LARGE)
+        async with pair(node) as both:
+            seen: list[Progress | None] = []
+            flight = asyncio.create_task(both.a.propagate(both.peer, mine))
+            while not flight.done():
+                seen += await both.a.progress(both.peer, [mine.header.microbatch], SOON_S)
+            await flight
+            assert await both.a.progress(both.peer, [mine.header.microbatch], SOON_S) == [None]
+            known = [report.events for report in seen if report is not None]
+            assert known == sorted(known)
+            assert known[-1] >= wire.REPLYING
 
     run(scenario())

@@ -31,7 +31,7 @@ from transport_fixture import (
 
 from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
-from noloco_p2p.io.transport import message_codec, servicer
+from noloco_p2p.io.transport import grpc_transport, message_codec, servicer
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.grpc_transport import probe
@@ -44,17 +44,20 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE])
-def test_a_deadline_is_unreachable_and_cancels_the_handler(shape: tuple[int, int, int]) -> None:
+def test_a_deadline_is_unreachable_and_cancels_the_handler(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         node = Node(hang)
         async with pair(node) as both:
             await both.a.describe(both.peer)
+            monkeypatch.setattr(grpc_transport, "LONGEST_CALL_S", 0.3)
             with pytest.raises(Unreachable, match=r"no gradient from B within 0\.3 s"):
-                await both.a.propagate(both.peer, activation(shape, time_left_s=0.3))
+                await both.a.propagate(both.peer, activation(shape))
             await soon(node.ended.wait())
             assert node.ends == ["CancelledError"]
             with pytest.raises(Unreachable, match="no time is left"):
-                await both.a.propagate(both.peer, activation(shape, time_left_s=0.0))
+                await both.a.progress(both.peer, [], 0.0)
 
     run(scenario())
 
@@ -277,9 +280,9 @@ def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers:
     async def scenario() -> None:
         sent = activation((3, 333, 777))
         header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
-        _, frames = unpacked(list(message_codec.to_activation(sent, 10.0))[1], pb.ActivationMessage)
+        _, frames = unpacked(list(message_codec.to_activation(sent))[1], pb.ActivationMessage)
         incoming = servicer.IncomingActivation(Stalled(), header, frames, lambda *count: None)
-        reading = asyncio.create_task(incoming.body())
+        reading = asyncio.create_task(incoming())
         await asyncio.sleep(0)
         assert alive(buffers) == 1
         reading.cancel()

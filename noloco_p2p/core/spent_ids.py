@@ -1,0 +1,51 @@
+"""Ids of microbatches that have been counted (ARCHITECTURE.md, "Exactly once")."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from noloco_p2p.core.messages import MicrobatchId
+
+SPENT_STEPS = 8
+SPENT_IDS = 4096
+"""Ids that have been counted are remembered for this many inner steps, and at least this many of them."""
+
+
+class SpentIds:
+    """Ids that were counted, forgotten after `SPENT_STEPS` inner steps but never while fewer than `SPENT_IDS`."""
+
+    def __init__(self) -> None:
+        self._step_of: OrderedDict[MicrobatchId, int] = OrderedDict()
+        self._steps = 0
+
+    def __contains__(self, microbatch: MicrobatchId) -> bool:
+        return microbatch in self._step_of
+
+    def __len__(self) -> int:
+        return len(self._step_of)
+
+    def spend(self, microbatch: MicrobatchId) -> bool:
+        """True the first time that an id is seen, False ever after."""
+        if microbatch in self._step_of:
+            return False
+        self._step_of[microbatch] = self._steps
+        return True
+
+    def ended(self) -> tuple[MicrobatchId, ...]:
+        """Ids that were counted before the step under way, oldest first."""
+        return tuple(microbatch for microbatch, step in self._step_of.items() if step < self._steps)
+
+    def refill(self, ended: Iterable[MicrobatchId]) -> None:
+        """Know these ids alone, oldest first, as if the step that has just ended had counted them."""
+        self._step_of.clear()
+        for microbatch in ended:
+            self.spend(microbatch)
+        self.end_step()
+
+    def end_step(self) -> None:
+        """An inner step has been taken: forget what is old."""
+        self._steps += 1
+        while len(self._step_of) > SPENT_IDS:
+            oldest, step = next(iter(self._step_of.items()))
+            if step > self._steps - SPENT_STEPS:
+                break
+            del self._step_of[oldest]

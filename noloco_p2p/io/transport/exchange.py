@@ -1,0 +1,70 @@
+"""How the messages of one call are written and read."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import Busy, Unreachable, Violation
+from noloco_p2p.io.transport import message_codec
+from noloco_p2p.ports import Claim
+
+T = TypeVar("T")
+
+
+async def send_when_granted(
+    call: Any,
+    messages: Iterator[bytes],
+    turn: AbstractAsyncContextManager[None],
+    claim: Claim,
+    feed: Callable[[bytes], T | None],
+) -> T:
+    """The header, and in its `turn` the body once the peer has granted it a place, while the reply is read.
+
+    When the reply is whole, or a refusal, what was still to send is not sent. A peer that replies early does not read
+    on before its reply is out, so flow control bounds what is sent in vain.
+    """
+
+    async def write() -> None:
+        async with turn:
+            for message in messages:
+                await call.write(message)
+
+    await call.write(next(messages))
+    writing: asyncio.Task[None] | None = None
+    try:
+        result = None
+        while result is None:
+            message = _some(await call.read())
+            if writing is None and message_codec.from_grant(message):
+                if not claim():
+                    raise Busy("another replica has granted a place first")
+                writing = asyncio.create_task(write())
+            else:
+                result = feed(message)
+        return result
+    finally:
+        call.cancel()
+        if writing is not None:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+
+async def next_message(call: Any, seconds: float, what: str, peer: PeerId) -> bytes:
+    """The next message of a stream. Raises Unreachable after `seconds`, Violation at the end of the stream."""
+    try:
+        async with asyncio.timeout(seconds):
+            message: bytes = _some(await call.read())
+            return message
+    except TimeoutError:
+        raise Unreachable(f"nothing more of a {what} came from {peer} for {seconds:g} s") from None
+
+
+def _some(message: T) -> T:
+    """The message, unless the stream is over. Raises Violation: the caller is still waiting for the rest."""
+    if message is grpc.aio.EOF:
+        raise Violation("the reply ended early")
+    return message

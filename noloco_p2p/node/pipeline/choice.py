@@ -1,0 +1,108 @@
+"""Which replicas of the next stage a microbatch is offered to."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from noloco_p2p.core import members as membership
+from noloco_p2p.core import routing
+from noloco_p2p.core.messages import Advert, Origin, PeerId
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.state import NodeState
+
+FIRST_PAUSE_S = 0.005
+LONGEST_PAUSE_S = 0.1
+"""Pause after every replica said Busy; it doubles from the first to the longest."""
+LONGEST_WITH_NOBODY_S = 0.5
+"""The longest one when every replica failed."""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What one delivery has heard so far."""
+
+    trains: bool
+    busy: set[PeerId] = field(default_factory=set)
+    failed: set[PeerId] = field(default_factory=set)
+    skipped: int = 0
+    """Replicas that cannot serve it for no fault of theirs."""
+    pause_s: float = FIRST_PAUSE_S
+    """The pause after the next time that none is left to ask."""
+    busy_at: float | None = None
+    """When Busy was first heard, on the loop's clock."""
+    alone_since: float | None = None
+    """Since when nobody could even be asked, on the loop's clock."""
+    fell_back: bool = False
+    failure: str = ""
+    """The last one, in words."""
+
+    def begin_anew(self) -> None:
+        """After a pause every replica may be asked again."""
+        longest_s = LONGEST_WITH_NOBODY_S if self.trains and not self.busy else LONGEST_PAUSE_S
+        self.pause_s = min(2 * self.pause_s, longest_s)
+        if not self.busy:
+            self.failed.clear()
+        self.busy.clear()
+
+
+class Choice(NamedTuple):
+    """Whom to ask now. Nobody: all have just said Busy or failed."""
+
+    replicas: list[Advert]
+    patient: bool = True
+    """They may keep the question in their line; False: there are others to ask, Busy is the better answer."""
+
+
+class ReplicaChoice:
+    """Chooses for one node."""
+
+    def __init__(self, node: NodeState, swarm: Membership) -> None:
+        self._node = node
+        self._swarm = swarm
+
+    def by_policy(self, origin: Origin, heard: Attempts, several: int) -> Choice:
+        """Training: the replica that the run's policy chooses; under `random` as many as `several`."""
+        node, view, members = self._node, self._swarm.view, self._swarm.members
+        stage, policy = node.index + 1, node.manifest.routing
+        usable = members.usable(stage, now=node.now(), without=heard.failed)
+        only_one = len(usable) == 1
+        if policy == "random":
+            usable = [peer for peer in usable if peer not in heard.busy] if heard.busy else usable
+        elif heard.busy:
+            return Choice([])
+        found: list[Advert] = []
+        while usable and len(found) < (several if policy == "random" else 1):
+            chosen, reason = routing.next_hop(
+                policy,
+                node.manifest.seed,
+                stage,
+                origin,
+                view.origins,
+                node.me,
+                view.mates,
+                view.following,
+                usable,
+                node.rng,
+            )
+            if reason == "fallback" and not heard.fell_back:
+                heard.fell_back = True
+                node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
+            advert = members.get(chosen)
+            assert advert is not None, "it is usable"
+            found.append(advert)
+            usable = [peer for peer in usable if peer != chosen]
+        # Who is asked alone although there are others had better say Busy: whichever is free first serves.
+        return Choice(found, policy != "random" or several > 1 or only_one)
+
+    def in_turn(self, origin: Origin, heard: Attempts, several: int) -> Choice:
+        """Evaluation: replica i of stage 0 (`origin.index` is i) goes through replica i mod n of each later stage.
+
+        The next one in turn stands in for a replica that is set aside or has declined.
+        """
+        node, members = self._node, self._swarm.members
+        replicas = members.of_stage(node.index + 1, membership.HOLDING)
+        if not replicas:
+            return Choice([])
+        turn = (origin.index + heard.skipped) % len(replicas)
+        in_turn = [*replicas[turn:], *replicas[:turn]]
+        free = [a for a in in_turn if not members.is_aside(a.peer_id, now=node.now())]
+        return Choice((free or in_turn)[:1])

@@ -1,0 +1,177 @@
+"""Whether the peers that serve this node's calls are there and get on (ARCHITECTURE.md, "Failure and timeouts").
+
+A call may last as long as its queues are long, so its duration proves nothing. While calls last, their peer is asked
+about once a second how far it is with them. Silence, or a device that is stuck, ends them; a long queue does not. Who
+serves a call asks the next one in the same way, so only the peer next to a failure finds out, and takes the blame.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId, Progress
+from noloco_p2p.core.timeouts import AdaptiveTimeout
+from noloco_p2p.errors import Busy, PeerError, Stalled, Unreachable
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Transport
+
+ASKED_PER_SILENCE = 2
+"""Questions within the shortest silence that is taken for the end of a peer."""
+STUCK_SILENCES = 5.0
+STUCK_OPERATIONS = 20.0
+"""A device is stuck when it has ended nothing for so many silences, and as many of its usual microbatches."""
+
+R = TypeVar("R")
+
+
+class _WatchedCall:
+    """A call in flight, as its caller sees it. Times are the loop's."""
+
+    __slots__ = (
+        "began",
+        "bound",
+        "events",
+        "failure",
+        "longest_s",
+        "microbatch",
+        "peer",
+        "progressed",
+        "unknown_since",
+    )
+
+    def __init__(
+        self, peer: Advert, microbatch: MicrobatchId, longest_s: float, progressed: Callable[[], None], now: float
+    ) -> None:
+        self.peer = peer
+        self.microbatch = microbatch
+        self.longest_s = longest_s
+        self.progressed = progressed
+        self.began = now
+        self.unknown_since: float | None = None
+        """Since when the peer says that it does not have it in hand."""
+        self.events: int | None = None
+        """What it last said of its progress. To know of a call is none: a peer that fails all of them gets nowhere."""
+        self.failure: PeerError | None = None
+        self.bound = asyncio.timeout(longest_s)
+
+    def fail(self, failure: PeerError, now: float) -> None:
+        """End it."""
+        if self.failure is None:
+            self.failure = failure
+            self.bound.reschedule(now)
+
+
+class Liveness:
+    """Watches the calls that one node has in flight."""
+
+    def __init__(self, node: NodeState, waits: Waits, transport: Transport) -> None:
+        self._node = node
+        self._waits = waits
+        self._transport = transport
+        self._calls: dict[_WatchedCall, None] = {}
+        self._answers = AdaptiveTimeout()
+        """How long the answers to these questions take."""
+        self._tick: asyncio.TimerHandle | None = None
+        self._asking: dict[PeerId, asyncio.Task[None]] = {}
+
+    async def watched(
+        self,
+        peer: Advert,
+        microbatch: MicrobatchId,
+        longest_s: float,
+        reply: Awaitable[R],
+        progressed: Callable[[], None],
+    ) -> R:
+        """Await a reply for as long as its peer gets on with it: `longest_s` without progress at most.
+
+        `progressed` is called when the peer says that it has got on.
+
+        Raises what the call raises, Unreachable when the peer is silent, stuck or has lost the call, and Stalled when
+        the time is up.
+        """
+        call = _WatchedCall(peer, microbatch, longest_s, progressed, self._node.now())
+        self._calls[call] = None
+        if self._tick is None:
+            self._tick = asyncio.get_running_loop().call_later(self._pause_s, self._ask)
+        try:
+            async with call.bound:
+                return await reply
+        except TimeoutError:
+            raise call.failure or Stalled(f"{peer.peer_id} got no further for {longest_s:.3g} s") from None
+        finally:
+            del self._calls[call]
+            if not self._calls:
+                self._stop_asking()
+
+    def events(self, microbatch: MicrobatchId) -> int:
+        """What the next stage has said of its progress with a microbatch."""
+        return sum(call.events or 0 for call in self._calls if call.microbatch == microbatch)
+
+    @property
+    def _pause_s(self) -> float:
+        return self._node.config.limits.patience_floor_s / ASKED_PER_SILENCE
+
+    def _stop_asking(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+
+    def _ask(self) -> None:
+        """Ask every peer that has had a call of ours for a while."""
+        self._tick = None
+        before = self._node.now() - self._pause_s / 2
+        peers = {call.peer.peer_id: call.peer for call in self._calls if call.began < before}
+        for id, peer in peers.items():
+            if id not in self._asking:
+                self._asking[id] = task = asyncio.create_task(self._ask_peer(peer))
+                task.add_done_callback(partial(self._asked, id))
+        self._tick = asyncio.get_running_loop().call_later(self._pause_s, self._ask)
+
+    def _asked(self, peer: PeerId, _: asyncio.Task[None]) -> None:
+        del self._asking[peer]
+
+    async def _ask_peer(self, peer: Advert) -> None:
+        asked = [call for call in self._calls if call.peer.peer_id == peer.peer_id]
+        began, floor_s = self._node.now(), self._node.config.limits.patience_floor_s
+        silence_s = self._answers.deadline_s(floor_s) or floor_s
+        try:
+            with self._waits.waiting("progress", peer.peer_id, silence_s):
+                reports = await self._transport.progress(peer, [call.microbatch for call in asked], silence_s)
+        except Busy:
+            return
+        except PeerError as error:
+            for call in asked:
+                if call in self._calls:
+                    call.fail(Unreachable(f"{peer.peer_id} does not say how far it is: {error}"), self._node.now())
+            return
+        self._answers.observe(self._node.now() - began)
+        for call, report in zip(asked, reports, strict=True):
+            if call in self._calls:
+                self._take(call, report, silence_s)
+
+    def _take(self, call: _WatchedCall, report: Progress | None, silence_s: float) -> None:
+        """What a peer has said about a call."""
+        now, id = self._node.now(), call.peer.peer_id
+        if report is None:
+            # Its header may be on its way, or its reply; after a while it is lost.
+            call.unknown_since = call.unknown_since or now
+            if now - call.unknown_since > silence_s:
+                call.fail(Unreachable(f"{id} does not have microbatch {call.microbatch.counter} in hand"), now)
+            return
+        call.unknown_since = None
+        rate = call.peer.microbatches_per_s
+        stuck_s = (
+            max(STUCK_SILENCES * self._node.config.limits.patience_floor_s, STUCK_OPERATIONS / rate) if rate else None
+        )
+        if stuck_s is not None and report.stuck_s > stuck_s:
+            call.fail(Unreachable(f"the device of {id} has ended nothing for {report.stuck_s:.3g} s"), now)
+        elif call.events is None:
+            call.events = report.events
+        elif report.events != call.events and call.failure is None:
+            call.events = report.events
+            call.bound.reschedule(now + call.longest_s)
+            call.progressed()

@@ -1,0 +1,64 @@
+"""Several replicas are asked for a place, and the first that has one gets the microbatch."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import PeerError
+from noloco_p2p.ports import Claim
+
+R = TypeVar("R")
+
+
+async def first_granted(
+    calls: Mapping[PeerId, Callable[[Claim], Awaitable[R]]], note: Callable[[PeerId, PeerError], None]
+) -> tuple[PeerId, R] | None:
+    """The reply of the replica that was first to ask for the body, or had a reply at once; None when all have failed.
+
+    The calls to the others end when one has claimed the body. `note` hears of every call that fails.
+    """
+    if len(calls) == 1:
+        [(peer, call)] = calls.items()
+        try:
+            return peer, await call(lambda: True)
+        except PeerError as error:
+            note(peer, error)
+            return None
+    tasks: dict[PeerId, asyncio.Task[R]] = {}
+    winner: list[PeerId] = []
+
+    def claim(peer: PeerId) -> bool:
+        if not winner:
+            winner.append(peer)
+            for other, task in tasks.items():
+                if other != peer:
+                    task.cancel()
+        return winner[0] == peer
+
+    try:
+        for peer, call in calls.items():
+            tasks[peer] = asyncio.create_task(_run(call, partial(claim, peer)))
+        open = dict(tasks)
+        while open:
+            await asyncio.wait(open.values(), return_when=asyncio.FIRST_COMPLETED)
+            for peer, task in list(open.items()):
+                if not task.done():
+                    continue
+                del open[peer]
+                if task.cancelled():
+                    continue
+                try:
+                    return peer, task.result()
+                except PeerError as error:
+                    note(peer, error)
+        return None
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def _run(call: Callable[[Claim], Awaitable[R]], claim: Claim) -> R:
+    return await call(claim)

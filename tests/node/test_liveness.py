@@ -1,0 +1,111 @@
+"""Who is taken for gone: the silent and the stuck, whatever the lines are, and nobody else."""
+
+from collections import Counter
+
+import pytest
+
+from noloco_p2p.config import (
+    DirectorySettings,
+    EvaluationSettings,
+    LimitSettings,
+    NodeConfig,
+    OuterSettings,
+    RunManifest,
+)
+from noloco_p2p.sim.links import Access, Link, MessageSizes, Uniform
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import SimPlan, SimSwarm
+
+MEGABIT = 1e6 / 8
+BODY_BYTES = 2 << 20
+"""More than a message: it is announced."""
+
+
+def plan(
+    replicas: tuple[int, ...], *, routing: str = "random", seed: int = 1, steps: int = 6, **settings: object
+) -> SimPlan:
+    manifest = RunManifest(
+        stages=len(replicas),
+        start_replicas=1,
+        steps=steps,
+        sequence_length=4,
+        microbatch_size=1,
+        microbatches_per_step=8,
+        outer=OuterSettings(pairing="none"),
+        routing=routing,  # type: ignore[arg-type]
+        seed=seed,
+        evaluation=EvaluationSettings(every_steps=None, microbatches=2),
+    )
+    limits = LimitSettings(max_in_flight=8, linger_s=600.0, drain_s=600.0, microbatch_deadline_s=600.0)
+    sizes = MessageSizes(BODY_BYTES, BODY_BYTES, (8,) * len(replicas), (8,) * len(replicas))
+    config = NodeConfig(limits=limits, directory=DirectorySettings(ttl_s=6.0), rebalance=False)
+    return SimPlan(manifest, replicas, seed=seed, config=config, sizes=sizes, **settings)  # type: ignore[arg-type]
+
+
+def blamed(outcome: Outcome) -> Counter[str]:
+    return Counter(str(event.get("peer")) for event in outcome.trace.of("reroute"))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("latency_s", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("mbit_per_s", [0.5, 10.0, 200.0, 1000.0])
+@pytest.mark.parametrize(("replicas", "routing"), [((1, 1, 1), "random"), ((3, 3), "random"), ((2, 2), "balanced")])
+def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
+    replicas: tuple[int, ...], routing: str, mbit_per_s: float, latency_s: float, shared: bool
+) -> None:
+    rate = mbit_per_s * MEGABIT
+    geography = Uniform(Link(latency_s, 0.3, None if shared else rate), Access(rate, rate) if shared else Access())
+    swarm = SimSwarm(plan(replicas, routing=routing, geography=geography))
+    outcome = swarm.run(limit_s=200_000)
+    assert not blamed(outcome)
+    for node in outcome.of_stage(0):
+        assert (node.state, node.microbatches["dropped"]) == ("left", 0), node.peer
+    totals = [counts for kinds in swarm.network.byte_counts.values() for counts in kinds.values()]
+    assert sum(counts.lost for counts in totals) == 0
+    assert sum(counts.sent for counts in totals) > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stuck_device_is_left_by_its_callers_alone(seed: int) -> None:
+    """The process goes on, and answers; its device ends nothing any more."""
+    swarm = SimSwarm(plan((2, 2, 2), seed=seed, steps=60, link=Link(0.005), costs=Costs(spread=0.2)))
+
+    def stick() -> None:
+        swarm.process("s2r0").devices[-1].slowness = 1e9
+
+    swarm.at(10.0, stick)
+    swarm.at(60.0, lambda: swarm.crash("s2r0"))
+    outcome = swarm.run(limit_s=2000)
+    assert set(blamed(outcome)) == {"s2r0"}
+    first = min(event.at_s for event in outcome.trace.of("reroute"))
+    assert first < 10.0 + 13.0, "five silences of 2 s, and the time between two questions"
+    for node in outcome.of_stage(0):
+        assert (node.state, node.microbatches["dropped"]) == ("left", 0), node.peer
+
+
+@pytest.mark.parametrize("stages", [3, 8])
+def test_a_stopped_last_stage_is_found_by_its_caller_alone_and_within_five_seconds(stages: int) -> None:
+    found_s = []
+    for seed in range(4):
+        replicas = (*(1,) * (stages - 1), 2)
+        swarm = SimSwarm(
+            plan(
+                replicas,
+                routing="balanced",
+                seed=seed,
+                steps=20,
+                link=Link(0.02, bytes_per_s=25e6),
+                costs=Costs(0.01, 0.02),
+            )
+        )
+        last, at_s = f"s{stages - 1}r0", 3.0 + 0.31 * seed
+        swarm.at(at_s, lambda swarm=swarm, last=last: swarm.network.hold(last))  # type: ignore[misc]
+        swarm.at(90.0, lambda swarm=swarm, last=last: swarm.crash(last))  # type: ignore[misc]
+        outcome = swarm.run(limit_s=4000)
+        of_others = [
+            event for event in outcome.trace.of("reroute") if event.peer != last and event.get("reason") != "fallback"
+        ]
+        assert {(event.peer, event.get("peer")) for event in of_others} == {(f"s{stages - 2}r0", last)}
+        found_s.append(of_others[0].at_s - at_s)
+    assert max(found_s) < 5.0, found_s
