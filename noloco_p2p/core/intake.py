@@ -288,7 +288,8 @@ class Intake(Generic[Reply]):
 
     def _admit_from_line(self) -> list[AttemptKey]:
         admitted = []
-        for key, attempt in list(self._attempts.items()):
+        # Those with a waiting place first: their bodies are here, or on their way.
+        for key, attempt in sorted(self._attempts.items(), key=lambda item: item[1].queued):
             if not attempt.running and self._obstacle(key, attempt) is None:
                 self._run(key, attempt)
                 admitted.append(key)

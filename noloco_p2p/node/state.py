@@ -202,10 +202,10 @@ class NodeState:
         median = schedule.clock_median(samples)
         step = schedule.advance(self.advert.step, median, manifest.steps, manifest.routing != "balanced")
         if self._clocked_at is not None and now > self._clocked_at:
-            self.update(steps_per_s=_smooth(self.advert.steps_per_s, 1 / (now - self._clocked_at)))
+            self.update(steps_per_s=_smooth_rate(self.advert.steps_per_s, now - self._clocked_at))
         if result.microbatches and result.busy_s > 0:
-            rate = result.microbatches / result.busy_s
-            self.update(microbatches_per_s=_smooth(self.advert.microbatches_per_s, rate))
+            took_s = result.busy_s / result.microbatches
+            self.update(microbatches_per_s=_smooth_rate(self.advert.microbatches_per_s, took_s))
         self._clocked_at = now
         if self.stepped_at is not None:
             self.step_seconds.append(now - self.stepped_at)
@@ -233,6 +233,9 @@ class NodeState:
         return self.telemetry.span(phase)
 
 
-def _smooth(old: float, new: float) -> float:
-    """A moving average over about ten inner steps, which begins with the first value."""
-    return 0.9 * old + 0.1 * new if old else new
+def _smooth_rate(rate: float, took_s: float) -> float:
+    """One over the moving average of what about ten inner steps took, which begins with the first.
+
+    Not the average of their rates: noise makes that one larger, and a clock projected with it runs ahead.
+    """
+    return 1 / (0.9 / rate + 0.1 * took_s if rate else took_s)

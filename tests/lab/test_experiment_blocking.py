@@ -37,6 +37,12 @@ def test_the_default_node_waits_less_than_one_that_insists() -> None:
     assert default["node"]["results"]["stale"] > 0
 
 
+@pytest.mark.parametrize("step_std", [0.5, 1.0, 2.0])
+def test_the_clock_counts_inner_steps_however_noisy_they_are(step_std: float) -> None:
+    noisy = SETTINGS | {"policy": "default", "nodes": 16, "step_std": step_std, "speed_std": 0.0, "inner_steps": 10}
+    assert measure(Case("one", noisy))["node"]["steps_per_clock"] == pytest.approx(1.0, abs=0.08)
+
+
 def test_a_barrier_waits_for_the_slowest_of_each_round_a_pair_for_its_own() -> None:
     work_s = np.array([[1.0, 2.0], [4.0, 1.0], [1.0, 1.0]])
     assert barrier(work_s) == 2 + 4 + 1

@@ -167,7 +167,7 @@ def test_one_origin_that_sends_what_overflows_stops_itself_and_no_later_stage() 
 
 
 def test_ten_in_a_row_of_one_origin_do_not_stop_a_later_stage_that_knows_another() -> None:
-    outcome = run((2, 1), loud={"s0r1": lambda turn: turn > 60}, slowness={"s0r0": 200.0})
+    outcome = run((2, 1), loud={"s0r1": lambda turn: turn > 60}, slowness={"s0r0": 300.0})
     results = [one.get("result") for one in outcome.nodes["s1r0"].trace.of("microbatch")]
     in_a_row = [len(list(group)) for result, group in groupby(results) if result == "nonfinite"]
     assert max(in_a_row) >= LONGEST_STREAK, "the other origin was too slow to come in between"
