@@ -16,7 +16,7 @@ CHUNK_BYTES = 1 << 20
 PACK_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 4)
 """Most tensor bytes in one message: a full chunk, and room beside it for the small tensors of the same activation."""
 REPLYING = 2**62
-"""Added to `Progress.events` of a microbatch whose reply is being sent: more than any that is not done."""
+"""Added to `Progress.events` of a microbatch whose reply is being sent; those of others are below it."""
 MAX_TENSORS = 65_536
 """Most tensors in one stream; the frames that close them must fit one message even when all are empty."""
 MAX_DIMENSIONS = 8

@@ -12,6 +12,9 @@ from noloco_p2p.config import (
     OuterSettings,
     RunManifest,
 )
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import MicrobatchId, Progress
+from noloco_p2p.node.pipeline.liveness import Liveness
 from noloco_p2p.sim.links import Access, Link, MessageSizes, Uniform
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
@@ -109,3 +112,22 @@ def test_a_stopped_last_stage_is_found_by_its_caller_alone_and_within_five_secon
         assert {(event.peer, event.get("peer")) for event in of_others} == {(f"s{stages - 2}r0", last)}
         found_s.append(of_others[0].at_s - at_s)
     assert max(found_s) < 5.0, found_s
+
+
+def test_a_peer_that_claims_any_progress_leaves_its_callers_report_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Liveness, "events", lambda *_: 2**64 - 1)
+    swarm = SimSwarm(plan((1, 1, 1), link=Link(0.05), costs=Costs(0.3, 0.3)))
+    seen: list[Progress] = []
+
+    def look() -> None:
+        node = swarm.process("s1r0").node
+        incarnation = swarm.process("s0r0").node._incarnation
+        asked = [MicrobatchId("s0r0", incarnation, counter) for counter in range(50)]
+        seen.extend(report for report in node.handler.progress("s0r0", asked) if report is not None)
+
+    for at_s in (2.0, 2.5, 3.0):
+        swarm.at(at_s, look)
+    outcome = swarm.run(limit_s=2000)
+    assert seen
+    assert all(0 <= report.events < wire.REPLYING for report in seen)
+    assert not blamed(outcome)

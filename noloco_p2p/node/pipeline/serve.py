@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from noloco_p2p.core import members, routing
+from noloco_p2p.core import members, routing, wire
 from noloco_p2p.core.intake import Admission, AttemptKey, Intake
 from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, MicrobatchId, PeerId, Progress
 from noloco_p2p.core.nonfinite import NonFiniteStreak
@@ -254,12 +254,12 @@ class MicrobatchServer:
         """See ports.Handler."""
         bodies = dict(self._evaluating.values()) | {key.microbatch: call.body for key, call in self._calls.items()}
         operations, stuck_s = self._waits.operations, self._waits.stuck_s(self._node.now())
-        return [
-            Progress(operations + bodies[one].received + self._dispatcher.liveness.events(one), stuck_s)
-            if one in bodies
-            else None
-            for one in microbatches
-        ]
+
+        def events(one: MicrobatchId) -> int:
+            # What the next stage says is a claim, and may be any number; only that it changes matters.
+            return (operations + bodies[one].received + self._dispatcher.liveness.events(one)) % wire.REPLYING
+
+        return [Progress(events(one), stuck_s) if one in bodies else None for one in microbatches]
 
     def _reply(self, key: AttemptKey, result: StageResult) -> Gradient:
         done = result.contribution
