@@ -1,4 +1,4 @@
-"""How long a call may take before its peer is taken for hung: learnt from recent calls, nested hop by hop.
+"""How long an answer may take, learnt from recent ones, and how the time of a microbatch is shared over its hops.
 
 Pure: durations come in, seconds go out; the caller holds the clock.
 """

@@ -14,6 +14,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Purpose, Resource, Serving, Wait, WaitTarget
 
 OPERATIONS_PER_DEADLINE = 10.0
+"""An operation that takes longer than this part of the time that a microbatch may go without progress is overdue."""
 
 R = TypeVar("R")
 

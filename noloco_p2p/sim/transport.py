@@ -36,7 +36,7 @@ DESCRIBE_S = 3.0
 """How long `describe` waits for an answer."""
 SILENCE_S = 5.0
 """Longest silence in a transfer, as over gRPC."""
-LONGEST_CALL_S = 3600.0
+LONGEST_CALL_S = 3_000.0
 """Longest call with an activation, as over gRPC: what ends one earlier is a peer that does not get on."""
 CAPTURE_S = 20.0
 """Longest wait for a state to begin, as over gRPC."""

@@ -497,7 +497,7 @@ class ProgressRequest(_message.Message):
     MICROBATCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedCompositeFieldContainer[Global___MicrobatchId]:
-        """The microbatches in question, at most 4,096."""
+        """The microbatches in question, at most 2,048."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The answering half of the gRPC transport: calls of peers become calls of the node's handler.
 
-A call is cancelled by gRPC when its caller is gone or its deadline has passed; what it holds is freed with it. While
-a handler does not read the body, HTTP/2 flow control holds the caller back, so a waiting call costs little memory.
+A call is cancelled by gRPC when its caller is gone or its deadline has passed; what it holds is freed with it. A large
+body comes only when the handler asks for it, so a waiting call costs little memory.
 """
 
 import asyncio
