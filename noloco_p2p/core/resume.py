@@ -84,32 +84,32 @@ def restore_sources(
 def _of_a_lost_stage(
     stage: int, own: Sequence[Holding], guards: Sequence[RestoreSource], mates: Sequence[Advert], limit: int | None
 ) -> list[RestoreSource]:
-    """No replica of my stage trains: the newest weights that exist.
+    """No replica of my stage trains: the weights nearest to the round from which all stages can resume together.
 
-    Checkpoints count up to the round from which all stages can resume together: all nodes may have been stopped at
-    once. Guardians have outlived the stage, so what they hold is the newest that exists: the last state of a replica
-    that left.
+    All nodes may have been stopped at once, so checkpoints count by their distance to that round. Guardians have
+    outlived the stage, so what they hold is the newest that exists, the last state of a replica that left: of it the
+    newest comes first, even beyond that round.
     """
 
-    def fits(holding: Holding) -> bool:
-        return limit is None or holding.round <= limit
+    meeting = max((h.round for h in own), default=0) if limit is None else limit
 
-    mine = [_own_checkpoint(h, "the newest that all stages have") for h in own if fits(h)]
-    found = sorted([*mine, *guards], key=_newest_first)
-    best = found[0].holding.round if found and found[0].holding else -1 - NEAR_ROUNDS
-    theirs = [h.round for a in mates for h in a.holds if h.stage == stage and fits(h)]
+    def order(source: RestoreSource) -> tuple[int, bool, int, bool, str]:
+        held, guarded = source.holding, source.kind == "guardian"
+        assert held is not None
+        behind = meeting - held.round
+        # Of two that are as near the older one, which the others can reach; of one round the checkpoint, which has the
+        # optimizer's state too.
+        distance = behind if guarded else abs(behind)
+        return distance, behind < 0, -held.step, guarded, source.peer.peer_id if source.peer else ""
+
+    within = [h.round for h in own if h.round <= meeting] + [g.holding.round for g in guards if g.holding]
+    best = max(within, default=-1 - NEAR_ROUNDS)
+    theirs = [h.round for a in mates for h in a.holds if h.stage == stage and h.round <= meeting]
     if theirs and max(theirs) - best > NEAR_ROUNDS:
         return [RestoreSource("wait", f"another node has round {max(theirs)} of stage {stage}")]
-    beyond = [_own_checkpoint(h, "no older one is left") for h in reversed(own) if not fits(h)]
-    return [*found, *beyond, RestoreSource("fresh", "nobody has its weights")]
+    mine = [_own_checkpoint(h, "the nearest to what all stages have") for h in own]
+    return [*sorted([*mine, *guards], key=order), RestoreSource("fresh", "nobody has its weights")]
 
 
 def _own_checkpoint(holding: Holding, reason: str) -> RestoreSource:
     return RestoreSource("shard", reason, holding=holding)
-
-
-def _newest_first(source: RestoreSource) -> tuple[int, int, bool, str]:
-    """A checkpoint before a guarded snapshot of the same round: it has the optimizer's state too."""
-    assert source.holding is not None
-    peer = source.peer.peer_id if source.peer else ""
-    return -source.holding.round, -source.holding.step, source.kind != "shard", peer

@@ -80,6 +80,17 @@ def test_after_everybody_was_stopped_all_go_on_from_one_round() -> None:
     assert kinds(restore_sources(me, begun, me.holds, STAGES))[0] == ("shard", 3)
 
 
+def test_the_next_checkpoint_after_a_damaged_one_is_the_nearest() -> None:
+    waiting = [advert("a", 0, "waiting", holds=held(0, 5)), advert("z", 2, "waiting", holds=held(2, 5))]
+    found = restore_sources(ME, waiting, held(1, 1, 5, 6, 8), STAGES)
+    assert kinds(found) == [("shard", 5), ("shard", 6), ("shard", 8), ("shard", 1), ("fresh", "")]
+    found = restore_sources(ME, waiting, held(1, 3, 4, 6, 7), STAGES)
+    assert kinds(found)[:4] == [("shard", 4), ("shard", 6), ("shard", 3), ("shard", 7)], "the older of two as near"
+    guard = advert("g", 0, round=5, holds=held(1, 3))
+    found = restore_sources(replace(ME, holds=held(1, 6)), [*waiting, guard], held(1, 6), STAGES)
+    assert kinds(found) == [("shard", 6), ("guardian", "g"), ("fresh", "")]
+
+
 def test_stages_of_which_nobody_has_anything_do_not_count() -> None:
     assert common_round([], STAGES) is None
     assert common_round([advert("a", 0, "waiting", holds=held(0, 7)), advert("b", 1, "waiting")], STAGES) == 7
