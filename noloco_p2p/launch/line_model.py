@@ -1,0 +1,301 @@
+"""Internet lines as they are emulated: when each byte of each connection goes on. No socket and no clock in here.
+
+    source → inbox → sender's line up → on the way (latency) → receiver's line down → destination
+
+Every node has one line up and one down, which all its connections share in fair turns, and two nodes are `latency_s`
+apart, one way: the meanings of `Access` and `Link` in `sim/links.py`. A connection starts slowly, and again after
+idleness, as TCP does. What it has on its way and before the receiver's line is bounded by its share of that line times
+the time there, and BUFFER_S more: a sender that is faster than the way is held back, and no queue grows for ever.
+There are no losses, and acknowledgements take their time on the way but none on the lines.
+"""
+
+import heapq
+import itertools
+import math
+import random
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from noloco_p2p.errors import ConfigError
+
+MSS_BYTES = 1460
+FIRST_WINDOW_BYTES = 10 * MSS_BYTES
+"""What a connection sends before it has heard anything: RFC 6928."""
+LEAST_TIMER_S = 0.2
+"""What TCP's retransmission timer adds to a round trip (Linux, TCP_RTO_MIN): idleness is counted in these timers."""
+BUFFER_S = 0.05
+"""What the buffers before a line hold, in seconds of that line; connections share them."""
+LEAST_BUFFER_PIECES = 4
+PIECE_S, LARGEST_PIECE_BYTES = 0.002, 1 << 16
+"""A line serves one connection for so long before it is another one's turn."""
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+FORM = "DOWN[/UP]mbit[,LATENCYms[,JITTERms]], such as 200mbit,25ms or 200/20mbit,25ms,3ms"
+_SPEC = re.compile(
+    r"(?P<down>[\d.]+)(?:/(?P<up>[\d.]+))?(?P<unit>[kmg]bit)(?:,(?P<latency>[\d.]+)ms(?:,(?P<jitter>[\d.]+)ms)?)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LineSpec:
+    """The line of every node, and the way between two of them."""
+
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    latency_s: float = 0.0
+    """One way between two nodes, median."""
+    jitter_s: float = 0.0
+    """About the standard deviation of that: it is log-normal."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The value of `--link` (FORM). Raises ConfigError."""
+        match = _SPEC.fullmatch(text.replace(" ", "").lower())
+        try:
+            parts = match.groupdict() if match else {}
+            unit = UNITS[parts["unit"]] / 8
+            latency, jitter = (float(parts[name] or 0) / 1e3 for name in ("latency", "jitter"))
+            spec = cls(float(parts["down"]) * unit, float(parts["up"] or parts["down"]) * unit, latency, jitter)
+        except (KeyError, ValueError):
+            raise ConfigError(f"--link {text}: write it as {FORM}") from None
+        if min(spec.down_bytes_per_s, spec.up_bytes_per_s) <= 0 or jitter > latency:
+            raise ConfigError(f"--link {text}: rates are above 0, and the jitter is at most the latency; {FORM}")
+        return spec
+
+    @property
+    def spread(self) -> float:
+        """Sigma of the log-normal latency, as in `sim.links.Link`."""
+        return self.jitter_s / self.latency_s if self.latency_s else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """What one connection has waiting at one line."""
+
+    flow: "Flow"
+    pieces: deque[memoryview]
+    """An empty one is the end."""
+    nbytes: int = 0
+    tag: float = 0.0
+    """The line's virtual time at which its turn is over."""
+    queued: bool = False
+
+    def put(self, piece: memoryview) -> None:
+        """Append."""
+        self.pieces.append(piece)
+        self.nbytes += len(piece)
+
+    def take(self, most: int) -> memoryview:
+        """At most so many bytes from the front."""
+        piece = self.pieces.popleft()
+        if len(piece) > most:
+            self.pieces.appendleft(piece[most:])
+            piece = piece[:most]
+        self.nbytes -= len(piece)
+        return piece
+
+
+class Line:
+    """One direction of a node's line: one piece after the other at its rate, in fair turns.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): who has had least goes first, and idleness gives no
+    credit. So a short message on a connection of its own does not wait behind the bulk on others.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.piece_bytes = min(max(int(bytes_per_s * PIECE_S), MSS_BYTES), LARGEST_PIECE_BYTES)
+        self.carried_bytes = 0
+        self.busy = False
+        self._virtual = 0.0
+        self._turns: list[tuple[float, bool, int, Lane]] = []
+        self._numbers = itertools.count()
+
+    def share_bytes(self, seconds: float) -> float:
+        """What one of the connections that use it now may send in so many seconds."""
+        share = self.bytes_per_s * seconds / max(1, len(self._turns) + self.busy)
+        return max(share, LEAST_BUFFER_PIECES * self.piece_bytes)
+
+    def queue(self, lane: Lane) -> None:
+        """The lane wants a turn. Among equals one that was idle goes first."""
+        if not lane.queued:
+            lane.queued = True
+            busy = lane.tag >= self._virtual
+            heapq.heappush(self._turns, (max(self._virtual, lane.tag), busy, next(self._numbers), lane))
+
+    def next(self) -> Lane | None:
+        """Whose turn it is."""
+        if not self._turns:
+            return None
+        self._virtual, _, _, lane = heapq.heappop(self._turns)
+        lane.queued = False
+        return lane
+
+    def charge(self, lane: Lane, nbytes: int) -> None:
+        """A turn of `next` takes so many bytes."""
+        lane.tag = self._virtual + nbytes
+
+
+class Flow:
+    """One direction of one connection, over the line up of its sender and the line down of its receiver."""
+
+    def __init__(
+        self, lines: tuple[Line, Line], deliver: Callable[[memoryview], None], hold: Callable[[bool], None]
+    ) -> None:
+        """`lines`: up and down. `deliver` gets what arrives, an empty piece last; `hold(True)` asks the source for no
+        more, `hold(False)` for more."""
+        self.up, self.down = lines
+        self.deliver, self._hold = deliver, hold
+        self.inbox, self.outbox = Lane(self, deque()), Lane(self, deque())
+        self.under_way_bytes = 0
+        """Taken by the line up, and not delivered yet."""
+        self.window_bytes, self.unacknowledged_bytes = float(FIRST_WINDOW_BYTES), 0
+        self.sent_at = -math.inf
+        self.latency_s = 0.0
+        """Of what it sends now."""
+        self.arrives_at = 0.0
+        """When the newest of it comes to the line down."""
+        self.stalled = False
+        """The destination takes no more at the moment."""
+        self.over = False
+        """The connection is gone: nothing is delivered any more."""
+        self._held = False
+
+    def room_bytes(self, latency_s: float) -> int:
+        """How much may be taken by the line up now; less than 0: nothing, not even the end."""
+        if self.over or not self.inbox.pieces:
+            return -1
+        room = min(
+            self.window_bytes - self.unacknowledged_bytes,
+            self.down.share_bytes(latency_s + BUFFER_S) - self.under_way_bytes,
+        )
+        # No small pieces while larger ones may go soon.
+        return -1 if room < MSS_BYTES and self.unacknowledged_bytes else min(self.up.piece_bytes, int(room))
+
+    def hold_back(self) -> None:
+        """Ask the source for no more, or for more, as the inbox is full, or half empty."""
+        limit = self.up.share_bytes(BUFFER_S)
+        full = self.inbox.nbytes >= (limit / 2 if self._held else limit)
+        if full != self._held and not self.over:
+            self._held = full
+            self._hold(full)
+
+
+Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
+"""When, a number that keeps the order, what to call with that time and these arguments."""
+
+
+class LineModel:
+    """All connections. `now` never goes back; call `advance` at `next_at`, or soon after: what is late is made up."""
+
+    def __init__(self, latency_s: float, spread: float, rng: random.Random) -> None:
+        """`spread`: sigma of the log-normal latency, drawn for each burst of a connection."""
+        self.latency_s = latency_s
+        self._spread = spread
+        self._rng = rng
+        self._events: list[Event] = []
+        self._numbers = itertools.count()
+
+    @property
+    def next_at(self) -> float | None:
+        """When something happens next."""
+        return self._events[0][0] if self._events else None
+
+    def advance(self, now: float) -> None:
+        """Let happen all that is due, each at its own time."""
+        while self._events and self._events[0][0] <= now:
+            at, _, action, arguments = heapq.heappop(self._events)
+            action(at, *arguments)
+
+    def send(self, flow: Flow, data: bytes, now: float) -> None:
+        """The source has sent something; nothing: it sends no more."""
+        if not flow.inbox.pieces and not flow.over:
+            timer_s = 2 * self.latency_s + LEAST_TIMER_S
+            timers = (now - flow.sent_at) // timer_s
+            if not flow.unacknowledged_bytes and 0 < timers < math.inf:
+                # Congestion window validation, RFC 2861: half for each timer without a word.
+                halved = flow.window_bytes / 2 ** min(timers, 64.0)
+                flow.window_bytes = max(halved, float(FIRST_WINDOW_BYTES))
+            flow.latency_s = self.latency_s * math.exp(self._rng.gauss(0.0, self._spread))
+        flow.inbox.put(memoryview(data))
+        flow.hold_back()
+        self._resume(flow, now)
+
+    def stall(self, flow: Flow, stalled: bool, now: float) -> None:
+        """The destination takes no more, or takes something again."""
+        flow.stalled = stalled
+        if flow.outbox.pieces and not stalled:
+            flow.down.queue(flow.outbox)
+            self._serve(flow.down, now)
+
+    def end(self, flow: Flow) -> None:
+        """Its connection is gone: what it has under way is dropped."""
+        flow.over = True
+        for lane in (flow.inbox, flow.outbox):
+            lane.pieces.clear()
+
+    # --- what happens when ----------------------------------------------------------------------------------------
+
+    def _at(self, at: float, action: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (at, next(self._numbers), action, arguments))
+
+    def _resume(self, flow: Flow, now: float) -> None:
+        if not flow.inbox.queued and flow.room_bytes(self.latency_s) >= 0:
+            flow.up.queue(flow.inbox)
+            self._serve(flow.up, now)
+
+    def _serve(self, line: Line, now: float) -> None:
+        """Begin with the next piece, unless the line is busy or nobody has one."""
+        while not line.busy and (lane := line.next()) is not None:
+            flow = lane.flow
+            if lane is flow.inbox:
+                most = flow.room_bytes(self.latency_s)
+            else:
+                most = -1 if flow.stalled or not lane.pieces else line.piece_bytes
+            if most < 0:
+                continue
+            piece = lane.take(most)
+            line.charge(lane, len(piece))
+            line.busy = True
+            self._at(now + len(piece) / line.bytes_per_s, self._served, line, lane, piece)
+            if lane is flow.inbox:
+                flow.sent_at = now
+                flow.under_way_bytes += len(piece)
+                flow.unacknowledged_bytes += len(piece)
+                flow.hold_back()
+
+    def _served(self, now: float, line: Line, lane: Lane, piece: memoryview) -> None:
+        flow = lane.flow
+        line.busy = False
+        line.carried_bytes += len(piece)
+        if lane is flow.inbox:
+            flow.arrives_at = max(now + flow.latency_s, flow.arrives_at)
+            self._at(flow.arrives_at, self._arrived, flow, piece)
+            self._resume(flow, now)
+        else:
+            flow.under_way_bytes -= len(piece)
+            self._at(now + self.latency_s, self._acknowledged, flow, len(piece))
+            if not flow.over:
+                flow.deliver(piece)
+            if lane.pieces and not flow.stalled:
+                line.queue(lane)
+            self._resume(flow, now)
+        self._serve(line, now)
+
+    def _arrived(self, now: float, flow: Flow, piece: memoryview) -> None:
+        if not flow.over:
+            flow.outbox.put(piece)
+            if not flow.stalled:
+                flow.down.queue(flow.outbox)
+        self._serve(flow.down, now)
+
+    def _acknowledged(self, now: float, flow: Flow, nbytes: int) -> None:
+        """Slow start doubles the window in each round trip, until it no longer limits."""
+        flow.unacknowledged_bytes -= nbytes
+        slower = min(flow.up.bytes_per_s, flow.down.bytes_per_s)
+        most = max(FIRST_WINDOW_BYTES, slower * (2 * self.latency_s + BUFFER_S)) + 2 * LARGEST_PIECE_BYTES
+        flow.window_bytes = min(flow.window_bytes + nbytes, most)
+        self._resume(flow, now)
