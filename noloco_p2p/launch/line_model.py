@@ -212,7 +212,9 @@ class LineModel:
 
     def send(self, flow: Flow, data: bytes, now: float) -> None:
         """The source has sent something; nothing: it sends no more."""
-        if not flow.inbox.pieces and not flow.over:
+        if flow.over:
+            return
+        if not flow.inbox.pieces:
             timer_s = 2 * self.latency_s + LEAST_TIMER_S
             timers = (now - flow.sent_at) // timer_s
             if not flow.unacknowledged_bytes and 0 < timers < math.inf:

@@ -222,7 +222,7 @@ def test_every_byte_arrives_once_and_in_order_however_late_the_clock_is(
     world = World(rng.choice([0.0, 0.03]), rng.choice([0.0, 0.5]), seed=seed)
     homes = [home(rng.choice([1, 30, 500])) for _ in range(3)]
     flows = [world.flow(homes[n % 3], homes[(n + 1) % 3], warm=n == 0) for n in range(4)]
-    sent = {flow: b"" for flow in flows}
+    sent = dict.fromkeys(flows, b"")
     for wait, which, size in sends:
         world.now += wait * rng.random() * 0.1
         world.at = world.now

@@ -1,0 +1,103 @@
+"""The relay of `noloco swarm --link` as its launcher sees it: start it, tell nodes of it, read its counts, end it."""
+
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from subprocess import PIPE
+from typing import Any
+
+from noloco_p2p.errors import LocalError
+from noloco_p2p.launch.line_model import LineSpec
+
+FIRST_HOST = IPv4Address("127.1.0.1")
+"""Of the nodes behind lines, one after the other. Ports are free ones, so that two swarms do not meet."""
+START_S, ANSWER_S, END_S = 30.0, 5.0, 5.0
+"""For it to listen, to answer, and to end when it is asked to."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReach:
+    """Where a node listens, and by what way it reaches others."""
+
+    host: str = "127.0.0.1"
+    environment: Mapping[str, str] | None = None
+    """What its process needs beside what all have."""
+
+
+class RelayProcess:
+    """The process. It ends when its standard input does, which is when the launcher is gone."""
+
+    def __init__(self, link: str, names: Sequence[str], seed: int) -> None:
+        """`link` as in `--link`; `names` of all nodes. Raises ConfigError."""
+        LineSpec.parse(link)
+        self._hosts = {name: str(FIRST_HOST + number) for number, name in enumerate(names)}
+        self._request = {"link": link, "hosts": list(self._hosts.values()), "seed": seed}
+        self._doors: dict[str, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until every door is open. Raises LocalError."""
+        command = [sys.executable, "-m", "noloco_p2p.launch.relay"]
+        try:
+            self._process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        except OSError as error:
+            raise LocalError(f"the relay of --link cannot be started: {error}") from error
+        ports = self._ask(json.dumps(self._request), START_S)["ports"]
+        self._doors = dict(zip(self._hosts, ports, strict=True))
+
+    @property
+    def running(self) -> bool:
+        """It was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started."""
+        assert self._process is not None
+        return self._process.pid
+
+    def reach(self, name: str) -> NodeReach:
+        """Of a node, once it runs. Only gRPC goes that way: the libp2p daemon knows no proxy."""
+        host = self._hosts[name]
+        # What the user has excepted from proxies must not be excepted here.
+        return NodeReach(host, {"grpc_proxy": f"http://{host}:{self._doors[name]}", "no_grpc_proxy": ""})
+
+    def counts(self) -> dict[str, Any]:
+        """`lines`: bytes sent and received over its line by each node, by name; `cpu_s` of the relay. Raises LocalError."""
+        found = self._ask("counts", ANSWER_S)
+        return {**found, "lines": {name: found["lines"][host] for name, host in self._hosts.items()}}
+
+    def close(self) -> None:
+        """End it; it is gone afterwards."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _ask(self, line: str, seconds: float) -> dict[str, Any]:
+        """The answer to a line. Raises LocalError when it does not come in time."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line.encode() + b"\n")
+            readable, _, _ = select.select([process.stdout], [], [], seconds)
+            answer = process.stdout.readline() if readable else b""
+        except OSError:
+            answer = b""
+        if not answer:
+            raise LocalError(f"the relay of --link {self._request['link']} does not answer: see what it has printed")
+        found: dict[str, Any] = json.loads(answer)
+        return found
