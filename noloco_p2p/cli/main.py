@@ -28,6 +28,14 @@ def swarm(
     steps: Annotated[int | None, Option(min=1, help="Length of the run in steps.")] = None,
     dir: Annotated[Path | None, Option(help="Directory of the run; default: a fresh noloco-runs/NAME-N.")] = None,
     set: Settings = None,
+    link: Annotated[
+        str | None,
+        Option(
+            metavar="DOWN[/UP]mbit[,MS[,JITTER]]",
+            help="Every node behind an emulated line of its own, such as 200mbit,25ms or 200/20mbit,25ms,3ms: megabits"
+            " per second down and up, one-way latency between two nodes, its standard deviation.",
+        ),
+    ] = None,
     plain: Annotated[bool, Option("--plain", help="Lines instead of a live table.")] = False,
 ) -> None:
     """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
@@ -38,7 +46,7 @@ def swarm(
     from noloco_p2p.launch.swarm import run_swarm
 
     options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
-    raise Exit(run_swarm(settings.read(config, os.environ, set or (), options), dir, plain))
+    raise Exit(run_swarm(settings.read(config, os.environ, set or (), options), dir, plain, link))
 
 
 @app.command()

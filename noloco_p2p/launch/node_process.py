@@ -38,6 +38,10 @@ class NodeProcess:
         self.replica = replica
         self.dir = run_dir / self.name
         self.log = run_dir / f"{self.name}.log"
+        self.host = "127.0.0.1"
+        """Where it listens."""
+        self.environment: Mapping[str, str] = {}
+        """What its process has beside what all have."""
         self.readings: deque[node_probe.MetricsReading] = deque(maxlen=READINGS_KEPT)
         """The last ones of its metrics."""
         self._endpoints: node_probe.NodeEndpoints | None = None
@@ -49,7 +53,9 @@ class NodeProcess:
         Raises LocalError when its files cannot be made or the process cannot be started.
         """
         command = [sys.executable, "-m", "noloco_p2p.cli.node", *arguments]
+        command += ["--set", f"listen.host={self.host}"]
         command += ["--stage", str(self.stage), "--dir", str(self.dir), "--watch-stdin"]
+        environment = {**environment, **self.environment}
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             for old in (node_probe.ENDPOINTS, node_probe.SUMMARY):
@@ -58,7 +64,7 @@ class NodeProcess:
             self.release()
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    command, stdin=PIPE, stdout=log, stderr=STDOUT, env=dict(environment), start_new_session=True
+                    command, stdin=PIPE, stdout=log, stderr=STDOUT, env=environment, start_new_session=True
                 )
         except OSError as error:
             raise LocalError(f"node {self.name} cannot be started: {error}") from error

@@ -4,28 +4,19 @@ import json
 import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from ipaddress import IPv4Address
 from subprocess import PIPE
 from typing import Any
 
 from noloco_p2p.errors import LocalError
 from noloco_p2p.launch.line_model import LineSpec
+from noloco_p2p.launch.node_process import NodeProcess
 
 FIRST_HOST = IPv4Address("127.1.0.1")
 """Of the nodes behind lines, one after the other. Ports are free ones, so that two swarms do not meet."""
 START_S, ANSWER_S, END_S = 30.0, 5.0, 5.0
 """For it to listen, to answer, and to end when it is asked to."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReach:
-    """Where a node listens, and by what way it reaches others."""
-
-    host: str = "127.0.0.1"
-    environment: Mapping[str, str] | None = None
-    """What its process needs beside what all have."""
 
 
 class RelayProcess:
@@ -34,6 +25,7 @@ class RelayProcess:
     def __init__(self, link: str, names: Sequence[str], seed: int) -> None:
         """`link` as in `--link`; `names` of all nodes. Raises ConfigError."""
         LineSpec.parse(link)
+        self.link = link
         self._hosts = {name: str(FIRST_HOST + number) for number, name in enumerate(names)}
         self._request = {"link": link, "hosts": list(self._hosts.values()), "seed": seed}
         self._doors: dict[str, int] = {}
@@ -60,14 +52,15 @@ class RelayProcess:
         assert self._process is not None
         return self._process.pid
 
-    def reach(self, name: str) -> NodeReach:
-        """Of a node, once it runs. Only gRPC goes that way: the libp2p daemon knows no proxy."""
-        host = self._hosts[name]
+    def place(self, node: NodeProcess) -> None:
+        """Put a node behind its line from its next start on. Only its gRPC goes that way: libp2p knows no proxy."""
+        host = self._hosts[node.name]
+        node.host = host
         # What the user has excepted from proxies must not be excepted here.
-        return NodeReach(host, {"grpc_proxy": f"http://{host}:{self._doors[name]}", "no_grpc_proxy": ""})
+        node.environment = {"grpc_proxy": f"http://{host}:{self._doors[node.name]}", "no_grpc_proxy": ""}
 
     def counts(self) -> dict[str, Any]:
-        """`lines`: bytes sent and received over its line by each node, by name; `cpu_s` of the relay. Raises LocalError."""
+        """`lines`: bytes sent and received by each node, by name; `cpu_s`: of the relay. Raises LocalError."""
         found = self._ask("counts", ANSWER_S)
         return {**found, "lines": {name: found["lines"][host] for name, host in self._hosts.items()}}
 
@@ -98,6 +91,6 @@ class RelayProcess:
         except OSError:
             answer = b""
         if not answer:
-            raise LocalError(f"the relay of --link {self._request['link']} does not answer: see what it has printed")
+            raise LocalError(f"the relay of --link {self.link} does not answer: see what it has printed")
         found: dict[str, Any] = json.loads(answer)
         return found

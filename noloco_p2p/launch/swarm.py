@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from noloco_p2p.launch import cpu_seconds, node_probe, run_files
 from noloco_p2p.launch import swarm_plan as planning
+from noloco_p2p.launch.line_model import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
+from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_summary import Display, deserted, last_row, row, summarise, summary_lines
@@ -44,16 +47,26 @@ class LocalSwarm:
     """The processes of one run, from start to end. `run` is its life; no process outlives it."""
 
     def __init__(
-        self, plan: SwarmPlan, run_dir: Path, resumed: ResumePoint | None, display: Display, signals: list[int]
+        self,
+        plan: SwarmPlan,
+        run_dir: Path,
+        resumed: ResumePoint | None,
+        display: Display,
+        signals: list[int],
+        link: str | None,
     ) -> None:
-        """`signals`: the requests to stop, which may become more."""
+        """`signals`: the requests to stop, which may become more; `link` as in `--link`. Raises ConfigError."""
         self._plan = plan
         self._arguments = plan.arguments(run_dir)
         self._resumed = resumed
         self._display = display
         self._signals = signals
         self._nodes = [NodeProcess(run_dir, stage, replica) for stage, replica in plan.nodes]
+        names = [node.name for node in self._nodes]
+        self._relay = None if link is None else RelayProcess(link, names, plan.manifest.seed)
         self._failed: NodeProcess | None = None
+        self._cut_off = False
+        """The relay has died, so that no node reaches another one."""
         self._shown_at = 0.0
         self._path = run_dir / node_probe.SUMMARY
 
@@ -61,18 +74,23 @@ class LocalSwarm:
         """Start, watch, end, write the summary; returns the exit code."""
         began = time.monotonic()
         self._path.unlink(missing_ok=True)
+        carried = None
         try:
             self._start()
             self._watch()
             self._leave()
             self._display.show([last_row(node) for node in self._nodes], [])
+            carried = self._carried()
         finally:
             end_all(self._nodes)
+            if self._relay is not None:
+                self._relay.close()
             self._display.close()
         wall_s = time.monotonic() - began
         step = None if self._resumed is None else self._resumed.step
         summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
         summary["completed"] = summary["completed"] and not self._signals
+        summary["link"] = carried
         run_files.write_json(self._path, summary)
         for line in summary_lines(summary, self._path):
             self._display.say(line)
@@ -80,6 +98,10 @@ class LocalSwarm:
 
     def _start(self) -> None:
         """The first node, and when it can be reached the others, all at once."""
+        if self._relay is not None:
+            self._relay.start()
+            for node in self._nodes:
+                self._relay.place(node)
         first, *others = self._nodes
         environment = self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes)))
         first.start(self._arguments, environment)
@@ -103,16 +125,23 @@ class LocalSwarm:
         self._over()
 
     def _over(self) -> bool:
-        """Somebody asked to stop, or a node has failed."""
+        """Somebody asked to stop, or a node or the relay has failed."""
         self._failed = self._failed or next((c for c in self._nodes if c.exit_code not in (None, 0)), None)
-        return self._failed is not None or bool(self._signals)
+        self._cut_off = self._cut_off or not (self._relay is None or self._relay.running)
+        return self._failed is not None or bool(self._signals) or self._cut_off
+
+    def _carried(self) -> dict[str, Any] | None:
+        """What `--link` was, and the bytes of each node's line; None without it."""
+        if self._relay is None:
+            return None
+        return {"line": self._relay.link, **({} if self._cut_off else self._relay.counts())}
 
     def _leave(self) -> None:
         """When it ends early: the nodes finish what they hold; a second signal stops them at once.
 
         Stage after stage, so that what an earlier stage holds still finds a later one.
         """
-        if not any(node.running for node in self._nodes):
+        if self._cut_off or not any(node.running for node in self._nodes):
             return
         heard = len(self._signals)
         self._display.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
@@ -135,13 +164,21 @@ class LocalSwarm:
             for line in self._failed.last_lines(LOG_LINES):
                 print(f"  {line}", file=sys.stderr)
             return 2 if code == 2 else 1
+        if self._cut_off:
+            print("error: the relay of --link has died: no node reached another one any more", file=sys.stderr)
+            return 1
         if not completed:
             print("error: a node left before the run's end; see the logs", file=sys.stderr)
         return 0 if completed else 1
 
 
-def run_swarm(overrides: Overrides, directory: Path | None, plain: bool) -> int:
-    """Run a swarm to its end; returns the exit code. Raises ConfigError or LocalError before anything is started."""
+def run_swarm(overrides: Overrides, directory: Path | None, plain: bool, link: str | None) -> int:
+    """Run a swarm to its end; returns the exit code. `link`: every node behind such a line (`line_model.FORM`).
+
+    Raises ConfigError or LocalError before any node is started.
+    """
+    if link is not None:
+        LineSpec.parse(link)
     plan = planning.make_plan(overrides, directory)
     run_dir = planning.make_run_dir(plan.manifest.name, directory)
     with planning.held(run_dir):
@@ -156,4 +193,4 @@ def run_swarm(overrides: Overrides, directory: Path | None, plain: bool) -> int:
         elif plan.resumes:
             display.say("starts again at step 0: nothing had been saved")
         with stop_signals() as signals:
-            return LocalSwarm(plan, run_dir, resumed, display, signals).run()
+            return LocalSwarm(plan, run_dir, resumed, display, signals, link).run()

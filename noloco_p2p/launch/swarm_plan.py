@@ -43,13 +43,13 @@ class SwarmPlan:
         return list(product(range(self.manifest.stages), range(self.manifest.start_replicas)))
 
     def arguments(self, run_dir: Path) -> list[str]:
-        """For every node; its settings are in a file of the directory.
+        """For every node; its settings are in a file of the directory. Where it listens is said by its process.
 
         All nodes are on this machine and share their settings, so none may name a port.
         """
         ports = ["dht_port", "grpc_port", "metrics_port"]
         ports += [] if self.local.listen.libp2p_metrics_port is None else ["libp2p_metrics_port"]
-        sets = ["listen.host=127.0.0.1", "listen.announce_host=null", *(f"listen.{port}=0" for port in ports)]
+        sets = ["listen.announce_host=null", *(f"listen.{port}=0" for port in ports)]
         return ["--config", str(run_dir / SETTINGS), *(word for each in sets for word in ("--set", each))]
 
     def environment(self, threads: int) -> dict[str, str]:

@@ -38,6 +38,7 @@ KEYS = [
     "tokens_per_s",
     "wall_s",
     "nodes",
+    "link",
 ]
 NODE_KEYS = [
     "peer_id",
@@ -225,3 +226,60 @@ def test_nodes_end_with_their_launcher(tmp_path: Path) -> None:
         swarm.process.kill()
         nodes.nothing_left()
     assert swarm.process.returncode == -signal.SIGKILL
+
+
+# --- behind emulated lines --------------------------------------------------------------------------------------------
+
+
+def relay_below(home: Path) -> int:
+    """The process id of the relay that was started below `home`."""
+    (found,) = (pid for pid in working_below(home) if b"launch.relay" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
+
+
+def test_behind_lines_all_bytes_between_nodes_go_through_the_relay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.1.0.1,127.1.0.2,127.0.0.0/8")
+    with node_processes(tmp_path) as nodes:
+        swarm = nodes.start(*size(2, 1, 8), "--link", "50/20mbit,10ms,1ms", command=FORKED, own_dir="run")
+        assert swarm.end() == 0, swarm.logged() + swarm.printed()
+        nodes.nothing_left()
+    summary = swarm.summary()
+    lines = summary["link"]["lines"]
+    assert (summary["completed"], summary["link"]["line"]) == (True, "50/20mbit,10ms,1ms")
+    for node, line in zip(summary["nodes"], (lines["0-0"], lines["1-0"]), strict=True):
+        assert node["microbatches"] > 0
+        assert line["sent"] > node["bytes_sent"] > 0
+        assert line["received"] > node["bytes_received"] > 0
+    assert (lines["0-0"]["sent"], lines["0-0"]["received"]) == (lines["1-0"]["received"], lines["1-0"]["sent"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_relay_ends_with_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    with node_processes(tmp_path) as nodes:
+        swarm = nodes.start(*size(1, 2, ENDLESS), "--link", "100mbit,5ms", command=FORKED, own_dir="run")
+        wait_for_steps(swarm)
+        assert relay_below(tmp_path)
+        swarm.process.send_signal(number)
+        assert swarm.end() == (130 if number == signal.SIGINT else -signal.SIGKILL)
+        nodes.nothing_left()
+
+
+def test_a_relay_that_dies_ends_the_swarm(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        swarm = nodes.start(*size(2, 1, ENDLESS), "--link", "100mbit,5ms", command=FORKED, own_dir="run")
+        wait_for_steps(swarm)
+        os.kill(relay_below(tmp_path), signal.SIGKILL)
+        assert swarm.end() == 1
+        nodes.nothing_left()
+    assert "the relay of --link has died" in swarm.logged()
+    assert swarm.summary()["link"] == {"line": "100mbit,5ms"}
+
+
+def test_a_link_that_is_none_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        swarm = nodes.start(*size(1, 1, 8), "--link", "fast", command=FORKED, own_dir="run")
+        assert (swarm.end(), len(swarm.logged().splitlines())) == (2, 1)
+    assert "200/20mbit" in swarm.logged()
+    assert not swarm.dir.exists()

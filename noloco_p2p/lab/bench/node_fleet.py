@@ -17,6 +17,7 @@ from pathlib import Path
 from noloco_p2p.errors import LocalError
 from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.launch.node_process import NodeProcess
+from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.swarm_plan import make_plan
 from noloco_p2p.observe.report.journals import JournalEvent, read_processes
@@ -90,10 +91,13 @@ class FleetNode(NodeProcess):
 class Fleet:
     """All nodes of one run below `run_dir`. Use it in a `with`: afterwards no process of it is left.
 
-    `shape`: stages and replicas; `settings` of all nodes, `key=value`. Raises ConfigError for settings that are none.
+    `shape`: stages and replicas; `settings` of all nodes, `key=value`; `link` as of `noloco swarm --link`. Raises
+    ConfigError for settings, or a link, that are none.
     """
 
-    def __init__(self, run_dir: Path, shape: tuple[int, int], settings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, run_dir: Path, shape: tuple[int, int], settings: Sequence[str] = (), link: str | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.stages = shape[0]
         places = (FleetNode(run_dir, stage, replica) for stage, replica in product(*map(range, shape)))
@@ -104,6 +108,7 @@ class Fleet:
         self.back_s: list[float] = []
         """From the start of each process to its first inner step, seconds."""
         own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
+        self.relay = None if link is None else RelayProcess(link, list(self.nodes), seed=0)
         self._plan = make_plan(read(None, {}, (*own, *settings)), None)
         self._environment = self._plan.environment(max(1, cpu_seconds.cores() // len(self.nodes)))
         self._read: dict[Path, int] = {}
@@ -112,6 +117,10 @@ class Fleet:
     def __enter__(self) -> "Fleet":
         (self.run_dir / "audit").mkdir(parents=True, exist_ok=True)
         self._plan.write(self.run_dir)
+        if self.relay is not None:
+            self.relay.start()
+            for node in self.nodes.values():
+                self.relay.place(node)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,6 +132,8 @@ class Fleet:
             with suppress(ProcessLookupError):
                 os.killpg(waker.pid, signal.SIGKILL)
             waker.wait()
+        if self.relay is not None:
+            self.relay.close()
 
     # --- what is done to them -----------------------------------------------------------------------------------------
 
