@@ -236,6 +236,11 @@ class LimitSettings(Settings):
     """Shortest silence after which a peer that serves a call is taken for gone, seconds."""
     drain_s: Seconds = 20.0
     """Longest time to finish the microbatches in hand when the node has to leave, seconds."""
+    upload_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Most that this node sends to others over gRPC, Mbit/s, over any 10 s (the DHT's traffic is beside it); none: no
+    limit."""
+    download_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Most that this node receives from others over gRPC, likewise."""
     linger_s: Seconds = 30.0
     """Longest wait for the other nodes at the end of the run, seconds."""
 

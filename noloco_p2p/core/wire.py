@@ -64,19 +64,28 @@ def frames(
         begin = 0
 
 
-def group_frames(stream: Iterable[Frame]) -> Iterator[list[Frame]]:
-    """Groups frames into messages of at most PACK_BYTES of tensor bytes."""
+def group_frames(stream: Iterable[Frame], most_bytes: int = PACK_BYTES) -> Iterator[list[Frame]]:
+    """Groups frames into messages of at most `most_bytes` of tensor bytes; chunks that are longer are cut."""
     group: list[Frame] = []
     size = 0
-    for frame in stream:
+    for frame in stream if most_bytes >= CHUNK_BYTES else _cut(stream, most_bytes):
         length = len(frame.data) if isinstance(frame, Chunk) else 0
-        if group and size + length > PACK_BYTES:
+        if group and size + length > most_bytes:
             yield group
             group, size = [], 0
         group.append(frame)
         size += length
     if group:
         yield group
+
+
+def _cut(stream: Iterable[Frame], most_bytes: int) -> Iterator[Frame]:
+    for frame in stream:
+        if isinstance(frame, Chunk):
+            for at in range(0, len(frame.data), most_bytes):
+                yield Chunk(frame.tensor, frame.offset + at, frame.data[at : at + most_bytes])
+        else:
+            yield frame
 
 
 def combined_digest(specs: Sequence[TensorSpec], digests: Sequence[int], digest: Digest) -> int:

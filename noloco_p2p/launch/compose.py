@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 
 from noloco_p2p import __version__
-from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import NO_STAGE, Advert
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import join_handshake as joining
@@ -30,7 +30,8 @@ from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.log import start as start_log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
-from noloco_p2p.io.transport.grpc_transport import GrpcTransport, probe, tune_allocator
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
+from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.launch import bootstrap, join_file, run_files
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.node.loop import Node
@@ -90,7 +91,7 @@ async def run(options: NodeOptions) -> None:
         imports = asyncio.create_task(asyncio.to_thread(bootstrap.check_model, manifest))
         imports.add_done_callback(lambda task: task.cancelled() or task.exception())
         closing.push_async_callback(asyncio.wait, [imports])
-        ports = await _open_ports(closing, libp2p, listen, manifest, options.dir)
+        ports = await _open_ports(closing, libp2p, local.model_copy(update={"listen": listen}), manifest, options.dir)
         run_files.store_manifest(options.dir, manifest)
         journal = FileJournal(options.dir, ports.telemetry.counters)
         me = ports.advert
@@ -110,29 +111,29 @@ async def run(options: NodeOptions) -> None:
 
 
 async def _open_ports(
-    closing: AsyncExitStack, libp2p: Libp2pDaemon, listen: ListenSettings, manifest: RunManifest, home: Path
+    closing: AsyncExitStack, libp2p: Libp2pDaemon, local: NodeConfig, manifest: RunManifest, home: Path
 ) -> NodePorts:
     """Metrics, gRPC and directory, each to be closed by `closing`. Raises LocalError (a port in use)."""
+    listen = local.listen
     telemetry = PrometheusTelemetry(manifest.stages)
     metrics_port = telemetry.serve(listen.host, listen.metrics_port)
     closing.callback(telemetry.close)
     closing.callback(asyncio.create_task(_watch_lag(telemetry)).cancel)
-    transport = GrpcTransport(libp2p.peer_id, manifest.run_id, listen, telemetry, LARGEST_ACTIVATION_BYTES)
+    me, run_id = libp2p.peer_id, manifest.run_id
+    transport = GrpcTransport(me, run_id, listen, telemetry, LARGEST_ACTIVATION_BYTES, local.limits)
     await transport.listen()
     closing.push_async_callback(transport.close)
     directory = await HivemindDirectory.open(
-        libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=home / "known-peers.json"
+        libp2p, run_id=run_id, stages=manifest.stages, known_path=home / "known-peers.json"
     )
     closing.push_async_callback(directory.close)
     # What peers may ask over libp2p streams comes last: one that is answered finds a DHT as well.
     await joining.serve_manifest(libp2p, manifest.canonical_json())
-    await joining.serve_dial_back(
-        libp2p, lambda address, peer: probe(address, peer, manifest.run_id, joining.PROBE_TIMEOUT_S)
-    )
+    await joining.serve_dial_back(libp2p, lambda address, peer: probe(address, peer, run_id, joining.PROBE_TIMEOUT_S))
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
     advert = Advert(
-        libp2p.peer_id,
-        manifest.run_id,
+        me,
+        run_id,
         NO_STAGE,
         (f"{host}:{transport.port}",),
         metrics=f"http://{host}:{metrics_port}/metrics",

@@ -187,6 +187,25 @@ class VariedAccess:
 
 
 @dataclass(frozen=True, slots=True)
+class CappedAccess:
+    """The Geography whose nodes use no more of their access than their owners allow."""
+
+    within: Geography
+    most: Access
+
+    def link(self, sender: PeerId, receiver: PeerId) -> Link:
+        """See `Geography`."""
+        return self.within.link(sender, receiver)
+
+    def access(self, peer: PeerId) -> Access:
+        """See `Geography`."""
+        plain, most = self.within.access(peer), self.most
+        return Access(
+            _least(plain.up_bytes_per_s, most.up_bytes_per_s), _least(plain.down_bytes_per_s, most.down_bytes_per_s)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LossyCalls:
     """The Geography in which whole calls and answers vanish, each with this chance."""
 
@@ -200,3 +219,8 @@ class LossyCalls:
     def access(self, peer: PeerId) -> Access:
         """See `Geography`."""
         return self.within.access(peer)
+
+
+def _least(*limits: float | None) -> float | None:
+    """The least of the limits that there are."""
+    return min((limit for limit in limits if limit is not None), default=None)

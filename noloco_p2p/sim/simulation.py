@@ -9,7 +9,17 @@ from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.links import Access, Geography, Link, LossyCalls, MessageSizes, Regions, Uniform, VariedAccess
+from noloco_p2p.sim.links import (
+    Access,
+    CappedAccess,
+    Geography,
+    Link,
+    LossyCalls,
+    MessageSizes,
+    Regions,
+    Uniform,
+    VariedAccess,
+)
 from noloco_p2p.sim.scenario import Scenario, of_stage
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan
@@ -79,6 +89,9 @@ def geography_of(scenario: Scenario, seed: int) -> Geography:
         found = Uniform(Link(net.link.latency_s, net.spread, _bytes(net.link.mbit_per_s), loss=net.loss), access)
     if net.access.spread:
         found = VariedAccess(found, access, net.access.spread, seed)
+    up, down = scenario.node.limits.upload_mbit_per_s, scenario.node.limits.download_mbit_per_s
+    if up or down:
+        found = CappedAccess(found, Access(_bytes(up), _bytes(down)))
     return LossyCalls(found, net.call_loss) if net.call_loss else found
 
 

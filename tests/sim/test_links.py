@@ -4,7 +4,9 @@ from statistics import median
 
 import pytest
 
-from noloco_p2p.sim.links import Access, Link, Regions, Uniform, VariedAccess
+from noloco_p2p.sim.links import Access, CappedAccess, Link, Regions, Uniform, VariedAccess
+from noloco_p2p.sim.scenario import Scenario
+from noloco_p2p.sim.simulation import geography_of
 
 EU_US = Regions(
     ("eu", "us"),
@@ -37,3 +39,11 @@ def test_access_is_drawn_around_its_median_and_stays_asymmetric() -> None:
 def test_a_direction_without_a_median_keeps_what_lies_beneath() -> None:
     plain = Uniform(each=Access(1.0, 2.0))
     assert VariedAccess(plain, Access(None, 7.0), spread=0.0, seed=1).access("s0r0") == Access(1.0, 7.0)
+
+
+def test_an_owners_cap_bounds_the_line_that_there_is() -> None:
+    capped = CappedAccess(Uniform(Link(0.02), Access(None, 7.0)), Access(3.0, 9.0))
+    assert capped.access("s0r0") == Access(3.0, 7.0)
+    assert capped.link("s0r0", "s1r0") == Link(0.02)
+    capped_by_all = Scenario.model_validate({"node": {"limits": {"download_mbit_per_s": 8}}})
+    assert geography_of(capped_by_all, 0).access("s1r1").down_bytes_per_s == 1e6

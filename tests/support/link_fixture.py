@@ -10,6 +10,8 @@ from transport_fixture import advert
 from noloco_p2p.core.messages import Advert
 
 Fault = Literal["cut", "swallow"]
+Passage = tuple[float, int]
+"""When, on the loop's clock, and how many bytes."""
 
 
 class Wire:
@@ -30,6 +32,8 @@ class Proxy:
 
     def __init__(self, port: int, *faults: tuple[int, Fault]) -> None:
         self.wires: list[Wire] = []
+        self.passed: tuple[list[Passage], list[Passage]] = [], []
+        """What has come from who connects, and from `port`."""
         self.faulty = asyncio.Event()
         """A fault has happened."""
         self._port = port
@@ -70,16 +74,22 @@ class Proxy:
         fault = self._faults[len(self.wires)] if len(self.wires) < len(self._faults) else None
         wire = Wire(writer, far_writer)
         self.wires.append(wire)
-        self._tasks.append(asyncio.create_task(self._pump(reader, far_writer, wire, None)))
-        self._tasks.append(asyncio.create_task(self._pump(far_reader, writer, wire, fault)))
+        self._tasks.append(asyncio.create_task(self._pump(reader, far_writer, wire, None, self.passed[0])))
+        self._tasks.append(asyncio.create_task(self._pump(far_reader, writer, wire, fault, self.passed[1])))
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wire: Wire, fault: tuple[int, Fault] | None
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        wire: Wire,
+        fault: tuple[int, Fault] | None,
+        seen: list[Passage],
     ) -> None:
         passed = 0
         with suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 passed += len(data)
+                seen.append((asyncio.get_running_loop().time(), len(data)))
                 if fault is not None and passed > fault[0]:
                     self.faulty.set()
                     if fault[1] == "cut":

@@ -13,7 +13,7 @@ import numpy
 import pytest
 from machine import at_most
 
-from noloco_p2p.config import ListenSettings
+from noloco_p2p.config import LimitSettings, ListenSettings
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -185,9 +185,11 @@ async def hang(header: Header, body: Body) -> Gradient:
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
-def transport(me: PeerId, events: Events | None = None, *, run_id: str = RUN, port: int = 0) -> GrpcTransport:
+def transport(
+    me: PeerId, events: Events | None = None, *, run_id: str = RUN, port: int = 0, limits: LimitSettings | None = None
+) -> GrpcTransport:
     listen = ListenSettings(grpc_port=port)
-    return GrpcTransport(me, run_id, listen, events or Events(), MAX_BODY_BYTES)
+    return GrpcTransport(me, run_id, listen, events or Events(), MAX_BODY_BYTES, limits)
 
 
 def advert(*addresses: str, peer_id: PeerId = "B") -> Advert:
@@ -195,9 +197,11 @@ def advert(*addresses: str, peer_id: PeerId = "B") -> Advert:
 
 
 @asynccontextmanager
-async def pair(node: Node, mine: Events | None = None, theirs: Events | None = None) -> AsyncIterator["Pair"]:
-    """Transport A, and B which serves `node`; both closed at the end."""
-    a, b = transport("A", mine), transport("B", theirs)
+async def pair(
+    node: Node, mine: Events | None = None, theirs: Events | None = None, *, limits: LimitSettings | None = None
+) -> AsyncIterator["Pair"]:
+    """Transport A, and B which serves `node`, each with these limits; both closed at the end."""
+    a, b = transport("A", mine, limits=limits), transport("B", theirs, limits=limits)
     await b.serve(node)
     try:
         yield Pair(a, b, advert(f"127.0.0.1:{b.port}"))

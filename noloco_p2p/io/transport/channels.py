@@ -108,7 +108,9 @@ ChannelKey = tuple[PeerId, int]
 class ChannelPool:
     """Owns every outgoing connection of a node. Used from one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: tuple[tuple[str, int], ...] = ()) -> None:
+        """`options` of gRPC are added to those of every connection."""
+        self._options = (*OPTIONS, *options)
         self._kept: dict[ChannelKey, PeerChannel] = {}
         """Kept for the next call, in order of last use."""
         self._open: set[PeerChannel] = set()
@@ -186,7 +188,7 @@ class ChannelPool:
         try:
             reasons = []
             for address in peer.addresses:
-                channel = PeerChannel(address, grpc.aio.insecure_channel(address, options=OPTIONS))
+                channel = PeerChannel(address, grpc.aio.insecure_channel(address, options=self._options))
                 self._open.add(channel)
                 reason = await connect(channel.channel, CONNECT_S)
                 if reason is None:

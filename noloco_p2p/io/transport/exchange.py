@@ -1,7 +1,7 @@
 """How the messages of one call are written and read."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -21,28 +21,32 @@ async def send_when_granted(
     turn: AbstractAsyncContextManager[None],
     claim: Claim,
     feed: Callable[[bytes], T | None],
+    ways: tuple[Callable[[bytes], Awaitable[object]], Callable[[], Awaitable[Any]]],
 ) -> T:
     """The header, and in its `turn` the body once the peer has granted it a place, while the reply is read.
 
+    `ways` write and read the messages of `call`.
     When the reply is whole, or a refusal, what was still to send is not sent. A peer that replies early does not read
     on before its reply is out, so flow control bounds what is sent in vain.
     """
 
-    async def write() -> None:
+    write, read = ways
+
+    async def write_body() -> None:
         async with turn:
             for message in messages:
-                await call.write(message)
+                await write(message)
 
-    await call.write(next(messages))
+    await write(next(messages))
     writing: asyncio.Task[None] | None = None
     try:
         result = None
         while result is None:
-            message = _some(await call.read())
+            message = _some(await read())
             if writing is None and message_codec.from_grant(message):
                 if not claim():
                     raise Busy("another replica has granted a place first")
-                writing = asyncio.create_task(write())
+                writing = asyncio.create_task(write_body())
             else:
                 result = feed(message)
         return result
@@ -53,7 +57,7 @@ async def send_when_granted(
             await asyncio.gather(writing, return_exceptions=True)
 
 
-async def next_message(call: Any, seconds: float, what: str, peer: PeerId) -> bytes:
+async def next_message(call: Any, what: str, peer: PeerId, seconds: float) -> bytes:
     """The next message of a stream. Raises Unreachable after `seconds`, Violation at the end of the stream."""
     try:
         async with asyncio.timeout(seconds):

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from noloco_p2p.config import ListenSettings
+from noloco_p2p.config import LimitSettings, ListenSettings
+from noloco_p2p.core.line_cap import Precedence
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -28,11 +29,11 @@ from noloco_p2p.core.messages import (
     Snapshot,
     TensorSpec,
 )
-from noloco_p2p.errors import LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.errors import LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import message_codec, servicer, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.channels import OPTIONS as CHANNEL_OPTIONS
-from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns, connect
+from noloco_p2p.io.transport.capped_line import OwnersLine, rank_of
+from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
 from noloco_p2p.io.transport.exchange import next_message, send_when_granted
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
@@ -73,16 +74,23 @@ class GrpcTransport:
     """Calls to peers and calls from them, for one node of one run. Belongs to the event loop that first uses it."""
 
     def __init__(
-        self, me: PeerId, run_id: str, listen: ListenSettings, telemetry: Telemetry, max_body_bytes: int
+        self,
+        me: PeerId,
+        run_id: str,
+        listen: ListenSettings,
+        telemetry: Telemetry,
+        max_body_bytes: int,
+        limits: LimitSettings | None = None,
     ) -> None:
-        """`max_body_bytes` bounds the tensors of one activation that a peer may send."""
+        """`max_body_bytes` bounds the tensors of one activation that a peer may send; the caps of `limits` are kept."""
         self.port = 0
         """TCP port of the server, once it listens."""
         self._listen = listen
         self._count = partial(telemetry.event, "bytes")
         self._metadata = servicer.metadata(me, run_id)
-        self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes)
-        self._channels = ChannelPool()
+        self._line = OwnersLine(limits or LimitSettings())
+        self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes, self._line)
+        self._channels = ChannelPool(self._line.grpc_options)
         self._turns = Turns()
         self._server: Any = None
         self._closed = False
@@ -91,7 +99,8 @@ class GrpcTransport:
         """Bind and answer; calls are declined until `serve` names a handler. Raises LocalError: the port is in use."""
         if self._server is not None:
             return
-        server = grpc.aio.server(options=servicer.OPTIONS, maximum_concurrent_rpcs=servicer.MAX_CALLS)
+        options = (*servicer.OPTIONS, *self._line.grpc_options)
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=servicer.MAX_CALLS)
         server.add_generic_rpc_handlers((self._servicer.methods(),))
         host, port = self._listen.host, self._listen.grpc_port
         try:
@@ -118,7 +127,7 @@ class GrpcTransport:
 
     def announces(self, activation: Activation) -> bool:
         """See `ports.Transport`."""
-        return not message_codec.fits_one_message(activation)
+        return not message_codec.fits_one_message(activation, self._line.whole_bytes)
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
         """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
@@ -138,6 +147,7 @@ class GrpcTransport:
         request = pb.ProgressRequest(microbatches=[pb.MicrobatchId(**one._asdict()) for one in microbatches])
         async with self._calling(peer, "report of progress", timeout_s, control=True) as (channel, seconds):
             reply = await NodeStub(channel.channel).Progress(request, timeout=seconds, metadata=self._metadata)
+        self._line.charge(sent=request.ByteSize(), received=reply.ByteSize())
         return message_codec.from_progress(reply, len(microbatches))
 
     async def fetch_snapshot(
@@ -201,11 +211,12 @@ class GrpcTransport:
         what = reader.what
         async with self._calling(peer, what, seconds) as (channel, left_s):
             call = channel.fetch(reader.method, reader.request(), timeout=left_s, metadata=self._metadata)
+            read = self._line.receiver(partial(next_message, call, what, peer.peer_id), first_at_once=True)
             try:
-                result = reader.feed(await next_message(call, first_s, what, peer.peer_id))
+                result = reader.feed(await read(first_s))
                 async with asyncio.timeout(rest_s):
                     while result is None:
-                        result = reader.feed(await next_message(call, SILENCE_S, what, peer.peer_id))
+                        result = reader.feed(await read(SILENCE_S))
             except TimeoutError:
                 raise Unreachable(f"no whole {what} from {peer.peer_id} within {rest_s:g} s") from None
             finally:
@@ -231,15 +242,20 @@ class GrpcTransport:
         feed: Callable[[bytes], T | None],
     ) -> T:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
-        size = sum(tensor.data.nbytes for tensor in activation.tensors)
+        size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         async with self._calling(peer, what, LONGEST_CALL_S) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
-            messages = message_codec.to_activation(activation)
+            messages = message_codec.to_activation(activation, line.message_bytes, line.whole_bytes)
             if self.announces(activation):
                 call, turn = channel.send_stream(method, **options), self._body_turn(peer.peer_id, size)
-                return await send_when_granted(call, messages, turn, claim, feed)
+                there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
+                ways = line.sender(call.write, there), line.receiver(call.read, back, first_at_once=True)
+                return await send_when_granted(call, messages, turn, claim, feed, ways)
             self._count(direction="out", kind="activation", bytes=size)
-            result = feed(await channel.send_whole(method, next(messages), **options))
+            message = next(messages)
+            reply = await channel.send_whole(method, message, **options)
+            line.charge(sent=len(message), received=len(reply))
+            result = feed(reply)
             if result is None:
                 raise Violation(f"the {what} from {peer.peer_id} is not whole")
             return result
@@ -264,30 +280,3 @@ class GrpcTransport:
         async with self._channels.acquire(peer, seconds, control=control) as channel:
             with translated_errors(peer.peer_id, what, seconds, give_up_at):
                 yield channel, max(0.001, give_up_at - clock())
-
-
-async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) -> str | None:
-    """Whether the node `peer_id` of run `run_id` answers at `address` (`host:port`): None, or the reason in words."""
-    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    try:
-        async with asyncio.timeout(timeout_s):
-            reason = await connect(channel, timeout_s)
-            if reason is not None:
-                return reason
-            call = NodeStub(channel).Describe(
-                pb.DescribeRequest(), timeout=timeout_s, metadata=servicer.metadata("", run_id)
-            )
-            give_up_at = asyncio.get_running_loop().time() + timeout_s
-            with translated_errors(peer_id, "description", timeout_s, give_up_at):
-                reply = await call
-    except TimeoutError:
-        return f"no answer within {timeout_s:g} s"
-    except PeerError as error:
-        return str(error)
-    finally:
-        await channel.close()
-    if reply.peer_id != peer_id:
-        return f"another node answers there: {reply.peer_id[:64]!r}"
-    if reply.run_id != run_id:
-        return f"the node there works on run {reply.run_id[:64]!r}"
-    return None

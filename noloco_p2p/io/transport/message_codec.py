@@ -92,12 +92,12 @@ def feed(into: wire.Assembler, frames: Iterable[wire.Frame]) -> None:
         into.feed(frame)
 
 
-def streamed(head: Streamed, stream: Iterable[wire.Frame], *, head_alone: bool) -> Iterator[bytes]:
+def streamed(head: Streamed, stream: Iterable[wire.Frame], message_bytes: int, *, head_alone: bool) -> Iterator[bytes]:
     """The messages of a header and the tensors after it; `head_alone`: the header gets a message of its own."""
     if head_alone:
         yield packed(head, ())
         head = type(head)()
-    for group in wire.group_frames(stream):
+    for group in wire.group_frames(stream, message_bytes):
         yield packed(head, group)
         head = type(head)()
 
@@ -107,8 +107,10 @@ def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
     return MicrobatchId(message.peer, message.incarnation, message.counter)
 
 
-def to_activation(activation: Activation) -> Iterator[bytes]:
-    """The messages of an activation: one when it fits, else the header alone and then the tensors."""
+def to_activation(
+    activation: Activation, message_bytes: int = wire.PACK_BYTES, whole_bytes: int = wire.PACK_BYTES
+) -> Iterator[bytes]:
+    """The messages of an activation: one when it fits `whole_bytes`, else the header alone and then the tensors."""
     header, tensors = activation.header, activation.tensors
     specs = tuple(tensor.spec for tensor in tensors)
     digests = [digest(tensor.data) for tensor in tensors]
@@ -123,13 +125,14 @@ def to_activation(activation: Activation) -> Iterator[bytes]:
         patient=header.patient,
     )
     stream = wire.frames(tensors, digests)
-    return streamed(pb.ActivationMessage(header=head), stream, head_alone=not fits_one_message(activation))
+    head_alone = not fits_one_message(activation, whole_bytes)
+    return streamed(pb.ActivationMessage(header=head), stream, message_bytes, head_alone=head_alone)
 
 
-def fits_one_message(activation: Activation) -> bool:
-    """Its tensors fit one message, and so does the gradient that comes back."""
+def fits_one_message(activation: Activation, whole_bytes: int = wire.PACK_BYTES) -> bool:
+    """Its tensors fit a message of so many bytes, and so does the gradient that comes back."""
     there = sum(tensor.data.nbytes for tensor in activation.tensors)
-    return max(there, activation.reply_spec.nbytes) <= wire.PACK_BYTES
+    return max(there, activation.reply_spec.nbytes) <= whole_bytes
 
 
 def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> Header:
@@ -174,7 +177,7 @@ def _check_specs(specs: tuple[TensorSpec, ...]) -> None:
         )
 
 
-def to_gradient(gradient: Gradient) -> Iterator[bytes]:
+def to_gradient(gradient: Gradient, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
     """The messages of a gradient: one when it fits, else the header comes with the first chunk."""
     head = pb.GradientHeader(
         microbatch=pb.MicrobatchId(**gradient.microbatch._asdict()),
@@ -185,7 +188,7 @@ def to_gradient(gradient: Gradient) -> Iterator[bytes]:
         finite=gradient.finite,
     )
     stream = wire.frames([gradient.grad], [digest(gradient.grad.data)])
-    return streamed(pb.Reply(gradient=head), stream, head_alone=False)
+    return streamed(pb.Reply(gradient=head), stream, message_bytes, head_alone=False)
 
 
 GRANT = pb.Reply(grant=pb.Grant()).SerializeToString()

@@ -5,7 +5,7 @@ body comes only when the handler asks for it, so a waiting call costs little mem
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -15,12 +15,15 @@ import grpc
 import grpc.aio
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import Activation, Header, MicrobatchId, PeerId, Progress
+from noloco_p2p.core.line_cap import Precedence
+from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
 from noloco_p2p.errors import Declined, NolocoError, Violation
 from noloco_p2p.io.transport import message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.capped_line import AT_THE_DOOR, OwnersLine, rank_of
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS, Turns
 from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.ports import Body, Handler, Telemetry
 
 PROTOCOL = "3"
@@ -29,8 +32,6 @@ MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set; a call without one could hold memory for ever."""
 MAX_CALLS = 2048
 """Calls served at once; a further one is refused as Busy."""
-CANCEL_GRACE_S = 0.5
-"""A cancelled call first looks like a finished stream; its cancellation gets this long to arrive."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
@@ -39,54 +40,14 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
-Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[tuple[Iterable[bytes], str, int]]]
-"""Serves an activation: the messages of the reply, their kind in the count of bytes, and the bytes counted."""
+Serve = Callable[[Handler, PeerId, Header, Body, int], Awaitable[tuple[Iterable[bytes], str, int]]]
+"""Serves an activation: the messages of the reply, of at most so many tensor bytes each, their kind in the count of
+bytes, and the bytes counted."""
 
 
 def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
     """What every call of a node carries."""
     return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL)
-
-
-class IncomingActivation:
-    """The body of one activation, on its way in: a `ports.Body`."""
-
-    def __init__(self, context: Any, header: Header, first: list[wire.Frame], count: Callable[..., None]) -> None:
-        """`first` are the frames that came with the header; `count` gets what has been received, as `bytes` events."""
-        self.received = 0
-        self.complete = False
-        """All of it has been received."""
-        self._context = context
-        self._header = header
-        self._first: list[wire.Frame] | None = first
-        self._count = count
-
-    async def __call__(self) -> Activation:
-        """See `ports.Body`."""
-        size = sum(spec.nbytes for spec in self._header.specs)
-        assembler = message_codec.assembler(self._header.specs)
-        frames, self._first = self._first, None
-        message: Any = grpc.aio.EOF if frames is None else None
-        if frames == []:
-            await self._context.write(message_codec.GRANT)
-        try:
-            message_codec.feed(assembler, frames or ())
-            frames = None  # frees the bytes of the first message
-            while not assembler.complete and message is not grpc.aio.EOF:
-                message = await self._context.read()
-                if message is not grpc.aio.EOF:
-                    self.received += len(message)
-                    message_codec.feed(assembler, unpacked(message, pb.ActivationMessage)[1])
-            activation = Activation(self._header, *assembler.finish(self._header.digest))
-        except Violation:
-            if message is grpc.aio.EOF:
-                await asyncio.sleep(CANCEL_GRACE_S)
-            raise
-        finally:
-            assembler.discard()
-        self.complete = True
-        self._count(direction="in", kind="activation", bytes=size)
-        return activation
 
 
 @dataclass(eq=False, slots=True)
@@ -114,11 +75,12 @@ class GrpcServicer:
     Errors of this package become refusals; any other is a bug, which gRPC logs and reports by a status.
     """
 
-    def __init__(self, me: PeerId, run_id: str, telemetry: Telemetry, max_body_bytes: int) -> None:
+    def __init__(self, me: PeerId, run_id: str, telemetry: Telemetry, max_body_bytes: int, line: OwnersLine) -> None:
         self._me = me
         self._run_id = run_id
         self._count = partial(telemetry.event, "bytes")
         self._max_body_bytes = max_body_bytes
+        self._line = line
         self._replies: dict[_Reply, None] = {}
         """Those that are being sent, or wait for their turn."""
         self._turns = Turns()
@@ -132,17 +94,19 @@ class GrpcServicer:
         try:
             caller, handler = self._admit(context)
             header, incoming = await self._incoming(context)
-            messages, kind, size = await serve(handler, caller, header, incoming)
+            message_bytes = wire.PACK_BYTES if incoming.whole else self._line.message_bytes
+            messages, kind, size = await serve(handler, caller, header, incoming, message_bytes)
         except NolocoError as error:
             await context.write(message_codec.to_refused(error))
             await _drain(context)
             return
         reply = _Reply(caller, header.microbatch)
+        write = self._line.sender(context.write, rank_of(header, Precedence.GRADIENT))
         self._replies[reply] = None
         try:
             async with self._turns.of(caller, size):
                 for message in messages:
-                    await context.write(message)
+                    await write(message)
                     reply.sent += len(message)
         except grpc.aio.InternalError:
             # gRPC could not write: the link to the caller is broken.
@@ -153,7 +117,7 @@ class GrpcServicer:
         if not incoming.complete:
             await _drain(context)
 
-    async def fetch_snapshot(self, request: pb.SnapshotRequest, context: Any) -> AsyncIterator[bytes]:
+    async def fetch_snapshot(self, request: pb.SnapshotRequest, context: Any) -> None:
         """Send a snapshot."""
         try:
             caller, handler = self._admit(context)
@@ -162,10 +126,15 @@ class GrpcServicer:
             wanted = request.round if request.HasField("round") else None
             snapshot = await handler.fetch_snapshot(caller, request.stage, wanted, request.wait_s)
         except NolocoError as error:
-            yield pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString()
+            await context.write(pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
             return
-        for message in weights_codec.to_snapshot(snapshot):
-            yield message
+        write = self._line.sender(context.write)
+        try:
+            for message in weights_codec.to_snapshot(snapshot, self._line.message_bytes):
+                await write(message)
+        except grpc.aio.InternalError:
+            # gRPC could not write: the link to the caller is broken.
+            return
         size = sum(tensor.data.nbytes for tensor in snapshot.tensors)
         self._count(direction="out", kind="snapshot", bytes=size)
 
@@ -176,11 +145,12 @@ class GrpcServicer:
         """
         resume = request.resume if request.HasField("resume") else None
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
+        write = self._line.sender(context.write)
         try:
             caller, handler = self._admit(context)
             async with handler.lend_state(caller, resume.number if resume else None) as state:
-                for message in weights_codec.to_state(state, tensor, offset):
-                    await context.write(message)
+                for message in weights_codec.to_state(state, tensor, offset, self._line.message_bytes):
+                    await write(message)
                 size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
         except NolocoError as error:
             await context.write(pb.StateMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
@@ -204,7 +174,9 @@ class GrpcServicer:
             ]
         except NolocoError as error:
             return pb.ProgressReply(refusal=message_codec.to_refusal(error))
-        return message_codec.to_progress(reports)
+        reply = message_codec.to_progress(reports)
+        self._line.charge(sent=reply.ByteSize(), received=request.ByteSize())
+        return reply
 
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Describe this node."""
@@ -239,13 +211,14 @@ class GrpcServicer:
         return str(sent.get("noloco-peer", "")), self.handler
 
     async def _incoming(self, context: Any) -> tuple[Header, IncomingActivation]:
-        first = await context.read()
+        first = await self._line.receiver(context.read, AT_THE_DOOR)()
         if first is grpc.aio.EOF:
             await asyncio.sleep(CANCEL_GRACE_S)
             raise Violation("the call carries no header")
         head, frames = unpacked(first, pb.ActivationMessage)
         header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
-        return header, IncomingActivation(context, header, frames, self._count)
+        read = self._line.receiver(context.read, rank_of(header, Precedence.ACTIVATION))
+        return header, IncomingActivation(context, header, frames, self._count, read)
 
     def methods(self) -> Any:
         """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
@@ -276,11 +249,15 @@ class GrpcServicer:
         )
 
 
-async def _propagate(handler: Handler, caller: PeerId, header: Header, body: Body) -> tuple[Iterable[bytes], str, int]:
+async def _propagate(
+    handler: Handler, caller: PeerId, header: Header, body: Body, message_bytes: int
+) -> tuple[Iterable[bytes], str, int]:
     gradient = await handler.propagate(caller, header, body)
-    return message_codec.to_gradient(gradient), "gradient", gradient.grad.data.nbytes
+    return message_codec.to_gradient(gradient, message_bytes), "gradient", gradient.grad.data.nbytes
 
 
-async def _evaluate(handler: Handler, caller: PeerId, header: Header, body: Body) -> tuple[Iterable[bytes], str, int]:
+async def _evaluate(
+    handler: Handler, caller: PeerId, header: Header, body: Body, message_bytes: int
+) -> tuple[Iterable[bytes], str, int]:
     reply = message_codec.to_loss(await handler.evaluate(caller, header, body))
     return [reply], "control", len(reply)

@@ -17,16 +17,16 @@ LARGEST_COUNT = 2**53
 """Counts of rounds and steps beyond this are none: a clock in steps could not hold them."""
 
 
-def to_snapshot(snapshot: Snapshot) -> Iterator[bytes]:
+def to_snapshot(snapshot: Snapshot, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
     """The messages of a snapshot: the header alone, so that the receiver sees the transfer begin, then the tensors."""
     specs = [message_codec.to_spec(tensor.spec) for tensor in snapshot.tensors]
     header = pb.SnapshotHeader(peer=snapshot.peer, round=snapshot.round, step=snapshot.step, specs=specs)
     digests = (message_codec.digest(tensor.data) for tensor in snapshot.tensors)
     stream = wire.frames(snapshot.tensors, digests)
-    return message_codec.streamed(pb.SnapshotMessage(header=header), stream, head_alone=True)
+    return message_codec.streamed(pb.SnapshotMessage(header=header), stream, message_bytes, head_alone=True)
 
 
-def to_state(state: ReplicaState, tensor: int, offset: int) -> Iterator[bytes]:
+def to_state(state: ReplicaState, tensor: int, offset: int, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
     """The messages of a state from byte `offset` of tensor `tensor` on: the header alone, then the tensors.
 
     Raises Violation when there is no such place in it.
@@ -46,7 +46,7 @@ def to_state(state: ReplicaState, tensor: int, offset: int) -> Iterator[bytes]:
     rest = state.tensors[tensor:]
     digests = (message_codec.digest(one.data) for one in rest)
     stream = wire.frames(rest, digests, first=tensor, offset=offset)
-    return message_codec.streamed(pb.StateMessage(header=header), stream, head_alone=True)
+    return message_codec.streamed(pb.StateMessage(header=header), stream, message_bytes, head_alone=True)
 
 
 class WeightsReader(message_codec.ReplyReader[message_codec.ReplyMessage, message_codec.V]):

@@ -15,7 +15,8 @@ from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.transport.grpc_transport import GrpcTransport, probe
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.launch.bootstrap import NullTelemetry
 from noloco_p2p.launch.settings import Overrides, manifest_from_json
 from noloco_p2p.observe.diagnosis.findings import Finding

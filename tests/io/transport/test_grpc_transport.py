@@ -35,8 +35,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every message of an activation that the sender draws."""
     original, seen = message_codec.to_activation, list[int]()
 
-    def counted(sent: Activation) -> Iterator[Any]:
-        for index, message in enumerate(original(sent)):
+    def counted(sent: Activation, *sizes: int) -> Iterator[Any]:
+        for index, message in enumerate(original(sent, *sizes)):
             seen.append(index)
             yield message
 

@@ -31,10 +31,11 @@ from transport_fixture import (
 
 from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
-from noloco_p2p.io.transport import grpc_transport, message_codec, servicer
+from noloco_p2p.io.transport import grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.frame_codec import unpacked
-from noloco_p2p.io.transport.grpc_transport import probe
+from noloco_p2p.io.transport.incoming import IncomingActivation
+from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.ports import Body
 
 
@@ -281,7 +282,8 @@ def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers:
         sent = activation((3, 333, 777))
         header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
         _, frames = unpacked(list(message_codec.to_activation(sent))[1], pb.ActivationMessage)
-        incoming = servicer.IncomingActivation(Stalled(), header, frames, lambda *count: None)
+        stalled = Stalled()
+        incoming = IncomingActivation(stalled, header, frames, lambda *count: None, stalled.read)
         reading = asyncio.create_task(incoming())
         await asyncio.sleep(0)
         assert alive(buffers) == 1

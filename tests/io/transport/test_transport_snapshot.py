@@ -217,10 +217,10 @@ def test_a_fetch_that_is_given_up_stops_the_sender(monkeypatch: pytest.MonkeyPat
         original = weights_codec.to_snapshot
         over = asyncio.Event()
 
-        def counted(snapshot: Snapshot) -> Any:
+        def counted(snapshot: Snapshot, *sizes: int) -> Any:
             nonlocal sent
             try:
-                for message in original(snapshot):
+                for message in original(snapshot, *sizes):
                     sent += 1
                     yield message
             finally:

@@ -1,0 +1,118 @@
+"""An owner's cap on one direction of a node's line: a token bucket, and who goes next while others wait. Pure.
+
+A message goes when the bucket is not in debt, and is taken out of it then: in any time T at most rate·T, what the
+bucket holds, and one message. Gradients go before activations, these before all else, and of a kind the oldest first;
+a kind that waits is owed a tenth of all that goes, so that none starves.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import count
+
+BYTES_PER_MBIT = 125_000
+HELD_S = 0.1
+"""What the bucket holds, in seconds of its rate: a loop that wakes up later than this loses some of it."""
+MESSAGE_S = 0.05
+"""What a message on a capped line should take at most, in seconds of its rate."""
+LEAST_MESSAGE_BYTES = 16_384
+"""No message need be smaller: an HTTP/2 frame."""
+SHARE = 0.1
+"""Least part of a busy line for each kind that waits."""
+
+
+class Precedence(IntEnum):
+    """What goes before what."""
+
+    GRADIENT = 0
+    """It frees a graph at its receiver, and at all before that one."""
+    ACTIVATION = 1
+    OTHER = 2
+    """Snapshots, states, evaluations: nobody computes less while they are on their way."""
+
+
+@dataclass(slots=True, eq=False)
+class LineTurn:
+    """A message that waits for its turn."""
+
+    precedence: Precedence
+    age: tuple[int, int]
+    """Step and index of its microbatch at its origin: of a kind the smallest goes first, equal ones as they came."""
+    nbytes: int
+    go: Callable[[], None]
+    """Called when it may go."""
+    withdrawn: bool = False
+    """Nobody waits for it any more."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The messages of one kind that wait."""
+
+    turns: list[tuple[tuple[int, int], int, LineTurn]] = field(default_factory=list)
+    """A heap, by age and number."""
+    owed: float = 0.0
+    """Bytes of its share that it has not had."""
+
+    def head(self) -> LineTurn | None:
+        """The next one."""
+        while self.turns and self.turns[0][2].withdrawn:
+            heapq.heappop(self.turns)
+        return self.turns[0][2] if self.turns else None
+
+
+class LineCap:
+    """One direction of a line of so many bytes per second. Times are seconds on the caller's clock."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._level = self._most = bytes_per_s * HELD_S
+        """Bytes that may go at once; below 0: the bucket is in debt."""
+        self._as_of = -math.inf
+        self._queues = [_Queue() for _ in Precedence]
+        self._numbers = count()
+
+    @property
+    def message_bytes(self) -> int:
+        """Longest message that keeps the line smooth."""
+        return max(LEAST_MESSAGE_BYTES, int(self._rate * MESSAGE_S))
+
+    def ask(self, turn: LineTurn) -> None:
+        """Put a message in line."""
+        heapq.heappush(self._queues[turn.precedence].turns, (turn.age, next(self._numbers), turn))
+
+    def charge(self, nbytes: int, now: float) -> None:
+        """Something went without asking; below 0: less went than was asked for."""
+        self._fill(now)
+        self._level = min(self._most, self._level - nbytes)
+
+    def next(self, now: float) -> LineTurn | None:
+        """Take the message that goes now out of the line and out of the bucket; None: the bucket is in debt, or nobody
+        waits."""
+        self._fill(now)
+        # A byte is what rounding may leave of a debt that should be paid.
+        if self._level < -1:
+            return None
+        waiting = [(queue, head) for queue in self._queues if (head := queue.head())]
+        if not waiting:
+            return None
+        queue, turn = next((one for one in waiting[1:] if one[0].owed >= one[1].nbytes), waiting[0])
+        heapq.heappop(queue.turns)
+        self._level -= turn.nbytes
+        for other in self._queues:
+            # One that goes may be followed by the next of its kind in a moment.
+            other.owed = other.owed + SHARE * turn.nbytes if other is queue or other.head() else 0.0
+        queue.owed = max(0.0, queue.owed - turn.nbytes)
+        return turn
+
+    def free_at(self) -> float | None:
+        """When `next` will have something; None: when somebody asks."""
+        if not any(queue.head() for queue in self._queues):
+            return None
+        return self._as_of + max(0.0, -self._level) / self._rate
+
+    def _fill(self, now: float) -> None:
+        self._level = min(self._most, self._level + (now - self._as_of) * self._rate)
+        self._as_of = now

@@ -1,0 +1,131 @@
+"""What an owner lets this node's transport send and receive: messages with tensors wait for their turn, short ones
+are charged and go at once. Without a cap nothing is put in between.
+
+Bytes are those of gRPC messages. What comes is held back by not being read: then HTTP/2's flow control stops its
+sender, after what is under way: a window for each call (64 KiB at first), and the message that is read.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from noloco_p2p.config import LimitSettings
+from noloco_p2p.core import wire
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, LineCap, LineTurn, Precedence
+from noloco_p2p.core.messages import Header
+
+Rank = tuple[Precedence, tuple[int, int]]
+"""What a message goes before: its kind, and its age."""
+OTHER: Rank = (Precedence.OTHER, (0, 0))
+AT_THE_DOOR: Rank = (Precedence.GRADIENT, (-1, 0))
+"""The first message of a call, before everything: its sender asks soon whether its header has come."""
+SHORT_BYTES = LEAST_MESSAGE_BYTES
+"""A message up to this size goes at once."""
+
+
+def rank_of(header: Header, precedence: Precedence) -> Rank:
+    """Of what belongs to a microbatch."""
+    return precedence, (header.origin.step, header.origin.index)
+
+
+class CappedWay:
+    """One direction of a capped line, on the running loop."""
+
+    def __init__(self, mbit_per_s: float) -> None:
+        self._cap = LineCap(mbit_per_s * BYTES_PER_MBIT)
+        self._timer: asyncio.TimerHandle | None = None
+        self.message_bytes = min(wire.PACK_BYTES, self._cap.message_bytes)
+        """Longest message that keeps the line smooth."""
+
+    async def turn(self, rank: Rank, nbytes: int) -> None:
+        """Wait until so many bytes may go; they are charged then."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def go() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        turn = LineTurn(*rank, nbytes, go)
+        self._cap.ask(turn)
+        self._move()
+        try:
+            await waiter
+        finally:
+            turn.withdrawn = True
+
+    def charge(self, nbytes: int) -> None:
+        """Something went without asking; below 0: less went than was asked for."""
+        self._cap.charge(nbytes, asyncio.get_running_loop().time())
+        self._move()
+
+    def _move(self) -> None:
+        """Let go whose turn has come, and look again at the next one's."""
+        loop = asyncio.get_running_loop()
+        while turn := self._cap.next(loop.time()):
+            turn.go()
+        if self._timer is not None:
+            self._timer.cancel()
+        free_at = self._cap.free_at()
+        self._timer = None if free_at is None else loop.call_at(free_at, self._move)
+
+
+class OwnersLine:
+    """Both directions of a node's line."""
+
+    def __init__(self, limits: LimitSettings) -> None:
+        up, down = limits.upload_mbit_per_s, limits.download_mbit_per_s
+        self._up = None if up is None else CappedWay(up)
+        self._down = None if down is None else CappedWay(down)
+        self.message_bytes = wire.PACK_BYTES if self._up is None else self._up.message_bytes
+        """Most tensor bytes in one message that this node sends."""
+        self.whole_bytes = wire.PACK_BYTES if up is None and down is None else SHORT_BYTES
+        """An activation of more tensor bytes is announced: its header is not to wait with it."""
+
+        # Else gRPC lets a fast sender have megabytes under way on each call, whether they are read or not.
+        self.grpc_options = () if down is None else (("grpc.http2.bdp_probe", 0),)
+        """Of every connection."""
+
+    def sender(
+        self, write: Callable[[bytes], Awaitable[None]], rank: Rank = OTHER
+    ) -> Callable[[bytes], Awaitable[None]]:
+        """`write`, each message in its turn, unless it is short."""
+        way = self._up
+        if way is None:
+            return write
+
+        async def send(message: bytes) -> None:
+            if len(message) > SHORT_BYTES:
+                await way.turn(rank, len(message))
+            else:
+                way.charge(len(message))
+            await write(message)
+
+        return send
+
+    def receiver(
+        self, read: Callable[..., Awaitable[Any]], rank: Rank = OTHER, *, first_at_once: bool = False
+    ) -> Callable[..., Awaitable[Any]]:
+        """`read`, each message in its turn; with `first_at_once` only from the second one on."""
+        way = self._down
+        if way is None:
+            return read
+
+        due = 0 if first_at_once else way.message_bytes
+
+        async def receive(*arguments: Any) -> Any:
+            nonlocal due
+            charged, due = due, way.message_bytes
+            if charged:
+                await way.turn(rank, charged)
+            message = await read(*arguments)
+            way.charge((len(message) if isinstance(message, bytes) else 0) - charged)
+            return message
+
+        return receive
+
+    def charge(self, *, sent: int, received: int) -> None:
+        """Short messages went and came without a turn, so many bytes of them."""
+        if self._up is not None:
+            self._up.charge(sent)
+        if self._down is not None:
+            self._down.charge(received)

@@ -1,0 +1,72 @@
+"""The body of an activation that a peer sends, as the handler that serves it takes it in."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import Activation, Header
+from noloco_p2p.errors import Violation
+from noloco_p2p.io.transport import message_codec
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.frame_codec import unpacked
+
+CANCEL_GRACE_S = 0.5
+"""A cancelled call first looks like a finished stream; its cancellation gets this long to arrive."""
+
+
+class IncomingActivation:
+    """The body of one activation, on its way in: a `ports.Body`."""
+
+    def __init__(
+        self,
+        context: Any,
+        header: Header,
+        first: list[wire.Frame],
+        count: Callable[..., None],
+        read: Callable[[], Awaitable[Any]],
+    ) -> None:
+        """`first` are the frames that came with the header; `count` gets what has been received, as `bytes` events.
+
+        `read` gives the next message.
+        """
+        self.whole = bool(first)
+        """It came with its header, and its reply is to be one message."""
+        self.received = 0
+        self.complete = False
+        """All of it has been received."""
+        self._context = context
+        self._header = header
+        self._first: list[wire.Frame] | None = first
+        self._count = count
+        self._read = read
+
+    async def __call__(self) -> Activation:
+        """See `ports.Body`."""
+        size = sum(spec.nbytes for spec in self._header.specs)
+        assembler = message_codec.assembler(self._header.specs)
+        frames, self._first = self._first, None
+        message: Any = grpc.aio.EOF if frames is None else None
+        if frames == []:
+            await self._context.write(message_codec.GRANT)
+        try:
+            message_codec.feed(assembler, frames or ())
+            frames = None  # frees the bytes of the first message
+            while not assembler.complete and message is not grpc.aio.EOF:
+                message = await self._read()
+                if message is not grpc.aio.EOF:
+                    self.received += len(message)
+                    message_codec.feed(assembler, unpacked(message, pb.ActivationMessage)[1])
+            activation = Activation(self._header, *assembler.finish(self._header.digest))
+        except Violation:
+            if message is grpc.aio.EOF:
+                await asyncio.sleep(CANCEL_GRACE_S)
+            raise
+        finally:
+            assembler.discard()
+        self.complete = True
+        self._count(direction="in", kind="activation", bytes=size)
+        return activation

@@ -1,0 +1,41 @@
+"""Whether a node answers at an address that it says is its own."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import PeerError
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport import servicer
+from noloco_p2p.io.transport.channels import OPTIONS, connect
+from noloco_p2p.io.transport.grpc_errors import translated_errors
+from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+
+
+async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) -> str | None:
+    """Whether the node `peer_id` of run `run_id` answers at `address` (`host:port`): None, or the reason in words."""
+    channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reason = await connect(channel, timeout_s)
+            if reason is not None:
+                return reason
+            call = NodeStub(channel).Describe(
+                pb.DescribeRequest(), timeout=timeout_s, metadata=servicer.metadata("", run_id)
+            )
+            give_up_at = asyncio.get_running_loop().time() + timeout_s
+            with translated_errors(peer_id, "description", timeout_s, give_up_at):
+                reply = await call
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except PeerError as error:
+        return str(error)
+    finally:
+        await channel.close()
+    if reply.peer_id != peer_id:
+        return f"another node answers there: {reply.peer_id[:64]!r}"
+    if reply.run_id != run_id:
+        return f"the node there works on run {reply.run_id[:64]!r}"
+    return None

@@ -1,0 +1,121 @@
+"""The owner's caps over real connections: bytes as a relay in between sees them, gRPC's own among them."""
+
+import asyncio
+
+import pytest
+from link_fixture import Passage, Proxy
+from transport_fixture import LARGE, Node, activation, echo, pair, run, tensor
+
+from noloco_p2p.config import LimitSettings
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, SHARE
+from noloco_p2p.core.messages import Snapshot
+from noloco_p2p.io.transport.capped_line import OwnersLine
+
+EXCESS_S = 0.5
+"""What passes beyond a cap in any time, in seconds of the cap: 5 % of 10 s."""
+
+
+def excess_s(passed: list[Passage], bytes_per_s: float) -> float:
+    """The most by which the bytes of any time exceed the cap, in seconds of it."""
+    owed = most = 0.0
+    last = passed[0][0]
+    for at, nbytes in passed:
+        owed = max(0.0, owed - (at - last) * bytes_per_s) + nbytes
+        last, most = at, max(most, owed)
+    return most / bytes_per_s
+
+
+@pytest.mark.parametrize("mbit_per_s", [80, 400])
+@pytest.mark.parametrize("direction", ["upload", "download"])
+def test_a_cap_is_kept_in_any_time_and_used(direction: str, mbit_per_s: int) -> None:
+    """Of a caller's line and of a server's: each has the cap, and sends and receives the same bytes."""
+
+    async def scenario() -> None:
+        limits = LimitSettings.model_validate({f"{direction}_mbit_per_s": mbit_per_s})
+        shape = LARGE if mbit_per_s == 400 else (4, 128, 2048)
+        async with pair(Node(echo), limits=limits) as both, Proxy(both.b.port) as proxy:
+            clock = asyncio.get_running_loop().time
+            sent, began = [activation(shape, counter=number) for number in range(4)], clock()
+            replies = await asyncio.gather(*(both.a.propagate(proxy.peer, one) for one in sent))
+            took_s = clock() - began
+        assert [reply.grad.data == one.hidden.data for reply, one in zip(replies, sent, strict=True)] == [True] * 4
+        rate, size = mbit_per_s * BYTES_PER_MBIT, 4 * sent[0].hidden.data.nbytes
+        for passed in proxy.passed:
+            assert sum(nbytes for _, nbytes in passed) >= size
+            assert excess_s(passed, rate) <= EXCESS_S
+        # There and back overlap, and a busy machine is slower than this.
+        assert size / rate - EXCESS_S <= took_s <= 3 * size / rate + EXCESS_S
+
+    run(scenario())
+
+
+def test_weights_get_their_share_of_a_line_full_of_bodies() -> None:
+    """A gradient that would fill B's line alone, and a snapshot beside it."""
+    weights = (tensor("slow/a", "float32", (1 << 18,)), tensor("delta/a", "float32", (1 << 18,)))
+
+    async def give(stage: int, round: int | None, wait_s: float) -> Snapshot:
+        return Snapshot("B", 4, 40, weights)
+
+    async def scenario() -> None:
+        limits = LimitSettings(upload_mbit_per_s=160)
+        size, rate = sum(one.data.nbytes for one in weights), 160 * BYTES_PER_MBIT
+        async with pair(Node(echo, give), limits=limits) as both:
+            clock = asyncio.get_running_loop().time
+            bodies = [asyncio.create_task(both.a.propagate(both.peer, activation(LARGE, counter=n))) for n in range(2)]
+            await asyncio.sleep(2.0)
+            began = clock()
+            specs = tuple(one.spec for one in weights)
+            fetched = await both.a.fetch_snapshot(both.peer, 1, 4, 0.0, 20.0, specs)
+            took_s = clock() - began
+            assert not all(body.done() for body in bodies)
+            assert [one.data for one in fetched.tensors] == [one.data for one in weights]
+            assert took_s <= size / (SHARE * rate) + 1.0
+            for body in bodies:
+                body.cancel()
+            await asyncio.gather(*bodies, return_exceptions=True)
+
+    run(scenario())
+
+
+def test_questions_pass_a_full_line_and_see_it_get_on() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo), limits=LimitSettings(upload_mbit_per_s=20)) as both:
+            sent = activation((4, 128, 1024))
+            call = asyncio.create_task(both.a.propagate(both.peer, sent))
+            seen: list[int] = []
+            clock = asyncio.get_running_loop().time
+            while not call.done():
+                began = clock()
+                [report] = await both.a.progress(both.peer, [sent.header.microbatch], 5.0)
+                assert clock() - began < 1.0
+                seen += [report.events] if report else []
+                await asyncio.sleep(0.05)
+            assert (await call).grad.data == sent.hidden.data
+        assert seen == sorted(seen)
+        assert len(set(seen)) > 5, "a reply under way is progress with each of its messages"
+
+    run(scenario())
+
+
+def test_what_is_given_up_while_it_waits_for_the_line_leaves_it_to_the_others() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo), limits=LimitSettings(upload_mbit_per_s=40)) as both:
+            lost = [asyncio.create_task(both.a.propagate(both.peer, activation(LARGE, counter=n))) for n in range(3)]
+            await asyncio.sleep(0.5)
+            for one in lost:
+                one.cancel()
+            await asyncio.gather(*lost, return_exceptions=True)
+            async with asyncio.timeout(5.0):
+                await both.a.propagate(both.peer, activation((4, 128, 512), counter=9))
+
+    run(scenario())
+
+
+def test_without_a_cap_nothing_is_put_in_between() -> None:
+    async def write(message: bytes) -> None:
+        raise NotImplementedError
+
+    line = OwnersLine(LimitSettings())
+    assert line.sender(write) is write
+    assert line.receiver(write) is write
+    assert line.grpc_options == ()
