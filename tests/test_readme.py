@@ -42,7 +42,7 @@ FOREIGN_OPTION = re.compile(
 )
 """Options of Docker and Compose."""
 
-TERMS = re.compile(r"s/p|tokens/s|n/a|MiB/s|min/max")
+TERMS = re.compile(r"\d+/\d+mbit(,\w+)*|s/p|tokens/s|n/a|MiB/s|min/max")
 """Words with a slash that are no paths."""
 
 COMMANDS = ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report", "sim", "experiment")

@@ -13,69 +13,27 @@ import heapq
 import itertools
 import math
 import random
-import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.sim.links import LEAST_TIMER_S, MSS_BYTES
 
-MSS_BYTES = 1460
 FIRST_WINDOW_BYTES = 10 * MSS_BYTES
 """What a connection sends before it has heard anything: RFC 6928."""
-LEAST_TIMER_S = 0.2
-"""What TCP's retransmission timer adds to a round trip (Linux, TCP_RTO_MIN): idleness is counted in these timers."""
 BUFFER_S = 0.05
 """What the buffers before a line hold, in seconds of that line; connections share them."""
 LEAST_BUFFER_PIECES = 4
 PIECE_S, LARGEST_PIECE_BYTES = 0.002, 1 << 16
 """A line serves one connection for so long before it is another one's turn."""
 
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-FORM = "DOWN[/UP]mbit[,LATENCYms[,JITTERms]], such as 200mbit,25ms or 200/20mbit,25ms,3ms"
-_SPEC = re.compile(
-    r"(?P<down>[\d.]+)(?:/(?P<up>[\d.]+))?(?P<unit>[kmg]bit)(?:,(?P<latency>[\d.]+)ms(?:,(?P<jitter>[\d.]+)ms)?)?"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LineSpec:
-    """The line of every node, and the way between two of them."""
-
-    down_bytes_per_s: float
-    up_bytes_per_s: float
-    latency_s: float = 0.0
-    """One way between two nodes, median."""
-    jitter_s: float = 0.0
-    """About the standard deviation of that: it is log-normal."""
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The value of `--link` (FORM). Raises ConfigError."""
-        match = _SPEC.fullmatch(text.replace(" ", "").lower())
-        try:
-            parts = match.groupdict() if match else {}
-            unit = UNITS[parts["unit"]] / 8
-            latency, jitter = (float(parts[name] or 0) / 1e3 for name in ("latency", "jitter"))
-            spec = cls(float(parts["down"]) * unit, float(parts["up"] or parts["down"]) * unit, latency, jitter)
-        except (KeyError, ValueError):
-            raise ConfigError(f"--link {text}: write it as {FORM}") from None
-        if min(spec.down_bytes_per_s, spec.up_bytes_per_s) <= 0 or jitter > latency:
-            raise ConfigError(f"--link {text}: rates are above 0, and the jitter is at most the latency; {FORM}")
-        return spec
-
-    @property
-    def spread(self) -> float:
-        """Sigma of the log-normal latency, as in `sim.links.Link`."""
-        return self.jitter_s / self.latency_s if self.latency_s else 0.0
-
 
 @dataclass(slots=True, eq=False)
 class Lane:
     """What one connection has waiting at one line."""
 
-    flow: "Flow"
+    flow: "OneWay"
     pieces: deque[memoryview]
     """An empty one is the end."""
     nbytes: int = 0
@@ -139,7 +97,7 @@ class Line:
         lane.tag = self._virtual + nbytes
 
 
-class Flow:
+class OneWay:
     """One direction of one connection, over the line up of its sender and the line down of its receiver."""
 
     def __init__(
@@ -210,7 +168,7 @@ class LineModel:
             at, _, action, arguments = heapq.heappop(self._events)
             action(at, *arguments)
 
-    def send(self, flow: Flow, data: bytes, now: float) -> None:
+    def send(self, flow: OneWay, data: bytes, now: float) -> None:
         """The source has sent something; nothing: it sends no more."""
         if flow.over:
             return
@@ -226,14 +184,14 @@ class LineModel:
         flow.hold_back()
         self._resume(flow, now)
 
-    def stall(self, flow: Flow, stalled: bool, now: float) -> None:
+    def stall(self, flow: OneWay, stalled: bool, now: float) -> None:
         """The destination takes no more, or takes something again."""
         flow.stalled = stalled
         if flow.outbox.pieces and not stalled:
             flow.down.queue(flow.outbox)
             self._serve(flow.down, now)
 
-    def end(self, flow: Flow) -> None:
+    def end(self, flow: OneWay) -> None:
         """Its connection is gone: what it has under way is dropped."""
         flow.over = True
         for lane in (flow.inbox, flow.outbox):
@@ -244,7 +202,7 @@ class LineModel:
     def _at(self, at: float, action: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (at, next(self._numbers), action, arguments))
 
-    def _resume(self, flow: Flow, now: float) -> None:
+    def _resume(self, flow: OneWay, now: float) -> None:
         if not flow.inbox.queued and flow.room_bytes(self.latency_s) >= 0:
             flow.up.queue(flow.inbox)
             self._serve(flow.up, now)
@@ -287,14 +245,14 @@ class LineModel:
             self._resume(flow, now)
         self._serve(line, now)
 
-    def _arrived(self, now: float, flow: Flow, piece: memoryview) -> None:
+    def _arrived(self, now: float, flow: OneWay, piece: memoryview) -> None:
         if not flow.over:
             flow.outbox.put(piece)
             if not flow.stalled:
                 flow.down.queue(flow.outbox)
         self._serve(flow.down, now)
 
-    def _acknowledged(self, now: float, flow: Flow, nbytes: int) -> None:
+    def _acknowledged(self, now: float, flow: OneWay, nbytes: int) -> None:
         """Slow start doubles the window in each round trip, until it no longer limits."""
         flow.unacknowledged_bytes -= nbytes
         slower = min(flow.up.bytes_per_s, flow.down.bytes_per_s)

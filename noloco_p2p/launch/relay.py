@@ -21,7 +21,8 @@ from typing import Any, cast
 
 import uvloop
 
-from noloco_p2p.launch.line_model import Flow, Line, LineModel, LineSpec
+from noloco_p2p.launch.line_model import Line, LineModel, OneWay
+from noloco_p2p.launch.line_spec import LineSpec
 
 REQUEST = re.compile(rb"CONNECT (?P<host>[\d.]+):(?P<port>\d{1,5}) HTTP/1\.[01]\r\n")
 LONGEST_HEAD_BYTES = 4096
@@ -62,19 +63,19 @@ class Relay:
         }
         return {"lines": lines, "cpu_s": time.process_time()}
 
-    def send(self, flow: Flow, data: bytes) -> None:
+    def send(self, flow: OneWay, data: bytes) -> None:
         """What one end has sent goes on its way; nothing: it sends no more."""
         now = self._loop.time()
         self._model.advance(now)
         self._model.send(flow, data, now)
         self._set_timer()
 
-    def stall(self, flow: Flow, stalled: bool) -> None:
+    def stall(self, flow: OneWay, stalled: bool) -> None:
         """The end that it goes to takes no more, or takes something again."""
         self._model.stall(flow, stalled, self._loop.time())
         self._set_timer()
 
-    def end(self, flow: Flow) -> None:
+    def end(self, flow: OneWay) -> None:
         """The end that it goes to is gone."""
         self._model.end(flow)
 
@@ -115,7 +116,7 @@ class Relay:
         self._set_timer()
 
 
-class End(asyncio.Protocol):
+class SocketEnd(asyncio.Protocol):
     """The socket at one end of a connection. `join` gives it the other end."""
 
     transport: asyncio.Transport
@@ -123,16 +124,16 @@ class End(asyncio.Protocol):
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
         self.lost = False
-        self._out: Flow | None = None
+        self._out: OneWay | None = None
         """To the other end."""
-        self._into: Flow | None = None
-        self._other: End
+        self._into: OneWay | None = None
+        self._other: SocketEnd
         self._finished = False
         """It sends no more."""
         self._ended = False
         """It has been told that no more comes."""
 
-    def join(self, other: "End", there: Flow, back: Flow) -> None:
+    def join(self, other: "SocketEnd", there: OneWay, back: OneWay) -> None:
         """`there`: from here to the other end."""
         self._other, self._out, self._into = other, there, back
 
@@ -197,7 +198,7 @@ class End(asyncio.Protocol):
                 self.relay.send(self._out, b"")
 
 
-class CallerEnd(End):
+class CallerEnd(SocketEnd):
     """At a door: reads whom the caller wants."""
 
     def __init__(self, relay: Relay) -> None:
@@ -233,7 +234,7 @@ class CallerEnd(End):
             self.transport.close()
 
 
-class CalleeEnd(End):
+class CalleeEnd(SocketEnd):
     """The connection to the node that a caller wanted."""
 
     def __init__(self, relay: Relay, caller: CallerEnd, host: str) -> None:
@@ -248,8 +249,8 @@ class CalleeEnd(End):
             transport.close()
             return
         (caller_up, caller_down), (my_up, my_down) = lines[caller.host], lines[self._host]
-        there = Flow((caller_up, my_down), self.deliver, caller.hold)
-        back = Flow((my_up, caller_down), caller.deliver, self.hold)
+        there = OneWay((caller_up, my_down), self.deliver, caller.hold)
+        back = OneWay((my_up, caller_down), caller.deliver, self.hold)
         caller.join(self, there, back)
         self.join(caller, back, there)
         caller.transport.write(b"HTTP/1.1 200 OK\r\n\r\n")

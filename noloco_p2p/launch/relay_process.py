@@ -10,7 +10,7 @@ from subprocess import PIPE
 from typing import Any
 
 from noloco_p2p.errors import LocalError
-from noloco_p2p.launch.line_model import LineSpec
+from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess
 
 FIRST_HOST = IPv4Address("127.1.0.1")

@@ -16,7 +16,7 @@ from typing import Any
 
 from noloco_p2p.launch import cpu_seconds, node_probe, run_files
 from noloco_p2p.launch import swarm_plan as planning
-from noloco_p2p.launch.line_model import LineSpec
+from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
 from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
@@ -173,7 +173,7 @@ class LocalSwarm:
 
 
 def run_swarm(overrides: Overrides, directory: Path | None, plain: bool, link: str | None) -> int:
-    """Run a swarm to its end; returns the exit code. `link`: every node behind such a line (`line_model.FORM`).
+    """Run a swarm to its end; returns the exit code. `link`: every node behind such a line (`line_spec.FORM`).
 
     Raises ConfigError or LocalError before any node is started.
     """

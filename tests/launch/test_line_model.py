@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.launch.line_model import BUFFER_S, FIRST_WINDOW_BYTES, Flow, Line, LineModel, LineSpec
+from noloco_p2p.launch.line_model import BUFFER_S, FIRST_WINDOW_BYTES, Line, LineModel, OneWay
+from noloco_p2p.launch.line_spec import LineSpec
 
 MBIT = 1e6 / 8
 
@@ -32,14 +33,14 @@ class World:
     latency_s: float = 0.025
     spread: float = 0.0
     now: float = 0.0
-    arrivals: list[tuple[float, Flow, bytes]] = field(default_factory=list)
-    held: dict[Flow, bool] = field(default_factory=dict)
+    arrivals: list[tuple[float, OneWay, bytes]] = field(default_factory=list)
+    held: dict[OneWay, bool] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.model = LineModel(self.latency_s, self.spread, random.Random(self.seed))
 
-    def flow(self, sender: Home, receiver: Home, *, warm: bool = True) -> Flow:
+    def flow(self, sender: Home, receiver: Home, *, warm: bool = True) -> OneWay:
         """A connection's one direction; `warm`: past its slow start."""
 
         def deliver(piece: memoryview) -> None:
@@ -48,12 +49,12 @@ class World:
         def hold(held: bool) -> None:
             self.held[flow] = held
 
-        flow = Flow((sender.up, receiver.down), deliver, hold)
+        flow = OneWay((sender.up, receiver.down), deliver, hold)
         flow.window_bytes = 1e9 if warm else FIRST_WINDOW_BYTES
         flow.sent_at = self.now
         return flow
 
-    def send(self, flow: Flow, data: bytes) -> None:
+    def send(self, flow: OneWay, data: bytes) -> None:
         self.model.send(flow, data, self.now)
 
     def run(self, until: float) -> None:
@@ -63,7 +64,7 @@ class World:
             self.model.advance(at)
         self.now = until
 
-    def keep_busy(self, flows: list[Flow], until: float, step_s: float = 0.01) -> None:
+    def keep_busy(self, flows: list[OneWay], until: float, step_s: float = 0.01) -> None:
         """Sources that always have more, and stop while they are held back."""
         while self.now < until:
             for flow in flows:
@@ -71,7 +72,7 @@ class World:
                     self.send(flow, bytes(20_000))
             self.run(self.now + step_s)
 
-    def received(self, flow: Flow, begin: float = 0.0) -> int:
+    def received(self, flow: OneWay, begin: float = 0.0) -> int:
         return sum(len(piece) for at, one, piece in self.arrivals if one is flow and at >= begin)
 
 

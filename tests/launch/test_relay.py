@@ -19,7 +19,8 @@ from machine import at_most, in_time
 from processes import wait_until
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.launch.line_model import LineSpec
+from noloco_p2p.launch.line_spec import LineSpec
+from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.relay import Relay
 from noloco_p2p.launch.relay_process import RelayProcess
 
@@ -276,15 +277,16 @@ def test_what_cannot_be_reached_is_refused() -> None:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def test_the_process_counts_and_ends_with_its_input() -> None:
+def test_the_process_counts_and_ends_with_its_input(tmp_path: Path) -> None:
     relay = RelayProcess("100mbit,1ms", ["0-0", "1-0"], seed=0)
     relay.start()
     try:
         assert relay.running
         assert relay.counts()["lines"] == {name: {"sent": 0, "received": 0} for name in ("0-0", "1-0")}
-        one, other = relay.reach("0-0"), relay.reach("1-0")
+        one, other = NodeProcess(tmp_path, 0, 0), NodeProcess(tmp_path, 1, 0)
+        for node in (one, other):
+            relay.place(node)
         assert one.host != other.host
-        assert one.environment is not None
         assert one.environment["grpc_proxy"].startswith(f"http://{one.host}:")
     finally:
         relay.close()

@@ -1,0 +1,45 @@
+"""What `--link` says: the line of every node, and the way between two of them."""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from noloco_p2p.errors import ConfigError
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+FORM = "DOWN[/UP]mbit[,LATENCYms[,JITTERms]], such as 200mbit,25ms or 200/20mbit,25ms,3ms"
+_SPEC = re.compile(
+    r"(?P<down>[\d.]+)(?:/(?P<up>[\d.]+))?(?P<unit>[kmg]bit)(?:,(?P<latency>[\d.]+)ms(?:,(?P<jitter>[\d.]+)ms)?)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LineSpec:
+    """The line of every node, and the way between two of them."""
+
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    latency_s: float = 0.0
+    """One way between two nodes, median."""
+    jitter_s: float = 0.0
+    """About the standard deviation of that: it is log-normal."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The value of `--link` (FORM). Raises ConfigError."""
+        match = _SPEC.fullmatch(text.replace(" ", "").lower())
+        try:
+            parts = match.groupdict() if match else {}
+            unit = UNITS[parts["unit"]] / 8
+            latency, jitter = (float(parts[name] or 0) / 1e3 for name in ("latency", "jitter"))
+            spec = cls(float(parts["down"]) * unit, float(parts["up"] or parts["down"]) * unit, latency, jitter)
+        except (KeyError, ValueError):
+            raise ConfigError(f"--link {text}: write it as {FORM}") from None
+        if min(spec.down_bytes_per_s, spec.up_bytes_per_s) <= 0 or jitter > latency:
+            raise ConfigError(f"--link {text}: rates are above 0, and the jitter is at most the latency; {FORM}")
+        return spec
+
+    @property
+    def spread(self) -> float:
+        """Sigma of the log-normal latency, as in `sim.links.Link`."""
+        return self.jitter_s / self.latency_s if self.latency_s else 0.0
