@@ -161,7 +161,7 @@ class RunManifest(Settings):
     wire: WireSettings = WireSettings()
     """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
-    """Element type of weights, Adam's moments, φ, δ and snapshots."""
+    """Element type of weights, Adam's moments, φ, δ and what travels for a round."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """Validation."""
 

@@ -24,8 +24,8 @@ from noloco_p2p.core.messages import (
     PeerId,
     Progress,
     ReplicaState,
-    Snapshot,
 )
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult, TensorSpecs
 
 Claim = Callable[[], bool]
@@ -62,10 +62,10 @@ class Handler(Protocol):
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """Forward one held-out microbatch to its loss; leaves no trace."""
 
-    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
-        """The snapshot of `round`, or after at most `wait_s` the newest one held; None: the newest one at once.
+    async def fetch_snapshot(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
+        """What is asked for of the round wanted, or after at most `wait_s` of the newest one held.
 
-        Of a `stage` that is not this node's own it is the newest one that it guards, at once.
+        Of a stage that is not this node's own there are weights only, the newest that it guards, at once.
         """
 
     def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
@@ -103,14 +103,13 @@ class Transport(Protocol):
         """Ask how far the peer is with each of them, past everything that is being sent. Raises as propagate."""
 
     async def fetch_snapshot(
-        self, peer: Advert, stage: int, round: int | None, wait_s: float, deadline_s: float, expected: TensorSpecs | int
+        self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: TensorSpecs
     ) -> Snapshot:
-        """Fetch the frozen (φ, Δ) of a replica of `stage`, tensor by tensor, from itself or from a guardian.
+        """Fetch what `request` asks for, tensor by tensor, from a replica of its stage or from a guardian.
 
-        The peer may hold the answer back up to `wait_s` until it has reached `round`; after that `deadline_s` bounds
+        The peer may hold the answer back up to `wait_s` until it has reached the round; after that `deadline_s` bounds
         the transfer, and a silence in it is taken for the end of the peer much earlier. Raises Violation unless the
-        tensors are exactly `expected`, in that order (or together have that many bytes, for a stage whose tensors
-        this node does not know), and digests agree. `Snapshot.peer` is whose weights they are, as the peer claims.
+        tensors are exactly `expected`, in that order, and digests agree.
         """
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: TensorSpecs) -> ReplicaState:
@@ -179,17 +178,29 @@ class Stage(Protocol):
     async def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, AdamW (METHOD.md, "Inner step"), zero the accumulators."""
 
-    async def snapshot(self, round: int, step: int) -> Snapshot:
-        """Freeze (φ, Δ = θ − φ) of now; later changes of θ and φ do not touch it. Audited if there is an audit."""
+    async def snapshot(self, round: int, step: int) -> FrozenRound:
+        """Freeze u = β·Δ + γ·φ and θ of now; later changes of θ and φ do not touch them."""
 
-    async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
-        """N1 to N3 (METHOD.md, "Outer round") with the newest snapshot and a partner's, or alone; no graph is open.
+    async def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+        """What `request` asks for of a frozen round, as it travels. Works beside the device.
 
-        Inner steps taken since then stay in θ. Raises Violation, changing nothing, if `theirs` is unfit or not finite.
+        Raises Violation for a request that nothing answers to.
+        """
+
+    async def decode(self, theirs: Snapshot) -> PartnerVector:
+        """What a partner's snapshot comes to. Works beside the device. Raises Violation: unfit, or not finite."""
+
+    async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+        """N1 to N3 (METHOD.md, "Outer round") with the newest frozen round and a partner's, or alone; no graph is open.
+
+        Inner steps taken since then stay in θ. Audited if there is an audit.
         """
 
     async def adopt(self, theirs: Snapshot) -> None:
-        """Start from a snapshot alone: φ = θ = φ_r + Δ_r, δ = 0, fresh optimizer. Raises Violation as merge."""
+        """Start from a replica's weights alone: φ = θ = θ_f, δ = 0, fresh optimizer.
+
+        Raises Violation, and changes nothing, if they are unfit or not finite.
+        """
 
     async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """Freeze everything of now but the inner step under way; later changes do not touch it."""

@@ -109,7 +109,7 @@ def outer_rounds() -> Json:
                     "Bytes per parameter and round",
                     "none",
                     Query(f"stage:noloco_pulled_bytes:per_parameter_and_round{{{STAGE}}}", BY_STAGE),
-                    about="8 for two vectors in float32; less by the part of the rounds that end alone.",
+                    about="4 for one vector in float32; less by the part of the rounds that end alone.",
                 ),
                 chart(
                     "Bytes received, by kind",

@@ -15,7 +15,8 @@ from torch import Tensor
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch
 from noloco_p2p.config import OuterSettings
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, Snapshot
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.snapshots import PartnerVector
 from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.errors import LocalError
 
@@ -61,7 +62,7 @@ class Audit:
     def round(
         self,
         number: int,
-        theirs: Snapshot | None,
+        theirs: PartnerVector | None,
         inner_steps: tuple[int, int],
         tensors: Mapping[str, Mapping[str, Tensor]],
         outer: OuterSettings,

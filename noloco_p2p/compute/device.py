@@ -22,7 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState, Snapshot
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StepLabel, StepResult
 from noloco_p2p.errors import LocalError
 
@@ -217,11 +218,19 @@ class DeviceStage:
 
         return await self._device.call(URGENT, work)
 
-    async def snapshot(self, round: int, step: int) -> Snapshot:
+    async def snapshot(self, round: int, step: int) -> FrozenRound:
         """As in the port."""
         return await self._device.call(URGENT, partial(self._open_stage().snapshot, round, step))
 
-    async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+    async def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+        """As in the port; beside the device."""
+        return await asyncio.to_thread(self._open_stage().encode, frozen, request)
+
+    async def decode(self, theirs: Snapshot) -> PartnerVector:
+        """As in the port; beside the device."""
+        return await asyncio.to_thread(self._open_stage().decode, theirs)
+
+    async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """As in the port."""
         return await self._device.call(URGENT, partial(self._open_stage().merge, mine, theirs))
 

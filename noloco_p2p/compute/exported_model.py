@@ -8,6 +8,8 @@ Shape legend: B microbatch, T sequence, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.compute.stage import IGNORED
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import Batch, HostTensor, LossSum, Snapshot, TensorSpec
+from noloco_p2p.core.messages import Batch, HostTensor, LossSum, TensorSpec
+from noloco_p2p.core.snapshots import Snapshot
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -45,9 +48,18 @@ def stage_specs(manifest: RunManifest, index: int) -> tuple[TensorSpec, ...]:
 
 
 def fast_weights(snapshot: Snapshot, parameters: Sequence[TensorSpec]) -> Weights:
-    """θ = φ + Δ of a snapshot, in compute_dtype. Raises Violation as `replica_tensors.unpack`."""
-    kinds = replica_tensors.unpack(snapshot, replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, parameters))
-    return {name: phi + kinds["delta"][name] for name, phi in kinds["slow"].items()}
+    """θ_f of a snapshot. Raises Violation as `replica_tensors.checked`."""
+    (flat,) = replica_tensors.checked(snapshot.tensors, (flat_weights(parameters),), f"the weights of {snapshot.peer}")
+    ends = accumulate(prod(spec.shape) for spec in parameters)
+    return {
+        spec.name: flat[end - prod(spec.shape) : end].view(spec.shape)
+        for spec, end in zip(parameters, ends, strict=True)
+    }
+
+
+def flat_weights(parameters: Sequence[TensorSpec]) -> TensorSpec:
+    """θ_f of a stage as it travels in full precision."""
+    return TensorSpec("weights", parameters[0].dtype, (sum(prod(spec.shape) for spec in parameters),))
 
 
 def check_weights(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:

@@ -27,8 +27,8 @@ from noloco_p2p.errors import ConfigError, LocalError
 
 DEVICE_COPIES = 5
 """Times the weights on the device: θ, accumulated gradients, those of the present microbatch, Adam's two moments."""
-HOST_COPIES = 11
-"""Times the weights on the host: φ, δ, (φ, Δ) of two rounds, a partner's (φ, Δ), θ and Adam's moments captured."""
+HOST_COPIES = 10
+"""Times the weights on the host: φ, δ, u and θ_f of two rounds, a partner's u, θ and Adam's moments captured."""
 TOLERANCE = 1e-5
 """Largest difference over largest value. A right split agrees bit for bit; this allows for another summation order."""
 SAMPLES, TOKENS = 2, 6

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor
-from noloco_p2p.core.messages import HostTensor, ReplicaState, Snapshot, TensorSpec
+from noloco_p2p.core.messages import HostTensor, ReplicaState, TensorSpec
 from noloco_p2p.errors import Violation
-
-SNAPSHOT_KINDS = ("slow", "delta")
-"""What a snapshot has of every parameter: φ and Δ = θ − φ."""
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """By kind, then by parameter name, both in the order in which they travel."""
@@ -30,41 +27,40 @@ def pack(kinds: Kinds) -> tuple[HostTensor, ...]:
     return tuple(host_tensor.from_torch(name, tensor) for name, tensor in flat.items())
 
 
-def unpack(
-    source: Snapshot | ReplicaState, expected: Sequence[TensorSpec], *, finite: bool = True
-) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a snapshot or state, which they may share memory with.
+def checked(tensors: Sequence[HostTensor], expected: Sequence[TensorSpec], whose: str) -> list[Tensor]:
+    """The values of these tensors, which they may share memory with; `whose` begins the message.
 
-    Raises Violation unless names, dtypes, shapes and lengths are as expected, in order, and with `finite` all values.
+    Raises Violation unless names, dtypes, shapes and lengths are as expected, in order, and all values finite.
     """
-    whose = f"the {'snapshot' if isinstance(source, Snapshot) else 'state'} of {source.peer}"
-    found = [tensor.spec for tensor in source.tensors]
+    found = [tensor.spec for tensor in tensors]
     if found != list(expected):
         wrong = next((a for a, b in zip(found, expected, strict=False) if a != b), None)
         reason = f"{len(found)} tensors"
         if wrong is not None:
             reason = f"{wrong.name} {wrong.dtype} {list(wrong.shape)} is out of place"
         raise Violation(f"{whose} does not fit this stage: {reason}")
-    kinds: dict[str, dict[str, Tensor]] = {}
-    for tensor in source.tensors:
-        kind, _, name = tensor.name.partition("/")
-        values = kinds.setdefault(kind, {})[name] = host_tensor.to_torch(tensor)
-        if finite and not host_tensor.is_finite(values):
+    values = [host_tensor.to_torch(tensor) for tensor in tensors]
+    for tensor, one in zip(tensors, values, strict=True):
+        if not host_tensor.is_finite(one):
             raise Violation(f"{whose} is not finite in {tensor.name}")
-    return kinds
+    return values
 
 
 def unpack_state(state: ReplicaState, index: int, expected: Sequence[TensorSpec]) -> dict[str, dict[str, Tensor]]:
     """The tensors of a state that stage `index` can continue from; they may share memory with it.
 
-    Raises Violation as `unpack`, and for another stage, a mean square or a step count below zero.
+    Raises Violation as `checked`, and for another stage, a mean square or a step count below zero.
     """
     if state.stage != index or state.adam_steps < 0:
         raise Violation(
             f"the state of {state.peer} does not fit stage {index}: it is of stage {state.stage}, "
             f"after {state.adam_steps} steps of Adam"
         )
-    kinds = unpack(state, expected)
+    kinds: dict[str, dict[str, Tensor]] = {}
+    values = checked(state.tensors, expected, f"the state of {state.peer}")
+    for tensor, one in zip(state.tensors, values, strict=True):
+        kind, _, name = tensor.name.partition("/")
+        kinds.setdefault(kind, {})[name] = one
     for name, square in kinds["adam_square"].items():
         if square.numel() and float(torch.min(square)) < 0:
             raise Violation(f"the state of {state.peer} is below zero in adam_square/{name}")

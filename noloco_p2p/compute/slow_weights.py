@@ -4,7 +4,7 @@ They are held in compute_dtype, which is at least float32.
 """
 
 from collections.abc import Mapping
-from math import sqrt
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,76 +12,67 @@ from torch import Tensor
 from noloco_p2p.compute import host_tensor, replica_tensors
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core import outer_update
-from noloco_p2p.core.messages import HostTensor, Snapshot
-
-Deltas = dict[str, tuple[Tensor, Tensor]]
-"""By parameter name: (φ, Δ)."""
 
 
 class SlowWeights:
-    """φ and δ. `fast` are the parameters θ on their device; only `merge`, `adopt` and `restore` write to them."""
+    """φ and δ. `fast` are the parameters θ on their device; only `merge`, `adopt` and `restore` write to them.
+
+    Vectors of all parameters, which others see, are flat (`core.snapshots`).
+    """
 
     def __init__(self, fast: Mapping[str, Tensor], settings: OuterSettings) -> None:
         self._fast = fast
         self._settings = settings
         self.slow = {name: host_tensor.copy(theta) for name, theta in fast.items()}
-        """φ, by name. Tensors are replaced, never written to, because snapshots share them."""
+        """φ, by name. Tensors are replaced, never written to, because captured states share them."""
         self.momentum = {name: torch.zeros_like(phi) for name, phi in self.slow.items()}
-        """δ, by name. Tensors are replaced, never written to, because captured states share them."""
-        self.frozen: dict[str, Tensor] = {}
-        """θ_f: θ at the newest snapshot, until it is merged. Kept only in runs that train on during a round."""
+        """δ, by name, likewise."""
         self.parameters = [host_tensor.spec_of(name, phi) for name, phi in self.slow.items()]
         """What they are, in the stage's order."""
-        self.specs = replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, self.parameters)
-        """The tensors of a snapshot, in order."""
+        self.count = sum(phi.numel() for phi in self.slow.values())
 
-    def snapshot(self) -> tuple[HostTensor, ...]:
-        """The present φ and Δ = θ − φ, frozen: `slow/<name>` for each parameter, then `delta/<name>`."""
-        fast = {name: host_tensor.copy(theta) for name, theta in self._fast.items()}
-        deltas = {name: fast[name] - phi for name, phi in self.slow.items()}
-        if self._settings.overlap and self._settings.pairing != "none":
-            self.frozen = fast
-        return replica_tensors.pack({"slow": self.slow, "delta": deltas})
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters of a flat vector: views of it."""
+        ends = accumulate(phi.numel() for phi in self.slow.values())
+        return {
+            name: flat[end - phi.numel() : end].view(phi.shape)
+            for (name, phi), end in zip(self.slow.items(), ends, strict=True)
+        }
 
-    def _read(self, snapshot: Snapshot, *, finite: bool) -> Deltas:
-        """A snapshot's tensors. Raises Violation as `replica_tensors.unpack`."""
-        kinds = replica_tensors.unpack(snapshot, self.specs, finite=finite)
-        return {name: (kinds["slow"][name], kinds["delta"][name]) for name in self.slow}
+    def freeze(self) -> tuple[Tensor, Tensor]:
+        """(u, θ_f): the vector of this round, and θ as it is now, both flat; nothing writes to them later."""
+        vector, frozen = (torch.empty(self.count, dtype=self._dtype) for _ in range(2))
+        thetas, s = self.by_name(frozen), self._settings
+        for name, into in self.by_name(vector).items():
+            phi = self.slow[name]
+            thetas[name].copy_(self._fast[name].detach())
+            into.copy_(outer_update.round_vector(phi, thetas[name] - phi, beta=s.beta, gamma=s.gamma))
+        return vector, frozen
 
-    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> float | None:
-        """N1 to N3 with a partner's snapshot, or alone; θ changes in place. Returns the pair's replica std.
+    def merge(self, vectors: list[Tensor], frozen: Tensor) -> None:
+        """N1 to N3; θ changes in place.
 
-        `mine` is the newest snapshot. φ and δ are still those that it was frozen with: only rounds change them.
-
-        Raises Violation, with nothing changed, when `theirs` does not fit or is not finite.
+        `vectors` are u of this replica, and of its partner if it has one; `frozen` is θ_f. φ and δ are still those that
+        they were frozen with: only rounds change them.
         """
-        group = [self._read(mine, finite=False)]
-        if theirs is not None:
-            group.append(self._read(theirs, finite=True))
-        std = None if theirs is None else _pair_std(*group)
-        s = self._settings
+        group, thetas_frozen, s = [self.by_name(vector) for vector in vectors], self.by_name(frozen), self._settings
         for name, phi in self.slow.items():
             members = [member[name] for member in group]
             phi_after, self.momentum[name] = outer_update.outer_step(
-                phi, self.momentum[name], members, alpha=s.alpha, beta=s.beta, gamma=s.gamma
+                phi, self.momentum[name], members, alpha=s.alpha, gamma=s.gamma
             )
-            self._set(name, phi_after, self._carried_over(name, phi_after))
-        self.frozen = {}
-        return std
+            self._set(name, phi_after, self._carried_over(name, phi_after, thetas_frozen[name]))
 
-    def _carried_over(self, name: str, phi_after: Tensor) -> Tensor | None:
-        """θ after the round (N3); None where θ has not moved since it was frozen: then it is φ, bit for bit."""
-        if name not in self.frozen:
-            return None
-        theta, frozen = host_tensor.copy(self._fast[name]), self.frozen[name]
-        return None if torch.equal(theta, frozen) else outer_update.carried_over(phi_after, theta, frozen)
+    def _carried_over(self, name: str, phi_after: Tensor, frozen: Tensor) -> Tensor:
+        """θ after the round (N3); where θ has not moved since it was frozen it is φ, bit for bit."""
+        theta = host_tensor.copy(self._fast[name])
+        return phi_after if torch.equal(theta, frozen) else outer_update.carried_over(phi_after, theta, frozen)
 
-    def adopt(self, theirs: Snapshot) -> None:
-        """φ = θ = φ_r + Δ_r of another replica, δ = 0 (ARCHITECTURE.md, "Joining"). Raises Violation as merge."""
-        for name, (phi, delta) in self._read(theirs, finite=True).items():
-            self.momentum[name] = torch.zeros_like(phi)
-            self._set(name, phi + delta)
-        self.frozen = {}
+    def adopt(self, weights: Tensor) -> None:
+        """φ = θ = θ_f of another replica, δ = 0 (ARCHITECTURE.md, "Joining"); it has been checked."""
+        for name, theta in self.by_name(weights.to(self._dtype)).items():
+            self.momentum[name] = torch.zeros_like(theta)
+            self._set(name, theta.clone(), theta)
 
     def capture(self) -> dict[str, dict[str, Tensor]]:
         """The present φ, θ and δ, in host memory; nothing writes to them later."""
@@ -93,24 +84,13 @@ class SlowWeights:
         for name in self.slow:
             self.momentum[name] = kinds["momentum"][name].clone()
             self._set(name, kinds["slow"][name].clone(), kinds["fast"][name])
-        self.frozen = {}
 
-    def _set(self, name: str, phi: Tensor, theta: Tensor | None = None) -> None:
-        """Set φ, and θ to `theta`, or to φ where it is None."""
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self.slow.values())).dtype
+
+    def _set(self, name: str, phi: Tensor, theta: Tensor) -> None:
+        """Set φ and θ."""
         self.slow[name] = phi
         with torch.no_grad():
-            self._fast[name].copy_(phi if theta is None else theta)
-
-
-def _pair_std(mine: Deltas, theirs: Deltas) -> float:
-    """Replica std of the pair on θ before the merge: sqrt((n−1)/n · ‖θ_i − θ_j‖² / (2·count)), n = 2.
-
-    METHOD.md, "Measures".
-    """
-    square, count = 0.0, 0
-    for name, (phi, delta) in mine.items():
-        their_phi, their_delta = theirs[name]
-        gap = (phi + delta) - (their_phi + their_delta)
-        square += float(torch.linalg.vector_norm(gap, dtype=torch.float64)) ** 2
-        count += gap.numel()
-    return sqrt(0.5 * square / (2 * count))
+            self._fast[name].copy_(theta)

@@ -25,6 +25,7 @@ from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.model import StageModule
 from noloco_p2p.compute.slow_weights import SlowWeights
+from noloco_p2p.compute.snapshot_codec import SnapshotCodec
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import (
     REPLICA_KINDS,
@@ -34,9 +35,9 @@ from noloco_p2p.core.messages import (
     MicrobatchId,
     PeerId,
     ReplicaState,
-    Snapshot,
     TensorSpec,
 )
+from noloco_p2p.core.snapshots import GUARDED_DTYPE, FrozenRound, PartnerVector, Snapshot
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
 
@@ -79,6 +80,9 @@ class TorchStage:
         self._sums = GradientAccumulator(self._parameters)
         self._adam = Adam(part.parameters, manifest.inner)
         self._slow = SlowWeights(part.parameters, manifest.outer)
+        self._codec = SnapshotCodec(manifest.seed, part.index, part.counts[part.index], self._compute)
+        self.encode, self.decode = self._codec.encode, self._codec.decode
+        """As in the port; any thread may call them."""
         self._graphs: dict[int, KeptGraph] = {}
         self._handles = itertools.count(1)
         self._inner_steps = self._frozen_after = 0
@@ -87,17 +91,16 @@ class TorchStage:
         shape_BTD = (*shape_BT, part.hidden_size)
         self._hidden = ActivationCodec("hidden", manifest.wire.forward, shape_BTD, self._compute)
         self._grad = ActivationCodec("grad", manifest.wire.backward, shape_BTD, self._compute)
-        self._inputs = TensorSpec("inputs", "int32", shape_BT)
-        self._targets = TensorSpec("targets", "int32", shape_BT)
+        self._inputs, self._targets = (TensorSpec(name, "int32", shape_BT) for name in ("inputs", "targets"))
         self._mask = TensorSpec("mask", "uint8", shape_BT)
         self.state = StageState(
             part.index,
             part.counts[part.index],
             self._hidden.spec,
             self._grad.spec,
-            self._slow.specs,
+            self._codec.specs,
             replica_tensors.specs(REPLICA_KINDS, self._slow.parameters),
-            tuple(2 * count * self._compute.itemsize for count in part.counts),
+            tuple(TensorSpec("weights", GUARDED_DTYPE, (count,)) for count in part.counts),
         )
 
     @property
@@ -172,31 +175,35 @@ class TorchStage:
             self._audit.inner_step(label, added, first=self._first)
         return StepResult(tokens, sum(one.loss_sum for one in added), len(added), norm, 0.0)
 
-    def snapshot(self, round: int, step: int) -> Snapshot:
-        """Freeze the present (φ, Δ), as in the port."""
+    def snapshot(self, round: int, step: int) -> FrozenRound:
+        """Freeze the present u and θ, as in the port."""
         self._frozen_after = self._inner_steps
-        return Snapshot(self._peer_id, round, step, self._slow.snapshot())
+        vector, weights = map(host_tensor.from_torch, ("vector", "weights"), self._slow.freeze())
+        return FrozenRound(self._peer_id, round, step, vector, weights)
 
-    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """N1 to N3, as in the port; Adam's moments stay."""
+        frozen = host_tensor.to_torch(mine.weights)
+        vectors = [host_tensor.to_torch(one.vector) for one in (mine, theirs) if one is not None]
+        result = MergeResult(None if theirs is None else self._codec.pair_std(mine, theirs))
         if self._audit is None:
-            return MergeResult(self._slow.merge(mine, theirs))
-        fast = {name: theta.detach().clone() for name, theta in self.parameters.items()}
-        frozen = self._slow.frozen or {name: theta.clone() for name, theta in fast.items()}
-        tensors = {"slow": self._slow.slow.copy(), "frozen": frozen, "fast": fast}
-        replica_std = self._slow.merge(mine, theirs)
-        means, squares = self._adam.moments()
+            self._slow.merge(vectors, frozen)
+            return result
+        tensors = {"slow": self._slow.slow.copy(), "frozen": self._slow.by_name(frozen)}
+        tensors["fast"] = {name: theta.detach().clone() for name, theta in self.parameters.items()}
+        self._slow.merge(vectors, frozen)
         tensors |= {"momentum": self._slow.momentum, "slow_after": self._slow.slow}
-        tensors |= {"adam_mean": means, "adam_square": squares}
+        tensors["adam_mean"], tensors["adam_square"] = self._adam.moments()
         if theirs is not None:
-            used = replica_tensors.unpack(theirs, self.state.snapshot)
-            tensors |= {f"partner_{kind}": named for kind, named in used.items()}
+            tensors["partner_vector"] = self._slow.by_name(vectors[1])
         self._audit.round(mine.round, theirs, (self._frozen_after, self._inner_steps), tensors, self._manifest.outer)
-        return MergeResult(replica_std)
+        return result
 
     def adopt(self, theirs: Snapshot) -> None:
-        """Take over another replica's φ + Δ, with δ = 0 and a fresh optimizer, as in the port."""
-        self._slow.adopt(theirs)
+        """Take over another replica's θ_f, with δ = 0 and a fresh optimizer, as in the port."""
+        expected = [self.state.weights[self.state.index]]
+        (weights,) = replica_tensors.checked(theirs.tensors, expected, f"the weights of {theirs.peer}")
+        self._slow.adopt(weights)
         self._adam.reset()
         self._graphs.clear()
         self._sums.restart(())

@@ -163,18 +163,6 @@ class Batch:
     mask: HostTensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The frozen slow weights φ and outer delta Δ of one replica at one outer round (METHOD.md, "Outer round")."""
-
-    peer: PeerId
-    round: int
-    step: int
-    """Floor of the replica's clock when it was frozen."""
-    tensors: tuple[HostTensor, ...]
-    """`slow/<name>` for every parameter in the stage's order, then `delta/<name>`, all in compute_dtype."""
-
-
 REPLICA_KINDS = ("slow", "fast", "momentum", "adam_mean", "adam_square")
 """What a replica's state has of every parameter: φ, θ, δ, and the two moments of Adam."""
 

@@ -25,30 +25,34 @@ class Vector(Protocol):
         """By a scalar."""
         ...
 
+    def __truediv__(self, divisor: Any, /) -> Any:
+        """By a whole number."""
+        ...
+
 
 V = TypeVar("V", bound=Vector)
 Scalar = float | Fraction
 
 
-def outer_step(
-    phi: V, momentum: V, group: Sequence[tuple[V, V]], *, alpha: Scalar, beta: Scalar, gamma: Scalar
-) -> tuple[V, V]:
-    """N1 and N2 for one replica: (φ after, δ after); θ after is φ after. No argument is changed.
+def round_vector(phi: V, delta: V, *, beta: Scalar, gamma: Scalar) -> V:
+    """u = β·Δ + γ·φ: all that N1 needs of a member of the group. *Derived*, exact for any β and γ."""
+    vector: V = delta * beta + phi * gamma
+    return vector
 
-    `phi` and `momentum` are φ_i and δ_i; `group` is (φ_j, Δ_j) of every member of the group, mine included, in any
-    order; a group of mine alone is plain momentum. 1/n goes into the coefficients, so that fractions stay exact, and
-    each mean is summed before it is added, so that the two of a pair, which sum in opposite orders, round alike: equal
-    φ and δ stay equal bit for bit. Raises ValueError for an empty group.
+
+def outer_step(phi: V, momentum: V, vectors: Sequence[V], *, alpha: Scalar, gamma: Scalar) -> tuple[V, V]:
+    """N1 and N2 for one replica: (φ after, δ after). θ after is φ after. No argument is changed.
+
+    `phi` and `momentum` are φ_i and δ_i; `vectors` is u_j of every member of the group, mine included, in any order; a
+    group of mine alone is plain momentum. The sum of two does not depend on their order, so the two of a pair round
+    alike: equal φ and δ stay equal bit for bit. Raises ValueError for an empty group.
     """
-    if not group:
+    if not vectors:
         raise ValueError("a group holds at least the replica itself")
-    share, pull = beta / len(group), gamma / len(group)
-    mean_delta: V = group[0][1] * share
-    gap: V = group[0][0] - phi
-    for other_phi, delta in group[1:]:
-        mean_delta = mean_delta + delta * share
-        gap = gap + (other_phi - phi)
-    momentum_after: V = momentum * alpha + mean_delta + gap * pull
+    total = vectors[0]
+    for vector in vectors[1:]:
+        total = total + vector
+    momentum_after: V = momentum * alpha + (total / len(vectors) - phi * gamma)
     phi_after: V = phi + momentum_after
     return phi_after, momentum_after
 

@@ -22,11 +22,11 @@ class StageState:
     gradient: TensorSpec
     """The hidden states that enter or leave it and their gradients, as they travel (`core.block_format`)."""
     snapshot: TensorSpecs
-    """The tensors of its snapshots, in order."""
+    """What travels of its frozen rounds to a partner, in order."""
     replica: TensorSpecs
     """The tensors of its whole state, in order (ReplicaState)."""
-    snapshot_bytes: tuple[int, ...]
-    """Of every stage of the run: the bytes of one snapshot."""
+    weights: TensorSpecs
+    """Of every stage of the run: θ_f as its guardians hold it, and as it is taken over from them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,26 +122,6 @@ def check_same(sent: Sequence[TensorSpec], expected: Sequence[TensorSpec], what:
         raise Violation(f"the {what} has {len(sent)} tensors, expected were {len(expected)}")
 
 
-def check_snapshot(sent: Sequence[TensorSpec], nbytes: int) -> None:
-    """Raises Violation unless these can be the tensors of a snapshot of exactly `nbytes` bytes.
-
-    That is all that is known of another stage's snapshot: `slow/…` for every parameter, then `delta/…` for the same.
-    """
-    total = total_bytes(sent, nbytes)
-    if total != nbytes:
-        raise Violation(f"the snapshot has {total} bytes, expected were {nbytes}")
-    half = len(sent) // 2
-    slow, delta = sent[:half], sent[half:]
-    names = [spec.name.removeprefix("slow/") for spec in slow]
-    if (
-        [spec.name for spec in slow] != [f"slow/{name}" for name in names]
-        or list(delta) != [spec._replace(name=f"delta/{name}") for name, spec in zip(names, slow, strict=True)]
-        or len(set(names)) != half
-        or not all(name and name.isascii() and name.isprintable() for name in names)
-    ):
-        raise Violation("the tensors are not slow/… of every parameter and then delta/… of the same ones")
-
-
 def buffer(length: int) -> memoryview:
     """A zeroed buffer."""
     return memoryview(bytearray(length))

@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from noloco_p2p.compute import exported_model, replica_tensors
+from noloco_p2p.compute import exported_model
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
 from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
@@ -100,13 +101,12 @@ class SnapshotCollector:
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
         parameters, deadline_s = self.specs[advert.stage], self.manifest.outer.deadline_s
-        expected = replica_tensors.specs(replica_tensors.SNAPSHOT_KINDS, parameters)
+        expected = exported_model.flat_weights(parameters)
+        request = SnapshotRequest(advert.stage, round, min(ROUND_WAIT_S, deadline_s), expected.dtype)
         try:
-            snapshot = await self.transport.fetch_snapshot(
-                advert, advert.stage, round, min(ROUND_WAIT_S, deadline_s), deadline_s, expected
-            )
+            snapshot = await self.transport.fetch_snapshot(advert, request, deadline_s, (expected,))
             if snapshot.peer != advert.peer_id:
-                raise Violation(f"{advert.peer_id} sent the snapshot of {snapshot.peer}")
+                raise Violation(f"{advert.peer_id} sent the weights of {snapshot.peer}")
             weights = await asyncio.to_thread(exported_model.fast_weights, snapshot, parameters)
         except PeerError as error:
             self.failed.add(advert.peer_id)

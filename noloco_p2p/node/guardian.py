@@ -1,6 +1,8 @@
-"""Guarding the weights of stages that have few replicas: pull their snapshots, keep the newest, give it back.
+"""Guarding the weights of stages that have few replicas: pull them now and then, keep the newest, give them back.
 
-Who guards whom is core/guardians.py. Nothing here makes a ward wait, and nothing that fails here stops the node.
+Who guards whom is core/guardians.py. Nothing here makes a ward wait, and nothing that fails here stops the node. What
+guarding costs is bounded: after a pull the guardian rests for so long that neither its own line nor that of a ward is
+in use for it for more than a twentieth of the time.
 """
 
 from collections.abc import Sequence
@@ -8,7 +10,8 @@ from math import floor
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_of
-from noloco_p2p.core.messages import Advert, Holding, Snapshot
+from noloco_p2p.core.messages import Advert, Holding
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForGuarding, Resource
 from noloco_p2p.errors import PeerError, Unreachable, Violation
 from noloco_p2p.node.membership import Membership
@@ -20,7 +23,9 @@ WAIT_S = 3.0
 """How long a ward is asked to hold its answer back until it has the round that this node has: replicas reach a round
 within a few steps of each other."""
 AGAIN_S = 2.0
-"""Seconds between two looks at a ward that leaves until its last snapshot is here, and the longest wait for it."""
+"""Seconds between two looks at a ward that leaves until its last weights are here, and the longest wait for them."""
+REST = 20.0
+"""A pull of t seconds begins t·REST before the next, times the guardians that share a replica of the ward."""
 
 
 class Guardian:
@@ -34,10 +39,13 @@ class Guardian:
         self._held: dict[int, Snapshot] = {}
         self._last_asked: dict[int, tuple[int, int]] = {}
         """By stage, when it last answered: my outer round, and the newest that its replicas announced."""
+        self._begun: set[int] = set()
+        """Wards that were asked before. The first time is at once: then it counts most."""
+        self._rests_until = 0.0
         self._read = True
 
     def snapshot_of(self, stage: int) -> Snapshot | None:
-        """The newest snapshot of another stage that is held here."""
+        """The newest weights of another stage that are held here."""
         return self._held.get(stage)
 
     def membership_was_read(self) -> None:
@@ -45,7 +53,7 @@ class Guardian:
         self._read = True
 
     async def run(self) -> None:
-        """Once this node trains: pull after each outer round and whenever the membership asks for it. Never ends."""
+        """Once this node trains: pull after outer rounds and when the membership asks for it. Never ends."""
         node = self._node
         await self._waits.until(lambda: node.advert.state == "training", "training", Resource.INNER_STEP, idle=True)
         self._list_holdings()
@@ -57,11 +65,12 @@ class Guardian:
             for stage in self._wards():
                 await self._look_after(stage)
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
+            rest_s = self._rests_until - node.now()
             await self._waits.until(
                 lambda round=round: self._read or node.advert.outer_round != round,  # type: ignore[misc]
                 "something to guard",
                 Resource.SWARM,
-                AGAIN_S if leaving else None,
+                AGAIN_S if leaving else rest_s if rest_s > 0 else None,
                 idle=True,
             )
 
@@ -87,7 +96,7 @@ class Guardian:
     # --- pulling ----------------------------------------------------------------------------------------------------
 
     async def _look_after(self, stage: int) -> None:
-        """Pull one snapshot of the ward if there should be news: from one replica, or the other when that fails."""
+        """Pull the weights of the ward if there should be news: from one replica, or the other when that fails."""
         replicas = self._replicas(stage)
         round = self._due(stage, replicas)
         if round is None:
@@ -101,7 +110,7 @@ class Guardian:
             except PeerError as error:
                 if isinstance(error, Unreachable | Violation):
                     self._swarm.members.failed(donor.peer_id, now=node.now())
-                node.event("warning", message=f"no snapshot of stage {stage} from {donor.peer_id} to guard: {error}")
+                node.event("warning", message=f"no weights of stage {stage} from {donor.peer_id} to guard: {error}")
                 continue
             self._last_asked[stage] = signs
             self._keep(stage, theirs)
@@ -119,6 +128,8 @@ class Guardian:
             if held and have > newest and held.step >= max(floor(a.step) for a in replicas):
                 return None
             return max(have, newest) + 1
+        if stage in self._begun and self._node.now() < self._rests_until:
+            return None
         goal = max(mine, newest)
         return goal if goal > have and self._last_asked.get(stage) != (mine, newest) else None
 
@@ -134,21 +145,34 @@ class Guardian:
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
         """Raises as Transport.fetch_snapshot, and Violation when the weights are not the donor's own."""
         node = self._node
-        size = node.stage.state.snapshot_bytes[stage]
-        deadline_s = node.manifest.outer.deadline_s
-        with self._waits.waiting("snapshot", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
-            theirs = await self._transport.fetch_snapshot(donor, stage, round, wait_s, deadline_s, size)
+        expected, deadline_s = node.stage.state.weights[stage], node.manifest.outer.deadline_s
+        request = SnapshotRequest(stage, round, wait_s, expected.dtype)
+        self._begun.add(stage)
+        began = node.now()
+        try:
+            with self._waits.waiting("weights", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
+                theirs = await self._transport.fetch_snapshot(donor, request, deadline_s, (expected,))
+        except PeerError:
+            if node.now() - began >= deadline_s:
+                self._rest(stage, deadline_s)  # it came, too slowly
+            raise
+        self._rest(stage, theirs.took_s)
         if theirs.peer != donor.peer_id:
-            raise Violation(f"{donor.peer_id} sent the snapshot of {theirs.peer}")
+            raise Violation(f"{donor.peer_id} sent the weights of {theirs.peer}")
         return theirs
+
+    def _rest(self, stage: int, took_s: float) -> None:
+        """The next pull may begin when the one that took so long has been paid for."""
+        shared = len(self._guardians(stage)) / max(1, len(self._replicas(stage)))
+        began = self._node.now() - took_s
+        self._rests_until = max(self._rests_until, began) + REST * max(1.0, shared) * took_s
 
     def _keep(self, stage: int, theirs: Snapshot) -> None:
         held = self._held.get(stage)
         if stage == self._node.index or (held and (theirs.round, theirs.step) <= (held.round, held.step)):
             return
         self._held[stage] = theirs
-        size = sum(t.spec.nbytes for t in theirs.tensors)
-        self._node.event("guarded", stage=stage, round=theirs.round, bytes=size)
+        self._node.event("guarded", stage=stage, round=theirs.round, bytes=theirs.nbytes)
         self._list_holdings()
 
     # --- what is held -----------------------------------------------------------------------------------------------

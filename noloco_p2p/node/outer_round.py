@@ -1,25 +1,25 @@
 """Outer rounds: freeze a snapshot, pull a partner's, merge, go on (ARCHITECTURE.md, "An outer round").
 
 A replica trains on while its partner's snapshot is on its way (`outer.overlap`). All happens at borders of inner steps,
-where no graph is open: what is due is frozen (θ_f stays in the stage, Δ and φ are the snapshot), a task of its own
-pulls, and the first border after it ended merges. Until then φ and δ are those before the round: whatever is captured
-meanwhile says that the round is still due, so that an open round needs no place in states and checkpoints, and is given
-up by forgetting it. Weights that are replaced, a move and a pause do that. What ends it without waiting, when the next
-one is due or the node leaves, merges alone. Nothing else is left to train at the end of the run: there it is waited
-for, one partner at most, and for a while.
+where no graph is open: what is due is frozen, a task of its own pulls, and the first border after it ended merges.
+Until then φ and δ are those before the round: whatever is captured meanwhile says that the round is still due, so that
+an open round needs no place in states and checkpoints, and is given up by forgetting it. Weights that are replaced, a
+move and a pause do that. When the next round is due the open one merges alone, and the pull goes on for the next: what
+is on its way is not thrown away. Nothing else is left to train at the end of the run: there it is waited for, one
+partner at most, and for a while.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, NamedTuple
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
-from noloco_p2p.core.messages import Advert, PeerId, Snapshot
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForRound, Resource
-from noloco_p2p.core.timeouts import AdaptiveTimeout
 from noloco_p2p.errors import Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
@@ -27,16 +27,20 @@ from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 KEPT_ROUNDS = 2
-"""Snapshots that stay fetchable."""
+"""Frozen rounds that stay fetchable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """What came of looking for a partner: `partner`, `stale`, `other` or `alone`, why, and the snapshot."""
+    """What came of looking for a partner, and why."""
 
-    result: str
     reason: str
-    theirs: Snapshot | None = None
+    theirs: PartnerVector | None = None
+    """None: nobody gave any."""
+    nbytes: int = 0
+    """What it weighed."""
+    other: bool = False
+    """It is not of the partner that was chosen first."""
 
 
 class PartnerChoice(NamedTuple):
@@ -49,10 +53,12 @@ class PartnerChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenRound:
-    """A round that is frozen, while the partner's snapshot is on its way and the replica trains on."""
+    """A round that is frozen, while a partner's snapshot is on its way and the replica trains on."""
 
-    mine: Snapshot
+    mine: FrozenRound
     pull: asyncio.Task[Pull]
+    pulled_in: int
+    """The round in which the pull began."""
     frozen_at: float
     inner_steps: int
     """How many had been taken when it was frozen."""
@@ -66,13 +72,12 @@ class OuterRounds:
         self._swarm = swarm
         self._waits = waits
         self._transport = transport
-        self._kept: dict[int, Snapshot] = {}
+        self._kept: dict[int, FrozenRound] = {}
         self._open: OpenRound | None = None
         self._step_busy_s = 0.0
-        self._timeout = AdaptiveTimeout()
 
-    async def freeze(self, round: int) -> Snapshot:
-        """Take this replica's snapshot of `round` and keep it for others."""
+    async def freeze(self, round: int) -> FrozenRound:
+        """Freeze what this replica gives of `round`, and keep it for others."""
         with self._waits.computing("snapshot"):
             mine = await self._node.stage.snapshot(round, self._node.step)
         self._kept[round] = mine
@@ -97,37 +102,56 @@ class OuterRounds:
             return
         done, is_last = opened.mine.round if opened else node.advert.outer_round, node.step >= node.manifest.steps
         due = schedule.due_round(node.step, outer.inner_steps, done, node.manifest.steps)
+        begins = due is not None and not (outer.overlap and node.draining)
+        going_on = None
         if opened is not None and (due is not None or is_last or opened.pull.done()):
-            await self.end("late", wait=due is None)
-        if due is None or (outer.overlap and node.draining):
-            return
-        goes_on = outer.overlap and not is_last
+            useful = due is not None and due - opened.pulled_in <= outer.max_stale_rounds
+            if begins and useful and not opened.pull.done():
+                going_on = opened
+            await self.end("late", wait=due is None, cancel=going_on is None)
+        if due is not None and begins:
+            await self._begin(due, going_on, outer.overlap and not is_last, close_intake)
+
+    async def _begin(
+        self, due: int, going_on: OpenRound | None, goes_on: bool, close_intake: Callable[[], None]
+    ) -> None:
+        """Freeze a round. It stays open while a partner's snapshot is on its way, or, unless training `goes_on`, is
+        waited for here; the pull that is `going_on` is its own, too."""
+        node = self._node
         if not goes_on:
             close_intake()
         with node.span("outer"):
             frozen_at, mine = node.now(), await self.freeze(due)
+        if going_on is not None:
+            self._open = replace(going_on, mine=mine, frozen_at=frozen_at, inner_steps=node.inner_steps)
+        else:
             choice = self._choose_partner(due)
-            if goes_on and choice.partner is not None:
-                pulling = asyncio.create_task(self._pull(due, choice), name=f"outer round {due}")
-                pulling.add_done_callback(self._pull_ended)
-                self._open = OpenRound(mine, pulling, frozen_at, node.inner_steps)
-                return
-            pull = await self._pull(due, choice)
-            node.event("idle", cause="partner", seconds=node.now() - frozen_at)
-            await self._merge(mine, pull, frozen_at, 0)
+            pull = asyncio.create_task(self._pull(due, choice, goes_on), name=f"outer round {due}")
+            pull.add_done_callback(self._pull_ended)
+            self._open = OpenRound(mine, pull, due, frozen_at, node.inner_steps)
+            goes_on &= choice.partner is not None
+        if not goes_on:
+            await self.end("", wait=True)
 
-    async def end(self, reason: str, *, wait: bool = False) -> None:
-        """End the open round, if there is one: with what has come, else alone, for `reason`; or `wait` for it."""
-        opened, self._open = self._open, None
+    async def end(self, reason: str, *, wait: bool = False, cancel: bool = True) -> None:
+        """End the open round, if there is one: with what has come, else alone, for `reason`; or `wait` for it.
+
+        Without `cancel` the pull goes on, if it is not done, for whoever has use for it.
+        """
+        opened, self._open, node = self._open, None, self._node
         if opened is None:
             return
-        with self._node.span("outer"):
-            if not wait and not opened.pull.done():
+        with node.span("outer"):
+            pull, began, is_there = Pull(reason), node.now(), opened.pull.done()
+            if cancel and not wait:
                 opened.pull.cancel()
-            with self._waits.waiting("outer round", Resource.SWARM, why=ForRound(opened.mine.round)):
-                await asyncio.wait([opened.pull])
-            pull = Pull("alone", reason) if opened.pull.cancelled() else opened.pull.result()
-            await self._merge(opened.mine, pull, opened.frozen_at, self._node.inner_steps - opened.inner_steps)
+            if is_there or wait or cancel:
+                with self._waits.waiting("outer round", Resource.SWARM, why=ForRound(opened.mine.round)):
+                    await asyncio.wait([opened.pull])
+                pull = pull if opened.pull.cancelled() else opened.pull.result()
+            if wait and not is_there:
+                node.event("idle", cause="partner", seconds=node.now() - began)
+            await self._merge(opened.mine, pull, opened.frozen_at, node.inner_steps - opened.inner_steps)
 
     async def forget(self) -> None:
         """Give the open round up, if there is one: it is due again where training goes on."""
@@ -142,24 +166,25 @@ class OuterRounds:
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._node.fail(error)
 
-    async def _merge(self, mine: Snapshot, pull: Pull, frozen_at: float, trained: int) -> None:
-        """N1 to N3; `trained` inner steps were taken since the snapshot was frozen."""
-        node = self._node
+    async def _merge(self, mine: FrozenRound, pull: Pull, frozen_at: float, trained: int) -> None:
+        """N1 to N3; `trained` inner steps were taken since it was frozen."""
+        node, theirs = self._node, pull.theirs
+        if theirs is not None and abs(theirs.round - mine.round) > node.manifest.outer.max_stale_rounds:
+            pull, theirs = Pull("too old"), None
         with self._waits.computing("merge"):
-            try:
-                merged = await node.stage.merge(mine, pull.theirs)
-            except Violation as error:
-                pull = Pull("alone", f"refused: {error}")
-                merged = await node.stage.merge(mine, None)
+            merged = await node.stage.merge(mine, theirs)
         node.publish(outer_round=mine.round)
+        result = "alone"
+        if theirs is not None:
+            result = "other" if pull.other else "partner" if theirs.round == mine.round else "stale"
         node.event(
             "outer_round",
             round=mine.round,
-            result=pull.result,
-            partner=pull.theirs.peer if pull.theirs else None,
+            result=result,
+            partner=theirs.peer if theirs else None,
             reason=pull.reason,
             seconds=node.now() - frozen_at,
-            bytes=sum(t.spec.nbytes for t in pull.theirs.tensors) if pull.theirs else 0,
+            bytes=pull.nbytes,
             **({"trained": trained} if trained else {}),
         )
         if merged.replica_std is not None:
@@ -180,65 +205,62 @@ class OuterRounds:
         kind: Literal["matched", "random"] = "matched" if is_matched else "random"
         return PartnerChoice(mates, *pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng))
 
-    async def _pull(self, round: int, choice: PartnerChoice) -> Pull:
+    async def _pull(self, round: int, choice: PartnerChoice, goes_on: bool) -> Pull:
         """The partner's snapshot of this round, else its newest, else another replica's, else none."""
         node, members = self._node, self._swarm.members
         mates, chosen, reason = choice
         if chosen is None:
-            return Pull("alone", reason)
+            return Pull(reason)
         failure = "aside"
         if not members.is_aside(chosen, now=node.now()):
-            theirs, failure = await self._try_fetch(mates[chosen], round, self._partner_wait_s())
-            if theirs is not None:
-                return Pull("partner" if theirs.round == round else "stale", reason, theirs)
+            found = await self._try_fetch(mates[chosen], round, self._partner_wait_s(goes_on), goes_on)
+            if found.theirs is not None:
+                return replace(found, reason=reason)
+            failure = found.reason
         others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
-            return Pull("alone", failure)
-        theirs, second_failure = await self._try_fetch(mates[node.rng.choice(others)], round, 0.0)
-        return Pull("alone", second_failure) if theirs is None else Pull("other", failure, theirs)
+            return Pull(failure)
+        found = await self._try_fetch(mates[node.rng.choice(others)], round, 0.0, goes_on)
+        return found if found.theirs is None else replace(found, reason=failure, other=True)
 
-    async def _try_fetch(self, peer: Advert, round: int, wait_s: float) -> tuple[Snapshot | None, str]:
-        """A peer's snapshot near `round`; or why there is none, as a label: the peer's own words go to the log."""
+    async def _try_fetch(self, peer: Advert, round: int, wait_s: float, idle: bool) -> Pull:
+        """A peer's snapshot near `round`; or, as a label, why there is none: its words go to the log."""
         try:
-            return await self._fetch(peer, round, wait_s), ""
+            return await self._fetch(peer, round, wait_s, idle)
         except PeerError as error:
             if not isinstance(error, Declined):
                 self._swarm.members.failed(peer.peer_id, now=self._node.now())
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
-            return None, type(error).__name__.lower()
+            return Pull(type(error).__name__.lower())
 
-    async def _fetch(self, peer: Advert, round: int, wait_s: float) -> Snapshot:
+    async def _fetch(self, peer: Advert, round: int, wait_s: float, idle: bool) -> Pull:
         """A peer's snapshot near `round`. Raises Declined when it is too old, else as Transport.fetch_snapshot."""
         node, outer = self._node, self._node.manifest.outer
-        floor_s = node.config.limits.patience_floor_s + wait_s
-        deadline_s = min(outer.deadline_s, self._timeout.deadline_s(floor_s) or outer.deadline_s)
-        began = node.now()
-        idle = self._open is not None
-        with self._waits.waiting("snapshot", peer.peer_id, wait_s + deadline_s, ForRound(round), idle=idle):
-            theirs = await self._transport.fetch_snapshot(
-                peer, node.index, round, wait_s, deadline_s, node.stage.state.snapshot
-            )
-        self._timeout.observe(node.now() - began)
+        request = SnapshotRequest(node.index, round, wait_s)
+        with self._waits.waiting("snapshot", peer.peer_id, wait_s + outer.deadline_s, ForRound(round), idle=idle):
+            theirs = await self._transport.fetch_snapshot(peer, request, outer.deadline_s, node.stage.state.snapshot)
         if theirs.peer != peer.peer_id:
             raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
         if abs(theirs.round - round) > outer.max_stale_rounds:
             raise Declined(f"its round {theirs.round} is too far from {round}")
-        return theirs
+        with self._waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(round), idle=idle):
+            return Pull("", await node.stage.decode(theirs), theirs.nbytes)
 
-    def _partner_wait_s(self) -> float:
+    def _partner_wait_s(self, goes_on: bool) -> float:
         """By default two inner steps: of wall time where the replica trains on, else of device-busy time, for wall time
         would feed on itself."""
         outer, took = self._node.manifest.outer, self._node.step_seconds
         if outer.partner_wait_s is not None:
             return outer.partner_wait_s
-        return 2 * (median(took) if self._open is not None and took else self._step_busy_s)
+        return 2 * (median(took) if goes_on and took else self._step_busy_s)
 
     # --- the other side ---------------------------------------------------------------------------------------------
 
-    async def serve(self, round: int | None, wait_s: float) -> Snapshot:
+    async def serve(self, request: SnapshotRequest) -> Snapshot:
         """See ports.Handler.fetch_snapshot."""
+        round = request.round
         if round is not None:
-            longest_s = min(wait_s, self._node.manifest.outer.deadline_s)
+            longest_s = min(request.wait_s, self._node.manifest.outer.deadline_s)
             await self._waits.until(
                 lambda: any(kept >= round for kept in self._kept),
                 "outer round",
@@ -249,7 +271,9 @@ class OuterRounds:
             )
         if not self._kept:
             raise Declined("this replica has no snapshot yet")
-        return self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
+        frozen = self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
+        with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
+            return await self._node.stage.encode(frozen, request)
 
     async def go_on_from(self, round: int) -> None:
         """This replica's weights have become those of `round`; the snapshots kept are no longer its own."""

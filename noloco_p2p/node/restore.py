@@ -4,6 +4,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Advert, Checkpoint, Holding
 from noloco_p2p.core.resume import RestoreSource
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.status import Resource, Task
 from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.guardian import Guardian
@@ -125,12 +126,12 @@ class WeightRestorer:
         theirs = self._guardian.snapshot_of(node.index)
         if guardian is not None:
             deadline_s = node.manifest.outer.deadline_s
-            with self._waits.waiting("snapshot", guardian.peer_id, deadline_s, Task.LOST_STAGE):
-                theirs = await self._world.transport.fetch_snapshot(
-                    guardian, node.index, None, 0.0, deadline_s, node.stage.state.snapshot
-                )
+            expected = node.stage.state.weights[node.index]
+            request = SnapshotRequest(node.index, weights=expected.dtype)
+            with self._waits.waiting("weights", guardian.peer_id, deadline_s, Task.LOST_STAGE):
+                theirs = await self._world.transport.fetch_snapshot(guardian, request, deadline_s, (expected,))
         assert theirs is not None, "a source without a peer is held here"
-        with self._waits.computing("adopted snapshot"):
+        with self._waits.computing("adopted weights"):
             await node.stage.adopt(theirs)
         await self._go_on_at(theirs.round, max(float(theirs.step), self._clock_of_others()), node.inner_steps)
 

@@ -13,9 +13,9 @@ from noloco_p2p.core.messages import (
     PeerId,
     Progress,
     ReplicaState,
-    Snapshot,
     TensorSpec,
 )
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, Violation
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.outer_round import OuterRounds
@@ -46,15 +46,15 @@ class RpcHandler:
         self._check(header)
         return await self._server.evaluate(caller, header, body)
 
-    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
+    async def fetch_snapshot(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         """See ports.Handler."""
-        if not (wait_s >= 0):
+        if not (request.wait_s >= 0):
             raise Violation("a snapshot needs a wait of 0 s or more")
-        if stage == self._node.chosen_stage:
-            return await self._rounds.serve(round, wait_s)
-        guarded = self._guardian.snapshot_of(stage)
-        if guarded is None:
-            raise Declined(f"this node guards no weights of stage {stage}")
+        if request.stage == self._node.chosen_stage:
+            return await self._rounds.serve(request)
+        guarded = self._guardian.snapshot_of(request.stage)
+        if guarded is None or request.weights != guarded.tensors[0].dtype:
+            raise Declined(f"this node guards no {request.weights or 'vector'} of stage {request.stage}")
         return guarded
 
     def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:

@@ -1,6 +1,6 @@
 """How fast a peer answers, and how fast bytes come from it. For an observer: nothing that comes is kept.
 
-What the peer has to give is a snapshot; it sends the same bytes to every partner, and its device has no work with it.
+What the peer has to give is its weights; it sends the same bytes to everybody, and its device has no work with it.
 """
 
 import asyncio
@@ -64,9 +64,9 @@ class LinkProbe:
         return statistics.median(took)
 
     async def transfer(self, peer: Advert, limit_s: float) -> SnapshotTransfer:
-        """Take the peer's newest snapshot, for at most `limit_s`. Raises what a refusal means, Unreachable."""
+        """Take the peer's newest weights, for at most `limit_s`. Raises what a refusal means, Unreachable."""
         clock = asyncio.get_running_loop().time
-        request = pb.SnapshotRequest(round=None, wait_s=0.0, stage=peer.stage)
+        request = pb.SnapshotRequest(wait_s=0.0, stage=peer.stage, weights="float32")
         size, began, ended, whole = 0, 0.0, 0.0, False
         async with self._channels.acquire(peer, ANSWER_S) as channel:
             with translated_errors(peer.peer_id, "snapshot", ANSWER_S + limit_s, clock() + ANSWER_S + limit_s):
@@ -85,7 +85,7 @@ class LinkProbe:
                     whole = True
                 except TimeoutError:
                     if not size:
-                        raise Unreachable(f"nothing of a snapshot came from {peer.peer_id} in time") from None
+                        raise Unreachable(f"nothing of its weights came from {peer.peer_id} in time") from None
                 finally:
                     call.cancel()
         return SnapshotTransfer(size, ended - began, whole)

@@ -63,7 +63,7 @@ class MicrobatchFigures:
 
 @dataclass(frozen=True, slots=True)
 class TrafficFigures:
-    """Bytes of tensors by kind: activation, gradient, snapshot, state."""
+    """Bytes of tensors by kind: activation, gradient, snapshot, weights, state."""
 
     sent_per_node: Shares
     """Mean over all nodes that there were."""

@@ -10,8 +10,9 @@ Shape legend: B microbatch, T sequence, D = 1 hidden size.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from math import hypot, isfinite, sqrt
+from math import hypot, isfinite
 from typing import NamedTuple
 
 from noloco_p2p.config import RunManifest
@@ -23,11 +24,11 @@ from noloco_p2p.core.messages import (
     MicrobatchId,
     PeerId,
     ReplicaState,
-    Snapshot,
     TensorSpec,
 )
-from noloco_p2p.core.outer_update import carried_over, outer_step
+from noloco_p2p.core.outer_update import carried_over, outer_step, round_vector
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest, pair_std
 from noloco_p2p.core.spent_ids import SpentIds
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
@@ -35,6 +36,8 @@ from noloco_p2p.sim.batches import IGNORED
 
 NAMES = ("gain", "bias")
 TOKEN_SCALE = 0.01
+SNAPSHOT = tuple(TensorSpec(name, "float64", (len(NAMES),)) for name in ("vector", "sample"))
+WEIGHTS = TensorSpec("weights", "float64", (len(NAMES),))
 
 
 class CountedMicrobatch(NamedTuple):
@@ -56,8 +59,6 @@ class LinearStage:
         rng = generator(manifest.seed, "weights", index)
         self.theta = [1.0 + 0.1 * rng.random(), 0.1 * rng.random()]
         self.phi, self.momentum = list(self.theta), [0.0, 0.0]
-        self.theta_frozen = list(self.theta)
-        """θ_f: θ at the newest snapshot."""
         self.counted: list[CountedMicrobatch] = []
         """In the order in which they were added."""
         self.dropped: list[MicrobatchId] = []
@@ -76,10 +77,9 @@ class LinearStage:
         self._used: list[CountedMicrobatch] = []
         rows = (manifest.microbatch_size, manifest.sequence_length)
         self._targets = TensorSpec("targets", "int32", rows)
-        snapshot, replica = _specs(("slow", "delta")), _specs(REPLICA_KINDS)
+        replica = tuple(TensorSpec(f"{kind}/{name}", "float64", (1,)) for kind in REPLICA_KINDS for name in NAMES)
         hidden, grad = (TensorSpec(name, "float64", (*rows, 1)) for name in ("hidden", "grad"))
-        every_bytes = (sum(spec.nbytes for spec in snapshot),) * manifest.stages
-        self.state = StageState(index, len(NAMES), hidden, grad, snapshot, replica, every_bytes)
+        self.state = StageState(index, len(NAMES), hidden, grad, SNAPSHOT, replica, (WEIGHTS,) * manifest.stages)
 
     @property
     def open_graphs(self) -> int:
@@ -138,46 +138,55 @@ class LinearStage:
         self.version += 1
         return StepResult(tokens, sum(one.loss_sum for one in used), len(used), norm, 0.0)
 
-    def snapshot(self, round: int, step: int) -> Snapshot:
+    def snapshot(self, round: int, step: int) -> FrozenRound:
         """See `ports.Stage`."""
-        self.theta_frozen = list(self.theta)
-        deltas = [value - slow for value, slow in zip(self.theta, self.phi, strict=True)]
-        return Snapshot(self._me, round, step, _pack(self.state.snapshot, [*self.phi, *deltas]))
+        outer, pairs = self._manifest.outer, zip(self.phi, self.theta, strict=True)
+        vector = [round_vector(phi, theta - phi, beta=outer.beta, gamma=outer.gamma) for phi, theta in pairs]
+        return FrozenRound(self._me, round, step, _flat(SNAPSHOT[0], vector), _flat(WEIGHTS, self.theta))
 
-    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+    def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+        """See `ports.Stage`. All weights are sampled, for they are few."""
+        tensors = (frozen.vector, replace(frozen.weights, name="sample")) if request.weights is None else ()
+        return Snapshot(frozen.peer, frozen.round, frozen.step, tensors or (frozen.weights,))
+
+    def decode(self, theirs: Snapshot) -> PartnerVector:
         """See `ports.Stage`."""
-        group = [self._read(one) for one in (mine, theirs) if one is not None]
-        outer = self._manifest.outer
-        step = partial(outer_step, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma)
-        of_weight = [[(phi[i], delta[i]) for phi, delta in group] for i in range(len(NAMES))]
-        after = [step(*one) for one in zip(self.phi, self.momentum, of_weight, strict=True)]
+        _values_of(theirs.tensors, SNAPSHOT, f"the snapshot of {theirs.peer}")
+        return PartnerVector(theirs.peer, theirs.round, *theirs.tensors)
+
+    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+        """See `ports.Stage`."""
+        outer, group = self._manifest.outer, [one.vector for one in (mine, theirs) if one is not None]
+        step = partial(outer_step, alpha=outer.alpha, gamma=outer.gamma)
+        vectors = zip(*(vector.data.cast("d") for vector in group), strict=True)
+        after = list(map(step, self.phi, self.momentum, vectors))
         self.phi, self.momentum = [phi for phi, _ in after], [momentum for _, momentum in after]
-        self.theta = list(map(carried_over, self.phi, self.theta, self.theta_frozen))
+        frozen = mine.weights.data.cast("d")
+        self.theta = list(map(carried_over, self.phi, self.theta, frozen))
         self.version += 1
         if theirs is None:
             return MergeResult(None)
-        thetas = [[p + d for p, d in zip(phi, delta, strict=True)] for phi, delta in group]
-        square = sum((a - b) ** 2 for a, b in zip(*thetas, strict=True))
-        return MergeResult(sqrt(0.5 * square / (2 * len(NAMES))))
+        square = sum((a - b) ** 2 for a, b in zip(frozen, theirs.sample.data.cast("d"), strict=True))
+        return MergeResult(pair_std(square, len(NAMES)))
 
     def adopt(self, theirs: Snapshot) -> None:
         """See `ports.Stage`."""
-        phi, delta = self._read(theirs)
-        self.phi = [p + d for p, d in zip(phi, delta, strict=True)]
+        self.phi = _values_of(theirs.tensors, (WEIGHTS,), f"the weights of {theirs.peer}")
         self.theta, self.momentum = list(self.phi), [0.0, 0.0]
         self._restart(())
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """See `ports.Stage`. There is no Adam here: its moments are zeros, after no steps."""
         values = [*self.phi, *self.theta, *self.momentum, *[0.0] * (2 * len(NAMES))]
-        tensors, spent = _pack(self.state.replica, values), self._spent.ended()
+        tensors = tuple(_flat(spec, [value]) for spec, value in zip(self.state.replica, values, strict=True))
+        spent = self._spent.ended()
         return ReplicaState(self._me, self.state.index, round, step, inner_steps, 0, tensors, spent=spent)
 
     def restore(self, theirs: ReplicaState) -> None:
         """See `ports.Stage`."""
         if theirs.stage != self.state.index or theirs.adam_steps < 0:
             raise Violation(f"the state of {theirs.peer} is of stage {theirs.stage}, not {self.state.index}")
-        values = _unpack(theirs.tensors, self.state.replica, f"the state of {theirs.peer}")
+        values = _values_of(theirs.tensors, self.state.replica, f"the state of {theirs.peer}")
         n = len(NAMES)
         if min(values[4 * n :]) < 0:
             raise Violation(f"the state of {theirs.peer} has a mean square below zero")
@@ -234,11 +243,6 @@ class LinearStage:
         _, dtype, shape = self.state.hidden
         return HostTensor(name, dtype, shape, memoryview(array("d", values).tobytes()))
 
-    def _read(self, snapshot: Snapshot) -> tuple[list[float], list[float]]:
-        """(φ, Δ). Raises Violation when they do not fit or are not finite."""
-        values = _unpack(snapshot.tensors, self.state.snapshot, f"the snapshot of {snapshot.peer}")
-        return values[: len(NAMES)], values[len(NAMES) :]
-
     def _restart(self, spent: Iterable[MicrobatchId]) -> None:
         """Other weights: kept graphs and the inner step under way are forgotten, `spent` alone count as seen."""
         del self.counted[len(self.counted) - len(self._used) :]
@@ -248,21 +252,15 @@ class LinearStage:
         self.version += 1
 
 
-def _specs(kinds: Iterable[str]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(f"{kind}/{name}", "float64", (1,)) for kind in kinds for name in NAMES)
+def _flat(spec: TensorSpec, values: Iterable[float]) -> HostTensor:
+    return HostTensor(*spec, memoryview(array("d", values).tobytes()))
 
 
-def _pack(specs: tuple[TensorSpec, ...], values: Iterable[float]) -> tuple[HostTensor, ...]:
-    """One value each."""
-    pairs = zip(specs, values, strict=True)
-    return tuple(HostTensor(*spec, memoryview(array("d", [value]).tobytes())) for spec, value in pairs)
-
-
-def _unpack(tensors: Sequence[HostTensor], specs: tuple[TensorSpec, ...], whose: str) -> list[float]:
-    """One value each. Raises Violation when they do not fit or are not finite; `whose` begins the message."""
+def _values_of(tensors: Sequence[HostTensor], specs: tuple[TensorSpec, ...], whose: str) -> list[float]:
+    """One after another. Raises Violation when they do not fit or are not finite; `whose` begins the message."""
     if tuple(tensor.spec for tensor in tensors) != specs:
         raise Violation(f"{whose} does not have this stage's tensors")
-    values = [tensor.data.cast("d")[0] for tensor in tensors]
+    values = [value for tensor in tensors for value in tensor.data.cast("d")]
     if not all(map(isfinite, values)):
         raise Violation(f"{whose} is not finite")
     return values

@@ -81,7 +81,9 @@ class MessageSizes:
     gradient_bytes: int
     """The gradient that answers it."""
     snapshot_bytes: tuple[int, ...]
-    """Of every stage: φ and Δ."""
+    """Of every stage: u and the sample that go to a partner."""
+    weights_bytes: tuple[int, ...]
+    """Of every stage: θ_f as guardians hold it."""
     state_bytes: tuple[int, ...]
     """Of every stage: a replica's whole state."""
 
@@ -90,6 +92,8 @@ class MessageSizes:
         match kind:
             case "snapshot":
                 return self.snapshot_bytes[stage]
+            case "weights":
+                return self.weights_bytes[stage]
             case "state":
                 return self.state_bytes[stage]
         return self.activation_bytes if kind == "activation" else self.gradient_bytes

@@ -51,7 +51,7 @@ class Network:
 
     @property
     def byte_counts(self) -> Mapping[PeerId, Mapping[str, ByteCounts]]:
-        """What became of the bytes of every node that had any, by kind (activation, gradient, snapshot, state)."""
+        """What became of the bytes of every node that had any, by kind (`traffic.KINDS`)."""
         return self.traffic.byte_counts()
 
     # --- the fault vocabulary -------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Network:
         return self._swallowed(callee, caller, self.link(callee, caller).reply_loss)
 
     def payload_bytes(self, kind: str, tensors: Iterable[HostTensor], stage: int = 0) -> int:
-        """What the tensors of a message weigh; `stage` is that of a snapshot or a state."""
+        """What the tensors of a message weigh; `stage` is that of a snapshot, weights or a state."""
         return self.sizes.of(kind, stage) if self.sizes else sum(tensor.data.nbytes for tensor in tensors)
 
     def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:

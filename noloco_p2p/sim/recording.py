@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from operator import add, sub
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState, Snapshot
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot
 from noloco_p2p.core.stage_values import MergeResult, StepLabel, StepResult
 from noloco_p2p.sim.linear_stage import LinearStage
 
@@ -24,7 +25,7 @@ class LoadedWeights:
     phi: Values
     """φ after it."""
     frozen_phi: Values | None
-    """What φ (or φ + Δ) was when these weights were frozen; None when nobody ever froze them."""
+    """What φ (or θ) was when these weights were frozen; None when nobody ever froze them."""
     lineage: frozenset[MicrobatchId]
     """Ids that the replica had counted by the time at which it was frozen."""
     counted_before: int
@@ -89,7 +90,7 @@ class FrozenWeights:
     """All weights that any node froze in one swarm: those that may be loaded later."""
 
     snapshots: dict[tuple[PeerId, int, int, int], set[Values]] = field(default_factory=dict)
-    """φ + Δ by (peer, stage, round, step)."""
+    """θ by (peer, stage, round, step)."""
     states: dict[tuple[PeerId, Values], frozenset[MicrobatchId]] = field(default_factory=dict)
     """Ids counted, by (peer, values of the whole state)."""
 
@@ -106,8 +107,11 @@ class RecordingStage(LinearStage):
         self.progress: list[MergedProgress] = []
         """Of every merge."""
         self._frozen_at_s = 0.0
-        self._trained = self._trained_frozen = (0.0, 0.0)
+        self._trained: Values = (0.0, 0.0)
+        self._trained_frozen: Values = (0.0, 0.0)
         """What inner steps added to θ that no merge has had; and as much of it as the newest snapshot has."""
+        self._delta_frozen: Values = (0.0, 0.0)
+        """Δ of the newest snapshot."""
         self._frozen = frozen
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
@@ -122,11 +126,11 @@ class RecordingStage(LinearStage):
         self._trained = tuple(map(add, self._trained, map(sub, self.theta, before)))
         return result
 
-    def snapshot(self, round: int, step: int) -> Snapshot:
-        """Recorded: φ + Δ as whoever adopts it computes it."""
+    def snapshot(self, round: int, step: int) -> FrozenRound:
+        """Recorded."""
         self._frozen_at_s, self._trained_frozen = now_s(), self._trained
-        adopted = tuple(phi + (theta - phi) for phi, theta in zip(self.phi, self.theta, strict=True))
-        self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set()).add(adopted)
+        self._delta_frozen = (*map(sub, self.theta, self.phi),)
+        self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set()).add((*self.theta,))
         return super().snapshot(round, step)
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
@@ -158,12 +162,12 @@ class RecordingStage(LinearStage):
         counted, lineage = len(self.counted), lineage or frozenset()
         self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.phi,), found, lineage, counted))
 
-    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """Recorded."""
         if theirs is not None:
             self.merged.append(MergedSnapshot(now_s(), self._frozen_at_s, mine.round, theirs.peer))
         result = super().merge(mine, theirs)
-        delta, trained = (*self._read(mine)[1],), self._trained_frozen
+        delta, trained = self._delta_frozen, self._trained_frozen
         self._trained = tuple(map(sub, self._trained, trained))
         kept = tuple(map(sub, self.theta, self.phi))
         self.progress.append(MergedProgress(mine.round, delta, trained, kept, self._trained))

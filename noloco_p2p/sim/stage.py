@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, ReplicaState, Snapshot
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, ReplicaState
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import LocalError
 
@@ -48,10 +49,16 @@ class SyncStage(Protocol):
     def inner_step(self, label: StepLabel) -> StepResult:
         """See `ports.Stage`; `busy_s` is left to the device."""
 
-    def snapshot(self, round: int, step: int) -> Snapshot:
+    def snapshot(self, round: int, step: int) -> FrozenRound:
         """See `ports.Stage`."""
 
-    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+    def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+        """See `ports.Stage`."""
+
+    def decode(self, theirs: Snapshot) -> PartnerVector:
+        """See `ports.Stage`."""
+
+    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """See `ports.Stage`."""
 
     def adopt(self, theirs: Snapshot) -> None:
@@ -132,11 +139,19 @@ class TimedStage:
         busy_s, self._busy_s = self._busy_s, 0.0
         return replace(result, busy_s=busy_s)
 
-    async def snapshot(self, round: int, step: int) -> Snapshot:
+    async def snapshot(self, round: int, step: int) -> FrozenRound:
         """See `ports.Stage`."""
         return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.snapshot, round, step))
 
-    async def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+    async def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+        """See `ports.Stage`; takes no time of the device."""
+        return self.stage.encode(frozen, request)
+
+    async def decode(self, theirs: Snapshot) -> PartnerVector:
+        """See `ports.Stage`; takes no time of the device."""
+        return self.stage.decode(theirs)
+
+    async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """See `ports.Stage`."""
         return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.merge, mine, theirs))
 

@@ -15,7 +15,7 @@ from noloco_p2p.sim.links import Geography, Link, ceiling_bytes_per_s
 SAME_S = 1e-9
 """Times that differ by less are the same: sums of latencies are not exact."""
 
-KINDS = ("activation", "gradient", "snapshot", "state")
+KINDS = ("activation", "gradient", "snapshot", "weights", "state")
 """What travels."""
 QUEUED = ("activation", "gradient")
 """Sent one after the other to the same peer: side by side all would be late, this way only the last one is as late."""

@@ -23,9 +23,9 @@ from noloco_p2p.core.messages import (
     PeerId,
     Progress,
     ReplicaState,
-    Snapshot,
     TensorSpec,
 )
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.ports import Body, Claim, Handler, alone
 from noloco_p2p.sim.calls import SimCall
@@ -76,28 +76,21 @@ class SimTransport:
         return await self._submit(peer, _sent(activation), claim, "evaluate", lambda handler: handler.evaluate)
 
     async def fetch_snapshot(
-        self,
-        peer: Advert,
-        stage: int,
-        round: int | None,
-        wait_s: float,
-        deadline_s: float,
-        expected: tuple[TensorSpec, ...] | int,
+        self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: tuple[TensorSpec, ...]
     ) -> Snapshot:
         """See `ports.Transport`."""
+        kind, wait_s = request.kind, request.wait_s
 
         async def invoke(handler: Handler, call: SimCall[Snapshot]) -> Snapshot:
-            snapshot = await handler.fetch_snapshot(self._me, stage, round, wait_s)
-            await call.stream("snapshot", self._network.payload_bytes("snapshot", snapshot.tensors, stage))
-            return replace(snapshot, tensors=tuple(map(_copy, snapshot.tensors)))
+            snapshot = await handler.fetch_snapshot(self._me, request)
+            began = asyncio.get_running_loop().time()
+            await call.stream(kind, self._network.payload_bytes(kind, snapshot.tensors, request.stage))
+            took_s = asyncio.get_running_loop().time() - began
+            return replace(snapshot, tensors=tuple(map(_copy, snapshot.tensors)), took_s=took_s)
 
         silence_s = (wait_s + SILENCE_S, SILENCE_S)
         snapshot = await self._call(peer, invoke, wait_s + deadline_s, "fetch_snapshot", silence_s=silence_s)
-        specs = tuple(tensor.spec for tensor in snapshot.tensors)
-        if isinstance(expected, int):
-            wire.check_snapshot(specs, expected)
-        else:
-            wire.check_same(specs, expected, "snapshot")
+        wire.check_same(tuple(tensor.spec for tensor in snapshot.tensors), expected, kind)
         return snapshot
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from stages import make_batch, make_manifest, make_stages, microbatch, run_microbatch, weights
+from stages import make_batch, make_manifest, make_stages, microbatch, run_microbatch, vector_of, weights
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.factory import make_torch_stage
@@ -31,10 +31,11 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
     run_microbatch(stages, make_batch(1), microbatch(1))
     stage.inner_step(StepLabel(1, 0, 1e-2, {}))
     fast = weights([stage])
-    stage.merge(stage.snapshot(1, 10), other[0].snapshot(1, 10))
+    theirs = vector_of(other[0], other[0].snapshot(1, 10))
+    stage.merge(stage.snapshot(1, 10), theirs)
     directory = tmp_path / "audit"
     kinds = ["slow", "frozen", "fast", "momentum", "slow_after", "adam_mean", "adam_square"]
-    kinds += ["partner_slow", "partner_delta"]
+    kinds += ["partner_vector"]
     record = load_file(directory / "round-000001-me.safetensors")
     assert set(record) == {f"{kind}/{name}" for kind in kinds for name in names}
     for name in names:
@@ -46,6 +47,8 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
         assert torch.equal(record[f"adam_mean/{name}"], adam["exp_avg"])
         assert torch.equal(record[f"adam_square/{name}"], adam["exp_avg_sq"])
     assert any(record[f"adam_mean/{name}"].any() for name in names)
+    recorded = torch.cat([record[f"partner_vector/{name}"].flatten() for name in names])
+    assert torch.equal(recorded, host_tensor.to_torch(theirs.vector))
     with safe_open(directory / "round-000001-me.safetensors", "pt") as file:
         assert file.metadata() == {
             "round": "1",

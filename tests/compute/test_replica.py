@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from stages import SIZES, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
+from stages import SIZES, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch, weights_of
 
 from noloco_p2p.compute.device import URGENT, Device, DeviceStage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import REPLICA_KINDS, HostTensor, ReplicaState
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.spent_ids import SPENT_IDS, SPENT_STEPS, SpentIds
 from noloco_p2p.errors import LocalError, Violation
 
@@ -90,7 +91,7 @@ def test_a_captured_state_is_frozen_and_says_what_it_is() -> None:
     train(stages, 1, 4)
     state = stages[0].capture(1, 4.5, 4)
     before = contents(state)
-    stages[0].adopt(stages[0].snapshot(1, 4))
+    stages[0].adopt(weights_of(stages[0], 1, 4))
     train(stages, 5, 7)
     stages[0].restore(stages[0].capture(2, 7.5, 7))
     train(stages, 8, 8)
@@ -131,7 +132,7 @@ def test_the_step_under_way_is_not_captured_and_its_microbatches_count_again() -
 def test_other_weights_forget_the_step_under_way_and_its_graphs(again: str) -> None:
     stages = make_stages(manifest_of())
     train(stages, 1, 1)
-    state, snapshot = stages[0].capture(0, 1.0, 1), stages[0].snapshot(0, 1)
+    state, snapshot = stages[0].capture(0, 1.0, 1), weights_of(stages[0], 0, 1)
     graph, _ = stages[0].forward(make_batch(9).inputs, None)
     run_microbatch(stages, make_batch(8), microbatch(8))
     stages[0].restore(state) if again == "restore" else stages[0].adopt(snapshot)
@@ -187,11 +188,20 @@ def test_a_bad_state_changes_nothing(message: str) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("family", sorted(SIZES))
-def test_every_stage_knows_the_bytes_of_every_snapshot(family: str, stages: int) -> None:
+def test_every_stage_knows_the_weights_of_every_other(family: str, stages: int) -> None:
     made = make_stages(make_manifest(family, stages, dtype="float32"))
-    expected = tuple(sum(len(tensor.data) for tensor in stage.snapshot(0, 0).tensors) for stage in made)
-    assert {stage.state.snapshot_bytes for stage in made} == {expected}
-    assert [stage.state.parameters * 8 for stage in made] == list(expected)
+    expected = tuple(weights_of(stage).tensors[0].spec for stage in made)
+    assert {stage.state.weights for stage in made} == {expected}
+    assert [stage.state.parameters * 2 for stage in made] == [spec.nbytes for spec in expected]
+    for stage in made:
+        frozen = stage.snapshot(0, 0)
+        sent = stage.encode(frozen, SnapshotRequest(stage.state.index))
+        assert tuple(tensor.spec for tensor in sent.tensors) == stage.state.snapshot
+        assert (
+            stage.state.parameters * 4
+            < sent.nbytes
+            <= max(4.1 * stage.state.parameters, 4096 + 4.0 * stage.state.parameters)
+        )
 
 
 def test_restored_ids_are_forgotten_by_the_same_rules() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.outer_update import instability, largest_gamma, outer_step
+from noloco_p2p.core.outer_update import instability, largest_gamma, outer_step, round_vector
 
 VECTORS = Path(__file__).parents[1] / "support" / "vectors" / "outer_round.json"
 
@@ -32,7 +32,7 @@ def _recorded() -> tuple[dict[str, Any], dict[tuple[int, int], dict[str, Any]]]:
 
 def test_reproduces_the_recorded_rounds_of_the_reference_code() -> None:
     recorded, rounds = _recorded()
-    scalars = {name: float(recorded[name]) for name in ("alpha", "beta", "gamma")}
+    alpha, beta, gamma = (float(recorded[name]) for name in ("alpha", "beta", "gamma"))
     momentum = {replica: [0.0] * len(_flat(one["phi"])) for (replica, _), one in rounds.items()}
     worst = 0.0
     for (replica, number), one in sorted(rounds.items(), key=lambda item: item[0][1]):
@@ -41,7 +41,8 @@ def test_reproduces_the_recorded_rounds_of_the_reference_code() -> None:
         after = []
         for i, value in enumerate(phi):
             group = [(_flat(m["phi"])[i], _flat(m["theta"])[i] - _flat(m["phi"])[i]) for m in members]
-            phi_after, momentum_after = outer_step(value, momentum[replica][i], group, **scalars)
+            vectors = [round_vector(*pair, beta=beta, gamma=gamma) for pair in group]
+            phi_after, momentum_after = outer_step(value, momentum[replica][i], vectors, alpha=alpha, gamma=gamma)
             after.append(momentum_after)
             worst = max(worst, abs(momentum_after - expected[i][0]), abs(phi_after - expected[i][1]))
         momentum[replica] = after
@@ -53,7 +54,8 @@ def test_reproduces_the_recorded_rounds_of_the_reference_code() -> None:
 def test_alone_it_is_plain_momentum(
     phi: Fraction, momentum: Fraction, delta: Fraction, alpha: Fraction, beta: Fraction, gamma: Fraction
 ) -> None:
-    phi_after, momentum_after = outer_step(phi, momentum, [(phi, delta)], alpha=alpha, beta=beta, gamma=gamma)
+    vector = round_vector(phi, delta, beta=beta, gamma=gamma)
+    phi_after, momentum_after = outer_step(phi, momentum, [vector], alpha=alpha, gamma=gamma)
     assert momentum_after == alpha * momentum + beta * delta
     assert phi_after == phi + momentum_after
 
@@ -63,16 +65,17 @@ def test_it_is_n1_of_the_method_and_gamma_leaves_the_mean_unchanged(
     replicas: list[tuple[Fraction, Fraction, Fraction]], beta: Fraction, gamma: Fraction
 ) -> None:
     n, alpha = len(replicas), Fraction(1, 2)
-    group = [(phi, delta) for phi, _, delta in replicas]
-    mean_phi, mean_delta = sum(p for p, _ in group) / Fraction(n), sum(d for _, d in group) / Fraction(n)
+    vectors = [round_vector(phi, delta, beta=beta, gamma=gamma) for phi, _, delta in replicas]
+    unpulled = [round_vector(phi, delta, beta=beta, gamma=Fraction(0)) for phi, _, delta in replicas]
+    mean_phi, mean_delta = sum(p for p, _, _ in replicas) / Fraction(n), sum(d for *_, d in replicas) / Fraction(n)
     with_pull, without = [], []
     for phi, momentum, _ in replicas:
-        phi_after, momentum_after = outer_step(phi, momentum, group, alpha=alpha, beta=beta, gamma=gamma)
+        phi_after, momentum_after = outer_step(phi, momentum, vectors, alpha=alpha, gamma=gamma)
         assert momentum_after == alpha * momentum + beta * mean_delta + gamma * (mean_phi - phi)
         with_pull.append(phi_after)
-        without.append(outer_step(phi, momentum, group, alpha=alpha, beta=beta, gamma=Fraction(0))[0])
+        without.append(outer_step(phi, momentum, unpulled, alpha=alpha, gamma=Fraction(0))[0])
     assert sum(with_pull) == sum(without)
-    if gamma and len({phi for phi, _ in group}) > 1:
+    if gamma and len({phi for phi, _, _ in replicas}) > 1:
         assert with_pull != without
 
 
@@ -80,10 +83,13 @@ def test_it_is_n1_of_the_method_and_gamma_leaves_the_mean_unchanged(
 def test_equal_replicas_stay_equal(
     phi: Fraction, momentum: Fraction, mine: Fraction, theirs: Fraction, beta: Fraction, gamma: Fraction
 ) -> None:
-    alpha, group = Fraction(1, 2), [(phi, mine), (phi, theirs)]
-    one = outer_step(phi, momentum, group, alpha=alpha, beta=beta, gamma=gamma)
-    other = outer_step(phi, momentum, group[::-1], alpha=alpha, beta=beta, gamma=gamma)
-    assert one == other == outer_step(phi, momentum, group, alpha=alpha, beta=beta, gamma=Fraction(0))
+    alpha, none = Fraction(1, 2), Fraction(0)
+    vectors, unpulled = (
+        [round_vector(phi, delta, beta=beta, gamma=pull) for delta in (mine, theirs)] for pull in (gamma, none)
+    )
+    one = outer_step(phi, momentum, vectors, alpha=alpha, gamma=gamma)
+    other = outer_step(phi, momentum, vectors[::-1], alpha=alpha, gamma=gamma)
+    assert one == other == outer_step(phi, momentum, unpulled, alpha=alpha, gamma=none)
 
 
 finite = st.floats(min_value=-1e3, max_value=1e3)
@@ -91,15 +97,15 @@ finite = st.floats(min_value=-1e3, max_value=1e3)
 
 @given(finite, finite, finite, finite)
 def test_an_equal_pair_stays_equal_bit_for_bit_in_floats(phi: float, momentum: float, a: float, b: float) -> None:
-    scalars = {"alpha": 0.5, "beta": 0.7, "gamma": 0.7}
-    one = outer_step(phi, momentum, [(phi, a), (phi, b)], **scalars)
-    other = outer_step(phi, momentum, [(phi, b), (phi, a)], **scalars)
+    vectors = [round_vector(phi, delta, beta=0.7, gamma=0.7) for delta in (a, b)]
+    one = outer_step(phi, momentum, vectors, alpha=0.5, gamma=0.7)
+    other = outer_step(phi, momentum, vectors[::-1], alpha=0.5, gamma=0.7)
     assert [x.hex() for x in one] == [x.hex() for x in other]
 
 
 def test_an_empty_group_is_refused() -> None:
     with pytest.raises(ValueError, match="at least the replica itself"):
-        outer_step(1.0, 0.0, [], alpha=0.5, beta=0.7, gamma=0.7)
+        outer_step(1.0, 0.0, [], alpha=0.5, gamma=0.7)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +137,9 @@ def _spread_after(alpha: float, gamma: float, rounds: int = 400, replicas: int =
             delta = [rng.gauss(0.0, 1.0) for _ in range(replicas)]
             before = list(phi)
             for a, b in zip(order[0::2], order[1::2], strict=True):
-                group = [(before[a], delta[a]), (before[b], delta[b])]
+                vectors = [round_vector(before[i], delta[i], beta=0.7, gamma=gamma) for i in (a, b)]
                 for i in (a, b):
-                    phi[i], momentum[i] = outer_step(before[i], momentum[i], group, alpha=alpha, beta=0.7, gamma=gamma)
+                    phi[i], momentum[i] = outer_step(before[i], momentum[i], vectors, alpha=alpha, gamma=gamma)
         mean = sum(phi) / replicas
         total += sum((x - mean) ** 2 for x in phi) / replicas
     return total / 6

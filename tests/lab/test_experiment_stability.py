@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noloco_p2p.core.outer_update import outer_step
+from noloco_p2p.core.outer_update import outer_step, round_vector
 from noloco_p2p.lab.experiments import bounds, markdown_page, stability, staleness
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
@@ -41,10 +41,12 @@ def test_the_moments_are_the_mean_over_all_matchings_of_the_real_outer_round() -
 def test_a_replica_that_is_its_own_partner_goes_alone_with_what_is_fresh() -> None:
     generator = np.random.default_rng(2)
     phi, delta, momentum, old_phi, old_delta = generator.standard_normal((5, 3, 4))
-    factors = {"alpha": 0.5, "beta": 0.7, "gamma": 0.6}
+    factors = {"alpha": 0.5, "gamma": 0.6}
     x, after = bounds.play((phi, delta), momentum, (old_phi, old_delta), [0, 2, 1], (0.5, 0.7, 0.6))
-    alone = outer_step(phi[0], momentum[0], [(phi[0], delta[0])], **factors)
-    paired = outer_step(phi[1], momentum[1], [(phi[1], delta[1]), (old_phi[2], old_delta[2])], **factors)
+    vectors = [round_vector(*pair, beta=0.7, gamma=0.6) for pair in zip(phi, delta, strict=True)]
+    old = round_vector(old_phi[2], old_delta[2], beta=0.7, gamma=0.6)
+    alone = outer_step(phi[0], momentum[0], vectors[:1], **factors)
+    paired = outer_step(phi[1], momentum[1], [vectors[1], old], **factors)
     np.testing.assert_allclose([x[0], after[0]], alone, rtol=1e-12)
     np.testing.assert_allclose([x[1], after[1]], paired, rtol=1e-12)
 
@@ -123,10 +125,11 @@ def test_a_run_that_was_stopped_counts_as_grown() -> None:
 @pytest.mark.parametrize("stale_rounds", [0, 1, 2, 3])
 def test_staleness_brakes_the_mean_as_the_report_says(stale_rounds: int) -> None:
     past, momentum = [0.0], 0.0
-    factors = {"alpha": staleness.ALPHA, "beta": staleness.BETA, "gamma": staleness.GAMMA}
+    factors = {"beta": staleness.BETA, "gamma": staleness.GAMMA}
     for _ in range(200):
         old = past[max(0, len(past) - 1 - stale_rounds)]
-        phi, momentum = outer_step(past[-1], momentum, [(past[-1], 1.0), (old, 1.0)], **factors)
+        vectors = [round_vector(phi, 1.0, **factors) for phi in (past[-1], old)]
+        phi, momentum = outer_step(past[-1], momentum, vectors, alpha=staleness.ALPHA, gamma=staleness.GAMMA)
         past.append(phi)
     speed = (past[-1] - past[-2]) * (1 - staleness.ALPHA) / staleness.BETA
     variant = staleness.Variant("matched", stale_rounds)

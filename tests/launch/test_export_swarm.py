@@ -11,10 +11,11 @@ from daemons import daemon, run
 from stages import make_manifest, make_stages
 from transport_fixture import Events, Node, hang
 
-from noloco_p2p.compute import exported_model, host_tensor, replica_tensors
+from noloco_p2p.compute import exported_model, host_tensor
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ListenSettings, OuterSettings, RunManifest
-from noloco_p2p.core.messages import Advert, PeerId, Snapshot
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
@@ -39,15 +40,16 @@ class Holder:
     address: str = ""
     asked: list[int | None] = field(default_factory=list)
 
-    async def give(self, stage: int, round: int | None, wait_s: float) -> Snapshot:
-        """As `duties/rounds.py` does."""
-        assert stage == self.stage.state.index
+    async def give(self, request: SnapshotRequest) -> Snapshot:
+        """As `node/outer_round.py` does."""
+        round = request.round
+        assert request.stage == self.stage.state.index
         assert round is not None
         self.asked.append(round)
         if self.moves:
             self.newest = self.newest + self.moves if len(self.asked) == 1 else max(round, self.newest)
         given = round if self.newest - 1 <= round <= self.newest else self.newest
-        return replace(self.stage.snapshot(given, 10 * given), peer=self.peer)
+        return replace(self.stage.encode(self.stage.snapshot(given, 10 * given), request), peer=self.peer)
 
 
 def holders(*newest: tuple[int, int]) -> list[Holder]:
@@ -140,7 +142,7 @@ def test_one_replica_of_each_stage(tmp_path: Path) -> None:
             said: list[str] = []
             found = await from_swarm([address], one=True, say=said.append)
             assert [[r.peer for r in mine] for mine in found.stages] == [[high.peer], [members[2].peer]]
-            assert "sent the snapshot of a liar" in said[0]
+            assert "sent the weights of a liar" in said[0]
 
     run(test)
 
@@ -160,18 +162,17 @@ def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
     run(test)
 
 
-def test_weights_of_a_snapshot_are_phi_and_delta() -> None:
+def test_weights_of_a_snapshot_are_theta_bit_for_bit() -> None:
     stage = holders((1, 3))[0].stage
     parameters = exported_model.stage_specs(MANIFEST, 1)
-    snapshot = stage.snapshot(3, 7)
-    assert tuple(tensor.spec for tensor in snapshot.tensors) == replica_tensors.specs(("slow", "delta"), parameters)
+    snapshot = stage.encode(stage.snapshot(3, 7), SnapshotRequest(1, weights="float32"))
+    assert [tensor.spec for tensor in snapshot.tensors] == [exported_model.flat_weights(parameters)]
     found = exported_model.fast_weights(snapshot, parameters)
     for name, theta in stage.parameters.items():
-        torch.testing.assert_close(found[name], theta.detach(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(found[name], theta.detach())
     first = host_tensor.to_torch(snapshot.tensors[0]).clone()
-    first.view(-1)[0] = torch.nan
-    bad = replace(snapshot, tensors=(host_tensor.from_torch(parameters[0].name, first), *snapshot.tensors[1:]))
-    bad = replace(bad, tensors=(replace(bad.tensors[0], name=snapshot.tensors[0].name), *bad.tensors[1:]))
+    first[0] = torch.nan
+    bad = replace(snapshot, tensors=(host_tensor.from_torch("weights", first),))
     with pytest.raises(Violation, match="not finite"):
         exported_model.fast_weights(bad, parameters)
 

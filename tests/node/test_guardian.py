@@ -7,7 +7,9 @@ from typing import cast
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.guardians import guardians_of
-from noloco_p2p.core.messages import Advert, Holding, Snapshot
+from noloco_p2p.core.messages import Advert, Holding, TensorSpec
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
+from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.membership import Membership
@@ -18,6 +20,7 @@ from noloco_p2p.sim.virtual_time import run
 
 STAGES = 3
 WARD = 1
+WEIGHTS = tuple(TensorSpec("weights", "bfloat16", (10 * (stage + 1),)) for stage in range(STAGES))
 
 
 class Place:
@@ -27,20 +30,23 @@ class Place:
         self.events: list[tuple[str, dict[str, object]]] = []
         self.asked: list[tuple[str, int, int | None]] = []
         self.answers: dict[str, Snapshot | Exception] = {}
+        self.takes_s = 0.0
         manifest = RunManifest(stages=STAGES)
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
         self.waits = Waits()
         self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), self.waits)
         self.members = (swarm := Membership(self.node, self.waits)).members
-        self.node.hold(cast(Stage, SimpleNamespace(state=SimpleNamespace(snapshot_bytes=(10, 20, 30)))))
+        self.node.hold(cast(Stage, SimpleNamespace(state=SimpleNamespace(weights=WEIGHTS))))
         self.guardian = Guardian(self.node, swarm, self.waits, cast(Transport, self))
 
     async def fetch_snapshot(
-        self, peer: Advert, stage: int, round: int | None, wait_s: float, deadline_s: float, expected: int
+        self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: TensorSpecs
     ) -> Snapshot:
-        assert expected == (10, 20, 30)[stage]
-        self.asked.append((peer.peer_id, stage, round))
+        assert expected == (WEIGHTS[request.stage],)
+        assert request.weights == "bfloat16"
+        self.asked.append((peer.peer_id, request.stage, request.round))
+        await asyncio.sleep(self.takes_s)
         answer = self.answers.get(peer.peer_id, Declined("nothing to give"))
         if isinstance(answer, Exception):
             raise answer

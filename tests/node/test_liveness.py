@@ -41,7 +41,7 @@ def plan(
         evaluation=EvaluationSettings(every_steps=None, microbatches=2),
     )
     limits = LimitSettings(max_in_flight=8, linger_s=600.0, drain_s=600.0, microbatch_deadline_s=600.0)
-    sizes = MessageSizes(BODY_BYTES, BODY_BYTES, (8,) * len(replicas), (8,) * len(replicas))
+    sizes = MessageSizes(BODY_BYTES, BODY_BYTES, *[(8,) * len(replicas)] * 3)
     config = NodeConfig(limits=limits, directory=DirectorySettings(ttl_s=6.0), rebalance=False)
     return SimPlan(manifest, replicas, seed=seed, config=config, sizes=sizes, **settings)  # type: ignore[arg-type]
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 from elastic import plan_of
 
-from noloco_p2p.core.messages import Advert, PeerId, Snapshot
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.sim.faults import Fault, FaultySwarm
@@ -33,16 +34,10 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     right = SimTransport.fetch_snapshot
 
     async def late(
-        transport: SimTransport,
-        peer: Advert,
-        stage: int,
-        round: int | None,
-        wait_s: float,
-        deadline_s: float,
-        expected: TensorSpecs | int,
+        transport: SimTransport, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: TensorSpecs
     ) -> Snapshot:
         await asyncio.sleep(seconds)
-        return await right(transport, peer, stage, round, wait_s, deadline_s, expected)
+        return await right(transport, peer, request, deadline_s, expected)
 
     monkeypatch.setattr(SimTransport, "fetch_snapshot", late)
 

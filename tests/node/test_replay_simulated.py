@@ -18,7 +18,8 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
 from noloco_p2p.core import outer_update
 from noloco_p2p.core.block_format import WireCodec
-from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId, Snapshot
+from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot
 from noloco_p2p.core.stage_values import Contribution, MergeResult
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import SyncStage
@@ -111,13 +112,14 @@ def test_a_run_with_a_narrow_wire_computes_the_algorithm(
 
 
 def sign_of_beta(patch: pytest.MonkeyPatch) -> None:
-    right = outer_update.outer_step
-    patch.setattr(outer_update, "outer_step", lambda *a, beta, **k: right(*a, beta=-beta, **k))
+    right = outer_update.round_vector
+    patch.setattr(outer_update, "round_vector", lambda *a, beta, gamma: right(*a, beta=-beta, gamma=gamma))
 
 
 def gamma_0(patch: pytest.MonkeyPatch) -> None:
-    right = outer_update.outer_step
-    patch.setattr(outer_update, "outer_step", lambda *a, gamma, **k: right(*a, gamma=0.0, **k))
+    step, vector = outer_update.outer_step, outer_update.round_vector
+    patch.setattr(outer_update, "outer_step", lambda *a, gamma, **k: step(*a, gamma=0.0, **k))
+    patch.setattr(outer_update, "round_vector", lambda *a, gamma, **k: vector(*a, gamma=0.0, **k))
 
 
 def gradient_from_another_path(patch: pytest.MonkeyPatch) -> None:
@@ -168,7 +170,7 @@ def decoded_without_the_mean(patch: pytest.MonkeyPatch) -> None:
 def adam_reset(patch: pytest.MonkeyPatch) -> None:
     right = TorchStage.merge
 
-    def merge(self: TorchStage, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+    def merge(self: TorchStage, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         result = right(self, mine, theirs)
         self._adam.reset()
         return result

@@ -4,7 +4,8 @@ import pytest
 from link_fixture import Proxy
 from transport_fixture import RUN, Node, advert, echo, hang, pair, run, tensor
 
-from noloco_p2p.core.messages import HostTensor, Snapshot
+from noloco_p2p.core.messages import HostTensor
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.observe import bandwidth_probe
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
@@ -16,12 +17,12 @@ BIG = Snapshot(
 )
 
 
-async def give(stage: int, round: int | None, wait_s: float) -> Snapshot:
-    assert (round, wait_s) == (None, 0.0), "the newest one, at once"
+async def give(request: SnapshotRequest) -> Snapshot:
+    assert (request.round, request.wait_s, request.weights) == (None, 0.0, "float32"), "the newest weights, at once"
     return SNAPSHOT
 
 
-async def give_big(stage: int, round: int | None, wait_s: float) -> Snapshot:
+async def give_big(request: SnapshotRequest) -> Snapshot:
     return BIG
 
 

@@ -1,11 +1,14 @@
 """The laws of simulated swarms can fail: each finds the fault that it is there for, planted here."""
 
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from noloco_p2p.core import resume, schedule
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState, Snapshot
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState
+from noloco_p2p.core.snapshots import FrozenRound
 from noloco_p2p.core.spent_ids import SpentIds
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.lab.scenario_files import load
@@ -94,10 +97,10 @@ def test_a_round_that_is_frozen_late_is_found(monkeypatch: pytest.MonkeyPatch) -
     """Δ from another moment than θ_f: an inner step counts in two rounds."""
     snapshot = LinearStage.snapshot
 
-    def bent(stage: LinearStage, round: int, step: int) -> Snapshot:
+    def bent(stage: LinearStage, round: int, step: int) -> FrozenRound:
         frozen = snapshot(stage, round, step)
-        stage.theta_frozen = [value - 1e-3 for value in stage.theta_frozen]
-        return frozen
+        late = memoryview(array("d", [value - 1e-3 for value in stage.theta]).tobytes())
+        return replace(frozen, weights=replace(frozen.weights, data=late))
 
     monkeypatch.setattr(LinearStage, "snapshot", bent)
     assert "θ − φ is" in str(planted(OVERLAP))

@@ -212,7 +212,8 @@ def test_messages_weigh_what_those_of_the_run_would() -> None:
     sizes = sizes_of(Scenario())
     assert sizes.gradient_bytes == 8 * 1024 * 2048 * 2
     assert sizes.activation_bytes == sizes.gradient_bytes + 8 * 1024 * 4
-    assert sizes.snapshot_bytes == (2 * 4 * 300_000_000,) * 2
+    assert sizes.snapshot_bytes == (4 * (300_000_000 + 16_384),) * 2
+    assert sizes.weights_bytes == (2 * 300_000_000,) * 2
     assert sizes.state_bytes == (5 * 4 * 300_000_000,) * 2
     assert Scenario().tokens_per_microbatch == 8192
     coded = Scenario.model_validate({"workload": {"wire": {"forward": "int4", "backward": "int8"}}})

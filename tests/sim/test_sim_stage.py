@@ -11,6 +11,7 @@ import pytest
 
 from noloco_p2p.config import InnerSettings, RunManifest
 from noloco_p2p.core.messages import Advert, Gradient, HostTensor, LossSum, MicrobatchId
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.errors import LocalError, Unreachable, Violation
 from noloco_p2p.sim import directory
@@ -235,10 +236,12 @@ def test_what_is_not_finite_is_refused_or_gives_nothing() -> None:
     with pytest.raises(Violation, match="not finite"):
         last.loss_backward(_id(2), HostTensor("hidden", *spoilt.spec[1:], spoilt.data), targets, None)
     snapshot = first.snapshot(1, 1)
-    bad = HostTensor(*first.state.snapshot[0], memoryview(array("d", [float("inf")]).tobytes()))
-    broken = type(snapshot)("x", 1, 1, (bad, *snapshot.tensors[1:]))
+    sent = first.encode(snapshot, SnapshotRequest(0))
+    bad = HostTensor(*first.state.snapshot[0], memoryview(array("d", [0.0, float("inf")]).tobytes()))
     with pytest.raises(Violation, match="not finite"):
-        first.merge(snapshot, broken)
+        first.decode(replace(sent, tensors=(bad, *sent.tensors[1:])))
+    with pytest.raises(Violation, match="does not have this stage's tensors"):
+        first.decode(replace(sent, tensors=sent.tensors[:1]))
     assert first.theta == before
 
 
@@ -247,8 +250,9 @@ def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
     one.theta, other.theta = [1.0, 2.0], [3.0, 6.0]
     slow = list(one.phi)
     mine, theirs = one.snapshot(1, 10), other.snapshot(1, 10)
-    assert one.merge(mine, theirs).replica_std == pytest.approx((0.5 * (4 + 16) / 4) ** 0.5)
-    assert other.merge(theirs, mine).replica_std is not None
+    sent = [stage.decode(stage.encode(frozen, SnapshotRequest(0))) for stage, frozen in ((one, mine), (other, theirs))]
+    assert one.merge(mine, sent[1]).replica_std == pytest.approx((0.5 * (4 + 16) / 4) ** 0.5)
+    assert other.merge(theirs, sent[0]).replica_std is not None
     assert (
         one.theta
         == one.phi
@@ -256,8 +260,8 @@ def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
         == pytest.approx([p + 0.7 * (m - p) for p, m in zip(slow, [2.0, 4.0], strict=True)])
     )
     late = LinearStage(MANIFEST, 0, "c")
-    late.adopt(theirs)
-    assert late.theta == late.phi == pytest.approx([3.0, 6.0])
+    late.adopt(other.encode(theirs, SnapshotRequest(0, weights="float64")))
+    assert late.theta == late.phi == [3.0, 6.0]
     assert late.momentum == [0.0, 0.0]
     assert one.merge(one.snapshot(2, 20), None).replica_std is None
 
@@ -330,7 +334,7 @@ def test_a_model_refuses_a_state_that_does_not_fit() -> None:
         stage.restore(replace(state, tensors=state.tensors[:-1]))
     assert stage.theta == before
     assert stage.version == 0
-    assert stage.state.snapshot_bytes == (sum(len(t.data) for t in stage.snapshot(0, 0).tensors),) * 2
+    assert stage.state.weights == (stage.snapshot(0, 0).weights.spec,) * 2
 
 
 def test_a_closed_device_ends_what_it_does_and_refuses_the_rest() -> None:

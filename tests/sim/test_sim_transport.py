@@ -8,6 +8,7 @@ import pytest
 from sim_transport_fixture import (
     CALLEE,
     LATENCY_S,
+    SNAPSHOT_SPECS,
     Serving,
     activation,
     after,
@@ -26,6 +27,7 @@ from noloco_p2p.core.messages import (
     MicrobatchId,
     TensorSpec,
 )
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.links import Link, Uniform
@@ -212,15 +214,15 @@ def test_the_other_calls() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         assert await transport.evaluate(CALLEE, activation()) == LossSum(3.0, 2)
         assert (await transport.describe(CALLEE)).step == 2.5
-        expected = tuple(TensorSpec(f"{kind}/w", "float64", (1, 1, 1)) for kind in ("slow", "delta"))
+        expected = SNAPSHOT_SPECS
         began = now()
-        snapshot = await transport.fetch_snapshot(CALLEE, 1, 4, 6.0, 1.0, expected)
+        snapshot = await transport.fetch_snapshot(CALLEE, SnapshotRequest(1, 4, 6.0), 1.0, expected)
         assert (snapshot.round, snapshot.peer) == (4, "b")
         assert now() - began == pytest.approx(6.0 + 2 * LATENCY_S)
         with pytest.raises(Violation, match="tensors"):
-            await transport.fetch_snapshot(CALLEE, 1, 4, 0.0, 1.0, (*expected, *expected))
+            await transport.fetch_snapshot(CALLEE, SnapshotRequest(1, 4), 1.0, (*expected, *expected))
         with pytest.raises(Unreachable, match=r"within 0\.15 s"):
-            await transport.fetch_snapshot(CALLEE, 1, 4, 0.05, 0.1, expected)
+            await transport.fetch_snapshot(CALLEE, SnapshotRequest(1, 4, 0.05), 0.1, expected)
 
     play(script)
 

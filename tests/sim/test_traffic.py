@@ -6,10 +6,11 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
-from sim_transport_fixture import CALLEE, ID, LATENCY_S, Serving, activation, gradient, now, play
+from sim_transport_fixture import CALLEE, ID, LATENCY_S, SNAPSHOT_SPECS, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Advert, Gradient, PeerId, Progress, TensorSpec
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, PeerError, Unreachable
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes, Uniform, ceiling_bytes_per_s, resend_s
@@ -18,8 +19,13 @@ from noloco_p2p.sim.traffic import KINDS, ByteCounts
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.virtual_time import run
 
-SIZES = MessageSizes(activation_bytes=1000, gradient_bytes=400, snapshot_bytes=(300, 600), state_bytes=(900, 1800))
-SNAPSHOT_SPECS = tuple(TensorSpec(f"{kind}/w", "float64", (1, 1, 1)) for kind in ("slow", "delta"))
+SIZES = MessageSizes(
+    activation_bytes=1000,
+    gradient_bytes=400,
+    snapshot_bytes=(300, 600),
+    weights_bytes=(150, 250),
+    state_bytes=(900, 1800),
+)
 STATE_SPECS = (TensorSpec("slow/w", "float64", (1, 1, 1)),)
 
 
@@ -65,19 +71,21 @@ def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> Non
         await transport.propagate(CALLEE, activation(9.0))
         assert now() == pytest.approx(2 * LATENCY_S + 1000 / 200 + 400 / 200)
         await transport.evaluate(CALLEE, activation(9.0))
-        await transport.fetch_snapshot(CALLEE, 1, 4, 0.0, 60.0, SNAPSHOT_SPECS)
+        await transport.fetch_snapshot(CALLEE, SnapshotRequest(1, 4), 60.0, SNAPSHOT_SPECS)
+        await transport.fetch_snapshot(CALLEE, SnapshotRequest(1, 4, weights="float64"), 60.0, SNAPSHOT_SPECS)
         await transport.fetch_state(CALLEE, 60.0, STATE_SPECS)
-        assert now() == pytest.approx(8 * LATENCY_S + (2 * 1000 + 400 + 600 + 1800) / 200)
+        assert now() == pytest.approx(10 * LATENCY_S + (2 * 1000 + 400 + 600 + 250 + 1800) / 200)
         caller, callee = network.byte_counts["a"], network.byte_counts["b"]
         assert {kind: (caller[kind].sent, callee[kind].received) for kind in KINDS} == {
             "activation": (2000, 2000),
             "gradient": (0, 0),
             "snapshot": (0, 0),
+            "weights": (0, 0),
             "state": (0, 0),
         }
-        assert [callee[kind].sent for kind in KINDS] == [0, 400, 600, 1800]
-        assert [caller[kind].received for kind in KINDS] == [0, 400, 600, 1800]
-        assert totals(network) == ByteCounts(sent=4800, received=4800)
+        assert [callee[kind].sent for kind in KINDS] == [0, 400, 600, 250, 1800]
+        assert [caller[kind].received for kind in KINDS] == [0, 400, 600, 250, 1800]
+        assert totals(network) == ByteCounts(sent=5050, received=5050)
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=200.0), longest_s=9.0)
 
@@ -278,7 +286,9 @@ def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(
                             await nodes[peer].propagate(to(callee), activation(8.0))
                             wanted.received += 1400
                         else:
-                            await nodes[peer].fetch_snapshot(to(callee), 1, 4, 0.1, 9.0, SNAPSHOT_SPECS)
+                            await nodes[peer].fetch_snapshot(
+                                to(callee), SnapshotRequest(1, 4, 0.1), 9.0, SNAPSHOT_SPECS
+                            )
                             wanted.received += 600
                 except (PeerError, TimeoutError):
                     pass

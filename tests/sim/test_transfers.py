@@ -7,6 +7,7 @@ import pytest
 from sim_transport_fixture import (
     CALLEE,
     LATENCY_S,
+    SNAPSHOT_SPECS,
     Serving,
     activation,
     fails,
@@ -20,6 +21,7 @@ from noloco_p2p.core.messages import (
     ReplicaState,
     TensorSpec,
 )
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.network import Network
@@ -82,19 +84,20 @@ def test_a_state_goes_on_after_a_short_hold() -> None:
 
 def test_a_snapshot_that_falls_silent_is_given_up_long_before_its_deadline() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        assert (await transport.fetch_snapshot(CALLEE, 2, 4, 3.0, 60.0, 16)).peer == "c"
+        request = SnapshotRequest(2, 4, 3.0)
+        assert (await transport.fetch_snapshot(CALLEE, request, 60.0, SNAPSHOT_SPECS)).peer == "c"
         assert now() == pytest.approx(23.0 + 2 * LATENCY_S)
-        for bad in (15, 17):
+        for bad in (SNAPSHOT_SPECS[:1], SNAPSHOT_SPECS[::-1]):
             with pytest.raises(Violation):
-                await transport.fetch_snapshot(CALLEE, 2, None, 0.0, 60.0, bad)
+                await transport.fetch_snapshot(CALLEE, SnapshotRequest(2), 60.0, bad)
         began = now()
         asyncio.get_running_loop().call_later(6.0, network.hold, "b")
         with pytest.raises(Unreachable, match=r"for 5 s"):
-            await transport.fetch_snapshot(CALLEE, 2, 4, 3.0, 60.0, 16)
+            await transport.fetch_snapshot(CALLEE, request, 60.0, SNAPSHOT_SPECS)
         assert 10.0 < now() - began < 11.5
         began = now()
         with pytest.raises(Unreachable, match=r"for 8 s"):
-            await transport.fetch_snapshot(CALLEE, 2, 4, 3.0, 60.0, 16)
+            await transport.fetch_snapshot(CALLEE, request, 60.0, SNAPSHOT_SPECS)
         assert now() - began == pytest.approx(8.0)
 
     play(script, link=SLOW_LINK)

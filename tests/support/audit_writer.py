@@ -258,8 +258,7 @@ class Simulation:
             fast = parameter.detach().clone()
             tensors |= {f"slow/{name}": twin.slow[name], f"frozen/{name}": opened.fast[name], f"fast/{name}": fast}
             if opened.partner:
-                tensors[f"partner_slow/{name}"] = partner.slow[name].clone()
-                tensors[f"partner_delta/{name}"] = partner.delta[name].clone()
+                tensors[f"partner_vector/{name}"] = partner.vector[name].clone()
             mean = torch.stack([opened.vector[name], partner.vector[name]]).mean(dim=0)
             twin.momentum[name] = o.alpha * twin.momentum[name] + mean - gamma * twin.slow[name]
             twin.slow[name] = twin.slow[name] + twin.momentum[name]

@@ -54,7 +54,7 @@ class Report:
 
     deviations: dict[str, float] = field(default_factory=dict)
     """Largest deviation by kind: slow, frozen, fast, momentum, slow_after, adam_mean, adam_square, loss, and what
-    came from partners: partner_slow, partner_delta."""
+    came from partners: partner_vector."""
     clip_norm: float = math.inf
     grad_norms: dict[int, list[float]] = field(default_factory=dict)
     """Stage → norm before clipping, for each inner step of each of its replicas."""
@@ -283,7 +283,8 @@ def merge(
     computed = {"slow": before, "frozen": frozen, "fast": replica.fast, "momentum": momentum, "slow_after": after}
     computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
     if one.partner is not None:
-        computed |= {"partner_slow": group[1].slow_of[number], "partner_delta": group[1].delta[number]}
+        phis, deltas = group[1].slow_of[number], group[1].delta[number]
+        computed["partner_vector"] = {name: beta * deltas[name] + gamma * phi for name, phi in phis.items()}
     recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")
     expected = {f"{kind}/{name}" for kind, tensors in computed.items() for name in tensors}
     where = f"round {number}, {peer} (stage {replica.stage})"

@@ -19,8 +19,9 @@ from noloco_p2p.core.messages import (
     Origin,
     Progress,
     ReplicaState,
-    Snapshot,
+    TensorSpec,
 )
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import PeerError
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.links import Link, Uniform
@@ -31,6 +32,7 @@ from noloco_p2p.sim.virtual_time import run
 LATENCY_S = 0.1
 ID = MicrobatchId("a", 7, 1)
 CALLEE = Advert("b", "run", 1, ("b",))
+SNAPSHOT_SPECS = tuple(TensorSpec(name, "float64", (1, 1, 1)) for name in ("vector", "sample"))
 
 
 def now() -> float:
@@ -75,10 +77,11 @@ class Serving:
         """The loss is the sum of the hidden states."""
         return LossSum(sum((await body()).hidden.data.cast("d")), 2)
 
-    async def fetch_snapshot(self, caller: str, stage: int, round: int | None, wait_s: float) -> Snapshot:
+    async def fetch_snapshot(self, caller: str, request: SnapshotRequest) -> Snapshot:
         """After the whole wait, with one parameter."""
-        await asyncio.sleep(wait_s)
-        return Snapshot("b" if stage == 1 else "c", round or 0, 3, (floats("slow/w", 1.0), floats("delta/w", 2.0)))
+        await asyncio.sleep(request.wait_s)
+        whose = "b" if request.stage == 1 else "c"
+        return Snapshot(whose, request.round or 0, 3, (floats("vector", 1.0), floats("sample", 2.0)))
 
     @asynccontextmanager
     async def lend_state(self, caller: str, number: int | None) -> AsyncIterator[ReplicaState]:

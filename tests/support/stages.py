@@ -10,6 +10,7 @@ from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ModelSettings, RunManifest
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, StepLabel
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -129,3 +130,14 @@ def weights(stages: list[TorchStage]) -> dict[str, Tensor]:
 def make_label(inner_step: int = 1, learning_rate: float = 1e-2) -> StepLabel:
     """The label of an inner step without routes."""
     return StepLabel(inner_step, inner_step - 1, learning_rate, {})
+
+
+def vector_of(stage: TorchStage, frozen: FrozenRound) -> PartnerVector:
+    """What a frozen round of a stage comes to at its partner."""
+    return stage.decode(stage.encode(frozen, SnapshotRequest(stage.state.index)))
+
+
+def weights_of(stage: TorchStage, round: int = 0, step: int = 0) -> Snapshot:
+    """What guardians get of the stage as it is now."""
+    dtype = stage.state.weights[stage.state.index].dtype
+    return stage.encode(stage.snapshot(round, step), SnapshotRequest(stage.state.index, weights=dtype))

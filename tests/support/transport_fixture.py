@@ -27,9 +27,9 @@ from noloco_p2p.core.messages import (
     PeerId,
     Progress,
     ReplicaState,
-    Snapshot,
     TensorSpec,
 )
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
@@ -131,7 +131,7 @@ class Node:
     """A handler. Each call appends to `calls`, and how it ended to `ends`."""
 
     serve: Callable[[Header, Body], Awaitable[Gradient]]
-    snapshot: Callable[[int, int | None, float], Awaitable[Snapshot]] | None = None
+    snapshot: Callable[[SnapshotRequest], Awaitable[Snapshot]] | None = None
     lend: Callable[[PeerId, int | None], AbstractAsyncContextManager[ReplicaState]] | None = None
     calls: list[tuple[PeerId, Header]] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -156,10 +156,10 @@ class Node:
         gradient = await self.propagate(caller, header, body)
         return LossSum(gradient.loss_sum, gradient.tokens)
 
-    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
+    async def fetch_snapshot(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         if self.snapshot is None:
             raise Declined("no snapshots here")
-        return await self.snapshot(stage, round, wait_s)
+        return await self.snapshot(request)
 
     def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
         if self.lend is None:

@@ -176,7 +176,7 @@ def _of_stages(counters: RunCounters) -> Iterator[Metric]:
     text = "Since when nobody serves a stage; 0 when served."
     yield _gauges("stage_deserted_seconds", text, ["stage"], deserted)
     guarded = {(str(stage),): outer_round for stage, outer_round in counters.guarded_rounds.items()}
-    yield _gauges("guarded_round", "Outer round of the snapshot held for another stage.", ["stage"], guarded)
+    yield _gauges("guarded_round", "Outer round of the weights held for another stage.", ["stage"], guarded)
 
 
 def _of_status(

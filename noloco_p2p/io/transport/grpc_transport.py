@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,9 +27,9 @@ from noloco_p2p.core.messages import (
     PeerId,
     Progress,
     ReplicaState,
-    Snapshot,
     TensorSpec,
 )
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import message_codec, servicer, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -151,22 +152,16 @@ class GrpcTransport:
         return message_codec.from_progress(reply, len(microbatches))
 
     async def fetch_snapshot(
-        self,
-        peer: Advert,
-        stage: int,
-        round: int | None,
-        wait_s: float,
-        deadline_s: float,
-        expected: tuple[TensorSpec, ...] | int,
+        self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: tuple[TensorSpec, ...]
     ) -> Snapshot:
         """Fetch a snapshot from its replica or a guardian. Raises Violation unless as `expected`, else as propagate.
 
         Raises Unreachable as soon as nothing comes for SILENCE_S (at first: `wait_s` more).
         """
-        request = pb.SnapshotRequest(round=round, wait_s=wait_s, stage=stage)
-        reader = weights_codec.SnapshotReader(request, expected)
+        reader, wait_s = weights_codec.SnapshotReader(request, expected), request.wait_s
         first_s = wait_s + SILENCE_S
-        return await self._fetch(peer, reader, wait_s + deadline_s, first_s=first_s, rest_s=deadline_s)
+        snapshot, took_s = await self._fetch(peer, reader, wait_s + deadline_s, first_s=first_s, rest_s=deadline_s)
+        return replace(snapshot, took_s=took_s)
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
         """Fetch a replica's whole state. Raises Violation unless it is as `expected`, else as propagate.
@@ -184,7 +179,7 @@ class GrpcTransport:
                 place = reader.place
                 try:
                     first_s = CAPTURE_S if place is None else SILENCE_S
-                    state = await self._fetch(peer, reader, give_up_at - clock(), first_s=first_s)
+                    state, _ = await self._fetch(peer, reader, give_up_at - clock(), first_s=first_s)
                 except Unreachable:
                     futile = 0 if reader.place != place else futile + 1
                     if reader.place is None or futile == RESUMES or clock() + RESUME_PAUSE_S >= give_up_at:
@@ -202,8 +197,8 @@ class GrpcTransport:
         *,
         first_s: float,
         rest_s: float | None = None,
-    ) -> Weights:
-        """One call, whose reply `reader` puts together.
+    ) -> tuple[Weights, float]:
+        """One call, whose reply `reader` puts together; with it the seconds since its first message.
 
         Raises Unreachable after `seconds` in all, `first_s` without a first message, `rest_s` after that message, or
         a silence of SILENCE_S later.
@@ -214,6 +209,7 @@ class GrpcTransport:
             read = self._line.receiver(partial(next_message, call, what, peer.peer_id), first_at_once=True)
             try:
                 result = reader.feed(await read(first_s))
+                began = asyncio.get_running_loop().time()
                 async with asyncio.timeout(rest_s):
                     while result is None:
                         result = reader.feed(await read(SILENCE_S))
@@ -222,7 +218,7 @@ class GrpcTransport:
             finally:
                 call.cancel()
         self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
-        return result
+        return result, asyncio.get_running_loop().time() - began
 
     async def describe(self, peer: Advert) -> NodeDescription:
         """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""

@@ -34,7 +34,7 @@ class TensorSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What the tensor is called (`hidden`, `targets`, `slow/<parameter>`, ...)."""
+    """What the tensor is called (`hidden`, `vector`, `slow/<parameter>`, ...)."""
     dtype: _builtins.str
     """Element type by torch's name (`float32`, `bfloat16`, ...)."""
     @_builtins.property
@@ -581,26 +581,35 @@ class SnapshotRequest(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The outer round wanted; without it, the newest one held, at once."""
     wait_s: _builtins.float
     """How long, in seconds, the peer may wait until it has reached that round; then it sends the newest one held."""
     stage: _builtins.int
-    """The stage whose weights are wanted: the peer's own, or one that it guards."""
+    """The stage in question: the peer's own, or one that it guards."""
+    weights: _builtins.str
+    """The weights are wanted, in this element type; without it, the vector."""
     def __init__(
         self,
         *,
         round: _builtins.int | None = ...,
         wait_s: _builtins.float = ...,
         stage: _builtins.int = ...,
+        weights: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "_weights", b"_weights", "round", b"round", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round", "stage", b"stage", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "_weights", b"_weights", "round", b"round", "stage", b"stage", "wait_s", b"wait_s", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
+    _WhichOneofReturnType__weights: _TypeAlias = _typing.Literal["weights"]  # noqa: Y015
+    _WhichOneofArgType__weights: _TypeAlias = _typing.Literal["_weights", b"_weights"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weights) -> _WhichOneofReturnType__weights | None: ...
 
 Global___SnapshotRequest: _TypeAlias = SnapshotRequest  # noqa: Y015
 
@@ -622,7 +631,7 @@ class SnapshotHeader(_message.Message):
     """Floor of the replica's clock, in steps, when it was frozen."""
     @_builtins.property
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """The tensors that follow, in order: `slow/<parameter>` for each, then `delta/<parameter>` for each."""
+        """The tensors that follow, in order: `vector` and `sample`, or `weights`."""
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchSnapshot(self, request, context):
-        """Asks for the frozen slow weights and outer delta of one round, tensor by tensor.
+        """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

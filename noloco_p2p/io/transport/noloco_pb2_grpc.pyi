@@ -46,7 +46,7 @@ class NodeStub:
     Evaluate: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
     FetchSnapshot: _grpc.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]
-    """Asks for the frozen slow weights and outer delta of one round, tensor by tensor."""
+    """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
     FetchState: _grpc.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]
     """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
     Progress: _grpc.UnaryUnaryMultiCallable[_noloco_pb2.ProgressRequest, _noloco_pb2.ProgressReply]
@@ -67,7 +67,7 @@ class NodeAsyncStub(NodeStub):
     Evaluate: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
     FetchSnapshot: _aio.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]  # type: ignore[assignment]
-    """Asks for the frozen slow weights and outer delta of one round, tensor by tensor."""
+    """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
     FetchState: _aio.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]  # type: ignore[assignment]
     """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
     Progress: _aio.UnaryUnaryMultiCallable[_noloco_pb2.ProgressRequest, _noloco_pb2.ProgressReply]  # type: ignore[assignment]
@@ -103,7 +103,7 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _noloco_pb2.SnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_noloco_pb2.SnapshotMessage], _abc.AsyncIterator[_noloco_pb2.SnapshotMessage]]:
-        """Asks for the frozen slow weights and outer delta of one round, tensor by tensor."""
+        """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
 
     @_abc_1.abstractmethod
     def FetchState(

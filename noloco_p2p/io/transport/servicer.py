@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import grpc
@@ -121,10 +120,8 @@ class GrpcServicer:
         """Send a snapshot."""
         try:
             caller, handler = self._admit(context)
-            if not (isfinite(request.wait_s) and 0 <= request.wait_s <= MAX_CALL_S):
-                raise Violation(f"a wait of {request.wait_s} s makes no sense")
-            wanted = request.round if request.HasField("round") else None
-            snapshot = await handler.fetch_snapshot(caller, request.stage, wanted, request.wait_s)
+            wanted = weights_codec.from_request(request)
+            snapshot = await handler.fetch_snapshot(caller, wanted)
         except NolocoError as error:
             await context.write(pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
             return
@@ -135,8 +132,7 @@ class GrpcServicer:
         except grpc.aio.InternalError:
             # gRPC could not write: the link to the caller is broken.
             return
-        size = sum(tensor.data.nbytes for tensor in snapshot.tensors)
-        self._count(direction="out", kind="snapshot", bytes=size)
+        self._count(direction="out", kind=wanted.kind, bytes=snapshot.nbytes)
 
     async def fetch_state(self, request: pb.StateRequest, context: Any) -> None:
         """Send this replica's state, or the rest of it.

@@ -6,7 +6,8 @@ from math import isfinite
 from google.protobuf.message import Message
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import Advert, HostTensor, ReplicaState, Snapshot, TensorSpec
+from noloco_p2p.core.messages import Advert, HostTensor, ReplicaState, TensorSpec
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -15,6 +16,13 @@ PEER_ID_CHARACTERS = 128
 """Longest peer id that is believed; an Ed25519 one has 52."""
 LARGEST_COUNT = 2**53
 """Counts of rounds and steps beyond this are none: a clock in steps could not hold them."""
+
+
+def from_request(message: pb.SnapshotRequest) -> SnapshotRequest:
+    """What a peer asks for, not yet checked."""
+    round = message.round if message.HasField("round") else None
+    weights = message.weights if message.HasField("weights") else None
+    return SnapshotRequest(message.stage, round, message.wait_s, weights)
 
 
 def to_snapshot(snapshot: Snapshot, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
@@ -62,19 +70,21 @@ class WeightsReader(message_codec.ReplyReader[message_codec.ReplyMessage, messag
 
 
 class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
-    """Puts a snapshot together: of exactly the `expected` tensors, or of any sane ones of that many bytes in all."""
+    """Puts a snapshot together, of exactly the `expected` tensors."""
 
-    method, what = "FetchSnapshot", "snapshot"
+    method = "FetchSnapshot"
 
-    def __init__(self, request: pb.SnapshotRequest, expected: tuple[TensorSpec, ...] | int) -> None:
+    def __init__(self, request: SnapshotRequest, expected: tuple[TensorSpec, ...]) -> None:
         super().__init__(pb.SnapshotMessage)
+        self.what = request.kind
         self._request = request
         self._expected = expected
         self._head = pb.SnapshotHeader()
 
     def request(self) -> pb.SnapshotRequest:
         """The one request."""
-        return self._request
+        r = self._request
+        return pb.SnapshotRequest(round=r.round, wait_s=r.wait_s, stage=r.stage, weights=r.weights)
 
     def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
         self._head = header = message.header
@@ -82,10 +92,7 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
             raise Violation("the snapshot is of a peer whose id is no short printable text")
         _check_counts(header.round, header.step)
         specs = tuple(message_codec.from_spec(spec) for spec in header.specs)
-        if isinstance(self._expected, int):
-            wire.check_snapshot(specs, self._expected)
-        else:
-            wire.check_same(specs, self._expected, "snapshot")
+        wire.check_same(specs, self._expected, self.what)
         return specs
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> Snapshot:

@@ -2,7 +2,7 @@
 
 Two processes on loopback: the far one keeps its snapshot, as a replica does, the near one does the round. The bytes are
 counted on the connection itself, in one more pull through a forwarder that counts. The least possible is what the
-method moves, φ and Δ of every parameter once; one vector u would do in half of that (METHOD.md, "Outer round").
+method moves, u of every parameter once (METHOD.md, "Outer round").
 """
 
 import asyncio
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import uvloop
 
+from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.slow_weights import SlowWeights
 from noloco_p2p.config import OuterSettings
-from noloco_p2p.core.messages import Advert, Snapshot, TensorSpec
+from noloco_p2p.core.messages import Advert, TensorSpec
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.io.transport.grpc_transport import tune_allocator
 from noloco_p2p.lab.bench.transport import PEER, RUN, BenchPeer, make_transport
 from noloco_p2p.lab.processes import peer_process
@@ -23,10 +25,11 @@ from noloco_p2p.lab.sample_stats import Stopwatch
 SHAPES = {"1M": (16, 256), "50M": (12, 2048)}
 """A stage as a number of square matrices, and their side."""
 TARGET = 1.01
-"""Largest ratio of the bytes on the connection to those of φ and Δ."""
+"""Largest ratio of the bytes on the connection to those of u."""
 ROUNDS = 5
 WAIT_S = 120.0
 NEAR = "near"
+REQUEST = SnapshotRequest(1, 1)
 
 
 def slow_weights(size: str, seed: int) -> SlowWeights:
@@ -40,10 +43,20 @@ def slow_weights(size: str, seed: int) -> SlowWeights:
     return weights
 
 
+def specs(weights: SlowWeights) -> tuple[TensorSpec, ...]:
+    """What travels: u alone, for the sample beside it is next to nothing."""
+    return (TensorSpec("vector", "float32", (weights.count,)),)
+
+
+def snapshot(weights: SlowWeights) -> Snapshot:
+    """What the far process gives."""
+    return Snapshot(PEER, 1, 10, (host_tensor.from_torch("vector", weights.freeze()[0]),))
+
+
 async def serve(ready: Callable[[int], None], size: str) -> None:
     """The far process: its snapshot of round 1, at a port that it tells."""
     transport = make_transport(PEER)
-    await transport.serve(BenchPeer(Snapshot(PEER, 1, 10, slow_weights(size, 1).snapshot())))
+    await transport.serve(BenchPeer(snapshot(slow_weights(size, 1))))
     ready(transport.port)
     await asyncio.Event().wait()
 
@@ -57,14 +70,14 @@ async def rounds(size: str, port: int) -> dict[str, Any]:
     for _ in range(ROUNDS + 1):
         with watch.timed("round"):
             with watch.timed("freeze"):
-                frozen = Snapshot(NEAR, 1, 10, weights.snapshot())
+                vector, frozen = weights.freeze()
             with watch.timed("pull"):
-                theirs = await mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, weights.specs)
+                theirs = await mine.fetch_snapshot(far, REQUEST, WAIT_S, specs(weights))
             with watch.timed("merge"):
-                weights.merge(frozen, theirs)
+                weights.merge([vector, host_tensor.to_torch(theirs.tensors[0])], frozen)
     await mine.close()
-    moved = await bytes_of_a_pull(port, weights.specs)
-    least = sum(spec.nbytes for spec in weights.specs)
+    moved = await bytes_of_a_pull(port, specs(weights))
+    least = sum(spec.nbytes for spec in specs(weights))
     medians = {f"{name}_s": watch.median_s(name) for name in ("freeze", "pull", "merge", "round")}
     return {
         "parameters": sum(phi.numel() for phi in weights.slow.values()),
@@ -72,7 +85,6 @@ async def rounds(size: str, port: int) -> dict[str, Any]:
         "bytes": moved,
         "least_bytes": least,
         "ratio": moved / least,
-        "ratio_to_one_vector": 2 * moved / least,
         "pull_mib_per_s": least / 2**20 / medians["pull_s"],
     }
 
@@ -97,7 +109,7 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
     async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
         near = make_transport(NEAR)
         counted = Advert(PEER, RUN, 1, (f"127.0.0.1:{server.sockets[0].getsockname()[1]}",))
-        await near.fetch_snapshot(counted, 1, 1, 0.0, WAIT_S, specs)
+        await near.fetch_snapshot(counted, REQUEST, WAIT_S, specs)
         await near.close()
         await asyncio.wait_for(ended.wait(), WAIT_S)
     return moved

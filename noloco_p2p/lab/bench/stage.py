@@ -19,6 +19,7 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.compute.stage_timing import random_batch, synchronise
 from noloco_p2p.config import RunManifest, WireSettings
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, StepLabel
 from noloco_p2p.lab.processes import peak_bytes
 from noloco_p2p.lab.sample_stats import Stopwatch
@@ -87,8 +88,9 @@ def measure(
                 stage.inner_step(StepLabel(number, number - 1, 1e-4, {}))
             with watch.timed((index, "snapshot_s")):
                 mine = stage.snapshot(number, number)
+            theirs = stage.decode(stage.encode(mine, SnapshotRequest(index)))
             with watch.timed((index, "merge_s")):
-                stage.merge(mine, mine)
+                stage.merge(mine, theirs)
     return watch
 
 

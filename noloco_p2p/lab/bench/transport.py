@@ -28,9 +28,9 @@ from noloco_p2p.core.messages import (
     PeerId,
     Progress,
     ReplicaState,
-    Snapshot,
     TensorSpec,
 )
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
 from noloco_p2p.lab.processes import peer_process, workers
@@ -40,7 +40,7 @@ from noloco_p2p.ports import Body
 
 MIB = 1 << 20
 TENSOR_BYTES = 64 * MIB
-SNAPSHOT_TENSORS = 4
+SNAPSHOT_BYTES = 4 * TENSOR_BYTES
 TARGET = 0.4
 """Least share of the bare TCP rate, node to node with digests checked."""
 STATE_PARAMETERS = 6
@@ -64,12 +64,12 @@ def activation(shape_BTD: tuple[int, int, int]) -> messages.Activation:
 
 LARGE = activation((8, 16, TENSOR_BYTES // 512))
 SMALL = activation((2, 8, 64))
-SNAPSHOT_SPECS = tuple(TensorSpec(f"slow/{i}", "float32", (TENSOR_BYTES // 4,)) for i in range(SNAPSHOT_TENSORS))
+SNAPSHOT_SPECS = (TensorSpec("vector", "float32", (SNAPSHOT_BYTES // 4,)),)
 STATE_NAMES = [f"{kind}/{i}" for kind in messages.REPLICA_KINDS for i in range(STATE_PARAMETERS)]
 STATE_SPECS = tuple(TensorSpec(name, "float32", (STATE_TENSOR_BYTES // 4,)) for name in STATE_NAMES)
 MOVED_BYTES = {
     "propagate": 2 * TENSOR_BYTES,
-    "snapshot": SNAPSHOT_TENSORS * TENSOR_BYTES,
+    "snapshot": SNAPSHOT_BYTES,
     "state": sum(spec.nbytes for spec in STATE_SPECS),
     "tcp": 2 * TENSOR_BYTES,
 }
@@ -92,7 +92,7 @@ class BenchPeer:
         """Not measured."""
         raise Declined("not measured")
 
-    async def fetch_snapshot(self, caller: PeerId, stage: int, round: int | None, wait_s: float) -> Snapshot:
+    async def fetch_snapshot(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         """The snapshot, at once."""
         return self._snapshot
 
@@ -141,7 +141,7 @@ async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, 
     watch, small = Stopwatch(), Stopwatch(calls // 10)
     transfers: dict[str, Callable[[], Awaitable[Gradient | Snapshot | ReplicaState]]] = {
         "propagate": lambda: mine.propagate(far, LARGE),
-        "snapshot": lambda: mine.fetch_snapshot(far, 1, 1, 0.0, WAIT_S, SNAPSHOT_SPECS),
+        "snapshot": lambda: mine.fetch_snapshot(far, SnapshotRequest(1, 1), WAIT_S, SNAPSHOT_SPECS),
         "state": lambda: mine.fetch_state(far, WAIT_S, STATE_SPECS),
     }
     with socket.create_connection(("127.0.0.1", ports[1]), WAIT_S) as connection:

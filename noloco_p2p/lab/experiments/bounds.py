@@ -166,9 +166,9 @@ def play(mine: Pair, momentum: Array, theirs: Pair, partner: Sequence[int], fact
     alpha, beta, gamma = factors
     chosen = list(partner)
     alone = np.equal(chosen, np.arange(len(chosen)))[:, None]
-    pulled = [np.where(alone, own, other[chosen]) for own, other in zip(mine, theirs, strict=True)]
-    group = [mine, (pulled[0], pulled[1])]
-    return outer_update.outer_step(mine[0], momentum, group, alpha=alpha, beta=beta, gamma=gamma)
+    own, other = (outer_update.round_vector(*pair, beta=beta, gamma=gamma) for pair in (mine, theirs))
+    vectors = [own, np.where(alone, own, other[chosen])]
+    return outer_update.outer_step(mine[0], momentum, vectors, alpha=alpha, gamma=gamma)
 
 
 def slope(values: Sequence[float]) -> float:

@@ -12,8 +12,9 @@ from statistics import fmean
 import torch
 
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.core.messages import PeerId, Snapshot
+from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
 from noloco_p2p.core.stage_values import MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.lab.experiments.training import ReplicaSpread, TrainingPlan
 
@@ -37,7 +38,7 @@ class TrainingMonitor:
     spreads: dict[tuple[int, int], ReplicaSpread] = field(default_factory=dict)
     """By (round, stage), once all replicas have reached it."""
     _reached: dict[tuple[int, int], dict[PeerId, ReplicaWeights]] = field(default_factory=lambda: defaultdict(dict))
-    _snapshots: dict[PeerId, dict[int, Snapshot]] = field(default_factory=lambda: defaultdict(dict))
+    _vectors: dict[PeerId, dict[int, PartnerVector]] = field(default_factory=lambda: defaultdict(dict))
 
     def reached(self, stage: int, round: int, peer: PeerId, weights: ReplicaWeights) -> None:
         """A replica has reached a round. The weights are let go once the others have reached it, too."""
@@ -54,16 +55,16 @@ class TrainingMonitor:
         for key in [key for key in self._reached if key[1] == stage and key[0] <= round]:
             del self._reached[key]
 
-    def keep(self, snapshot: Snapshot) -> None:
+    def keep(self, vector: PartnerVector) -> None:
         """For partners that pull it late."""
         if self.plan.stale_rounds:
-            kept = self._snapshots[snapshot.peer]
-            kept[snapshot.round] = snapshot
+            kept = self._vectors[vector.peer]
+            kept[vector.round] = vector
             for old in sorted(kept)[: -self.plan.stale_rounds - KEPT_ROUNDS]:
                 del kept[old]
 
-    def pulled(self, me: PeerId, mine: Snapshot, theirs: Snapshot | None) -> Snapshot | None:
-        """What arrives of the snapshot that a node has pulled."""
+    def pulled(self, me: PeerId, mine: FrozenRound, theirs: PartnerVector | None) -> PartnerVector | None:
+        """What arrives of the vector that a node has pulled."""
         if theirs is None:
             return None
         chance = generator(self.plan.seed, "lost partner", me, mine.round).random()
@@ -71,7 +72,7 @@ class TrainingMonitor:
             self.lost.add((me, mine.round))
             return None
         if self.plan.stale_rounds:
-            kept = self._snapshots[theirs.peer]
+            kept = self._vectors[theirs.peer]
             return kept[max(round for round in kept if round <= max(0, theirs.round - self.plan.stale_rounds))]
         return theirs
 
@@ -88,6 +89,7 @@ class InstrumentedStage:
         # What is not measured goes to the stage unchanged.
         self.forward, self.backward, self.loss_backward = stage.forward, stage.backward, stage.loss_backward
         self.discard, self.evaluate, self.adopt = stage.discard, stage.evaluate, stage.adopt
+        self.encode, self.decode = stage.encode, stage.decode
         self.capture, self.restore = stage.capture, stage.restore
 
     @property
@@ -105,15 +107,15 @@ class InstrumentedStage:
             self._measure(label.inner_step // outer.inner_steps)
         return result
 
-    def snapshot(self, round: int, step: int) -> Snapshot:
+    def snapshot(self, round: int, step: int) -> FrozenRound:
         """θ is measured as it is before the merge."""
         taken = self.stage.snapshot(round, step)
-        self._monitor.keep(taken)
+        self._monitor.keep(self.stage.decode(self.stage.encode(taken, SnapshotRequest(self.state.index, round))))
         if round > 0:
             self._measure(round)
         return taken
 
-    def merge(self, mine: Snapshot, theirs: Snapshot | None) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """With what the plan lets through."""
         return self.stage.merge(mine, self._monitor.pulled(self._me, mine, theirs))
 

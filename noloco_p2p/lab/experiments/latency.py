@@ -3,7 +3,7 @@
 One stage, N replicas, computing takes no time. Every link has a log-normal one-way latency of mean {LATENCY_MS:g} ms
 and the given std/mean. *Latency-bound*: the vectors weigh nothing. *Bandwidth-bound*: a vector of {VECTOR_MB:g} MB,
 {MBIT_PER_S:g} Mbit/s up and down for each node, shared by its transfers. The pair pull is the node's own code in the
-simulator (request, answer with φ and Δ), matched pairs unless said otherwise; the all-reduces are models on the same
+simulator (request, answer with u), matched pairs unless said otherwise; the all-reduces are models on the same
 links (`experiments/allreduce.py` has the formulas): the paper's tree, a binomial tree, a ring, and a butterfly as in
 hivemind.
 
@@ -14,7 +14,7 @@ begin together.
 The paper's pair is an exchange in which each sends at once: one message's time, the later of two; its ratio sets one
 way through the tree beside it (or both ways beside two exchanges, which is the same). The node's pull is a request and
 an answer, two messages one after the other, and we set the whole all-reduce, up and down, beside it. Without spread the
-two ratios are equal. A snapshot is two vectors, φ and Δ, where an all-reduce of DiLoCo moves one, Δ. An all-reduce
+two ratios are equal. A snapshot is one vector, as what an all-reduce of DiLoCo moves. An all-reduce
 leaves every replica with the mean of all, a pull with the mean of two.
 
 Limits: No real network: no congestion, no slow start, no loss, no processing in the hosts. The all-reduces are models
@@ -116,8 +116,8 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
         seed=seed,
         config=NodeConfig.model_validate({"checkpoint": {"every_rounds": None}, "directory": directory}),
         geography=Uniform(Link(wire.median_s, wire.sigma), Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()),
-        # A snapshot is two vectors, φ and Δ. In the latency-bound regime they weigh nothing.
-        sizes=MessageSizes(0, 0, (2 * VECTOR_BYTES if bound else 0,), (0,)),
+        # In the latency-bound regime a snapshot weighs nothing.
+        sizes=MessageSizes(0, 0, (VECTOR_BYTES if bound else 0,), (0,), (0,)),
         costs=Costs(0.0, 0.0, 0.0, 0.0),
         save_s=0.0,
     )

@@ -9,6 +9,7 @@ from transport_fixture import LARGE, Node, activation, echo, pair, run, tensor
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, SHARE
 from noloco_p2p.core.messages import Snapshot
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.io.transport.capped_line import OwnersLine
 
 EXCESS_S = 0.5
@@ -53,7 +54,7 @@ def test_weights_get_their_share_of_a_line_full_of_bodies() -> None:
     """A gradient that would fill B's line alone, and a snapshot beside it."""
     weights = (tensor("slow/a", "float32", (1 << 18,)), tensor("delta/a", "float32", (1 << 18,)))
 
-    async def give(stage: int, round: int | None, wait_s: float) -> Snapshot:
+    async def give(request: SnapshotRequest) -> Snapshot:
         return Snapshot("B", 4, 40, weights)
 
     async def scenario() -> None:
@@ -65,7 +66,7 @@ def test_weights_get_their_share_of_a_line_full_of_bodies() -> None:
             await asyncio.sleep(2.0)
             began = clock()
             specs = tuple(one.spec for one in weights)
-            fetched = await both.a.fetch_snapshot(both.peer, 1, 4, 0.0, 20.0, specs)
+            fetched = await both.a.fetch_snapshot(both.peer, SnapshotRequest(1, 4, 0.0), 20.0, specs)
             took_s = clock() - began
             assert not all(body.done() for body in bodies)
             assert [one.data for one in fetched.tensors] == [one.data for one in weights]

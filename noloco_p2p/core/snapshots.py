@@ -1,0 +1,106 @@
+"""What a replica freezes at an outer round, and what of it travels (METHOD.md, "Outer round" and "Measures").
+
+Vectors of a whole stage are flat: the values of its parameters one after another, in the stage's order, C order.
+"""
+
+from dataclasses import dataclass, field
+from math import sqrt
+
+from noloco_p2p.core.messages import HostTensor, PeerId
+from noloco_p2p.core.seeds import generator
+
+SAMPLED_SHARE = 256
+FEWEST_SAMPLED, MOST_SAMPLED = 1024, 16_384
+"""One in so many parameters of a stage is sampled for the replica spread, at least and at most so many."""
+DRAW_BITS = 32
+GUARDED_DTYPE = "bfloat16"
+"""θ_f for guardians: what rounding costs here is less than what is lost with momentum and optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenRound:
+    """What one replica froze at one outer round. It stays in its memory; others get it as `Snapshot`s."""
+
+    peer: PeerId
+    round: int
+    step: int
+    """Floor of the replica's clock when it was frozen."""
+    vector: HostTensor
+    """`vector`: u = β·Δ + γ·φ, flat, in compute_dtype: all that N1 needs of a replica."""
+    weights: HostTensor
+    """`weights`: θ_f, flat, in compute_dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """What is asked of a replica, or of a guardian of its stage."""
+
+    stage: int
+    round: int | None = None
+    """The outer round wanted; None: the newest one held, at once."""
+    wait_s: float = 0.0
+    """How long the peer may wait until it has reached that round; then it gives the newest one held."""
+    weights: str | None = None
+    """θ_f is wanted, in this element type, for whoever guards it or takes it over; None: u, for a partner."""
+
+    @property
+    def kind(self) -> str:
+        """What is asked for, as bytes are counted: `snapshot`, which a round is merged with, or `weights`."""
+        return "snapshot" if self.weights is None else "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What travels of a frozen round: the vector and a sample of θ_f, or θ_f."""
+
+    peer: PeerId
+    """Whose weights they are, as the sender claims."""
+    round: int
+    step: int
+    """Floor of the replica's clock when it was frozen."""
+    tensors: tuple[HostTensor, ...]
+    """`vector` and `sample`, or `weights` (`StageState`)."""
+    took_s: float = field(default=0.0, compare=False)
+    """Seconds of the transfer, without the wait before it. Filled in by the receiving transport."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.data.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class PartnerVector:
+    """What a partner's snapshot comes to on the puller's side, decoded and checked."""
+
+    peer: PeerId
+    round: int
+    vector: HostTensor
+    """`vector`: u, flat, in compute_dtype."""
+    sample: HostTensor
+    """`sample`: θ_f at `sampled_coordinates`, in compute_dtype."""
+
+
+def sample_size(parameters: int) -> int:
+    """How many coordinates of a stage are sampled: all of a tiny one's."""
+    return min(parameters, max(FEWEST_SAMPLED, min(MOST_SAMPLED, parameters // SAMPLED_SHARE)))
+
+
+def sampled_coordinates(seed: int, stage: int, round: int, parameters: int) -> list[int]:
+    """The places in a flat vector of `parameters` values that stand for all of them, in order.
+
+    One is drawn in each of `sample_size` strata of equal length. Strata may end within a coordinate; over its strata
+    together each coordinate has the same chance, so that the mean over the sample of any function of a coordinate is
+    an unbiased estimate of its mean over all. All replicas of a stage draw the same ones.
+    """
+    count, rng = sample_size(parameters), generator(seed, "sampled coordinates", stage, round)
+    length = count << DRAW_BITS
+    return [((place << DRAW_BITS) + rng.getrandbits(DRAW_BITS)) * parameters // length for place in range(count)]
+
+
+def pair_std(square: float, count: int) -> float:
+    """Replica std from ‖θ_i − θ_j‖² over `count` coordinates: sqrt((n − 1)/n · square / (2·count)), n = 2.
+
+    METHOD.md, "Measures".
+    """
+    return sqrt(0.5 * square / (2 * count))
