@@ -8,7 +8,6 @@ from transport_fixture import LARGE, Node, activation, echo, pair, run, tensor
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, SHARE
-from noloco_p2p.core.messages import Snapshot
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.io.transport.capped_line import OwnersLine
 
