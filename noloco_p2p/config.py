@@ -224,10 +224,8 @@ class DirectorySettings(Settings):
 class LimitSettings(Settings):
     """Bounds on what this node holds and how long it waits."""
 
-    max_in_flight: Positive = 4
-    """Largest number of autograd graphs held at once."""
-    waiting_places: Annotated[int, Field(ge=0, le=64)] = 2
-    """Microbatches whose bodies may wait here for admission; headers queue behind them."""
+    max_in_flight: Positive | None = None
+    """Most microbatches in flight at once; none: as many as a step has, within what memory holds."""
     evaluations: Positive = 2
     """Largest number of held-out microbatches served at once."""
     microbatch_deadline_s: Seconds = 600.0
@@ -243,6 +241,13 @@ class LimitSettings(Settings):
     """Most that this node receives from others over gRPC, likewise."""
     linger_s: Seconds = 30.0
     """Longest wait for the other nodes at the end of the run, seconds."""
+
+
+class NodeComputeSettings(Settings):
+    """How this node computes."""
+
+    recompute: bool = False
+    """Compute activations again in the backward pass: a third more work, far less memory for what is in flight."""
 
 
 class CheckpointSettings(Settings):
@@ -272,6 +277,8 @@ class NodeConfig(Settings):
     """`cpu`, `cuda`, `cuda:1`, …; `auto`: CUDA if there is any."""
     threads: Positive | None = None
     """CPU threads for compute; none: torch's own choice, OMP_NUM_THREADS."""
+    compute: NodeComputeSettings = NodeComputeSettings()
+    """Work against memory."""
     stage: Annotated[int, Field(ge=0)] | None = None
     """Stage to hold; none: that of the newest checkpoint, else the one with the least capacity."""
     data_files: tuple[str, ...] = ()

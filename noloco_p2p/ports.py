@@ -155,6 +155,10 @@ class Stage(Protocol):
 
     state: StageState
 
+    @property
+    def places(self) -> int | None:
+        """Microbatches for which there is memory at once, as last measured; None: for any number. From any thread."""
+
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """Forward with a graph: (graph, `hidden` as it travels).
 

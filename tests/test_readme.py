@@ -145,7 +145,10 @@ def test_every_setting_exists(document: str) -> None:
     for name in (span.partition("=")[0] for span in spans(text)):
         key = tuple(name.split("."))
         if len(key) > 1 and key[0] in sections and not (PACKAGE / f"{key[0]}.py").exists():
-            assert settings.KNOWN.holds(key), f"there is no setting {name}"
+            known = settings.KNOWN.holds(key) or (
+                document == "configs/sim/README.md" and scenario_files.KNOWN.holds(key)
+            )
+            assert known, f"there is no setting {name}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -196,7 +196,7 @@ def node() -> Json:
                     "Queue: microbatches in flight",
                     "none",
                     Query(f"noloco_in_flight{{{NODE}}}", BY_NODE),
-                    about="Autograd graphs held, at most limits.max_in_flight.",
+                    about="In flight: at most a step's, within what memory holds and limits.max_in_flight.",
                 ),
                 chart(
                     "Queue: microbatches that wait for admission",

@@ -170,7 +170,7 @@ def _local(error: BaseException) -> BaseException:
         no_memory = any(sign in str(error).lower() for sign in MEMORY_SIGNS)
     if not no_memory:
         return error
-    local = LocalError("not enough memory on the device: use more stages, a smaller microbatch or fewer in flight")
+    local = LocalError("not enough memory on the device: set compute.recompute, or use more stages")
     local.__cause__ = error
     return local
 
@@ -182,6 +182,11 @@ class DeviceStage:
         self._stage: TorchStage | None = stage
         self._device = device
         self.state = stage.state
+
+    @property
+    def places(self) -> int | None:
+        """As in the port."""
+        return None if self._stage is None else self._stage.memory.places
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """As in the port; a graph whose waiter is gone is freed."""
@@ -275,7 +280,13 @@ async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_i
         set_threads(node.threads)
         audit = node.audit
         return make_torch_stage(
-            manifest, index, peer_id, device=node.device, audit_dir=audit.dir, audit_weights=audit.weights
+            manifest,
+            index,
+            peer_id,
+            device=node.device,
+            audit_dir=audit.dir,
+            audit_weights=audit.weights,
+            recompute=node.compute.recompute,
         )
 
     try:

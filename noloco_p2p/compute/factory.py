@@ -6,7 +6,6 @@ weights, logits and gradients. A family that scales its embeddings inside the de
 message, rather than train a wrong model.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from noloco_p2p.compute import model_family
 from noloco_p2p.compute.audit import Audit
-from noloco_p2p.compute.hardware import pick_device
+from noloco_p2p.compute.hardware import free_host_bytes, pick_device
 from noloco_p2p.compute.host_tensor import DTYPES
 from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
 from noloco_p2p.compute.stage import TorchStage
@@ -55,6 +54,7 @@ def make_torch_stage(
     device: str = "cpu",
     audit_dir: str | None = None,
     audit_weights: bool = True,
+    recompute: bool = False,
     self_test: bool = True,
 ) -> TorchStage:
     """The synchronous stage `index` with its initial weights.
@@ -74,7 +74,7 @@ def make_torch_stage(
     part = make_stage_module(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
     if audit is not None:
         audit.initial(part.parameters)
-    return TorchStage(part, manifest, peer_id, chosen, audit)
+    return TorchStage(part, manifest, peer_id, chosen, audit, recompute)
 
 
 def check_model(manifest: RunManifest) -> Any:
@@ -112,7 +112,7 @@ def check_fits(manifest: RunManifest, index: int, device: torch.device) -> Stage
     """The size of a stage that fits this machine's free memory. Raises LocalError when it does not, ConfigError."""
     size = stage_sizes(manifest)[index]
     on_host = size.host_bytes if device.type == "cuda" else size.host_bytes + size.device_bytes
-    _compare(index, on_host, _free_host_bytes(), "free memory")
+    _compare(index, on_host, free_host_bytes(), "free memory")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what an earlier stage of this process has left
         _compare(index, size.device_bytes, torch.cuda.mem_get_info(device)[0], f"free memory on {device}")
@@ -125,19 +125,6 @@ def _compare(index: int, needed_bytes: int, free_bytes: int | None, what: str) -
             f"stage {index} needs {needed_bytes / 2**30:.1f} GiB for weights, optimizer and snapshots, but this "
             f"machine has {free_bytes / 2**30:.1f} GiB of {what}: use more stages or a larger machine"
         )
-
-
-def _free_host_bytes() -> int | None:
-    """Memory that can be had without swapping, or None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:

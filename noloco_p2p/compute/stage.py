@@ -10,9 +10,7 @@ costs one more pass over the gradients, and a second set of them while it lasts.
 Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
 
-import itertools
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from math import isfinite
 
 import torch
@@ -23,6 +21,7 @@ from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumu
 from noloco_p2p.compute.activation_codec import ActivationCodec
 from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
+from noloco_p2p.compute.graphs import GraphMemory, GraphStore, KeptGraph
 from noloco_p2p.compute.model import StageModule
 from noloco_p2p.compute.slow_weights import SlowWeights
 from noloco_p2p.compute.snapshot_codec import SnapshotCodec
@@ -45,20 +44,12 @@ IGNORED = -100
 """A target that is not counted as a token (METHOD.md, "Inner step")."""
 
 
-@dataclass(slots=True)
-class KeptGraph:
-    """What is kept between forward and backward.
-
-    Kept rather than computed again from the input: a second forward would be a third more work, and what the graphs
-    hold is bounded by the microbatches in flight. Whoever gives a microbatch up has to `discard` its graph.
-    """
-
-    leaf: Tensor
-    hidden: Tensor
-
-
 class TorchStage:
-    """The real stage. Its methods raise what the port says, and torch's own errors (no memory)."""
+    """The real stage. Its methods raise what the port says, and torch's own errors (no memory).
+
+    `recompute`: graphs are not kept but made again from their input, a third more work for less memory. Whoever gives a
+    microbatch up has to `discard` its graph in either case.
+    """
 
     def __init__(
         self,
@@ -67,6 +58,7 @@ class TorchStage:
         peer_id: PeerId,
         device: torch.device,
         audit: Audit | None = None,
+        recompute: bool = False,
     ) -> None:
         self._part = part
         self._manifest = manifest
@@ -83,14 +75,15 @@ class TorchStage:
         self._codec = SnapshotCodec(manifest.seed, part.index, part.counts[part.index], self._compute)
         self.encode, self.decode = self._codec.encode, self._codec.decode
         """As in the port; any thread may call them."""
-        self._graphs: dict[int, KeptGraph] = {}
-        self._handles = itertools.count(1)
         self._inner_steps = self._frozen_after = 0
         """Inner steps that these weights have seen, and had seen at the newest snapshot."""
         shape_BT = (manifest.microbatch_size, manifest.sequence_length)
         shape_BTD = (*shape_BT, part.hidden_size)
         self._hidden = ActivationCodec("hidden", manifest.wire.forward, shape_BTD, self._compute)
         self._grad = ActivationCodec("grad", manifest.wire.backward, shape_BTD, self._compute)
+        body_bytes = self._hidden.spec.nbytes * ((not self._first) + (not self._last))
+        self.memory = GraphMemory(device, self._parameters, body_bytes, keeps=not (self._last or recompute))
+        self._graphs = GraphStore(self.memory, recompute=recompute)
         self._inputs, self._targets = (TensorSpec(name, "int32", shape_BT) for name in ("inputs", "targets"))
         self._mask = TensorSpec("mask", "uint8", shape_BT)
         self.state = StageState(
@@ -110,11 +103,7 @@ class TorchStage:
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """Forward with a graph, as in the port."""
-        leaf = self._leaf(inputs)
-        with self._autocast():
-            hidden_BTD = self._part(leaf, self._mask_on_device(mask))
-        graph = next(self._handles)
-        self._graphs[graph] = KeptGraph(leaf, hidden_BTD)
+        graph, hidden_BTD = self._graphs.forward(self._pass, inputs, mask)
         return graph, self._sent(hidden_BTD)
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
@@ -126,9 +115,11 @@ class TorchStage:
         wire = self._grad.check(gradient.grad)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
-        kept = self._graphs.pop(graph)  # only now: after a Violation another replica is asked for the same gradient
+        # Only now: after a Violation another replica is asked for the same gradient.
         if not (gradient.finite and isfinite(gradient.loss_sum) and self._grad.is_finite(wire)):
+            self._graphs.discard(graph)
             return self._nothing(microbatch)
+        kept = self._graphs.take(self._pass, graph)
         grad_BTD = self._grad.decode(self._to_device(wire)).to(kept.hidden.dtype)
         return self._contribute(
             AccumulatedMicrobatch(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD
@@ -139,7 +130,9 @@ class TorchStage:
     ) -> Contribution:
         """Forward, summed loss and backward at the last stage, as in the port."""
         leaf = self._leaf(inputs)
-        loss, tokens = self._loss(leaf, targets, mask)
+        with self.memory.measured():
+            loss, tokens = self._loss(leaf, targets, mask)
+        self.memory.look(0)
         loss_sum = float(loss.detach())
         if not isfinite(loss_sum):
             return self._nothing(microbatch)
@@ -147,18 +140,15 @@ class TorchStage:
 
     def discard(self, graph: int) -> None:
         """Free a graph that will not be used; unknown handles are ignored."""
-        self._graphs.pop(graph, None)
+        self._graphs.discard(graph)
 
     @torch.no_grad()
     def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """Forward without a graph, as in the port."""
-        leaf = self._leaf(inputs)
         if self._last:
-            loss, tokens = self._loss(leaf, targets, mask)
+            loss, tokens = self._loss(self._leaf(inputs), targets, mask)
             return LossSum(float(loss), tokens)
-        with self._autocast():
-            hidden_BTD = self._part(leaf, self._mask_on_device(mask))
-        return self._sent(hidden_BTD)
+        return self._sent(self._pass(inputs, mask).hidden)
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, AdamW, as in the port. `busy_s` is left 0 for the device to fill in.
@@ -166,6 +156,7 @@ class TorchStage:
         Without tokens θ and Adam stay untouched.
         """
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
+        self._graphs.weights_change()
         if tokens:
             norm = self._sums.mean(tokens, self._manifest.inner.clip_norm)
             self._adam.step(label.learning_rate)
@@ -183,6 +174,7 @@ class TorchStage:
 
     def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """N1 to N3, as in the port; Adam's moments stay."""
+        self._graphs.weights_change()
         frozen = host_tensor.to_torch(mine.weights)
         vectors = [host_tensor.to_torch(one.vector) for one in (mine, theirs) if one is not None]
         result = MergeResult(None if theirs is None else self._codec.pair_std(mine, theirs))
@@ -225,6 +217,12 @@ class TorchStage:
         self._graphs.clear()
         self._sums.restart(theirs.spent)
         self._inner_steps = theirs.inner_steps
+
+    def _pass(self, inputs: HostTensor, mask: HostTensor | None) -> KeptGraph:
+        """See `graphs.Pass`."""
+        leaf = self._leaf(inputs)
+        with self._autocast():
+            return KeptGraph(leaf, self._part(leaf, self._mask_on_device(mask)))
 
     def _contribute(
         self, added: AccumulatedMicrobatch, leaf: Tensor, output: Tensor, grad_output: Tensor | None

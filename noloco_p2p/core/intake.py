@@ -18,6 +18,11 @@ from noloco_p2p.core.spent_ids import SpentIds
 
 QUEUE_PLACES = 256
 """Headers that wait for a waiting place."""
+LAST_PLACES = 3
+"""Waiting places and microbatches in flight together: the next step's bodies travel while this one drains, not earlier,
+when a body would be bound to a replica that need not be the first to have room."""
+AHEAD_PLACES = 2
+"""Bodies of microbatches that are ahead of the step (`balanced`): they can go nowhere else."""
 REPLY_STEPS = 2
 """Inner steps for which a reply is kept for a sender that asks again."""
 
@@ -97,14 +102,12 @@ class _Step:
 class Intake(Generic[Reply]):
     """The admission of one replica.
 
-    `max_in_flight` bounds the admitted attempts that have not ended (each may hold an autograd graph), `line_places`
-    those that wait. Under `balanced`, labels ahead of the step have as many places again, of their own: an origin that
-    is ahead must not take the places of those for which this step waits.
+    `places` gives the most attempts that may be in flight now (each may hold an autograd graph). Under `balanced`,
+    labels ahead of the step have waiting places of their own: they must not take those of whom this step waits for.
     """
 
-    def __init__(self, max_in_flight: int, line_places: int) -> None:
-        self._max_in_flight = max_in_flight
-        self._line_places = line_places
+    def __init__(self, places: Callable[[], float]) -> None:
+        self._places = places
         self._phase = Phase.CLOSED
         self._step = _Step(number=0, target=0, due=None)
         self._attempts: dict[AttemptKey, _Attempt] = {}
@@ -228,7 +231,7 @@ class Intake(Generic[Reply]):
         held = sum(
             not (other.running or other.queued) and self._ahead(other) == ahead for other in self._attempts.values()
         )
-        return self._line_places - held
+        return (AHEAD_PLACES if ahead else max(0, LAST_PLACES - self._in_flight)) - held
 
     def _first_queued(self, *, ahead: bool) -> AttemptKey | None:
         """Of the origin that has the least in hand here the one that has waited longest."""
@@ -258,7 +261,7 @@ class Intake(Generic[Reply]):
             return "stepping"
         if self._ahead(attempt):
             return "ahead"
-        if self._in_flight >= self._max_in_flight:
+        if self._in_flight >= self._places():
             return "in_flight"
         if self._step.due is None and self._wants_place(key, attempt) and self._step.full:
             return "target"

@@ -21,6 +21,8 @@ Key = tuple[str, ...]
 ENVIRONMENT_PREFIX = "NOLOCO__"
 FREE_SECTION: Key = ("model", "config")
 """The one section whose keys are not ours. Given as a section it replaces the default's; single keys change it."""
+SUCCESSORS = {("wire_dtype",): "wire.forward, with wire.backward"}
+"""Keys of earlier versions → what is set in their place."""
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises for text that is not YAML."""
 
@@ -78,6 +80,8 @@ class KnownKeys(NamedTuple):
 
     def nearest(self, key: Key) -> str:
         """The existing key that resembles most one that does not exist."""
+        if key in SUCCESSORS:
+            return SUCCESSORS[key]
         names = {".".join(known): known for known in self.keys}
         near = difflib.get_close_matches(".".join(key), names, 1, 0.75)
         if not near:  # the right name in the wrong section, or the section left out

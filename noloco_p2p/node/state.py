@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from math import floor
+from math import floor, inf
 from random import Random
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -102,6 +102,11 @@ class NodeState:
         self.stepped_at = self.now() if self.advert.state == "training" else None
         self.event("state", state=self.advert.state, reason=reason or event)
         self._waits.pulse()
+
+    def places(self) -> float:
+        """Microbatches that may be in flight here: as many as memory has room for, within `limits.max_in_flight`."""
+        limits = (self.config.limits.max_in_flight, self.stage.places)
+        return min((places for places in limits if places is not None), default=inf)
 
     def hold(self, stage: Stage) -> None:
         """The weights of my stage have been made."""

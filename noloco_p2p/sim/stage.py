@@ -105,6 +105,11 @@ class TimedStage:
         self._work: asyncio.Task[object] | None = None
         self._busy_s = 0.0
 
+    @property
+    def places(self) -> None:
+        """See `ports.Stage`: memory bounds nothing here."""
+        return None
+
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """See `ports.Stage`; a graph whose waiter is gone is freed."""
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from noloco_p2p.core.intake import QUEUE_PLACES, Admission, AttemptKey, Intake
+from noloco_p2p.core.intake import AHEAD_PLACES, LAST_PLACES, QUEUE_PLACES, Admission, AttemptKey, Intake
 from noloco_p2p.core.messages import MicrobatchId, Origin
 from noloco_p2p.core.spent_ids import SPENT_IDS, SPENT_STEPS, SpentIds
 
@@ -20,7 +20,7 @@ def key(origin: str, counter: int, digest: int = 0) -> AttemptKey:
 
 
 def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
-    intake: Intake[str] = Intake(max_in_flight=4, line_places=1)
+    intake: Intake[str] = Intake(lambda: 4)
     intake.open(0, target=2)
     first, second, third, fourth = (key("a", n) for n in range(4))
     assert intake.offer(first, Origin("a", 0, 0)).answer is Admission.ADMIT
@@ -37,7 +37,7 @@ def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
 
 
 def test_a_failed_attempt_gives_its_place_back() -> None:
-    intake: Intake[str] = Intake(4, 1)
+    intake: Intake[str] = Intake(lambda: 4)
     intake.open(0, target=1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
     intake.offer(key("a", 1), Origin("a", 0, 1))
@@ -47,7 +47,7 @@ def test_a_failed_attempt_gives_its_place_back() -> None:
 
 
 def test_a_repeat_gets_the_kept_reply_for_two_steps() -> None:
-    intake: Intake[str] = Intake(4, 1)
+    intake: Intake[str] = Intake(lambda: 4)
     intake.open(0, target=1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
     assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.JOIN
@@ -64,7 +64,7 @@ def test_a_repeat_gets_the_kept_reply_for_two_steps() -> None:
 
 
 def test_another_way_takes_no_second_place() -> None:
-    intake: Intake[str] = Intake(4, 1)
+    intake: Intake[str] = Intake(lambda: 4)
     intake.open(0, target=2)
     for digest in (1, 2):
         assert intake.offer(key("a", 0, digest), Origin("a", 0, 0)).answer is Admission.ADMIT
@@ -77,7 +77,7 @@ def test_another_way_takes_no_second_place() -> None:
 
 
 def test_another_way_is_let_in_although_the_target_is_reached() -> None:
-    intake: Intake[str] = Intake(4, 1)
+    intake: Intake[str] = Intake(lambda: 4)
     intake.open(0, target=1)
     assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 0, 2), Origin("a", 0, 0)).answer is Admission.ADMIT
@@ -89,10 +89,11 @@ def test_another_way_is_let_in_although_the_target_is_reached() -> None:
 
 def test_balanced_labels() -> None:
     """A due slot is admitted, one that is not ours goes beyond the target, one ahead of the step waits apart."""
-    intake: Intake[str] = Intake(8, 1)
+    intake: Intake[str] = Intake(lambda: 8)
     intake.open(5, target=1, due={("a", 0)})
-    assert intake.offer(key("b", 0), Origin("b", 6, 0)).answer is Admission.WAIT
-    assert intake.offer(key("b", 1), Origin("b", 6, 1)).answer is Admission.BUSY
+    for index in range(AHEAD_PLACES):
+        assert intake.offer(key("b", index), Origin("b", 6, index)).answer is Admission.WAIT
+    assert intake.offer(key("b", 9), Origin("b", 6, 9)).answer is Admission.BUSY
     assert intake.offer(key("c", 0), Origin("c", 5, 7)).answer is Admission.ADMIT
     assert intake.offer(key("c", 1), Origin("c", 4, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 0), Origin("a", 5, 0)).answer is Admission.ADMIT
@@ -101,11 +102,11 @@ def test_balanced_labels() -> None:
         intake.done(key(name, number), counted=True, reply="r")
     assert intake.ready
     intake.seal()
-    assert intake.open(6, target=1, due={("b", 0)}) == [key("b", 0)]
+    assert intake.open(6, target=2, due={("b", 0), ("b", 1)}) == [key("b", 0), key("b", 1)]
 
 
 def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
-    intake: Intake[str] = Intake(1, 1)
+    intake: Intake[str] = Intake(lambda: 1)
     intake.open(0, 2, due={("a", 0), ("a", 1)})
     assert intake.offer(key("b", 9), Origin("b", 1, 0)).answer is Admission.WAIT
     assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT
@@ -114,7 +115,7 @@ def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
 
 
 def test_a_struck_slot_is_not_waited_for() -> None:
-    intake: Intake[str] = Intake(1, 1)
+    intake: Intake[str] = Intake(lambda: 1)
     intake.open(0, 2, due={("a", 0), ("b", 0)})
     intake.offer(key("a", 0), Origin("a", 0, 0))
     intake.done(key("a", 0), counted=True, reply="r")
@@ -125,7 +126,7 @@ def test_a_struck_slot_is_not_waited_for() -> None:
 
 
 def test_close_flushes_the_line_and_hears_nothing_new() -> None:
-    intake: Intake[str] = Intake(1, 1)
+    intake: Intake[str] = Intake(lambda: 1)
     intake.open(0, 1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
     intake.offer(key("a", 1), Origin("a", 0, 1))
@@ -137,7 +138,7 @@ def test_close_flushes_the_line_and_hears_nothing_new() -> None:
 
 
 def test_a_step_may_not_be_taken_while_something_is_in_flight() -> None:
-    intake: Intake[str] = Intake(1, 1)
+    intake: Intake[str] = Intake(lambda: 1)
     intake.open(0, 1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
     with pytest.raises(AssertionError, match="in flight"):
@@ -161,30 +162,59 @@ def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
     assert first not in spent
 
 
+def test_bodies_of_the_next_step_come_while_this_one_drains() -> None:
+    intake: Intake[str] = Intake(lambda: 100)
+    intake.open(0, target=5)
+    for number in range(5):
+        assert intake.offer(key("a", number), Origin("a", 0, number), patient=True).answer is Admission.ADMIT
+    for number in range(5, 9):
+        assert intake.offer(key("a", number), Origin("a", 1, number), patient=True).answer is Admission.QUEUE
+    for number, granted in enumerate(([], [], [5], [6], [7])):
+        assert intake.done(key("a", number), counted=True, reply="r") == []
+        assert intake.granted() == [key("a", one) for one in granted], number
+    intake.seal()
+    assert intake.open(1, target=5) == [key("a", number) for number in range(5, 9)]
+
+
+def test_places_that_memory_gives_or_takes_count_at_once() -> None:
+    places = 1
+    intake: Intake[str] = Intake(lambda: places)
+    intake.open(0, target=9)
+    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT
+    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.WAIT
+    places = 2
+    assert intake.offer(key("a", 2), Origin("a", 0, 2)).answer is Admission.ADMIT
+    places = 1
+    assert intake.done(key("a", 0), counted=True, reply="r") == [], "one is still in flight"
+    assert intake.done(key("a", 2), counted=True, reply="r") == [key("a", 1)]
+
+
 def test_a_patient_header_queues_and_each_origin_is_granted_in_turn() -> None:
-    intake: Intake[str] = Intake(max_in_flight=1, line_places=1)
+    intake: Intake[str] = Intake(lambda: 1)
     intake.open(0, target=20)
     assert intake.offer(key("a", 0), Origin("a", 0, 0), patient=True).answer is Admission.ADMIT
-    assert intake.offer(key("a", 1), Origin("a", 0, 1), patient=True).answer is Admission.WAIT
-    assert intake.offer(key("a", 2), Origin("a", 0, 2)).answer is Admission.BUSY
-    for number in (2, 3, 4):
+    for number in (1, 2):
+        assert intake.offer(key("a", number), Origin("a", 0, number), patient=True).answer is Admission.WAIT
+    assert intake.offer(key("a", 3), Origin("a", 0, 3)).answer is Admission.BUSY
+    for number in (3, 4, 5):
         assert intake.offer(key("a", number), Origin("a", 0, number), patient=True).answer is Admission.QUEUE
     assert intake.offer(key("b", 0), Origin("b", 0, 0), patient=True).answer is Admission.QUEUE
     assert intake.granted() == []
     assert intake.done(key("a", 0), counted=True, reply="r") == [key("a", 1)]
     assert intake.granted() == [key("b", 0)], "b has nothing in hand here"
-    assert (intake.in_flight, intake.waiting, intake.queued) == (1, 4, 3)
+    assert (intake.in_flight, intake.waiting, intake.queued) == (1, 5, 3)
     assert intake.leave(key("b", 0)) == []
-    assert intake.granted() == [key("a", 2)]
+    assert intake.granted() == [key("a", 3)]
     assert intake.granted() == []
-    assert intake.close() == [key("a", number) for number in (2, 3, 4)]
+    assert intake.close() == [key("a", number) for number in (2, 3, 4, 5)]
 
 
 def test_the_queue_is_bounded() -> None:
-    intake: Intake[str] = Intake(1, 0)
+    intake: Intake[str] = Intake(lambda: 1)
     intake.open(0, target=0)
-    answers = [intake.offer(key("a", n), Origin("a", 0, n), patient=True).answer for n in range(QUEUE_PLACES + 1)]
-    assert answers == [Admission.QUEUE] * QUEUE_PLACES + [Admission.BUSY]
+    headers = range(LAST_PLACES + QUEUE_PLACES + 1)
+    answers = [intake.offer(key("a", n), Origin("a", 0, n), patient=True).answer for n in headers]
+    assert answers == [Admission.WAIT] * LAST_PLACES + [Admission.QUEUE] * QUEUE_PLACES + [Admission.BUSY]
 
 
 class MicrobatchServer(RuleBasedStateMachine):
@@ -197,7 +227,8 @@ class MicrobatchServer(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.intake: Intake[int] = Intake(max_in_flight=3, line_places=2)
+        self.places = 3
+        self.intake: Intake[int] = Intake(lambda: self.places)
         self.version = 0
         self.step = 0
         self.running: dict[AttemptKey, int] = {}
@@ -261,6 +292,10 @@ class MicrobatchServer(RuleBasedStateMachine):
                 assert one not in self.running
         self.origin[one] = label
 
+    @rule(places=st.integers(1, 3))
+    def look_at_memory(self, places: int) -> None:
+        self.places = places
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), fails=st.booleans())
     def end(self, data: Any, fails: bool) -> None:
@@ -311,7 +346,7 @@ class MicrobatchServer(RuleBasedStateMachine):
     @invariant()
     def bounds_hold(self) -> None:
         assert self.intake.in_flight == len(self.running) <= 3
-        assert len(self.waiting) <= (4 if self.balanced else 2)
+        assert len(self.waiting) <= LAST_PLACES + (AHEAD_PLACES if self.balanced else 0)
         assert self.intake.waiting == len(self.waiting) + len(self.queued)
         assert self.intake.queued == len(self.queued)
 
@@ -343,7 +378,7 @@ TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=150, state
 def test_under_pressure_every_step_ends(seed: int) -> None:
     """Many senders that retry until they are served: the door serves all of them, in steps of the target's size."""
     rng = random.Random(seed)
-    intake: Intake[int] = Intake(max_in_flight=2, line_places=1)
+    intake: Intake[int] = Intake(lambda: 2)
     intake.open(0, target=4)
     outside = [key(rng.choice(ORIGINS), n) for n in range(40)]
     running: list[AttemptKey] = []

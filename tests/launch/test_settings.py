@@ -61,7 +61,7 @@ def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
         "steps: 1.5\n"
     )
     environ = {"NOLOCO__INNER__BETA1": "x", "NOLOCO__SEEED": "1"}
-    found = faults(path, environ, ["steps", "alpha=3", "outer={gamma: text}", "name=]"])
+    found = faults(path, environ, ["steps", "alpha=3", "outer={gamma: text}", "name=]", "wire_dtype=int8"])
     assert found == [
         "--set steps: write it as --set key=value",
         "--set name: not valid YAML: expected the node content, but found ']'",
@@ -69,6 +69,7 @@ def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
         f"{path}:5: there is no key outer.alhpa; the nearest is outer.alpha",
         "NOLOCO__SEEED: there is no key seeed; the nearest is seed",
         "--set alpha: there is no key alpha; the nearest is outer.alpha",
+        "--set wire_dtype: there is no key wire_dtype; the nearest is wire.forward, with wire.backward",
         f"{path}:3: seed must be a whole number, not 'many'",
         f"{path}:11: model.config.hidden_size must be a number, text, true, false, null, or a list of them",
         f"{path}:17: steps must be a whole number, not 1.5",

@@ -210,7 +210,7 @@ def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pyte
     report = quiet()
     against(report).check_memory(None)
     assert outcome(report) == [("ok", "memory")]
-    monkeypatch.setattr(factory, "_free_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(factory, "free_host_bytes", lambda: 1 << 20)
     report = quiet()
     against(report).check_memory(1)
     assert outcome(report) == [("error", "memory")]

@@ -114,6 +114,7 @@ class Dispatcher:
             return StageResult(done)
         with node.span("forward"), self._waits.computing("forward", why):
             graph, hidden = await stage.forward(task.inputs, task.mask)
+        self._waits.pulse()  # there may be memory for more now
         try:
             gradient, peer = await self._deliver(replace(task, inputs=hidden), self._training, left_s)
             with node.span("backward"), self._waits.computing("backward", why):

@@ -42,12 +42,11 @@ class MicrobatchServer:
     """Serves `propagate` and `evaluate` for one node of a later stage."""
 
     def __init__(self, node: NodeState, swarm: Membership, waits: Waits, dispatcher: Dispatcher) -> None:
-        limits = node.config.limits
         self._node = node
         self._swarm = swarm
         self._waits = waits
         self._dispatcher = dispatcher
-        self.intake: Intake[Gradient] = Intake(limits.max_in_flight, limits.waiting_places)
+        self.intake: Intake[Gradient] = Intake(node.places)
         self._calls: dict[AttemptKey, _ServedCall] = {}
         self._evaluating: dict[object, tuple[MicrobatchId, Body]] = {}
         self._streak = NonFiniteStreak()

@@ -27,23 +27,27 @@ class MicrobatchSource:
         self._streak = NonFiniteStreak()
 
     async def read_and_send(self) -> dict[MicrobatchId, Batch]:
-        """The microbatches of one inner step, at most `max_in_flight` at once, until the last one has ended."""
+        """The microbatches of one inner step, at most `NodeState.places` at once, until the last one has ended."""
         node, data = self._node, self._node.batches
         assert data is not None, "stage 0 has data"
         batches: dict[MicrobatchId, Batch] = {}
-        gate = asyncio.Semaphore(node.config.limits.max_in_flight)
+        under_way: set[asyncio.Task[None]] = set()
+
+        def ended(flight: asyncio.Task[None]) -> None:
+            under_way.remove(flight)
+            self._waits.pulse()
+
         async with asyncio.TaskGroup() as flights:
             for index in range(node.manifest.microbatches_per_step):
-                with self._waits.waiting("place in flight", Resource.INNER_STEP):
-                    await gate.acquire()
+                await self._waits.until(lambda: len(under_way) < node.places(), "place in flight", Resource.INNER_STEP)
                 if node.draining:
                     break
                 microbatch = MicrobatchId(node.me, self._incarnation, self._counter)
                 self._counter += 1
                 with self._waits.waiting("batch", Resource.DATA):
                     batches[microbatch] = batch = await data.next()
-                flight = flights.create_task(self._send(microbatch, index, batch))
-                flight.add_done_callback(lambda _: gate.release())
+                under_way.add(flight := flights.create_task(self._send(microbatch, index, batch)))
+                flight.add_done_callback(ended)
         return batches
 
     async def _send(self, microbatch: MicrobatchId, index: int, batch: Batch) -> None:

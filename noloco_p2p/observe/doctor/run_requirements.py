@@ -216,7 +216,8 @@ class RunRequirements:
         shape_BTD = (run.microbatch_size, run.sequence_length, int(make_config(run.model).hidden_size))
         hidden, grad = wire_spec("hidden", run.wire.forward, shape_BTD), wire_spec("grad", run.wire.backward, shape_BTD)
         wire_bytes = (hidden.nbytes, grad.nbytes)
-        rate, bound = expected_rate(device_s, wire_bytes, stage, below, following, self.local.limits.max_in_flight)
+        places = min(run.microbatches_per_step, self.local.limits.max_in_flight or run.microbatches_per_step)
+        rate, bound = expected_rate(device_s, wire_bytes, stage, below, following, places)
         self.report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate * tokens}
         expected = f"at stage {stage} about {rate * tokens:,.0f} tokens/s are to be expected, bounded by {bound}"
         self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of the device per microbatch, {origin}")

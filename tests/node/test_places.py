@@ -1,0 +1,61 @@
+"""As many microbatches in flight as there are places, at stage 0 and at later ones; nothing stands still for it."""
+
+from collections.abc import Callable
+
+import pytest
+
+from noloco_p2p.config import LimitSettings, NodeConfig, RunManifest
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.links import Link, MessageSizes, Uniform
+from noloco_p2p.sim.stage import TimedStage
+from noloco_p2p.sim.world import SimPlan, SimSwarm
+
+MICROBATCHES = 8
+ROUTINGS = ("random", "balanced", "fixed")
+
+
+def most_graphs(routing: str, limits: LimitSettings) -> dict[int, int]:
+    """The most graphs that a node of each stage but the last held at once, in a run over links of 50 ms."""
+    manifest = RunManifest(
+        stages=3,
+        start_replicas=2,
+        steps=12,
+        sequence_length=2,
+        microbatch_size=1,
+        microbatches_per_step=MICROBATCHES,
+        routing=routing,  # type: ignore[arg-type]
+    )
+    sizes = MessageSizes(4 << 20, 4 << 20, (8,) * 3, (8,) * 3)  # large: bodies are asked for
+    geography = Uniform(Link(0.05, bytes_per_s=50e6))
+    outcome = SimSwarm(
+        SimPlan(manifest, (2, 2, 2), config=NodeConfig(limits=limits), geography=geography, sizes=sizes)
+    ).run(limit_s=10_000)
+    for node in outcome.of_stage(0):
+        assert node.microbatches["dropped"] == 0
+    models = [model for process in outcome.processes for model in process.models if isinstance(model, LinearStage)]
+    return {stage: max(m.most_graphs for m in models if m.state.index == stage) for stage in range(2)}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_all_of_a_step_is_in_flight_where_nothing_bounds_it(routing: str) -> None:
+    held = most_graphs(routing, LimitSettings())
+    assert held[0] == MICROBATCHES
+    assert held[1] > MICROBATCHES // 2
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_an_owner_may_cap_it(routing: str) -> None:
+    held = most_graphs(routing, LimitSettings(max_in_flight=3))
+    assert max(held.values()) == 3
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_memory_that_comes_and_goes_is_kept_to(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place before the first graph, then four, then two: what is in flight already ends."""
+    looks = iter([1] * 10 + [4] * 400 + [2] * 10_000_000)
+    given: Callable[[TimedStage], int] = lambda self: next(looks)  # noqa: E731
+    monkeypatch.setattr(TimedStage, "places", property(given))
+    held = most_graphs(routing, LimitSettings())
+    assert max(held.values()) <= 4
+    monkeypatch.setattr(TimedStage, "places", property(lambda self: 1))
+    assert most_graphs(routing, LimitSettings()) == {0: 1, 1: 1}
