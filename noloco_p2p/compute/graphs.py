@@ -27,7 +27,7 @@ half of the way: together they come near to what there is and not beyond it."""
 STEP_COPIES = 3
 """Times the weights: the present microbatch's gradients and, before the first inner step, Adam's moments."""
 ROUND_COPIES = 6
-"""Times the weights, on the host: a further u and θ_f, a partner's u, θ and Adam's moments captured. They come and go."""
+"""Times the weights, on the host: another u and θ_f, a partner's u, θ and Adam's moments captured. They come and go."""
 
 
 @dataclass(slots=True)

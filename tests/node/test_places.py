@@ -25,7 +25,7 @@ def most_graphs(routing: str, limits: LimitSettings) -> dict[int, int]:
         microbatches_per_step=MICROBATCHES,
         routing=routing,  # type: ignore[arg-type]
     )
-    sizes = MessageSizes(4 << 20, 4 << 20, (8,) * 3, (8,) * 3)  # large: bodies are asked for
+    sizes = MessageSizes(4 << 20, 4 << 20, (8,) * 3, (8,) * 3, (8,) * 3)  # large: bodies are asked for
     geography = Uniform(Link(0.05, bytes_per_s=50e6))
     outcome = SimSwarm(
         SimPlan(manifest, (2, 2, 2), config=NodeConfig(limits=limits), geography=geography, sizes=sizes)
