@@ -117,8 +117,11 @@ class Guardian:
             return
 
     def _due(self, stage: int, replicas: Sequence[Advert]) -> int | None:
-        """The round to ask for; None while nothing new can be there. Round 0 is made from the seed by anybody."""
-        if not replicas:
+        """The round to ask for; None while nothing new can be there, or nothing is left to train.
+
+        Round 0 is made from the seed by anybody.
+        """
+        if all(a.state == "finished" for a in replicas):
             return None
         mine, newest = self._node.advert.outer_round, max(a.outer_round for a in replicas)
         held = self._held.get(stage)

@@ -68,7 +68,7 @@ class Node:
         self._rounds = OuterRounds(node, swarm, waits, world.transport)
         weights = WeightRestorer(node, swarm, waits, world, self._rounds, self._guardian)
         self._joining = Joining(node, swarm, waits, world.transport, self._membership_loop, weights)
-        self._shutdown = Shutdown(node, swarm, waits, dispatcher)
+        self._shutdown = Shutdown(node, swarm, waits, dispatcher, self._rounds)
         self._checkpointer = Checkpointer(node, swarm, waits, world.checkpoints, self._rounds)
         self._donor = StateDonor(node, waits, self._incarnation)
         self.handler.answer_with(self._server, self._rounds, self._donor)

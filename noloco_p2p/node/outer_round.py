@@ -73,6 +73,8 @@ class OuterRounds:
         self._waits = waits
         self._transport = transport
         self._kept: dict[int, FrozenRound] = {}
+        self._pullers: dict[PeerId, int] = {}
+        """Who was given the vector of which round last."""
         self._open: OpenRound | None = None
         self._step_busy_s = 0.0
 
@@ -256,7 +258,12 @@ class OuterRounds:
 
     # --- the other side ---------------------------------------------------------------------------------------------
 
-    async def serve(self, request: SnapshotRequest) -> Snapshot:
+    def pullers(self) -> set[PeerId]:
+        """Who was given the vector of the newest round, and may not have all of it yet."""
+        newest = max(self._kept, default=0)
+        return {peer for peer, round in self._pullers.items() if round == newest}
+
+    async def serve(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         """See ports.Handler.fetch_snapshot."""
         round = request.round
         if round is not None:
@@ -272,6 +279,7 @@ class OuterRounds:
         if not self._kept:
             raise Declined("this replica has no snapshot yet")
         frozen = self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
+        self._pullers[caller] = frozen.round
         with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
             return await self._node.stage.encode(frozen, request)
 

@@ -8,6 +8,7 @@ from noloco_p2p.core.messages import Batch, LossSum, MicrobatchId, Origin
 from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageInput
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
@@ -18,11 +19,14 @@ EVALUATIONS_AT_ONCE = 2
 class Shutdown:
     """Evaluations of one node, and its stay after its last step."""
 
-    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, node: NodeState, swarm: Membership, waits: Waits, dispatcher: Dispatcher, rounds: OuterRounds
+    ) -> None:
         self._node = node
         self._swarm = swarm
         self._waits = waits
         self._dispatcher = dispatcher
+        self._rounds = rounds
 
     async def evaluate_if_due(self) -> None:
         """Every `every_steps` inner steps; the last evaluation is `finish`'s."""
@@ -70,8 +74,11 @@ class Shutdown:
             node.event("evaluation", step=node.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
 
     async def finish(self) -> None:
-        """Stay until the others no longer need this node, at most `linger_s` for each thing waited for."""
-        node, members = self._node, self._swarm.members
+        """Stay until the others no longer need this node, at most `linger_s` for each thing waited for.
+
+        Who is at its last outer round and pulls from here gets it to the end, as long as a transfer may take.
+        """
+        node, members, limits = self._node, self._swarm.members, self._node.config.limits
         at_work = membership.STAGE_0_AT_WORK | membership.READY
 
         def others(stages: Callable[[int], bool]) -> bool:
@@ -80,15 +87,23 @@ class Shutdown:
         def all_evaluated() -> bool:
             return all(a.evaluated for a in members.of_stage(0, {"finished"})) and not others(lambda s: s == 0)
 
-        async def stay(over: Callable[[], bool], what: str, whom: Resource | AnyReplica) -> bool:
-            linger_s = node.config.limits.linger_s
-            return await self._waits.until(lambda: node.draining or over(), what, whom, linger_s)
+        def all_pulled() -> bool:
+            pullers = self._rounds.pullers()
+            return not any(a.peer_id in pullers for a in members.of_stage(node.index, at_work))
 
+        async def stay(
+            over: Callable[[], bool], what: str, whom: Resource | AnyReplica, longest_s: float = limits.linger_s
+        ) -> bool:
+            return await self._waits.until(lambda: node.draining or over(), what, whom, longest_s)
+
+        pulled = all_pulled, "last outer rounds", AnyReplica(node.index), node.manifest.outer.deadline_s
         if node.index > 0:
             await stay(all_evaluated, "last evaluations", AnyReplica(0))
+            await stay(*pulled)
             return
         if not await stay(lambda: not others(lambda s: s > 0), "end of the later stages", Resource.SWARM):
             node.event("warning", message="evaluates although a later stage has not finished")
         await self.evaluate()
         node.publish(evaluated=True)
         await stay(lambda: not others(lambda s: s == 0), "end of stage 0", Resource.SWARM)
+        await stay(*pulled)
