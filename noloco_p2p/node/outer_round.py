@@ -73,8 +73,8 @@ class OuterRounds:
         self._waits = waits
         self._transport = transport
         self._kept: dict[int, FrozenRound] = {}
-        self._pullers: dict[PeerId, int] = {}
-        """Who was given the vector of which round last."""
+        self._given_at: dict[PeerId, float] = {}
+        """When partners were given a vector last."""
         self._open: OpenRound | None = None
         self._step_busy_s = 0.0
 
@@ -259,9 +259,9 @@ class OuterRounds:
     # --- the other side ---------------------------------------------------------------------------------------------
 
     def pullers(self) -> set[PeerId]:
-        """Who was given the vector of the newest round, and may not have all of it yet."""
-        newest = max(self._kept, default=0)
-        return {peer for peer, round in self._pullers.items() if round == newest}
+        """Who was given a vector and may not have all of it yet."""
+        since = self._node.now() - self._node.manifest.outer.deadline_s
+        return {peer for peer, at in self._given_at.items() if at > since}
 
     async def serve(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         """See ports.Handler.fetch_snapshot."""
@@ -279,7 +279,7 @@ class OuterRounds:
         if not self._kept:
             raise Declined("this replica has no snapshot yet")
         frozen = self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
-        self._pullers[caller] = frozen.round
+        self._given_at[caller] = self._node.now()
         with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
             return await self._node.stage.encode(frozen, request)
 
