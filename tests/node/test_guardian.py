@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -31,6 +32,7 @@ class Place:
         self.asked: list[tuple[str, int, int | None]] = []
         self.answers: dict[str, Snapshot | Exception] = {}
         self.takes_s = 0.0
+        """Seconds of each transfer."""
         manifest = RunManifest(stages=STAGES)
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
@@ -50,7 +52,7 @@ class Place:
         answer = self.answers.get(peer.peer_id, Declined("nothing to give"))
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return replace(answer, took_s=self.takes_s)
 
     async def sees(self, *adverts: Advert) -> None:
         """The membership is read anew; who is not listed has left."""
@@ -200,5 +202,69 @@ def test_who_stays_is_asked_before_who_leaves() -> None:
             place.node.update(outer_round=round)
             await place.sees(place.advert("v", WARD, "draining"), place.advert("w", WARD))
         assert [peer for peer, _, _ in place.asked] == ["w", "w"]
+
+    at(scenario)
+
+
+def test_guarding_takes_a_twentieth_of_the_line_and_less_where_guardians_share_a_replica() -> None:
+    async def scenario(place: Place) -> None:
+        place.takes_s = 2.0
+        names = ["w", "v"]
+        for count, others, duty in ((1, [], 20), (1, ["p"], 40), (2, ["p"], 20)):
+            place.asked.clear()
+            wards, rivals = names[:count], [place.advert(peer, 2) for peer in others]
+            began, first = place.node.now(), place.node.advert.outer_round + 1
+            for round in range(first, first + 300):
+                place.node.update(outer_round=round)
+                place.answers = {peer: snapshot(peer, round) for peer in wards}
+                await place.sees(*(place.advert(peer, WARD, round=round) for peer in wards), *rivals)
+                await asyncio.sleep(0.9)
+            pulls = [one for one in place.asked if one[1] == WARD]
+            share = len(pulls) * place.takes_s / (place.node.now() - began)
+            assert 0.8 / duty < share <= 1.1 / duty, f"{len(pulls)} pulls of {wards} beside {others}"
+            place.members.update([], now=place.node.now())
+
+    at(scenario)
+
+
+def test_the_first_weights_of_a_ward_and_the_last_ones_do_not_wait_for_a_rest() -> None:
+    async def scenario(place: Place) -> None:
+        place.takes_s = 5.0
+        place.answers = {"w": snapshot("w", 3), "v": snapshot("v", 3)}
+        await place.sees(place.advert("w", WARD), place.advert("v", 2))
+        await asyncio.sleep(11.0)
+        assert [peer for peer, _, _ in place.asked] == ["w", "v"]
+        place.node.update(outer_round=4)
+        await place.sees(place.advert("w", WARD, round=4), place.advert("v", 2))
+        await asyncio.sleep(50.0)
+        assert len(place.asked) == 2, "it rests"
+        place.answers["w"] = snapshot("w", 5, 44)
+        await place.sees(place.advert("w", WARD, "draining", round=4), place.advert("v", 2))
+        await asyncio.sleep(6.0)
+        assert place.asked[2:] == [("w", WARD, 5)]
+        assert Holding(WARD, 5, 44) in place.holds
+
+    at(scenario)
+
+
+def test_weights_that_come_too_slowly_are_paid_for_too() -> None:
+    async def scenario(place: Place) -> None:
+        place.takes_s = place.node.manifest.outer.deadline_s
+        place.answers["w"] = Unreachable("no whole weights")
+        await place.sees(place.advert("w", WARD))
+        for _ in range(600):
+            place.members.answered("w")
+            await place.sees(place.advert("w", WARD))
+            await asyncio.sleep(1.0)
+        assert len(place.asked) == 1
+
+    at(scenario)
+
+
+def test_a_ward_that_has_finished_is_not_asked() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD, "finished"))
+        assert place.asked == []
 
     at(scenario)

@@ -1,0 +1,71 @@
+"""The coordinates that stand for all of a stage, and the estimate of the spread from them (METHOD.md, "Measures")."""
+
+import random
+from math import sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.core.snapshots import (
+    FEWEST_SAMPLED,
+    MOST_SAMPLED,
+    SAMPLED_SHARE,
+    SnapshotRequest,
+    pair_std,
+    sample_size,
+    sampled_coordinates,
+)
+
+
+@given(st.integers(1, 10**11), st.integers(0, 2**63 - 1), st.integers(0, 40), st.integers(0, 10**6))
+def test_the_sample_is_small_in_order_and_within_the_stage(parameters: int, seed: int, stage: int, round: int) -> None:
+    size = sample_size(parameters)
+    assert size == min(parameters, FEWEST_SAMPLED) or size <= min(MOST_SAMPLED, parameters // SAMPLED_SHARE)
+    places = sampled_coordinates(seed, stage, round, parameters)
+    assert len(places) == size
+    assert places == sorted(places) == sampled_coordinates(seed, stage, round, parameters)
+    assert 0 <= places[0] <= places[-1] < parameters
+    length = parameters / size
+    assert all(n * length - 1 <= place <= (n + 1) * length for n, place in enumerate(places)), "one in each stratum"
+
+
+def test_all_of_a_tiny_stage_and_others_by_seed_stage_and_round() -> None:
+    assert sampled_coordinates(1, 0, 3, FEWEST_SAMPLED) == list(range(FEWEST_SAMPLED))
+    assert sampled_coordinates(1, 0, 3, 5) == [0, 1, 2, 3, 4]
+    drawn = [sampled_coordinates(*which, 10**6) for which in ((1, 0, 3), (2, 0, 3), (1, 1, 3), (1, 0, 4))]
+    assert all(one != other for n, one in enumerate(drawn) for other in drawn[:n])
+
+
+@pytest.mark.parametrize("parameters", [1500, 2047, 2049])
+def test_every_coordinate_has_the_same_chance(parameters: int) -> None:
+    """Also where the strata do not end between two coordinates. Five sigma of a count of 4,000 draws."""
+    rounds = 4000
+    counts = [0] * parameters
+    for round in range(rounds):
+        for place in sampled_coordinates(7, 1, round, parameters):
+            counts[place] += 1
+    chance = sample_size(parameters) / parameters
+    sigma = sqrt(rounds * chance * (1 - chance))
+    assert max(abs(count - rounds * chance) for count in counts) < 5 * sigma
+
+
+def test_the_estimate_of_the_variance_is_unbiased() -> None:
+    """Of differences that are anything but alike: a few parameters hold most of the spread, in one corner."""
+    parameters, rounds = 5000, 2000
+    rng = random.Random(1)
+    gaps = [rng.gauss(0.0, 1.0 if n > 4900 else 0.01) for n in range(parameters)]
+    exact = pair_std(sum(gap * gap for gap in gaps), parameters) ** 2
+    estimates = []
+    for round in range(rounds):
+        places = sampled_coordinates(3, 0, round, parameters)
+        estimates.append(pair_std(sum(gaps[place] ** 2 for place in places), len(places)) ** 2)
+    mean = sum(estimates) / rounds
+    error = sqrt(sum((one - mean) ** 2 for one in estimates) / rounds / rounds)
+    assert abs(mean - exact) < 4 * error
+    assert error < 0.01 * exact
+
+
+def test_bytes_are_counted_by_what_is_asked_for() -> None:
+    assert SnapshotRequest(1, 4).kind == "snapshot"
+    assert SnapshotRequest(1, 4, weights="bfloat16").kind == "weights"

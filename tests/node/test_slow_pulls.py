@@ -1,0 +1,92 @@
+"""Vectors for which the line needs longer than an outer interval, and partners that leave while theirs are on the way.
+
+An inner step takes about 0.36 s and m is 6; a vector is as large as the case says, over 1,000 bytes/s.
+"""
+
+from dataclasses import replace
+
+import pytest
+from elastic import plan_of
+
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.laws import check
+from noloco_p2p.sim.links import Link, MessageSizes, Uniform
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.telemetry import TraceEvent
+from noloco_p2p.sim.world import SimPlan
+
+M, STEPS = 6, 60
+
+
+def plan(transfer_s: float, *, deadline_s: float = 100.0, max_stale_rounds: int = 2, steps: int = STEPS) -> SimPlan:
+    outer = {"inner_steps": M, "deadline_s": deadline_s, "max_stale_rounds": max_stale_rounds}
+    sizes = MessageSizes(0, 0, (int(1000 * transfer_s),) * 2, (8,) * 2, (8,) * 2)
+    return replace(
+        plan_of((2, 2), steps=steps, outer=outer), sizes=sizes, geography=Uniform(Link(0.01, bytes_per_s=1000.0))
+    )
+
+
+def lost(swarm: FaultySwarm) -> int:
+    return sum(counts["snapshot"].lost for counts in swarm.network.byte_counts.values())
+
+
+def results(outcome: Outcome, peer: str) -> list[str]:
+    return [str(event.get("result")) for event in outcome.trace.of("outer_round", peer)]
+
+
+def interval_s(outcome: Outcome) -> float:
+    ends = [event.at_s for event in outcome.trace.of("inner_step", "s0r0")]
+    return M * (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+@pytest.fixture(scope="module")
+def quick() -> Outcome:
+    return check(FaultySwarm(plan(0.0)))
+
+
+@pytest.mark.parametrize("intervals", [1.5, 2.5])
+def test_a_pull_that_takes_longer_than_an_interval_serves_a_later_round(quick: Outcome, intervals: float) -> None:
+    """Rounds end alone until it is there, then one merges it, a round or two old; nothing that was sent is lost."""
+    swarm = FaultySwarm(plan(intervals * interval_s(quick)))
+    outcome = check(swarm)
+    assert lost(swarm) == 0
+    for process in outcome.processes:
+        found = results(outcome, process.peer)
+        assert found[0] == "alone"
+        assert found.count("stale") >= 2
+        events = outcome.trace.of("outer_round", process.peer)
+        assert {e.get("reason") for e in events if e.get("result") == "alone"} <= {"late", "too old"}
+        assert all(_trained(e) > 0 for e in events[:-1])
+
+
+def test_a_pull_that_would_come_too_old_is_given_up(quick: Outcome) -> None:
+    swarm = FaultySwarm(plan(2.5 * interval_s(quick), max_stale_rounds=1))
+    outcome = check(swarm)
+    assert lost(swarm) > 0
+    assert "stale" not in results(outcome, "s0r0")[:-1]
+
+
+def test_the_deadline_ends_a_pull_and_nothing_else_does(quick: Outcome) -> None:
+    transfer_s = 0.5 * interval_s(quick)
+    enough, short = (FaultySwarm(plan(transfer_s, deadline_s=part * transfer_s)) for part in (1.2, 0.2))
+    assert set(results(check(enough), "s1r0")) <= {"partner", "stale"}
+    assert lost(enough) == 0
+    assert set(results(check(short), "s1r0")) == {"alone"}
+    assert lost(short) > 0
+
+
+def test_who_has_finished_stays_until_its_last_vector_has_arrived() -> None:
+    """One replica's line is slow: without the stay it would be gone 12 s after its end, `linger_s`."""
+    swarm = FaultySwarm(plan(1.0, steps=M))
+    swarm.at(0.0, lambda: swarm.network.set_link("s1r0", "s1r1", Link(0.01, bytes_per_s=50.0)))
+    outcome = check(swarm)
+    (last,) = outcome.trace.of("outer_round", "s1r1")
+    assert last.get("result") in ("partner", "stale")
+    assert last.number("seconds") > 20.0
+    ended = {process.peer: process.ended_at_s for process in outcome.processes}
+    assert last.at_s <= (ended["s1r0"] or 0.0) < last.at_s + 5.0
+    assert lost(swarm) == 0
+
+
+def _trained(event: TraceEvent) -> float:
+    return event.number("trained")
