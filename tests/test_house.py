@@ -38,6 +38,7 @@ BROAD: dict[str, str] = {
 }
 """`file:function`: why it catches everything."""
 SAME_NAME = {
+    "links": "those of the simulator, and `noloco bench links`",
     "stage": "a port, and `noloco bench stage`",
     "transport": "a port, and `noloco bench transport`",
 }

@@ -97,6 +97,36 @@ def bench_churn(
     _report(lambda: churn.run(plan), as_json)
 
 
+@bench.command("links")
+def bench_links(
+    rates: Annotated[str | None, typer.Option(metavar="MBIT,...", help="Lines, megabits per second both ways.")] = None,
+    delays: Annotated[str | None, typer.Option(metavar="MS,...", help="Milliseconds one way.")] = None,
+    codecs: Annotated[
+        str, typer.Option(metavar="CODEC,...", help="Of hidden states and gradients; bfloat16 is compared with.")
+    ] = "bfloat16",
+    nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "2x2",
+    seconds: Annotated[float, typer.Option(min=1, help="Length of each measurement.")] = 30.0,
+    quick: Annotated[bool, typer.Option("--quick", help="50 Mbit/s with 10 and 50 ms, where not given.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the page.")] = Path("noloco-links"),
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of all nodes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Real swarms behind emulated lines, and the simulator on the same lines: tokens/s, and bytes per token.
+
+    Default: 50, 200 and 1,000 Mbit/s, 10, 50 and 100 ms.
+    """
+    from noloco_p2p.lab.bench import links
+    from noloco_p2p.lab.bench.churn import shape_of
+
+    lines = links.QUICK_LINES if quick else links.LINES
+    mbit, ms = (
+        default if text is None else links.numbers(option, text)
+        for option, text, default in zip(("--rates", "--delays"), (rates, delays), lines, strict=True)
+    )
+    plan = links.LinksPlan(mbit, ms, tuple(codecs.split(",")), shape_of(nodes), seconds, out, tuple(set or ()))
+    _report(lambda: links.run(plan), as_json)
+
+
 def _report(measure: Callable[[], Mapping[str, Any]], as_json: bool) -> None:
     with ended_by_signals():
         figures = measure()

@@ -1,0 +1,290 @@
+"""Real swarms behind emulated lines, beside the simulator on the same lines: tokens per second, and bytes per token.
+
+A line of a case is that of every node, equal both ways. The swarm's nodes are real processes (`noloco swarm --link`);
+what they do is read from their steps files and metrics. The simulator gets their manifest, the sizes of their messages,
+and device seconds: their proportions from the stages measured alone, their level from the run itself, where several
+nodes share a core. It knows nothing else of the run.
+
+The model is one whose hidden states weigh much beside its arithmetic: wide, with one layer of one narrow head a stage.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.lab.bench.links_page import PAGE, add_gains, row_text, write_page
+from noloco_p2p.lab.bench.node_fleet import Fleet, InnerStepLine
+from noloco_p2p.lab.bench.pipeline import Samples, sample_nodes
+from noloco_p2p.lab.processes import workers
+from noloco_p2p.lab.scenario_files import COSTS
+from noloco_p2p.launch.line_spec import LineSpec
+from noloco_p2p.launch.settings import Overrides, read
+from noloco_p2p.sim import figures
+from noloco_p2p.sim.scenario import LocalSettings, Scenario
+from noloco_p2p.sim.simulation import build
+
+TARGET = 0.15
+"""Largest deviation of the simulator, of tokens per second and of bytes per token."""
+LINES = (50.0, 200.0, 1_000.0), (10.0, 50.0, 100.0)
+QUICK_LINES = (50.0,), (10.0, 50.0)
+"""Megabits per second, and milliseconds one way."""
+WARM_STEPS = 6
+"""Inner steps of every stage-0 node before the measurement begins."""
+START_S = 240.0
+SIM_STEPS = 60
+ENDLESS_STEPS = 1_000_000
+WORK = ("microbatches", "inner_steps", "outer_rounds", "device_seconds")
+"""Counters of a node; what the first three count takes the last one."""
+StageCosts = list[dict[str, float]]
+"""Of every stage: seconds of its operations alone on a core, as `noloco bench stage` names them, and `parameters`."""
+KINDS = ("activation", "gradient", "snapshot")
+MODEL = (
+    "{hidden_size: 256, num_hidden_layers: %d, num_attention_heads: 1, num_key_value_heads: 1, head_dim: 8,"
+    " intermediate_size: 8, vocab_size: 384, max_position_embeddings: 256, tie_word_embeddings: false}"
+)
+SETTINGS: dict[str, object] = {
+    "microbatch_size": 8,
+    "sequence_length": 256,
+    "microbatches_per_step": 8,
+    "outer.inner_steps": 20,
+    "evaluation.every_steps": "null",
+    "checkpoint.every_rounds": "null",
+    "audit.weights": "false",
+    "steps": ENDLESS_STEPS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinksPlan:
+    """What is measured."""
+
+    rates: tuple[float, ...]
+    """Megabits per second, both ways."""
+    delays: tuple[float, ...]
+    """Milliseconds one way between two nodes."""
+    codecs: tuple[str, ...] = ("bfloat16",)
+    """Of hidden states and gradients."""
+    shape: tuple[int, int] = (2, 2)
+    """Stages and replicas."""
+    seconds: float = 30.0
+    out: Path = Path("noloco-links")
+    sets: tuple[str, ...] = ()
+    """Settings of all nodes, `key=value`."""
+
+    def settings(self, codec: str) -> list[str]:
+        """Of the nodes."""
+        own = {"model.config": MODEL % self.shape[0], **SETTINGS, "wire.forward": codec, "wire.backward": codec}
+        return [*(f"{key}={value}" for key, value in own.items()), *self.sets]
+
+    def given(self, codec: str) -> Overrides:
+        """The same, with the shape. Raises ConfigError."""
+        shape = (f"stages={self.shape[0]}", f"start_replicas={self.shape[1]}")
+        return read(None, {}, (*shape, *self.settings(codec)))
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """`50,200` → (50.0, 200.0). Raises ConfigError when one is none, or not above 0."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < number < 1e6 for number in found):
+        raise ConfigError(f"{option} {text}: write it as numbers above 0, such as 50,200")
+    return found
+
+
+def run(plan: LinksPlan) -> dict[str, Any]:
+    """The figures; after each case also a page and a plot in `plan.out`.
+
+    Raises ConfigError, and LocalError when a swarm fails or the page cannot be written.
+    """
+    runs = {codec: (given.manifest(), given.node()) for codec in plan.codecs for given in [plan.given(codec)]}
+    nodes, cases = "x".join(map(str, plan.shape)), list[dict[str, Any]]()
+    write_page(plan.out, nodes, cases)
+    for codec, (manifest, local) in runs.items():
+        with workers(1, OMP_NUM_THREADS="1") as pool:
+            stages = pool.submit(measure_stages, manifest).result()
+        for rate, delay in product(plan.rates, plan.delays):
+            link = f"{rate:g}mbit,{delay:g}ms"
+            real = measure(plan, codec, link)
+            factors = device_factors(real.pop("work"), stages)
+            simulated = simulate(scenario(manifest, local, LineSpec.parse(link), stages, factors))
+            off = {f"{name}_off": simulated[name] / real[name] - 1 for name in ("tokens", "bytes")}
+            found = {"real": real, "simulated": simulated, "device_factor": factors, **off}
+            cases.append({"mbit_per_s": rate, "delay_ms": delay, "codec": codec, **found})
+            add_gains(cases)
+            write_page(plan.out, nodes, cases)
+            print(row_text(cases[-1]), file=sys.stderr, flush=True)
+    worst = max(abs(case[name]) for case in cases for name in ("tokens_off", "bytes_off"))
+    found = {"bench": "links", "ratio": worst, "target": TARGET, "nodes": nodes}
+    return {**found, "cases": cases, "page": str(plan.out / PAGE), "definitions": DEFINITIONS}
+
+
+DEFINITIONS = {
+    "ratio": "the largest of all tokens_off and bytes_off",
+    "tokens_off": "simulated over real `tokens` (per second), less 1",
+    "bytes_off": "simulated over real `bytes`, less 1",
+    "bytes": "of tensors that all nodes sent, for each token that stage 0 trained on",
+    "line_bytes": "the same as the relay carried it: with what gRPC adds, and control messages",
+    "line_use": "of the busiest direction of a line: bytes per second over its rate",
+    "device_factor": "by stage: seconds that devices worked over what the same work takes alone on a core",
+    "over_bfloat16": "tokens per second over those with bfloat16 on the same line, real and simulated",
+}
+
+
+# --- the real swarm ---------------------------------------------------------------------------------------------------
+
+
+def measure(plan: LinksPlan, codec: str, link: str) -> dict[str, Any]:
+    """A real swarm behind lines, in its steady state. Raises LocalError when it does not get there."""
+    with tempfile.TemporaryDirectory(prefix="noloco-links-") as scratch:
+        run_dir = Path(scratch) / "run"
+        sets = (*plan.settings(codec), f"audit.dir={run_dir / 'audit'}")
+        with Fleet(run_dir, plan.shape, sets, link) as fleet:
+            assert fleet.relay is not None
+            fleet.start()
+            fleet.wait(lambda: _steps(fleet) >= WARM_STEPS, f"{WARM_STEPS} inner steps behind {link}", START_S)
+            began, until = time.time(), time.monotonic() + plan.seconds
+            carried, nodes = fleet.relay.counts(), sample_nodes(fleet)
+            fleet.wait(lambda: time.monotonic() >= until, "the measurement", plan.seconds + START_S)
+            now, ended = fleet.relay.counts(), sample_nodes(fleet)
+            lines = [line for line in fleet.first_stage_lines() if line.at >= began]
+            return real_figures(lines, (nodes, ended), (carried, now), LineSpec.parse(link))
+
+
+def _steps(fleet: Fleet) -> int:
+    """Of the stage-0 node that has the fewest."""
+    lines = fleet.first_stage_lines()
+    return min(sum(line.peer == node.peer for line in lines) for node in fleet.of_stage(0))
+
+
+def real_figures(
+    lines: Sequence[InnerStepLine],
+    nodes: tuple[Samples, Samples],
+    carried: tuple[Mapping[str, Any], ...],
+    spec: LineSpec,
+) -> dict[str, Any]:
+    """From the inner steps of stage 0, and what nodes and relay had counted before and after. Raises LocalError."""
+    begin, end = nodes
+    tokens_per_s = rate_of(lines)
+    names = sorted(begin)
+    seconds = min(end[name].metrics.at - begin[name].metrics.at for name in names)
+
+    def grown(name: str, metric: str, **labels: str) -> float:
+        return end[name].metrics.total(metric, **labels) - begin[name].metrics.total(metric, **labels)
+
+    kinds = {kind: sum(grown(name, "bytes_total", direction="out", kind=kind) for name in names) for kind in KINDS}
+    work = [
+        {
+            metric: sum(grown(name, f"{metric}_total") for name in names if name.startswith(f"{stage}-"))
+            for metric in WORK
+        }
+        for stage in range(1 + max(int(name.partition("-")[0]) for name in names))
+    ]
+    before, after = (counts["lines"] for counts in carried)
+    moved = {(name, way): after[name][way] - before[name][way] for name in names for way in ("sent", "received")}
+    rates = {"sent": spec.up_bytes_per_s, "received": spec.down_bytes_per_s}
+    sent = sum(count for (_, way), count in moved.items() if way == "sent")
+    return {
+        "tokens": tokens_per_s,
+        "bytes": sum(kinds.values()) / seconds / tokens_per_s,
+        "by_kind": {kind: count / seconds / tokens_per_s for kind, count in kinds.items()},
+        "line_bytes": sent / seconds / tokens_per_s,
+        "line_use": max(count / seconds / rates[way] for (_, way), count in moved.items()),
+        "relay_cpu_s_per_gb": (carried[1]["cpu_s"] - carried[0]["cpu_s"]) / max(sent / 1e9, 1e-9),
+        "work": work,
+    }
+
+
+def rate_of(lines: Sequence[InnerStepLine]) -> float:
+    """Tokens per second of all peers: of each what its inner steps had from the first to the last one in these lines.
+
+    Raises LocalError when a peer has fewer than two.
+    """
+    total = 0.0
+    for peer in sorted({line.peer for line in lines}):
+        own = sorted((line for line in lines if line.peer == peer), key=lambda line: line.at)
+        if len(own) < 2:
+            raise LocalError("too few inner steps in the time of the measurement: give more --seconds")
+        total += sum(line.tokens for line in own[1:]) / (own[-1].at - own[0].at)
+    if not total:
+        raise LocalError("no inner step in the time of the measurement: give more --seconds")
+    return total
+
+
+# --- the simulated one ------------------------------------------------------------------------------------------------
+
+
+def measure_stages(manifest: RunManifest) -> StageCosts:
+    """Of every stage, alone on the CPU with one thread: seconds of its operations, and `parameters`."""
+    from noloco_p2p.compute.factory import make_torch_stage
+    from noloco_p2p.lab.bench import stage
+
+    costs = stage.run("cpu", manifest=manifest)["stages_costs"]
+    stages = [make_torch_stage(manifest, index, "bench", device="cpu", self_test=False) for index in range(len(costs))]
+    return [{**each, "parameters": made.state.parameters} for each, made in zip(costs, stages, strict=True)]
+
+
+def device_factors(work: Sequence[Mapping[str, float]], stages: StageCosts) -> list[float]:
+    """By stage: the seconds that its devices worked over what the same work takes where nothing else uses the cores.
+
+    Raises LocalError when a stage did nothing.
+    """
+    factors = []
+    for done, costs in zip(work, stages, strict=True):
+        each = costs["forward_s"] + costs["backward_s"], costs["inner_step_s"], costs["snapshot_s"] + costs["merge_s"]
+        alone_s = sum(done[metric] * cost_s for metric, cost_s in zip(WORK, each, strict=False))
+        if not alone_s:
+            raise LocalError("a stage took no inner step in the time of the measurement: give more --seconds")
+        factors.append(done["device_seconds"] / alone_s)
+    return factors
+
+
+def scenario(
+    manifest: RunManifest, local: NodeConfig, line: LineSpec, stages: StageCosts, factors: Sequence[float]
+) -> Scenario:
+    """The same swarm for the simulator; the device seconds of each stage are `factors` times what they are alone."""
+    own = manifest.model_dump(mode="json")
+    run = {
+        key: own[key] for key in ("start_replicas", "microbatches_per_step", "inner", "outer", "routing", "evaluation")
+    }
+    costs = {
+        name: [
+            sum(each[part] for part in parts) / len(parts) * factor
+            for each, factor in zip(stages, factors, strict=True)
+        ]
+        for name, parts in COSTS.items()
+    }
+    config = manifest.model.config
+    workload = {key: own[key] for key in ("microbatch_size", "sequence_length", "wire")} | {
+        "hidden_size": config["hidden_size"],
+        "parameters_per_stage": [each["parameters"] for each in stages],
+    }
+    access = {"up_mbit_per_s": line.up_bytes_per_s * 8e-6, "down_mbit_per_s": line.down_bytes_per_s * 8e-6}
+    values = {
+        "name": "links",
+        "replicas": [manifest.start_replicas] * manifest.stages,
+        "run": {**run, "steps": SIM_STEPS},
+        "node": local.model_dump(mode="json", include=set(LocalSettings.model_fields)),
+        "workload": workload,
+        "compute": costs,
+        "network": {"link": {"latency_s": line.latency_s}, "access": access, "spread": line.spread},
+    }
+    return Scenario.model_validate_json(json.dumps(values), strict=True)
+
+
+def simulate(scenario: Scenario) -> dict[str, Any]:
+    """Tokens per second and bytes per token of a simulated run of SIM_STEPS steps."""
+    swarm = build(scenario, seed=0)
+    outcome = swarm.run()
+    found = figures.figures(outcome, swarm.network.byte_counts, scenario.tokens_per_microbatch, len(scenario.replicas))
+    kinds = {kind: found.traffic.sent_per_node[kind] * found.nodes / found.tokens for kind in KINDS}
+    return {"tokens": found.tokens_per_s, "bytes": sum(kinds.values()), "by_kind": kinds}
