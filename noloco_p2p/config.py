@@ -10,10 +10,11 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from noloco_p2p.core import outer_update as outer_mathematics
 from noloco_p2p.core.block_format import WireCodec
+from noloco_p2p.core.hours import SPAN, one_or_more
 
 MANIFEST_LIMIT_BYTES = 65_536
 """A manifest in canonical JSON is refused above this size."""
@@ -235,10 +236,12 @@ class LimitSettings(Settings):
     drain_s: Seconds = 20.0
     """Longest time to finish the microbatches in hand when the node has to leave, seconds."""
     upload_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Most that this node sends to others over gRPC, Mbit/s, over any 10 s (the DHT's traffic is beside it); none: no
-    limit."""
+    """Most that this node sends over gRPC, Mbit/s over any 10 s (the DHT's traffic is not counted); none: no limit."""
     download_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Most that this node receives from others over gRPC, likewise."""
+    """Most that it receives, likewise."""
+    hours: Annotated[tuple[Annotated[str, Field(pattern=f"^{SPAN}$")], ...], BeforeValidator(one_or_more)] = ()
+    """When the machine is ours, in its local time: `22:00-07:00`, or a list of such spans. Outside of them the node
+    pauses, and one that is started joins when they begin; none: always."""
     linger_s: Seconds = 30.0
     """Longest wait for the other nodes at the end of the run, seconds."""
 

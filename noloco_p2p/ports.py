@@ -7,6 +7,7 @@ neither. Times are seconds; a `deadline_s` counts from the call. Shape legend: B
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 from noloco_p2p.core.messages import (
@@ -272,3 +273,5 @@ class World:
     checkpoints: Checkpoints
     make_stage: Callable[[int], Awaitable[Stage]]
     make_batches: Callable[[Mapping[str, object] | None], Awaitable[Batches]]
+    local_time: Callable[[], datetime] = datetime.now
+    """What the clock on the wall shows."""

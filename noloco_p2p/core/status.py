@@ -227,4 +227,6 @@ class Status:
     waiting: int = 0
     """Microbatches that wait to be admitted."""
     troubles: tuple[Trouble, ...] = ()
+    closed_until: str | None = None
+    """The time of day, where this node is, at which its owner's hours begin again; None: they are on."""
     figures: NodeFigures = NodeFigures()

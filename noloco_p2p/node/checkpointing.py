@@ -83,6 +83,18 @@ class Checkpointer:
         ):
             node.event("warning", message="leaves although no guardian has pulled its weights")
 
+    async def entrust(self) -> bool:
+        """Before a pause: freezes a last replica's weights, for guardians to pull meanwhile. False: it is not that."""
+        node = self._node
+        if self._swarm.members.of_stage(node.index, membership.HOLDING):
+            return False
+        message = f"stage {node.index} has no other replica: the swarm stands still while this node is paused"
+        node.event("warning", message=message)
+        if node.manifest.outer.pairing == "none" or not self._guardians():
+            return False
+        await self._rounds.freeze(node.advert.outer_round + 1)
+        return True
+
     def _is_guarded(self, round: int) -> bool:
         """A guardian has what I froze, or none is left that could pull it."""
         held = holders(self._node.index, self._swarm.members.all())

@@ -37,8 +37,8 @@ class Guardian:
         self._waits = waits
         self._transport = transport
         self._held: dict[int, Snapshot] = {}
-        self._last_asked: dict[int, tuple[int, int]] = {}
-        """By stage, when it last answered: my outer round, and the newest that its replicas announced."""
+        self._last_asked: dict[int, tuple[int, int, bool]] = {}
+        """By stage, what `_signs` was when it last answered."""
         self._begun: set[int] = set()
         """Wards that were asked before. The first time is at once: then it counts most."""
         self._rests_until = 0.0
@@ -91,7 +91,8 @@ class Guardian:
 
     @staticmethod
     def _leaving(replicas: Sequence[Advert]) -> bool:
-        return bool(replicas) and all(a.state == "draining" for a in replicas)
+        """None of them trains on: the last one to go has frozen its weights."""
+        return bool(replicas) and all(a.state in ("draining", "paused") for a in replicas)
 
     # --- pulling ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Guardian:
         if round is None:
             return
         node = self._node
-        signs = node.advert.outer_round, max(a.outer_round for a in replicas)
+        signs = self._signs(replicas)
         wait_s = AGAIN_S if self._leaving(replicas) else WAIT_S
         for donor in self._in_turn(stage, replicas, round):
             try:
@@ -116,6 +117,11 @@ class Guardian:
             self._keep(stage, theirs)
             return
 
+    def _signs(self, replicas: Sequence[Advert]) -> tuple[int, int, bool]:
+        """My outer round, the newest that these announced, and whether all pause: what changes when there is news."""
+        newest, paused = max(a.outer_round for a in replicas), all(a.state == "paused" for a in replicas)
+        return self._node.advert.outer_round, newest, paused
+
     def _due(self, stage: int, replicas: Sequence[Advert]) -> int | None:
         """The round to ask for; None while nothing new can be there, or nothing is left to train.
 
@@ -123,27 +129,36 @@ class Guardian:
         """
         if all(a.state == "finished" for a in replicas):
             return None
-        mine, newest = self._node.advert.outer_round, max(a.outer_round for a in replicas)
+        mine, newest, paused = signs = self._signs(replicas)
         held = self._held.get(stage)
         have = held.round if held else 0
         if self._leaving(replicas):
             # Its last snapshot has a round more than it has done, and its last step.
             if held and have > newest and held.step >= max(floor(a.step) for a in replicas):
                 return None
-            return max(have, newest) + 1
+            # Who leaves is asked until it is gone, who pauses once.
+            return None if paused and self._last_asked.get(stage) == signs else max(have, newest) + 1
         if stage in self._begun and self._node.now() < self._rests_until:
             return None
         goal = max(mine, newest)
-        return goal if goal > have and self._last_asked.get(stage) != (mine, newest) else None
+        return goal if goal > have and self._last_asked.get(stage) != signs else None
 
     def _in_turn(self, stage: int, replicas: Sequence[Advert], round: int) -> list[Advert]:
-        """The order in which to ask: first a replica that stays and answers; rounds and guardians alternate."""
+        """The order in which to ask: first a replica that stays and answers; rounds and guardians alternate.
+
+        Of those of which none goes on, the one that has come furthest: its weights are the last.
+        """
         node = self._node
         guardians = self._guardians(stage)
         turn = round + (guardians.index(node.me) if node.me in guardians else 0)
         turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
-        now = node.now()
-        return sorted(turned, key=lambda a: (self._swarm.members.is_aside(a.peer_id, now=now), a.state == "draining"))
+        now, leaving = node.now(), self._leaving(replicas)
+
+        def last_first(advert: Advert) -> tuple[bool, bool, float]:
+            aside = self._swarm.members.is_aside(advert.peer_id, now=now)
+            return aside, advert.state == "draining", -advert.step if leaving else 0.0
+
+        return sorted(turned, key=last_first)
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
         """Raises as Transport.fetch_snapshot, and Violation when the weights are not the donor's own."""

@@ -20,6 +20,7 @@ from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.join import Joining, Rebalancer
 from noloco_p2p.node.membership import Membership, MembershipLoop
 from noloco_p2p.node.outer_round import OuterRounds
+from noloco_p2p.node.pauses import Pauses
 from noloco_p2p.node.pipeline.dispatch import Dispatcher
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.pipeline.source import MicrobatchSource
@@ -45,6 +46,9 @@ class Node:
         advert = replace(advert, stage=stage, state="starting", settled=config.stage is not None)
         self.waits = Waits(config.limits.microbatch_deadline_s)
         self.state = NodeState(advert, manifest, config, world.telemetry, self.waits)
+        self._pauses = Pauses(self.state, self.waits, world.local_time)
+        if self.state.closed_until is not None:
+            self.state.update(stage=NO_STAGE)
         self.swarm = Membership(self.state, self.waits)
         self._world = world
         self._incarnation = incarnation
@@ -80,6 +84,7 @@ class Node:
         node = self.state
         tasks = [asyncio.create_task(self._membership_loop.run()), asyncio.create_task(self._live())]
         tasks += [asyncio.create_task(self._watch_failure()), asyncio.create_task(self._guardian.run())]
+        tasks.append(asyncio.create_task(self._pauses.keep_hours()))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -126,6 +131,7 @@ class Node:
 
     async def _live(self) -> None:
         node = self.state
+        await self._pauses.until_open()
         await self._joining.choose_stage()
         while not node.draining:
             await self._make_weights()
@@ -162,16 +168,8 @@ class Node:
         self.state.enter("move", f"comes to stage {stage}")
 
     async def _pause(self) -> None:
-        """Until the owner gives the device back; then the weights of now, if the others have gone far ahead."""
-        node = self.state
         self._server.close()
-        await self._rounds.forget()
-        node.enter("pause", "the owner needs the device")
-        await self.waits.until(lambda: not node.pausing or node.draining, "device", Resource.OWNER)
-        if not node.draining:
-            await self._joining.catch_up()
-        if not node.draining:
-            node.enter("resume", "the device is back")
+        await self._pauses.pause(self._rounds, self._joining, self._checkpointer)
 
     # === training, stage 0 ==========================================================================================
 
@@ -297,4 +295,5 @@ class Node:
             in_flight=intake.in_flight,
             waiting=intake.waiting,
             troubles=node.troubles(now),
+            closed_until=node.closed_until,
         )

@@ -45,8 +45,9 @@ class NodeState:
         """While draining: when, on the loop's clock, it stops offering what it holds to others."""
         self.next_stage: int | None = None
         """While draining in order to move: the stage to hold next."""
-        self.pausing = False
-        """The owner wants the device: no inner step is begun."""
+        self._told_to_pause = False
+        self.closed_until: str | None = None
+        """The time of day at which the owner's hours begin again; None: they are on."""
         self.error: BaseException | None = None
         self.stepped_at: float | None = None
         """When the last inner step ended, or training began; None while not training."""
@@ -149,9 +150,14 @@ class NodeState:
         self.drain_by = self.next_stage = self._clocked_at = None
         self.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, outer_round=0)
 
+    @property
+    def pausing(self) -> bool:
+        """The owner wants the device: no inner step is begun."""
+        return self._told_to_pause or self.closed_until is not None
+
     def pause(self, pausing: bool) -> None:
-        """The owner wants the device, or gives it back."""
-        self.pausing = pausing
+        """The owner says that the device is wanted, or given back; outside of the hours it is wanted in any case."""
+        self._told_to_pause = pausing
         self._waits.pulse()
 
     def fail(self, error: BaseException) -> None:

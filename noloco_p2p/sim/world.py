@@ -8,6 +8,7 @@ outcome = swarm.run()
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert, PeerId
@@ -30,6 +31,8 @@ StageFactory = Callable[[RunManifest, int, PeerId], SyncStage]
 """Makes the synchronous stage of (manifest, stage index, peer)."""
 BatchesFactory = Callable[[RunManifest, PeerId, Mapping[str, object] | None], Batches]
 """Makes the data of (manifest, peer, cursor to go on from)."""
+MIDNIGHT = datetime(2026, 1, 1)
+"""What the clocks on the walls show when a run begins."""
 
 
 def peer_id(stage: int, replica: int) -> PeerId:
@@ -126,7 +129,10 @@ class SimSwarm:
                 return plan.batches_factory(plan.manifest, peer, cursor)
             return SimBatches(plan.manifest, peer, unequal=plan.unequal_batches, cursor=cursor)
 
-        world = World(*ports, make_stage, make_batches)
+        def local_time() -> datetime:
+            return MIDNIGHT + timedelta(seconds=asyncio.get_running_loop().time())
+
+        world = World(*ports, make_stage, make_batches, local_time)
         node = Node(
             Advert(peer, plan.manifest.run_id, stage, addresses=(peer,)), plan.manifest, config, world, incarnation
         )

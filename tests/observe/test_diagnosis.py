@@ -173,6 +173,13 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: with_advert(r, state="paused")),
         _set("S1R0", lambda r: r),
     ),
+    "paused by the clock": (
+        "paused",
+        "ok",
+        "node 12D3…xS1R0 of stage 1 is paused until 22:00 of its local time",
+        _set("S1R0", lambda r: with_status(with_advert(r, state="paused"), closed_until="22:00")),
+        _set("S1R0", lambda r: with_status(r, closed_until=None)),
+    ),
     "draining": (
         "draining",
         "ok",
@@ -266,6 +273,8 @@ def test_a_stage_whose_only_replica_is_paused() -> None:
     assert (found.name, found.peer) == ("stage-empty", peer(1, 0))
     assert "12D3…xS1R0 is paused" in found.sentence
     assert "resume" in found.advice
+    nodes["S1R0"] = with_status(nodes["S1R0"], closed_until="22:00")
+    assert "until 22:00" in _found(nodes)[0].advice
 
 
 def _announced(report: Report, age_s: float) -> Report:

@@ -107,7 +107,10 @@ def _non_finite(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Caus
 
 
 def _paused_or_leaving(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
-    if status.advert.state == "paused":
+    if status.closed_until is not None:
+        sentence = f"{swarm.name(peer)} is paused until {status.closed_until} of its local time"
+        yield at_node("ok", "paused", peer, sentence, "nothing to do: its owner's hours (limits.hours) begin then")
+    elif status.advert.state == "paused":
         yield at_node("ok", "paused", peer, f"{swarm.name(peer)} is paused", "noloco resume DIR on its machine")
     elif status.advert.state == "draining":
         yield at_node("ok", "draining", peer, f"{swarm.name(peer)} finishes its work and leaves", "nothing to do")
@@ -235,7 +238,11 @@ def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
     elif paused or starting:
         state = "paused" if paused else "starting"
         why = f": {named(paused or starting)} {'is' if len(paused or starting) == 1 else 'are'} {state}"
-        advice = "noloco resume DIR on its machine, or start another node" if paused else "wait for it"
+        begins = [report.status.closed_until for report in swarm.of_stage(stage, {"paused"}) if report.status]
+        if times := sorted(time for time in begins if time is not None):
+            advice = f"wait until {times[0]}, when the hours of its owner begin, or start another node"
+        else:
+            advice = "noloco resume DIR on its machine, or start another node" if paused else "wait for it"
     peer = blamed[0] if len(blamed) == 1 else None
     return Cause(Finding("error", "stage-empty", peer, f"stage {stage} has {lasted}{why}", advice), AnyReplica(stage))
 

@@ -51,6 +51,7 @@ def by_type(cls: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[A
         str: texts,
         float | None: st.none() | numbers,
         int | None: st.none() | counts,
+        str | None: st.none() | texts,
     }
     found = {each.name: special[each.name] if each.name in special else plain[each.type] for each in fields(cls)}
     return st.builds(cls, **found)

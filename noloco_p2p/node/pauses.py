@@ -1,0 +1,69 @@
+"""When the owner has the device: told so, or outside of the hours that the owner gives (`limits.hours`)."""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from noloco_p2p.core import hours
+from noloco_p2p.core.status import Resource
+from noloco_p2p.node.checkpointing import Checkpointer
+from noloco_p2p.node.join import Joining
+from noloco_p2p.node.outer_round import OuterRounds
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+
+LOOK_S = 5.0
+"""Seconds between two looks at the clock on the wall, which may be put back or forward."""
+
+
+class Pauses:
+    """Keeps `NodeState.closed_until`, and pauses the node while its owner has the device."""
+
+    def __init__(self, node: NodeState, waits: Waits, local_time: Callable[[], datetime]) -> None:
+        self._node = node
+        self._waits = waits
+        self._local_time = local_time
+        self._look()
+
+    async def keep_hours(self) -> None:
+        """Look at the clock from time to time. Never ends."""
+        spans = self._node.config.limits.hours
+        while True:
+            look_s = LOOK_S if spans else None
+            await self._waits.until(lambda: False, "next look at the clock", Resource.OWNER, look_s, idle=True)
+            self._look()
+            self._waits.pulse()
+
+    async def until_open(self) -> None:
+        """Before this node joins: until its owner's hours begin. It is not announced before."""
+        node = self._node
+        if node.closed_until is None:
+            return
+        node.event("info", message=f"joins at {node.closed_until}, when the hours of limits.hours begin")
+        await self._waits.until(lambda: node.closed_until is None or node.draining, self._what, Resource.OWNER)
+        if node.config.stage is not None and not node.draining:
+            node.publish(stage=node.config.stage)
+
+    async def pause(self, rounds: OuterRounds, joining: Joining, checkpointer: Checkpointer) -> None:
+        """Until the owner gives the device back; then the weights of now, if the others have gone far ahead.
+
+        A last replica's weights are there for its guardians to pull meanwhile.
+        """
+        node = self._node
+        await rounds.forget()
+        entrusted = await checkpointer.entrust()
+        node.enter("pause", f"until {node.closed_until}" if node.closed_until else "the owner needs the device")
+        await self._waits.until(lambda: not node.pausing or node.draining, self._what, Resource.OWNER)
+        if not node.draining:
+            await joining.catch_up()
+            if entrusted:
+                # What was frozen for the guardians has the number of a round that is yet to come.
+                await rounds.go_on_from(node.advert.outer_round)
+        if not node.draining:
+            node.enter("resume", "the device is back")
+
+    @property
+    def _what(self) -> str:
+        return "device" if self._node.closed_until is None else f"device at {self._node.closed_until}"
+
+    def _look(self) -> None:
+        self._node.closed_until = hours.closed_until(self._node.config.limits.hours, self._local_time())

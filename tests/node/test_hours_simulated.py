@@ -1,0 +1,111 @@
+"""Nodes that are ours only at certain hours, under virtual time: a run begins when the clocks show midnight."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from elastic import config_for, manifest_for
+
+from noloco_p2p.core.guardians import holders
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.laws import check
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.world import SimPlan, peer_id
+
+LOOK_S = 6.0
+"""A node has seen by then what the clock shows, and taken the inner step under way."""
+
+
+class ByTheClock(FaultySwarm):
+    """A swarm some of whose nodes have hours."""
+
+    def __init__(self, replicas: tuple[int, ...], hours: Mapping[PeerId, str], steps: int) -> None:
+        costs = Costs(forward_s=0.2, backward_s=0.4, inner_step_s=0.1, spread=0.2)
+        plan = SimPlan(manifest_for(replicas, steps=steps), replicas, seed=1, config=config_for(), costs=costs)
+        super().__init__(plan, (), limit_s=3000.0)
+        self.hours = hours
+
+    def start(self, stage: int, replica: int) -> None:
+        plan, hours = self.plan, self.hours.get(peer_id(stage, replica), "").split()
+        limits = plan.config.limits.model_copy(update={"hours": tuple(hours)})
+        self.plan = replace(plan, config=plan.config.model_copy(update={"limits": limits}))
+        super().start(stage, replica)
+        self.plan = plan
+
+
+def steps_between(outcome: Outcome, peer: PeerId, begin: float, end: float) -> list[float]:
+    return [h.at_s for h in outcome.trace.of("inner_step", peer) if begin < h.at_s < end]
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_a_node_pauses_outside_of_its_hours_and_comes_back(peer: PeerId) -> None:
+    outcome = check(ByTheClock((2, 2), {peer: "00:00-00:01 00:03-23:00"}, steps=150))
+    assert steps_between(outcome, peer, 30.0, 60.0)
+    assert not steps_between(outcome, peer, 60.0 + LOOK_S, 180.0)
+    assert steps_between(outcome, peer, 180.0, 180.0 + 3 * LOOK_S)
+    states = [(h.get("state"), h.get("reason")) for h in outcome.trace.of("state", peer)]
+    assert ("paused", "until 00:03") in states
+    for other in {"s0r0", "s1r0"} - {peer}:
+        assert steps_between(outcome, other, 90.0, 120.0), "the others train on"
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_a_node_that_is_started_too_early_joins_when_its_hours_begin(peer: PeerId) -> None:
+    swarm = ByTheClock((2, 2), {peer: "00:02-23:00"}, steps=150)
+    seen: set[PeerId] = set()
+    swarm.at(100.0, lambda: seen.update(one.peer_id for one in swarm.process("s0r0").node.swarm.members.all()))
+    swarm.plan = replace(swarm.plan, manifest=swarm.plan.manifest.model_copy(update={"start_replicas": 1}))
+    outcome = check(swarm)
+    assert seen == {"s0r0", "s0r1", "s1r0", "s1r1"} - {"s0r0", peer}
+    assert not steps_between(outcome, peer, 0.0, 120.0)
+    assert steps_between(outcome, peer, 120.0, 120.0 + 5 * LOOK_S)
+
+
+def test_one_that_is_told_to_leave_before_its_hours_leaves() -> None:
+    swarm = ByTheClock((2, 2), {"s1r1": "12:00-13:00"}, steps=20)
+    swarm.plan = replace(swarm.plan, manifest=swarm.plan.manifest.model_copy(update={"start_replicas": 1}))
+    swarm.at(10.0, lambda: swarm.drain("s1r1"))
+    outcome = check(swarm)
+    assert outcome.nodes["s1r1"].ended_at_s == pytest.approx(10.0, abs=2.0)
+
+
+def test_resume_does_not_end_the_hours_and_hours_do_not_end_a_pause() -> None:
+    swarm = ByTheClock((2, 2), {"s1r1": "00:00-00:01 00:03-23:00"}, steps=200)
+    swarm.at(90.0, lambda: swarm.resume("s1r1"))
+    swarm.at(120.0, lambda: swarm.pause("s1r1"))
+    swarm.at(240.0, lambda: swarm.resume("s1r1"))
+    outcome = check(swarm)
+    assert not steps_between(outcome, "s1r1", 60.0 + LOOK_S, 240.0)
+    assert steps_between(outcome, "s1r1", 240.0, 240.0 + 3 * LOOK_S)
+
+
+def test_the_last_replica_of_a_stage_says_so_and_leaves_its_weights_with_guardians() -> None:
+    """Its machine is switched off meanwhile: another node goes on from what it had when it paused."""
+    swarm = ByTheClock((2, 1), {"s1r0": "00:00-00:01"}, steps=120)
+    swarm.at(90.0, lambda: swarm.crash("s1r0"))
+    held: list[tuple[int, int]] = []
+    swarm.at(
+        100.0,
+        lambda: held.extend(
+            (one.round, one.step)
+            for _, one in holders(1, [p.node.state.advert for p in swarm.processes if not p.crashed])
+        ),
+    )
+    swarm.at(110.0, lambda: swarm.start(1, 1))
+    outcome = check(swarm)
+    paused = outcome.nodes["s1r0"]
+    assert any("no other replica" in str(h.get("message")) for h in outcome.trace.of("warning", "s1r0"))
+    last = max(h.get("step") for h in outcome.trace.of("inner_step", "s1r0"))  # type: ignore[type-var]
+    assert [step for _, step in held] == [int(last)] * 2, "both guardians have its last weights"  # type: ignore[call-overload]
+    assert paused.crashed
+    assert [h.get("source") for h in outcome.trace.of("resumed", "s1r1")] == ["guardian"]
+
+
+def test_the_last_replica_of_a_stage_comes_back_to_a_swarm_that_waited() -> None:
+    outcome = check(ByTheClock((2, 1, 2), {"s1r0": "00:00-00:01 00:10-23:00"}, steps=100))
+    assert {process.step for process in outcome.processes} == {100.0}
+    pulled = [h for h in outcome.trace.of("guarded") if h.get("stage") == 1 and 60.0 < h.at_s < 600.0]
+    assert 1 <= len(pulled) <= 4, "guardians pull the last weights once"
+    assert len(steps_between(outcome, "s0r0", 60.0 + 2 * LOOK_S, 600.0)) == 0
