@@ -7,21 +7,24 @@ target; calls of 4 KiB take as long with either. Encoding: https://protobuf.dev/
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.core import wire
 from noloco_p2p.errors import Violation
-from noloco_p2p.io.transport import noloco_pb2 as pb
 
 M = TypeVar("M", bound=Message)
 
 LENGTH_DELIMITED = 2
-CHUNK, END = b"\x0a", b"\x12"
+CHUNK, END = 0x0A, 0x12
 """Tags of the two kinds of Frame."""
-TENSOR, OFFSET, LENGTH, DATA, DIGEST = b"\x08", b"\x10", b"\x10", b"\x1a", b"\x19"
+TENSOR, OFFSET, LENGTH, DATA, DIGEST = 0x08, 0x10, 0x10, 0x1A, 0x19
 """Tags of the fields of Chunk and End."""
+DIGEST_BYTES = 8
+HEADS_KEPT = 4096
+"""What stands before a chunk's bytes is the same in each microbatch."""
 
 
 def frames_field(kind: type[Message]) -> int:
@@ -41,20 +44,34 @@ def varint(value: int) -> bytes:
 
 def packed(head: Message, frames: Iterable[wire.Frame]) -> bytes:
     """The message `head` with these frames in it, as it travels."""
-    tag = varint(frames_field(type(head)) << 3 | LENGTH_DELIMITED)
+    field = frames_field(type(head))
     pieces: list[bytes | memoryview] = [head.SerializeToString()]
     for frame in frames:
         if isinstance(frame, wire.Chunk):
-            size = len(frame.data)
-            inner = TENSOR + varint(frame.tensor) + OFFSET + varint(frame.offset) + DATA + varint(size)
-            middle = CHUNK + varint(len(inner) + size) + inner
-            pieces += [tag + varint(len(middle) + size) + middle, frame.data]
+            pieces += [_chunk_head(field, frame.tensor, frame.offset, len(frame.data)), frame.data]
         else:
-            inner = TENSOR + varint(frame.tensor) + LENGTH + varint(frame.length)
-            inner += DIGEST + frame.digest.to_bytes(8, "little")
-            middle = END + varint(len(inner)) + inner
-            pieces.append(tag + varint(len(middle)) + middle)
+            digest = frame.digest.to_bytes(DIGEST_BYTES, "little")
+            pieces += [_end_head(field, frame.tensor, frame.length), digest]
     return b"".join(pieces)
+
+
+@lru_cache(HEADS_KEPT)
+def _chunk_head(field: int, tensor: int, offset: int, size: int) -> bytes:
+    """All of a chunk but its bytes, which come after it."""
+    inner = bytes([TENSOR, *varint(tensor), OFFSET, *varint(offset), DATA, *varint(size)])
+    return _frame_head(field, CHUNK, inner, size)
+
+
+@lru_cache(HEADS_KEPT)
+def _end_head(field: int, tensor: int, length: int) -> bytes:
+    """All of an end marker but its digest, which comes after it."""
+    return _frame_head(field, END, bytes([TENSOR, *varint(tensor), LENGTH, *varint(length), DIGEST]), DIGEST_BYTES)
+
+
+def _frame_head(field: int, kind: int, inner: bytes, rest: int) -> bytes:
+    """The tags and lengths around `inner`, which `rest` more bytes will follow."""
+    middle = bytes([kind, *varint(len(inner) + rest)]) + inner
+    return varint(field << 3 | LENGTH_DELIMITED) + varint(len(middle) + rest) + middle
 
 
 def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
@@ -67,60 +84,72 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
     try:
         while at < len(raw):
             begin = at
-            found, at = _read_varint(view, at)
+            found, at = _read_varint(raw, at)
             if found & 7 != LENGTH_DELIMITED:
                 raise Violation("a message holds a field that no message of this protocol has")
-            content, at = _read_content(view, at)
+            at, end = _read_size(raw, at, len(raw))
             if found == tag:
-                frames.append(_frame(content))
+                frames.append(_frame(raw, view, at, end))
             else:
-                head.append(view[begin:at])
+                head.append(view[begin:end])
+            at = end
         return kind.FromString(b"".join(head)), frames
     except (IndexError, DecodeError):
         raise Violation(f"{len(raw)} bytes came that are no {kind.DESCRIPTOR.name}") from None
 
 
-def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
+def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and where what follows begins."""
+    value = raw[at]
+    at += 1
+    if value < 128:
+        return value, at
+    value, shift = value & 127, 7
     while True:
-        byte = view[at]
+        byte = raw[at]
         at += 1
         value |= (byte & 127) << shift
+        shift += 7
+        if value >> 64 or shift > 70:
+            raise IndexError
         if byte < 128:
             return value, at
-        shift += 7
-        if shift > 63:
-            raise IndexError
 
 
-def _read_content(view: memoryview, at: int) -> tuple[memoryview, int]:
-    """The bytes of a length-delimited field whose length is at `at`, and where the next field begins."""
-    size, at = _read_varint(view, at)
-    if at + size > len(view):
+def _read_size(raw: bytes, at: int, within: int) -> tuple[int, int]:
+    """Where the bytes of a length-delimited field begin and end whose length is at `at`; they end `within`."""
+    size, at = _read_varint(raw, at)
+    if at + size > within:
         raise IndexError
-    return view[at : at + size], at + size
+    return at, at + size
 
 
-def _frame(content: memoryview) -> wire.Frame:
-    if content[:1] != CHUNK:
-        read = pb.Frame.FromString(content.tobytes())
-        end = wire.End(read.end.tensor, read.end.length, read.end.digest)
-        if read != pb.Frame(end=pb.End(tensor=end.tensor, length=end.length, digest=end.digest)):
-            raise DecodeError
-        return end
-    chunk, at = _read_content(content, 1)
-    if at != len(content):
+def _frame(raw: bytes, view: memoryview, at: int, end: int) -> wire.Frame:
+    """The frame from `at` to `end`."""
+    kind = raw[at]
+    at, inner_end = _read_size(raw, at + 1, end)
+    if kind not in (CHUNK, END) or inner_end != end:
         raise IndexError
-    numbers = [0, 0]
-    data: memoryview = chunk[:0]
-    at = 0
-    while at < len(chunk):
-        tag, at = chunk[at : at + 1], at + 1
-        if tag == DATA:
-            data, at = _read_content(chunk, at)
-        elif tag in (TENSOR, OFFSET):
-            value, at = _read_varint(chunk, at)
-            numbers[tag == OFFSET] = value
+    tensor = number = digest = 0
+    data = view[end:end]
+    while at < end:
+        tag = raw[at]
+        if tag in (TENSOR, OFFSET):
+            value, at = _read_varint(raw, at + 1)
+            if tag == OFFSET:
+                number = value
+            elif value >> 32:
+                raise IndexError
+            else:
+                tensor = value
+        elif tag == DATA and kind == CHUNK:
+            begin, at = _read_size(raw, at + 1, end)
+            data = view[begin:at]
+        elif tag == DIGEST and kind == END:
+            at += 1 + DIGEST_BYTES
+            digest = int.from_bytes(raw[at - DIGEST_BYTES : at], "little")
         else:
             raise IndexError
-    return wire.Chunk(numbers[0], numbers[1], data)
+    if at != end:
+        raise IndexError
+    return wire.Chunk(tensor, number, data) if kind == CHUNK else wire.End(tensor, number, digest)
