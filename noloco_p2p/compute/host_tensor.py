@@ -1,6 +1,6 @@
 """`HostTensor` to torch and back. Element types by torch's names; values flat, C order, little endian."""
 
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
@@ -66,4 +66,4 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.numel() == 0:
         return True
     least, most = torch.aminmax(tensor)
-    return bool(torch.isfinite(least) & torch.isfinite(most))
+    return isfinite(float(least)) and isfinite(float(most))
