@@ -40,7 +40,7 @@ def swarm(
 ) -> None:
     """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
 
-    With the --dir of a run that has not ended, that run goes on, with the settings it had.
+    With the --dir of a run that has not ended, that run goes on, with the settings it had; --link is given anew.
     """
     from noloco_p2p.launch import settings
     from noloco_p2p.launch.swarm import run_swarm

@@ -29,8 +29,6 @@ SETTINGS: dict[str, object] = {
     "directory.ttl_s": "10",
     "directory.refresh_s": "2",
     "audit.weights": "false",
-    "listen.host": "127.0.0.1",
-    "listen.announce_host": "null",
 }
 """A checkpoint every round, so that little is lost; short adverts, so that dead nodes soon disappear; steps files."""
 ENDLESS_STEPS = 1_000_000

@@ -208,6 +208,8 @@ class Fleet:
             for node in self.crashed():
                 last = " | ".join(node.last_lines(3))
                 raise LocalError(f"node {node.name} ended with exit code {node.exit_code}: {last}")
+            if self.relay is not None and not self.relay.running:
+                raise LocalError(f"the relay of {self.relay.link} has died")
             if time.monotonic() >= give_up_at:
                 raise LocalError(f"not within {seconds:g} s: {what}")
             self.tick()
