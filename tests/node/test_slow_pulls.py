@@ -67,8 +67,8 @@ def test_a_pull_that_would_come_too_old_is_given_up(quick: Outcome) -> None:
 
 
 def test_the_deadline_ends_a_pull_and_nothing_else_does(quick: Outcome) -> None:
-    transfer_s = 0.5 * interval_s(quick)
-    enough, short = (FaultySwarm(plan(transfer_s, deadline_s=part * transfer_s)) for part in (1.2, 0.2))
+    part = interval_s(quick) / 10
+    enough, short = (FaultySwarm(plan(n * part, deadline_s=1.2 * 5 * part)) for n in (5, 15))
     assert set(results(check(enough), "s1r0")) <= {"partner", "stale"}
     assert lost(enough) == 0
     assert set(results(check(short), "s1r0")) == {"alone"}
