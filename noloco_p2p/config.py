@@ -15,10 +15,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from noloco_p2p.core import outer_update as outer_mathematics
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.hours import SPAN, one_or_more
+from noloco_p2p.core.lattice_format import OuterCodec
 
 MANIFEST_LIMIT_BYTES = 65_536
 """A manifest in canonical JSON is refused above this size."""
-
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 Positive = Annotated[int, Field(ge=1)]
@@ -102,10 +102,11 @@ class OuterSettings(Settings):
     max_stale_rounds: Annotated[int, Field(ge=0)] = 2
     """A snapshot from up to this many rounds away is still merged."""
     partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Longest wait for a partner that has not reached the round, seconds; none: two inner steps, of wall time while
-    training goes on, else of device time."""
+    """Longest wait for a partner behind the round, seconds; none: two inner steps, of device time if training waits."""
     deadline_s: Seconds = 60.0
     """Longest transfer of one snapshot, seconds."""
+    codec: OuterCodec = "full"
+    """How a vector travels: `full`, `bfloat16`, `int8` or `int4`: 4, 2, 1 or half a byte a parameter (METHOD.md)."""
     overlap: bool = True
     """Train on while the partner's snapshot is on its way; what is trained meanwhile is kept. `false`: wait for it."""
     allow_unstable: bool = False
@@ -178,10 +179,9 @@ class RunManifest(Settings):
     @model_validator(mode="after")
     def _check(self) -> "RunManifest":
         o = self.outer
-        if o.pairing != "none" and not o.allow_unstable:
-            reason = outer_mathematics.instability(alpha=o.alpha, gamma=o.gamma)
-            if reason is not None:
-                raise ValueError(f"outer: {reason}; set outer.allow_unstable to run it all the same")
+        reason = outer_mathematics.instability(alpha=o.alpha, gamma=o.gamma)
+        if reason is not None and o.pairing != "none" and not o.allow_unstable:
+            raise ValueError(f"outer: {reason}; set outer.allow_unstable to run it all the same")
         if len(self.canonical_json()) > MANIFEST_LIMIT_BYTES:
             raise ValueError(f"the manifest is larger than {MANIFEST_LIMIT_BYTES} bytes")
         return self

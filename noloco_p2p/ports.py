@@ -186,14 +186,20 @@ class Stage(Protocol):
     async def snapshot(self, round: int, step: int) -> FrozenRound:
         """Freeze u = β·Δ + γ·φ and θ of now; later changes of θ and φ do not touch them."""
 
-    async def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
-        """What `request` asks for of a frozen round, as it travels. Works beside the device.
+    async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
+        """What `caller` asks for of a frozen round, as it travels. Works beside the device.
 
-        Raises Violation for a request that nothing answers to.
+        Raises Violation for a request that nothing answers to, Declined when what was frozen is not finite.
         """
 
-    async def decode(self, theirs: Snapshot) -> PartnerVector:
-        """What a partner's snapshot comes to. Works beside the device. Raises Violation: unfit, or not finite."""
+    async def decode(
+        self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
+    ) -> PartnerVector:
+        """What a partner's answer to `request` comes to. Works beside the device. Raises Violation: unfit, not finite.
+
+        Where something is `missing` the partner is asked for that, of the same round, and its answer is decoded with
+        what was there `before`, which is used up. `mine` is what the bounds of the request are of.
+        """
 
     async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """N1 to N3 (METHOD.md, "Outer round") with the newest frozen round and a partner's, or alone; no graph is open.

@@ -227,13 +227,15 @@ class DeviceStage:
         """As in the port."""
         return await self._device.call(URGENT, partial(self._open_stage().snapshot, round, step))
 
-    async def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+    async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """As in the port; beside the device."""
-        return await asyncio.to_thread(self._open_stage().encode, frozen, request)
+        return await asyncio.to_thread(self._open_stage().encode, frozen, request, caller)
 
-    async def decode(self, theirs: Snapshot) -> PartnerVector:
+    async def decode(
+        self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
+    ) -> PartnerVector:
         """As in the port; beside the device."""
-        return await asyncio.to_thread(self._open_stage().decode, theirs)
+        return await asyncio.to_thread(self._open_stage().decode, mine, request, theirs, before)
 
     async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """As in the port."""

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, replica_tensors
+from noloco_p2p.compute.lattice_pull import ReplicaDistances
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core import outer_update
+from noloco_p2p.core.lattice_format import LATTICE_BITS
+from noloco_p2p.core.snapshots import PartnerVector
 
 
 class SlowWeights:
@@ -27,6 +30,7 @@ class SlowWeights:
         """φ, by name. Tensors are replaced, never written to, because captured states share them."""
         self.momentum = {name: torch.zeros_like(phi) for name, phi in self.slow.items()}
         """δ, by name, likewise."""
+        self._distances = _distances(settings)
         self.parameters = [host_tensor.spec_of(name, phi) for name, phi in self.slow.items()]
         """What they are, in the stage's order."""
         self.count = sum(phi.numel() for phi in self.slow.values())
@@ -48,6 +52,18 @@ class SlowWeights:
             thetas[name].copy_(self._fast[name].detach())
             into.copy_(outer_update.round_vector(phi, thetas[name] - phi, beta=s.beta, gamma=s.gamma))
         return vector, frozen
+
+    def bounds(self, vector: Tensor) -> bytes:
+        """How far others' vectors may be from the one that was just frozen, by chunk; empty where no codec asks."""
+        if self._distances is None:
+            return b""
+        phi = torch.cat([one.flatten() for one in self.slow.values()])
+        return bytes(self._distances.bounds(vector, vector - self._settings.gamma * phi).tolist())
+
+    def met(self, theirs: PartnerVector | None) -> None:
+        """A partner's vector is merged: how far it was is what later bounds are made from."""
+        if self._distances is not None and theirs is not None and theirs.distances is not None:
+            self._distances.observe(host_tensor.to_torch(theirs.distances))
 
     def merge(self, vectors: list[Tensor], frozen: Tensor) -> None:
         """N1 to N3; θ changes in place.
@@ -73,6 +89,7 @@ class SlowWeights:
         for name, theta in self.by_name(weights.to(self._dtype)).items():
             self.momentum[name] = torch.zeros_like(theta)
             self._set(name, theta.clone(), theta)
+        self._distances = _distances(self._settings)
 
     def capture(self) -> dict[str, dict[str, Tensor]]:
         """The present φ, θ and δ, in host memory; nothing writes to them later."""
@@ -84,6 +101,7 @@ class SlowWeights:
         for name in self.slow:
             self.momentum[name] = kinds["momentum"][name].clone()
             self._set(name, kinds["slow"][name].clone(), kinds["fast"][name])
+        self._distances = _distances(self._settings)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -94,3 +112,8 @@ class SlowWeights:
         self.slow[name] = phi
         with torch.no_grad():
             self._fast[name].copy_(theta)
+
+
+def _distances(settings: OuterSettings) -> ReplicaDistances | None:
+    """How far other replicas were from these weights: not known yet."""
+    return ReplicaDistances(LATTICE_BITS[settings.codec]) if settings.codec in LATTICE_BITS else None

@@ -1,21 +1,27 @@
-"""What of a frozen round travels, and what it comes to on the other side. Host memory only; no state but the shape.
+"""What a stage freezes at a round, what of it travels, and what it comes to on the other side. Host memory only.
 
-Any thread may call it: frozen rounds are never written to.
+Any thread may `encode` and `decode`: frozen rounds are never written to.
 """
 
 import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, replica_tensors
-from noloco_p2p.core.messages import HostTensor, TensorSpec
+from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
+from noloco_p2p.compute.lattice_pull import LatticePull
+from noloco_p2p.compute.slow_weights import SlowWeights
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.lattice_format import LatticeRequest
+from noloco_p2p.core.messages import HostTensor, PeerId
 from noloco_p2p.core.snapshots import (
     FrozenRound,
     PartnerVector,
     Snapshot,
     SnapshotRequest,
+    answer_specs,
     pair_std,
-    sample_size,
     sampled_coordinates,
+    snapshot_specs,
 )
 from noloco_p2p.errors import Violation
 
@@ -24,34 +30,72 @@ WIDTHS = ("bfloat16", "float32", "float64")
 
 
 class SnapshotCodec:
-    """Of one stage with `parameters` parameters in `dtype` (compute_dtype), in the run with this seed."""
+    """Of one stage with `parameters` parameters of a run."""
 
-    def __init__(self, seed: int, stage: int, parameters: int, dtype: torch.dtype) -> None:
-        self._seed, self._stage, self._parameters, self._dtype = seed, stage, parameters, dtype
-        name = str(dtype).removeprefix("torch.")
-        sizes = {"vector": parameters, "sample": sample_size(parameters)}
-        self.specs = tuple(TensorSpec(kind, name, (size,)) for kind, size in sizes.items())
-        """What travels to a partner."""
+    def __init__(self, run: RunManifest, stage: int, parameters: int) -> None:
+        self._seed, self._stage, self._parameters = run.seed, stage, parameters
+        self._dtype = host_tensor.DTYPES[run.compute_dtype]
+        self.specs, self.lattice = snapshot_specs(run.outer.codec, parameters, run.compute_dtype)
+        """What travels to a partner, and its format in a codec that has bounds."""
+        self._lattice = LatticeCodec(self.lattice.bits, parameters, self._dtype) if self.lattice else None
 
-    def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
-        """What `request` asks for. Raises Violation for an element type that weights do not travel in."""
+    def frozen(self, peer: PeerId, round: int, step: int, slow: SlowWeights) -> FrozenRound:
+        """A round of these weights, frozen."""
+        vector, theta = slow.freeze()
+        kept, weights = map(host_tensor.from_torch, ("vector", "weights"), (vector, theta))
+        return FrozenRound(peer, round, step, kept, weights, slow.bounds(vector))
+
+    def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
+        """What `caller` asks for.
+
+        Raises Violation for an element type that weights do not travel in, and for bounds that make no sense, Declined
+        when the vector is not finite and its codec would not show it.
+        """
         if request.weights is None:
-            sample = host_tensor.from_torch("sample", self._sample(frozen, frozen.round))
-            tensors: tuple[HostTensor, ...] = (frozen.vector, sample)
+            tensors = self._vector(frozen, request.lattice, caller)
         elif request.weights == frozen.weights.dtype:
             tensors = (frozen.weights,)
         elif request.weights in WIDTHS:
-            narrow = host_tensor.to_torch(frozen.weights).to(host_tensor.DTYPES[request.weights])
-            tensors = (host_tensor.from_torch("weights", narrow),)
+            tensors = (_as_type(frozen.weights, request.weights),)
         else:
             raise Violation(f"weights travel as one of {', '.join(WIDTHS)}, not {request.weights[:32]!r}")
         return Snapshot(frozen.peer, frozen.round, frozen.step, tensors)
 
-    def decode(self, theirs: Snapshot) -> PartnerVector:
-        """A partner's vector and sample. Raises Violation unless they are what travels, and finite."""
-        replica_tensors.checked(theirs.tensors, self.specs, f"the snapshot of {theirs.peer}")
-        vector, sample = theirs.tensors
-        return PartnerVector(theirs.peer, theirs.round, vector, sample)
+    def _vector(self, frozen: FrozenRound, asked: LatticeRequest | None, caller: PeerId) -> tuple[HostTensor, ...]:
+        if (asked is None) != (self._lattice is None):
+            raise Violation(f"in this run vectors travel {'with' if self._lattice else 'without'} bounds")
+        sample = host_tensor.from_torch("sample", self._sample(frozen, frozen.round))
+        if self._lattice is None or asked is None:
+            return _as_type(frozen.vector, self.specs[0].dtype), sample
+        vector, bounds_C = host_tensor.to_torch(frozen.vector), _bounds(frozen)
+        dither = self._dither(frozen.round, (frozen.peer, caller))
+        codes = host_tensor.from_torch("lattice", self._lattice.encode(vector, bounds_C, asked, dither))
+        return (codes,) if asked.some else (codes, sample)
+
+    def decode(
+        self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
+    ) -> PartnerVector:
+        """A partner's vector and sample, as in the port.
+
+        Raises Violation unless they are what was asked for, and finite.
+        """
+        asked, whose = request.lattice, f"the snapshot of {theirs.peer}"
+        replica_tensors.checked(theirs.tensors, answer_specs(self.specs, self.lattice, asked), whose)
+        sample = theirs.tensors[-1] if before is None else before.sample
+        if self._lattice is None or asked is None:
+            return PartnerVector(theirs.peer, theirs.round, _as_type(theirs.tensors[0], sample.dtype), sample)
+        own = host_tensor.to_torch(mine.vector)
+        if before is None or before.distances is None:
+            vector, distances = own.clone(), torch.zeros(len(mine.bounds), dtype=torch.float64)
+        else:
+            vector, distances = map(host_tensor.to_torch, (before.vector, before.distances))
+        pull = LatticePull(self._lattice, own, asked, vector, distances)
+        pull.take(host_tensor.to_torch(theirs.tensors[0]), self._dither(theirs.round, (mine.peer, theirs.peer)))
+        found = map(host_tensor.from_torch, ("vector", "distances"), (pull.vector, pull.distances))
+        return PartnerVector(theirs.peer, theirs.round, next(found), sample, next(found), pull.missing)
+
+    def _dither(self, round: int, pair: tuple[PeerId, PeerId]) -> PairDither:
+        return PairDither(self._seed, round, pair, self._parameters)
 
     def pair_std(self, mine: FrozenRound, theirs: PartnerVector) -> float:
         """The replica std that the pair's θ_f tell of (METHOD.md, "Measures")."""
@@ -63,3 +107,14 @@ class SnapshotCodec:
         """θ_f at the coordinates of a round, which may be another one's."""
         places = sampled_coordinates(self._seed, self._stage, round, self._parameters)
         return host_tensor.to_torch(frozen.weights)[torch.tensor(places, dtype=torch.int64)]
+
+
+def _as_type(values: HostTensor, dtype: str) -> HostTensor:
+    """In another element type, or as they are."""
+    if values.dtype == dtype:
+        return values
+    return host_tensor.from_torch(values.name, host_tensor.to_torch(values).to(host_tensor.DTYPES[dtype]))
+
+
+def _bounds(frozen: FrozenRound) -> Tensor:
+    return torch.frombuffer(bytearray(frozen.bounds), dtype=torch.uint8)

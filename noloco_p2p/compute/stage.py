@@ -72,7 +72,7 @@ class TorchStage:
         self._sums = GradientAccumulator(self._parameters)
         self._adam = Adam(part.parameters, manifest.inner)
         self._slow = SlowWeights(part.parameters, manifest.outer)
-        self._codec = SnapshotCodec(manifest.seed, part.index, part.counts[part.index], self._compute)
+        self._codec = SnapshotCodec(manifest, part.index, part.counts[part.index])
         self.encode, self.decode = self._codec.encode, self._codec.decode
         """As in the port; any thread may call them."""
         self._inner_steps = self._frozen_after = 0
@@ -94,6 +94,7 @@ class TorchStage:
             self._codec.specs,
             replica_tensors.specs(REPLICA_KINDS, self._slow.parameters),
             tuple(TensorSpec("weights", GUARDED_DTYPE, (count,)) for count in part.counts),
+            self._codec.lattice,
         )
 
     @property
@@ -169,8 +170,7 @@ class TorchStage:
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """Freeze the present u and θ, as in the port."""
         self._frozen_after = self._inner_steps
-        vector, weights = map(host_tensor.from_torch, ("vector", "weights"), self._slow.freeze())
-        return FrozenRound(self._peer_id, round, step, vector, weights)
+        return self._codec.frozen(self._peer_id, round, step, self._slow)
 
     def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """N1 to N3, as in the port; Adam's moments stay."""
@@ -178,6 +178,7 @@ class TorchStage:
         frozen = host_tensor.to_torch(mine.weights)
         vectors = [host_tensor.to_torch(one.vector) for one in (mine, theirs) if one is not None]
         result = MergeResult(None if theirs is None else self._codec.pair_std(mine, theirs))
+        self._slow.met(theirs)
         if self._audit is None:
             self._slow.merge(vectors, frozen)
             return result

@@ -6,7 +6,15 @@ Vectors of a whole stage are flat: the values of its parameters one after anothe
 from dataclasses import dataclass, field
 from math import sqrt
 
-from noloco_p2p.core.messages import HostTensor, PeerId
+from noloco_p2p.core.lattice_format import (
+    BOUND_ZERO,
+    LATTICE_BITS,
+    LatticeFormat,
+    LatticeRequest,
+    OuterCodec,
+    chunk_count,
+)
+from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, PeerId, TensorSpec
 from noloco_p2p.core.seeds import generator
 
 SAMPLED_SHARE = 256
@@ -29,6 +37,13 @@ class FrozenRound:
     """`vector`: u = β·Δ + γ·φ, flat, in compute_dtype: all that N1 needs of a replica."""
     weights: HostTensor
     """`weights`: θ_f, flat, in compute_dtype."""
+    bounds: bytes = b""
+    """Of each chunk, how far others' vectors may be from this one (`core.lattice_format`); empty in other codecs."""
+
+    @property
+    def lattice(self) -> LatticeRequest | None:
+        """What to ask for of a partner's vector."""
+        return LatticeRequest(self.bounds) if self.bounds else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +57,18 @@ class SnapshotRequest:
     """How long the peer may wait until it has reached that round; then it gives the newest one held."""
     weights: str | None = None
     """θ_f is wanted, in this element type, for whoever guards it or takes it over; None: u, for a partner."""
+    lattice: LatticeRequest | None = None
+    """Which chunks of u are wanted, and their bounds, in a codec that has bounds."""
 
     @property
     def kind(self) -> str:
         """What is asked for, as bytes are counted: `snapshot`, which a round is merged with, or `weights`."""
         return "snapshot" if self.weights is None else "weights"
+
+    @property
+    def nbytes(self) -> int:
+        """Of what grows with the model."""
+        return self.lattice.nbytes if self.lattice else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +101,41 @@ class PartnerVector:
     """`vector`: u, flat, in compute_dtype."""
     sample: HostTensor
     """`sample`: θ_f at `sampled_coordinates`, in compute_dtype."""
+    distances: HostTensor | None = None
+    """`distances`: how far it is from the puller's own, by chunk, float64; in a codec that has bounds."""
+    missing: LatticeRequest | None = None
+    """Chunks that are not known yet: what to ask for next. Nothing merges a vector that misses some."""
+
+
+def snapshot_specs(
+    codec: OuterCodec, parameters: int, dtype: str
+) -> tuple[tuple[TensorSpec, ...], LatticeFormat | None]:
+    """What travels of a frozen round in a codec, in order, and its format if it has bounds; `dtype`: compute_dtype."""
+    sample = TensorSpec("sample", dtype, (sample_size(parameters),))
+    if codec not in LATTICE_BITS:
+        return (TensorSpec("vector", dtype if codec == "full" else codec, (parameters,)), sample), None
+    lattice = LatticeFormat(LATTICE_BITS[codec], parameters, ITEM_BYTES[dtype])
+    asked = LatticeRequest(bytes([BOUND_ZERO]) * chunk_count(parameters))
+    return answer_specs((sample, sample), lattice, asked), lattice
+
+
+def partner_bytes(codec: OuterCodec, parameters: int, dtype: str) -> int:
+    """What a partner's vector weighs, with the question for it, where nothing has to be asked for again."""
+    specs, lattice = snapshot_specs(codec, parameters, dtype)
+    return sum(spec.nbytes for spec in specs) + (chunk_count(parameters) if lattice else 0)
+
+
+def answer_specs(
+    whole: tuple[TensorSpec, ...], lattice: LatticeFormat | None, asked: LatticeRequest | None
+) -> tuple[TensorSpec, ...]:
+    """What travels to a partner that asks so, of a vector that is `whole` otherwise.
+
+    Whoever asks again for some chunks has the sample already.
+    """
+    if lattice is None or asked is None:
+        return whole
+    codes = TensorSpec("lattice", "uint8", (lattice.nbytes(asked),))
+    return (codes,) if asked.some else (codes, *whole[1:])
 
 
 def sample_size(parameters: int) -> int:

@@ -6,7 +6,9 @@ Shape legend: B microbatch size, T sequence length, D hidden size.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from noloco_p2p.core.lattice_format import LatticeFormat, LatticeRequest
 from noloco_p2p.core.messages import Batch, HostTensor, MicrobatchId, PeerId, TensorSpec
+from noloco_p2p.core.snapshots import answer_specs
 
 TensorSpecs = tuple[TensorSpec, ...]
 
@@ -27,6 +29,12 @@ class StageState:
     """The tensors of its whole state, in order (ReplicaState)."""
     weights: TensorSpecs
     """Of every stage of the run: θ_f as its guardians hold it, and as it is taken over from them."""
+    lattice: LatticeFormat | None = None
+    """How vectors travel in a codec that has bounds."""
+
+    def answer(self, asked: LatticeRequest | None) -> TensorSpecs:
+        """What travels to a partner that asks so, in order (`core.snapshots`)."""
+        return answer_specs(self.snapshot, self.lattice, asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,29 +18,17 @@ from typing import Literal, NamedTuple
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
+from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForRound, Resource
-from noloco_p2p.errors import Declined, PeerError, Violation
+from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.vector_pull import Pull, VectorPuller
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 KEPT_ROUNDS = 2
 """Frozen rounds that stay fetchable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """What came of looking for a partner, and why."""
-
-    reason: str
-    theirs: PartnerVector | None = None
-    """None: nobody gave any."""
-    nbytes: int = 0
-    """What it weighed."""
-    other: bool = False
-    """It is not of the partner that was chosen first."""
 
 
 class PartnerChoice(NamedTuple):
@@ -71,7 +59,7 @@ class OuterRounds:
         self._node = node
         self._swarm = swarm
         self._waits = waits
-        self._transport = transport
+        self._puller = VectorPuller(node, waits, transport)
         self._kept: dict[int, FrozenRound] = {}
         self._given_at: dict[PeerId, float] = {}
         """When partners were given a vector last."""
@@ -128,7 +116,7 @@ class OuterRounds:
             self._open = replace(going_on, mine=mine, frozen_at=frozen_at, inner_steps=node.inner_steps)
         else:
             choice = self._choose_partner(due)
-            pull = asyncio.create_task(self._pull(due, choice, goes_on), name=f"outer round {due}")
+            pull = asyncio.create_task(self._pull(mine, choice, goes_on), name=f"outer round {due}")
             pull.add_done_callback(self._pull_ended)
             self._open = OpenRound(mine, pull, due, frozen_at, node.inner_steps)
             goes_on &= choice.partner is not None
@@ -187,7 +175,7 @@ class OuterRounds:
             reason=pull.reason,
             seconds=node.now() - frozen_at,
             bytes=pull.nbytes,
-            **({"trained": trained} if trained else {}),
+            **{name: n for name, n in (("asked_again", pull.asked_again), ("trained", trained)) if n},
         )
         if merged.replica_std is not None:
             node.event("replica_std", value=merged.replica_std)
@@ -207,46 +195,33 @@ class OuterRounds:
         kind: Literal["matched", "random"] = "matched" if is_matched else "random"
         return PartnerChoice(mates, *pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng))
 
-    async def _pull(self, round: int, choice: PartnerChoice, goes_on: bool) -> Pull:
-        """The partner's snapshot of this round, else its newest, else another replica's, else none."""
+    async def _pull(self, mine: FrozenRound, choice: PartnerChoice, goes_on: bool) -> Pull:
+        """The partner's snapshot of my round, else its newest, else another replica's, else none."""
         node, members = self._node, self._swarm.members
         mates, chosen, reason = choice
         if chosen is None:
             return Pull(reason)
         failure = "aside"
         if not members.is_aside(chosen, now=node.now()):
-            found = await self._try_fetch(mates[chosen], round, self._partner_wait_s(goes_on), goes_on)
+            found = await self._try_fetch(mates[chosen], mine, self._partner_wait_s(goes_on), goes_on)
             if found.theirs is not None:
                 return replace(found, reason=reason)
             failure = found.reason
         others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
             return Pull(failure)
-        found = await self._try_fetch(mates[node.rng.choice(others)], round, 0.0, goes_on)
+        found = await self._try_fetch(mates[node.rng.choice(others)], mine, 0.0, goes_on)
         return found if found.theirs is None else replace(found, reason=failure, other=True)
 
-    async def _try_fetch(self, peer: Advert, round: int, wait_s: float, idle: bool) -> Pull:
-        """A peer's snapshot near `round`; or, as a label, why there is none: its words go to the log."""
+    async def _try_fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
+        """A peer's snapshot near my round; or, as a label, why there is none: its words go to the log."""
         try:
-            return await self._fetch(peer, round, wait_s, idle)
+            return await self._puller.fetch(peer, mine, wait_s, idle)
         except PeerError as error:
             if not isinstance(error, Declined):
                 self._swarm.members.failed(peer.peer_id, now=self._node.now())
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
-
-    async def _fetch(self, peer: Advert, round: int, wait_s: float, idle: bool) -> Pull:
-        """A peer's snapshot near `round`. Raises Declined when it is too old, else as Transport.fetch_snapshot."""
-        node, outer = self._node, self._node.manifest.outer
-        request = SnapshotRequest(node.index, round, wait_s)
-        with self._waits.waiting("snapshot", peer.peer_id, wait_s + outer.deadline_s, ForRound(round), idle=idle):
-            theirs = await self._transport.fetch_snapshot(peer, request, outer.deadline_s, node.stage.state.snapshot)
-        if theirs.peer != peer.peer_id:
-            raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
-        if abs(theirs.round - round) > outer.max_stale_rounds:
-            raise Declined(f"its round {theirs.round} is too far from {round}")
-        with self._waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(round), idle=idle):
-            return Pull("", await node.stage.decode(theirs), theirs.nbytes)
 
     def _partner_wait_s(self, goes_on: bool) -> float:
         """By default two inner steps: of wall time where the replica trains on, else of device-busy time, for wall time
@@ -281,7 +256,7 @@ class OuterRounds:
         frozen = self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
         self._given_at[caller] = self._node.now()
         with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
-            return await self._node.stage.encode(frozen, request)
+            return await self._node.stage.encode(frozen, request, caller)
 
     async def go_on_from(self, round: int) -> None:
         """This replica's weights have become those of `round`; the snapshots kept are no longer its own."""

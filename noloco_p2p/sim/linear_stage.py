@@ -144,15 +144,17 @@ class LinearStage:
         vector = [round_vector(phi, theta - phi, beta=outer.beta, gamma=outer.gamma) for phi, theta in pairs]
         return FrozenRound(self._me, round, step, _flat(SNAPSHOT[0], vector), _flat(WEIGHTS, self.theta))
 
-    def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+    def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """See `ports.Stage`. All weights are sampled, for they are few."""
         tensors = (frozen.vector, replace(frozen.weights, name="sample")) if request.weights is None else ()
         return Snapshot(frozen.peer, frozen.round, frozen.step, tensors or (frozen.weights,))
 
-    def decode(self, theirs: Snapshot) -> PartnerVector:
+    def decode(
+        self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
+    ) -> PartnerVector:
         """See `ports.Stage`."""
         _values_of(theirs.tensors, SNAPSHOT, f"the snapshot of {theirs.peer}")
-        return PartnerVector(theirs.peer, theirs.round, *theirs.tensors)
+        return PartnerVector(theirs.peer, theirs.round, theirs.tensors[0], theirs.tensors[1])
 
     def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """See `ports.Stage`."""

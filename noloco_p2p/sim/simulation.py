@@ -7,7 +7,7 @@ outcome = swarm.run()
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS
-from noloco_p2p.core.snapshots import GUARDED_DTYPE, sample_size
+from noloco_p2p.core.snapshots import GUARDED_DTYPE, partner_bytes
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.links import (
@@ -66,7 +66,7 @@ def sizes_of(scenario: Scenario) -> MessageSizes:
     return MessageSizes(
         activation_bytes=wire_spec("hidden", work.wire.forward, shape_BTD).nbytes + tokens * ITEM_BYTES["int32"],
         gradient_bytes=wire_spec("grad", work.wire.backward, shape_BTD).nbytes,
-        snapshot_bytes=tuple(number_bytes * (count + sample_size(count)) for count in counts),
+        snapshot_bytes=tuple(partner_bytes(scenario.run.outer.codec, count, work.compute_dtype) for count in counts),
         weights_bytes=tuple(ITEM_BYTES[GUARDED_DTYPE] * count for count in counts),
         state_bytes=tuple(len(REPLICA_KINDS) * number_bytes * count for count in counts),
     )

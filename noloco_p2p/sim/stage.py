@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, ReplicaState
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import LocalError
@@ -52,10 +52,12 @@ class SyncStage(Protocol):
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """See `ports.Stage`."""
 
-    def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+    def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """See `ports.Stage`."""
 
-    def decode(self, theirs: Snapshot) -> PartnerVector:
+    def decode(
+        self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
+    ) -> PartnerVector:
         """See `ports.Stage`."""
 
     def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
@@ -148,13 +150,15 @@ class TimedStage:
         """See `ports.Stage`."""
         return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.snapshot, round, step))
 
-    async def encode(self, frozen: FrozenRound, request: SnapshotRequest) -> Snapshot:
+    async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """See `ports.Stage`; takes no time of the device."""
-        return self.stage.encode(frozen, request)
+        return self.stage.encode(frozen, request, caller)
 
-    async def decode(self, theirs: Snapshot) -> PartnerVector:
+    async def decode(
+        self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
+    ) -> PartnerVector:
         """See `ports.Stage`; takes no time of the device."""
-        return self.stage.decode(theirs)
+        return self.stage.decode(mine, request, theirs, before)
 
     async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
         """See `ports.Stage`."""

@@ -187,9 +187,11 @@ def test_the_port_over_real_stages_gives_what_the_stages_give() -> None:
             assert (result.tokens, result.grad_norm) == (step.tokens, step.grad_norm)
             assert 0 < result.busy_s < 60
             mine = await stage.snapshot(1, 10)
-            theirs = await stage.decode(await stage.encode(mine, SnapshotRequest(stage.state.index)))
+            request = SnapshotRequest(stage.state.index)
+            theirs = await stage.decode(mine, request, await stage.encode(mine, request, "partner"))
             assert (await stage.merge(mine, theirs)).replica_std == 0.0
-            await stage.adopt(await stage.encode(mine, SnapshotRequest(stage.state.index, weights="bfloat16")))
+            request = SnapshotRequest(stage.state.index, weights="bfloat16")
+            await stage.adopt(await stage.encode(mine, request, "guardian"))
         sent = await first.evaluate(batch.inputs, batch.targets, None)
         assert isinstance(sent, HostTensor)
         assert isinstance(await last.evaluate(sent, batch.targets, None), LossSum)

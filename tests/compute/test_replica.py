@@ -196,7 +196,7 @@ def test_every_stage_knows_the_weights_of_every_other(family: str, stages: int) 
     assert [stage.state.parameters * 2 for stage in made] == [spec.nbytes for spec in expected]
     for stage in made:
         frozen = stage.snapshot(0, 0)
-        sent = stage.encode(frozen, SnapshotRequest(stage.state.index))
+        sent = stage.encode(frozen, SnapshotRequest(stage.state.index), "other")
         assert tuple(tensor.spec for tensor in sent.tensors) == stage.state.snapshot
         assert (
             stage.state.parameters * 4

@@ -189,10 +189,11 @@ def test_a_bad_snapshot_changes_nothing(message: str, operation: str) -> None:
     stages, twins = make_stages(make_manifest()), make_stages(make_manifest())
     for pair in (stages, twins):
         train(pair, 1)
-    mine, stage = stages[0].snapshot(1, 10), stages[0]
-    good = weights_of(stage) if operation == "adopt" else stage.encode(mine, SnapshotRequest(0))
+    mine, stage, request = stages[0].snapshot(1, 10), stages[0], SnapshotRequest(0)
+    good = weights_of(stage) if operation == "adopt" else stage.encode(mine, request, "other")
+    bad = broken(good)[message]
     with pytest.raises(Violation, match=message):
-        (stage.adopt if operation == "adopt" else stage.decode)(broken(good)[message])
+        stage.adopt(bad) if operation == "adopt" else stage.decode(mine, request, bad)
     assert np.array_equal(theta(stages[0]), theta(twins[0]))
     stages[0].merge(mine, None)
     twins[0].merge(twins[0].snapshot(1, 10), None)

@@ -28,7 +28,7 @@ def flat(stage: TorchStage) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_weights_come_in_the_element_type_that_is_asked_for(dtype: str) -> None:
     stage = moved("me", 0.001)
-    sent = stage.encode(stage.snapshot(3, 30), SnapshotRequest(0, weights=dtype))
+    sent = stage.encode(stage.snapshot(3, 30), SnapshotRequest(0, weights=dtype), "other")
     assert (sent.peer, sent.round, sent.step) == ("me", 3, 30)
     (weights,) = sent.tensors
     assert (weights.name, weights.dtype, weights.shape) == ("weights", dtype, (stage.state.parameters,))
@@ -39,7 +39,7 @@ def test_weights_come_in_the_element_type_that_is_asked_for(dtype: str) -> None:
 def test_another_element_type_is_a_violation(dtype: str) -> None:
     stage = moved("me", 0.0)
     with pytest.raises(Violation, match="weights travel as one of bfloat16, float32, float64"):
-        stage.encode(stage.snapshot(0, 0), SnapshotRequest(0, weights=dtype))
+        stage.encode(stage.snapshot(0, 0), SnapshotRequest(0, weights=dtype), "other")
 
 
 def test_the_pair_compares_the_same_coordinates_also_of_another_round() -> None:
@@ -59,10 +59,11 @@ def test_the_pair_compares_the_same_coordinates_also_of_another_round() -> None:
 
 def test_a_vector_of_another_stage_or_with_a_sample_that_is_not_finite_is_a_violation() -> None:
     first, last = make_stages(make_manifest())
-    sent = last.encode(last.snapshot(1, 10), SnapshotRequest(1))
+    frozen, request = last.snapshot(1, 10), SnapshotRequest(1)
+    sent = last.encode(frozen, request, "other")
     with pytest.raises(Violation, match="does not fit this stage"):
-        first.decode(sent)
+        first.decode(first.snapshot(1, 10), request, sent)
     sample = host_tensor.to_torch(sent.tensors[1]).clone()
     sample[7] = torch.nan
     with pytest.raises(Violation, match="not finite in sample"):
-        last.decode(replace(sent, tensors=(sent.tensors[0], host_tensor.from_torch("sample", sample))))
+        last.decode(frozen, request, replace(sent, tensors=(sent.tensors[0], host_tensor.from_torch("sample", sample))))

@@ -49,7 +49,7 @@ class Holder:
         if self.moves:
             self.newest = self.newest + self.moves if len(self.asked) == 1 else max(round, self.newest)
         given = round if self.newest - 1 <= round <= self.newest else self.newest
-        return replace(self.stage.encode(self.stage.snapshot(given, 10 * given), request), peer=self.peer)
+        return replace(self.stage.encode(self.stage.snapshot(given, 10 * given), request, "observer"), peer=self.peer)
 
 
 def holders(*newest: tuple[int, int]) -> list[Holder]:
@@ -165,7 +165,7 @@ def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
 def test_weights_of_a_snapshot_are_theta_bit_for_bit() -> None:
     stage = holders((1, 3))[0].stage
     parameters = exported_model.stage_specs(MANIFEST, 1)
-    snapshot = stage.encode(stage.snapshot(3, 7), SnapshotRequest(1, weights="float32"))
+    snapshot = stage.encode(stage.snapshot(3, 7), SnapshotRequest(1, weights="float32"), "observer")
     assert [tensor.spec for tensor in snapshot.tensors] == [exported_model.flat_weights(parameters)]
     found = exported_model.fast_weights(snapshot, parameters)
     for name, theta in stage.parameters.items():

@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from audit_writer import MODELS
 from reference import TOLERANCE, Report, float64_rmsnorm, replay, require_variety
 from torch import Tensor
 
+from noloco_p2p.compute import lattice_pull
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
 from noloco_p2p.compute.activation_codec import ActivationCodec
 from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
+from noloco_p2p.compute.lattice_pull import LatticePull
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
 from noloco_p2p.core import outer_update
 from noloco_p2p.core.block_format import WireCodec
+from noloco_p2p.core.lattice_format import OuterCodec
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot
 from noloco_p2p.core.stage_values import Contribution, MergeResult
@@ -32,7 +37,9 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 PEERS = {peer_id(stage, replica): stage for stage in range(STAGES) for replica in range(REPLICAS)}
 
 
-def lockstep(family: str, wire: WireSettings = EXACT, *, overlap: bool = True) -> RunManifest:
+def lockstep(
+    family: str, wire: WireSettings = EXACT, *, overlap: bool = True, codec: OuterCodec = "full"
+) -> RunManifest:
     """Three outer rounds of three steps, all members there before the first one, the clip binding now and then."""
     return RunManifest(
         seed=5,
@@ -44,7 +51,7 @@ def lockstep(family: str, wire: WireSettings = EXACT, *, overlap: bool = True) -
         microbatches_per_step=3,
         steps=9,
         inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7),
-        outer=OuterSettings(inner_steps=3, partner_wait_s=60.0, overlap=overlap),
+        outer=OuterSettings(inner_steps=3, partner_wait_s=60.0, overlap=overlap, codec=codec),
         routing="balanced",
         wire=wire,
         compute_dtype="float64",
@@ -109,6 +116,69 @@ def test_a_run_with_a_narrow_wire_computes_the_algorithm(
     assert max(report.deviations.values()) <= TOLERANCE
     with pytest.raises(AssertionError, match="deviates by"):
         replayed(lockstep(family), tmp_path)
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
+def test_a_run_with_narrow_outer_rounds_computes_the_algorithm(tmp_path: Path, codec: OuterCodec) -> None:
+    """N1 with the partner's vector as it was decoded, which is on the lattice, within a step of the partner's own."""
+    manifest = lockstep("llama", codec=codec)
+    simulate(manifest, tmp_path)
+    report = replayed(manifest, tmp_path)
+    require_variety(report)
+    assert max(report.deviations.values()) <= TOLERANCE
+    with pytest.raises(AssertionError, match="deviates by"):
+        replayed(lockstep("llama"), tmp_path)
+
+
+def narrow(patch: pytest.MonkeyPatch, safety: float) -> None:
+    """Bounds that are too small, so that chunks come wrong."""
+    patch.setattr(lattice_pull, "SAFETY", safety)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_chunks_that_come_wrong_are_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: OuterCodec
+) -> None:
+    manifest = lockstep("llama", codec=codec)
+    narrow(monkeypatch, 0.05)
+    outcome = simulate(manifest, tmp_path)
+    with_partner = [event for event in outcome.trace.of("outer_round") if event.get("result") == "partner"]
+    assert with_partner
+    assert all(event.number("asked_again") > 0 for event in with_partner)
+    assert max(replayed(manifest, tmp_path).deviations.values()) <= TOLERANCE
+
+
+def no_digest(patch: pytest.MonkeyPatch) -> None:
+    """Values that are too far away come wrong, and are merged."""
+    narrow(patch, 0.05)
+    right = LatticeCodec._gap
+    patch.setattr(LatticeCodec, "_gap", lambda self, *a: right(self, *a).clamp(min=1 - self._levels))
+    patch.setattr(LatticeCodec, "_digest", lambda self, values_CK: torch.zeros(len(values_CK), dtype=torch.int32))
+
+
+def not_asked_again(patch: pytest.MonkeyPatch) -> None:
+    """Of a chunk that came wrong, the replica's own values are merged."""
+    right = LatticePull.take
+    narrow(patch, 0.05)
+
+    def take(self: LatticePull, answer: Tensor, dither: PairDither) -> None:
+        right(self, answer, dither)
+        self.missing = None
+
+    patch.setattr(LatticePull, "take", take)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("plant", [no_digest, not_asked_again])
+def test_a_wrong_decoding_that_is_merged_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: OuterCodec, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    manifest = lockstep("llama", codec=codec)
+    plant(monkeypatch)
+    simulate(manifest, tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError, match="deviates by"):
+        replayed(manifest, tmp_path)
 
 
 def sign_of_beta(patch: pytest.MonkeyPatch) -> None:

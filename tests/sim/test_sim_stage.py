@@ -22,6 +22,7 @@ from noloco_p2p.sim.stage import Costs, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
 from noloco_p2p.sim.virtual_time import run
 
+REQUEST = SnapshotRequest(0)
 MANIFEST = RunManifest(stages=2, sequence_length=3, microbatch_size=2)
 COSTS = Costs(forward_s=1.0, backward_s=2.0, inner_step_s=4.0, outer_s=8.0)
 
@@ -236,12 +237,12 @@ def test_what_is_not_finite_is_refused_or_gives_nothing() -> None:
     with pytest.raises(Violation, match="not finite"):
         last.loss_backward(_id(2), HostTensor("hidden", *spoilt.spec[1:], spoilt.data), targets, None)
     snapshot = first.snapshot(1, 1)
-    sent = first.encode(snapshot, SnapshotRequest(0))
+    sent = first.encode(snapshot, REQUEST, "b")
     bad = HostTensor(*first.state.snapshot[0], memoryview(array("d", [0.0, float("inf")]).tobytes()))
     with pytest.raises(Violation, match="not finite"):
-        first.decode(replace(sent, tensors=(bad, *sent.tensors[1:])))
+        first.decode(snapshot, REQUEST, replace(sent, tensors=(bad, *sent.tensors[1:])))
     with pytest.raises(Violation, match="does not have this stage's tensors"):
-        first.decode(replace(sent, tensors=sent.tensors[:1]))
+        first.decode(snapshot, REQUEST, replace(sent, tensors=sent.tensors[:1]))
     assert first.theta == before
 
 
@@ -250,7 +251,10 @@ def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
     one.theta, other.theta = [1.0, 2.0], [3.0, 6.0]
     slow = list(one.phi)
     mine, theirs = one.snapshot(1, 10), other.snapshot(1, 10)
-    sent = [stage.decode(stage.encode(frozen, SnapshotRequest(0))) for stage, frozen in ((one, mine), (other, theirs))]
+    sent = [
+        stage.decode(frozen, REQUEST, stage.encode(frozen, REQUEST, "c"))
+        for stage, frozen in ((one, mine), (other, theirs))
+    ]
     assert one.merge(mine, sent[1]).replica_std == pytest.approx((0.5 * (4 + 16) / 4) ** 0.5)
     assert other.merge(theirs, sent[0]).replica_std is not None
     assert (
@@ -260,7 +264,7 @@ def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
         == pytest.approx([p + 0.7 * (m - p) for p, m in zip(slow, [2.0, 4.0], strict=True)])
     )
     late = LinearStage(MANIFEST, 0, "c")
-    late.adopt(other.encode(theirs, SnapshotRequest(0, weights="float64")))
+    late.adopt(other.encode(theirs, SnapshotRequest(0, weights="float64"), "c"))
     assert late.theta == late.phi == [3.0, 6.0]
     assert late.momentum == [0.0, 0.0]
     assert one.merge(one.snapshot(2, 20), None).replica_std is None

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from audit_record import InnerStep, Manifest, Record, Round, Route, check_routes, read_record, read_rounds, require
+from lattice_reference import as_decoded
 from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -282,10 +283,17 @@ def merge(
         after[name] = phi + momentum[name]  # N2
     computed = {"slow": before, "frozen": frozen, "fast": replica.fast, "momentum": momentum, "slow_after": after}
     computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
-    if one.partner is not None:
-        phis, deltas = group[1].slow_of[number], group[1].delta[number]
-        computed["partner_vector"] = {name: beta * deltas[name] + gamma * phi for name, phi in phis.items()}
     recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")
+    if one.partner is not None:
+        mine, theirs = (
+            {name: beta * member.delta[number][name] + gamma * phi for name, phi in member.slow_of[number].items()}
+            for member in group
+        )
+        used = {name: recorded[f"partner_vector/{name}"] for name in theirs}
+        computed["partner_vector"] = decoded = as_decoded(mine, theirs, used, outer["codec"])
+        for name, vector in decoded.items():
+            momentum[name] += (vector - theirs[name]) / 2
+            after[name] = before[name] + momentum[name]
     expected = {f"{kind}/{name}" for kind, tensors in computed.items() for name in tensors}
     where = f"round {number}, {peer} (stage {replica.stage})"
     require(recorded.keys() == expected, f"{where}: tensors {sorted(recorded.keys() ^ expected)}")

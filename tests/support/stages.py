@@ -134,10 +134,11 @@ def make_label(inner_step: int = 1, learning_rate: float = 1e-2) -> StepLabel:
 
 def vector_of(stage: TorchStage, frozen: FrozenRound) -> PartnerVector:
     """What a frozen round of a stage comes to at its partner."""
-    return stage.decode(stage.encode(frozen, SnapshotRequest(stage.state.index)))
+    request = SnapshotRequest(stage.state.index, lattice=frozen.lattice)
+    return stage.decode(frozen, request, stage.encode(frozen, request, "partner"))
 
 
 def weights_of(stage: TorchStage, round: int = 0, step: int = 0) -> Snapshot:
     """What guardians get of the stage as it is now."""
     dtype = stage.state.weights[stage.state.index].dtype
-    return stage.encode(stage.snapshot(round, step), SnapshotRequest(stage.state.index, weights=dtype))
+    return stage.encode(stage.snapshot(round, step), SnapshotRequest(stage.state.index, weights=dtype), "guardian")

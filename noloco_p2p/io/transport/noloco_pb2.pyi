@@ -582,6 +582,8 @@ class SnapshotRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The outer round wanted; without it, the newest one held, at once."""
     wait_s: _builtins.float
@@ -590,6 +592,14 @@ class SnapshotRequest(_message.Message):
     """The stage in question: the peer's own, or one that it guards."""
     weights: _builtins.str
     """The weights are wanted, in this element type; without it, the vector."""
+    bounds: _builtins.bytes
+    """In a run whose codec has bounds: for each chunk wanted of the vector, 2 to the power of (byte - 127) bounds how far
+    the caller takes it to be from its own; 255 asks for the values themselves.
+    """
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The chunks wanted, ascending; without them, all."""
+
     def __init__(
         self,
         *,
@@ -597,15 +607,21 @@ class SnapshotRequest(_message.Message):
         wait_s: _builtins.float = ...,
         stage: _builtins.int = ...,
         weights: _builtins.str | None = ...,
+        bounds: _builtins.bytes | None = ...,
+        chunks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "_weights", b"_weights", "round", b"round", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "round", b"round", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "_weights", b"_weights", "round", b"round", "stage", b"stage", "wait_s", b"wait_s", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "chunks", b"chunks", "round", b"round", "stage", b"stage", "wait_s", b"wait_s", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bounds: _TypeAlias = _typing.Literal["bounds"]  # noqa: Y015
+    _WhichOneofArgType__bounds: _TypeAlias = _typing.Literal["_bounds", b"_bounds"]  # noqa: Y015
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
     _WhichOneofReturnType__weights: _TypeAlias = _typing.Literal["weights"]  # noqa: Y015
     _WhichOneofArgType__weights: _TypeAlias = _typing.Literal["_weights", b"_weights"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bounds) -> _WhichOneofReturnType__bounds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
     @_typing.overload
@@ -631,7 +647,7 @@ class SnapshotHeader(_message.Message):
     """Floor of the replica's clock, in steps, when it was frozen."""
     @_builtins.property
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """The tensors that follow, in order: `vector` and `sample`, or `weights`."""
+        """The tensors that follow, in order: `vector` and `sample`, or `lattice` and, with all chunks, `sample`, or `weights`."""
 
     def __init__(
         self,

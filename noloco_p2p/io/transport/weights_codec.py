@@ -6,6 +6,7 @@ from math import isfinite
 from google.protobuf.message import Message
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import Advert, HostTensor, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Violation
@@ -22,7 +23,8 @@ def from_request(message: pb.SnapshotRequest) -> SnapshotRequest:
     """What a peer asks for, not yet checked."""
     round = message.round if message.HasField("round") else None
     weights = message.weights if message.HasField("weights") else None
-    return SnapshotRequest(message.stage, round, message.wait_s, weights)
+    lattice = LatticeRequest(message.bounds, tuple(message.chunks)) if message.HasField("bounds") else None
+    return SnapshotRequest(message.stage, round, message.wait_s, weights, lattice)
 
 
 def to_snapshot(snapshot: Snapshot, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
@@ -84,7 +86,10 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
     def request(self) -> pb.SnapshotRequest:
         """The one request."""
         r = self._request
-        return pb.SnapshotRequest(round=r.round, wait_s=r.wait_s, stage=r.stage, weights=r.weights)
+        bounds, chunks = (r.lattice.bounds, r.lattice.some) if r.lattice else (None, ())
+        return pb.SnapshotRequest(
+            round=r.round, wait_s=r.wait_s, stage=r.stage, weights=r.weights, bounds=bounds, chunks=chunks
+        )
 
     def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
         self._head = header = message.header

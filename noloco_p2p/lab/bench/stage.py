@@ -88,7 +88,8 @@ def measure(
                 stage.inner_step(StepLabel(number, number - 1, 1e-4, {}))
             with watch.timed((index, "snapshot_s")):
                 mine = stage.snapshot(number, number)
-            theirs = stage.decode(stage.encode(mine, SnapshotRequest(index)))
+            request = SnapshotRequest(index, lattice=mine.lattice)
+            theirs = stage.decode(mine, request, stage.encode(mine, request, mine.peer))
             with watch.timed((index, "merge_s")):
                 stage.merge(mine, theirs)
     return watch

@@ -57,11 +57,10 @@ class TrainingMonitor:
 
     def keep(self, vector: PartnerVector) -> None:
         """For partners that pull it late."""
-        if self.plan.stale_rounds:
-            kept = self._vectors[vector.peer]
-            kept[vector.round] = vector
-            for old in sorted(kept)[: -self.plan.stale_rounds - KEPT_ROUNDS]:
-                del kept[old]
+        kept = self._vectors[vector.peer]
+        kept[vector.round] = vector
+        for old in sorted(kept)[: -self.plan.stale_rounds - KEPT_ROUNDS]:
+            del kept[old]
 
     def pulled(self, me: PeerId, mine: FrozenRound, theirs: PartnerVector | None) -> PartnerVector | None:
         """What arrives of the vector that a node has pulled."""
@@ -110,7 +109,9 @@ class InstrumentedStage:
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """θ is measured as it is before the merge."""
         taken = self.stage.snapshot(round, step)
-        self._monitor.keep(self.stage.decode(self.stage.encode(taken, SnapshotRequest(self.state.index, round))))
+        if self._monitor.plan.stale_rounds:
+            request = SnapshotRequest(self.state.index, round, lattice=taken.lattice)
+            self._monitor.keep(self.stage.decode(taken, request, self.stage.encode(taken, request, self._me)))
         if round > 0:
             self._measure(round)
         return taken

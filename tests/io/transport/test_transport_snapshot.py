@@ -11,6 +11,7 @@ from link_fixture import Proxy
 from machine import in_time
 from transport_fixture import SOON_S, Node, hang, pair, run, soon, tensor, watched_buffers
 
+from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import HostTensor, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable, Violation
@@ -30,6 +31,8 @@ REQUESTS = [
     SnapshotRequest(0, 0),
     SnapshotRequest(1),
     SnapshotRequest(3, 2, weights="bfloat16"),
+    SnapshotRequest(1, 4, lattice=LatticeRequest(bytes(range(256)))),
+    SnapshotRequest(1, 4, lattice=LatticeRequest(b"\x7f\xff", (0, 300))),
 ]
 
 

@@ -1,0 +1,241 @@
+"""A replica's vector in few bits, for a replica that has one close to it (METHOD.md, "Codecs of outer rounds").
+
+Replicas of a stage lie close together, their weights anywhere. Both round their values to integers on the same dithered
+lattice; the low bits of the sender's integers travel, and the receiver takes those that are nearest to its own. It
+applies the difference of the integers only: dither and rounding are the same at both, so the two of a pair move by
+opposite amounts, and their mean stays. A digest of the whole integers shows where the nearest was wrong, because the
+bound was too small: those chunks are asked for again.
+
+Two machines come to the same integers: scaling by powers of two is exact, and so is all that follows but the sum of a
+fraction and its dither, which IEEE 754 rounds alike everywhere.
+
+Shape legend: C chunks of the vector, or some of them; K values of a chunk.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.core import seeds
+from noloco_p2p.core.lattice_format import (
+    BOUND_ZERO,
+    CHUNK,
+    DIGEST_BYTES,
+    LARGEST_BOUND,
+    PLAIN,
+    LatticeFormat,
+    LatticeRequest,
+    chunk_count,
+)
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import Declined, Violation
+
+BATCH = 32
+"""Chunks that are computed together: half a megabyte of float32, so that the passes stay in the processor's cache."""
+
+
+class PairDither:
+    """The dither of a pair's exchange in one round, equal at both: for each value a fraction, equally likely anywhere.
+
+    The sum, modulo 1, of a number for the value's place in its chunk and one for its chunk: any two values of the
+    vector have independent dither, which is all that means and variances ask for.
+    """
+
+    def __init__(self, seed: int, round: int, pair: tuple[PeerId, PeerId], parameters: int) -> None:
+        chunks = chunk_count(parameters)
+        random = seeds.generator(seed, "lattice", round, *sorted(pair)).randbytes(4 * (CHUNK + chunks))
+        numbers = (torch.frombuffer(bytearray(random), dtype=torch.int32) >> 8).to(torch.float32) * 2.0**-24 + 0.5
+        self.place_K, self.chunk_C = numbers[:CHUNK], numbers[CHUNK:]
+        """Multiples of 2^-24 from 0 to 1."""
+
+
+@cache
+def _digest_factors() -> Tensor:
+    """Odd int32 numbers for the places of a chunk, the same in every run."""
+    random = seeds.generator(0, "lattice digest").randbytes(4 * CHUNK)
+    return torch.frombuffer(bytearray(random), dtype=torch.int32) | 1
+
+
+class _ChunkRows(NamedTuple):
+    """Chunks of the same width that are computed together."""
+
+    at: slice
+    """Where they are among those asked for."""
+    chunks: Sequence[int]
+    width: int
+
+    def rows(self, vector: Tensor) -> Tensor:
+        """Their values, C×K; a view where they lie side by side. An odd width is filled up with a zero."""
+        first, last = self.chunks[0], self.chunks[-1]
+        if last - first + 1 == len(self.chunks):
+            rows_CK = vector[first * CHUNK : first * CHUNK + len(self.chunks) * self.width].view(-1, self.width)
+        else:
+            rows_CK = torch.stack([vector[chunk * CHUNK : chunk * CHUNK + self.width] for chunk in self.chunks])
+        return rows_CK if self.width % 2 == 0 else torch.nn.functional.pad(rows_CK, (0, 1))
+
+    def write(self, vector: Tensor, rows_CK: Tensor, good_C: Tensor) -> None:
+        """Put the rows that are good into a vector."""
+        rows_CK = rows_CK[:, : self.width]
+        first, last = self.chunks[0], self.chunks[-1]
+        if last - first + 1 == len(self.chunks) and bool(good_C.all()):
+            vector[first * CHUNK : first * CHUNK + rows_CK.numel()] = rows_CK.flatten()
+            return
+        for chunk, row, good in zip(self.chunks, rows_CK, good_C.tolist(), strict=True):
+            if good:
+                vector[chunk * CHUNK : chunk * CHUNK + self.width] = row
+
+
+class LatticeAnswer(NamedTuple):
+    """What an answer came to."""
+
+    wrong: tuple[int, ...]
+    """Chunks that are not known yet, ascending."""
+    bounds: Tensor
+    """Of all that were asked for: the bound that was used."""
+    distances: Tensor
+    """The largest difference in each of them, rounded to the lattice; of a wrong one it says nothing."""
+
+
+class LatticeCodec:
+    """Vectors of one stage. `own_C` are the bounds that a replica itself asks with for its vector of that round."""
+
+    def __init__(self, bits: int, parameters: int, dtype: torch.dtype) -> None:
+        self.format = LatticeFormat(bits, parameters, dtype.itemsize)
+        self._dtype = dtype
+        self._levels = 1 << (bits - 1)
+
+    def encode(self, vector: Tensor, own_C: Tensor, asked: LatticeRequest, dither: PairDither) -> Tensor:
+        """The answer (uint8, `format.nbytes(asked)`): digests, plain values, the bounds used, codes.
+
+        Each chunk's bound is the larger one of what was asked for and of `own_C`, so that both of a pair use the same.
+        Raises Violation for a request that makes no sense, Declined where `vector` is not finite, or as good as.
+        """
+        self.format.check(asked)
+        asked_C, own_C = _to_tensor(asked.bounds), _of(own_C, asked.chunks)
+        if bool((own_C == PLAIN).any()):
+            raise Declined("this replica's vector is not finite")
+        used_C = torch.maximum(asked_C, own_C)
+        digest_C = torch.zeros(len(used_C), dtype=torch.int32)
+        codes: list[Tensor] = []
+        plain: list[Tensor] = []
+        for batch in self._batches(asked, used_C):
+            if int(used_C[batch.at.start]) == PLAIN:
+                plain.append(batch.rows(vector)[:, : batch.width].flatten().view(torch.uint8))
+                continue
+            rows_CK = self._integers(batch, vector, used_C[batch.at], dither)
+            digest_C[batch.at] = self._digest(rows_CK)
+            codes.append(self._packed(rows_CK).flatten())
+        return torch.cat((digest_C.view(torch.uint8), *plain, used_C, *codes))
+
+    def decode(
+        self, wire: Tensor, own: Tensor, asked: LatticeRequest, dither: PairDither, into: Tensor
+    ) -> LatticeAnswer:
+        """Put the answer to a request into the vector `into`: own + (the integers' difference) × step, chunk by chunk.
+
+        `own` is the replica's vector that `asked` was made for. A chunk that is wrong is left as it was. Raises
+        Violation: another length than asked for, bounds that make no sense, plain values that are not finite.
+        """
+        digest_C, plain, used_C, codes = self._parts(wire, asked)
+        count = len(used_C)
+        good_C, distance_C = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.float64)
+        for batch in self._batches(asked, used_C):
+            at, rows_CK = batch.at, batch.rows(own)
+            if int(used_C[at.start]) == PLAIN:
+                taken, plain = plain[: batch.width], plain[batch.width :]
+                distance_C[at] = float((taken - rows_CK[0, : batch.width]).abs().max())
+                batch.write(into, taken[None], good_C[at])
+                continue
+            size = len(batch.chunks) * self.format.code_bytes(batch.width)
+            taken, codes = codes[:size], codes[size:]
+            integers_CK = self._integers(batch, own, used_C[at], dither)
+            gap_CK = self._gap(taken.view(len(batch.chunks), -1), integers_CK)
+            integers_CK += gap_CK
+            least_C, most_C = gap_CK.amin(-1).int(), gap_CK.amax(-1).int()
+            # The lowest code is not used: else only one of a pair could find the chunk wrong.
+            good_C[at] = (self._digest(integers_CK) == digest_C[at]) & (least_C > -self._levels)
+            step_C = self._steps(used_C[at])
+            distance_C[at] = torch.maximum(-least_C, most_C) * step_C
+            batch.write(into, rows_CK + gap_CK.to(self._dtype) * step_C.to(self._dtype)[:, None], good_C[at])
+        wrong = tuple(asked.chunks[at] for at in torch.nonzero(~good_C).flatten().tolist())
+        return LatticeAnswer(wrong, used_C, distance_C)
+
+    def _parts(self, wire: Tensor, asked: LatticeRequest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Digests, plain values, the bounds used and codes of an answer. Raises Violation as `decode`."""
+        count, nbytes = len(asked.bounds), self.format.nbytes(asked)
+        if wire.dtype != torch.uint8 or wire.shape != (nbytes,):
+            raise Violation(f"the answer has {wire.numel()} bytes, not {nbytes}")
+        values = self.format.value_bytes * self.format.plain_values(asked)
+        plain_at, used_at, codes_at = itertools.accumulate((DIGEST_BYTES * count, values, count))
+        asked_C, used_C = _to_tensor(asked.bounds), wire[used_at:codes_at]
+        plain = wire[plain_at:used_at].clone().view(self._dtype)
+        if bool(((used_C < asked_C) | ((used_C > LARGEST_BOUND) & (asked_C != PLAIN))).any()):
+            raise Violation("the answer has bounds that nobody asked for")
+        if not bool(torch.isfinite(plain).all()):
+            raise Violation("the answer has values that are not finite")
+        return wire[:plain_at].clone().view(torch.int32), plain, used_C, wire[codes_at:]
+
+    def _batches(self, asked: LatticeRequest, used_C: Tensor) -> Iterator[_ChunkRows]:
+        """The chunks asked for, in order: plain ones alone, others together; the last of the vector alone."""
+        used, start = used_C.tolist(), 0
+        last = chunk_count(self.format.parameters) - 1
+        while start < len(used):
+            end = start + 1
+            if used[start] != PLAIN and asked.chunks[start] != last:
+                limit = min(start + BATCH, len(used))
+                while end < limit and used[end] != PLAIN and asked.chunks[end] != last:
+                    end += 1
+            chunks = asked.chunks[start:end]
+            yield _ChunkRows(slice(start, end), chunks, self.format.width(chunks[0]))
+            start = end
+
+    def _steps(self, bounds_C: Tensor) -> Tensor:
+        """2·bound / 2^bits, float64."""
+        exponent_C = bounds_C.to(torch.int32) - BOUND_ZERO
+        return torch.ldexp(torch.ones(len(bounds_C), dtype=torch.float64), exponent_C) / self._levels
+
+    def _integers(self, batch: _ChunkRows, vector: Tensor, bounds_C: Tensor, dither: PairDither) -> Tensor:
+        """⌊value / step + dither⌋, int32, C×K. A fraction is rounded to 2^-22; nothing else is."""
+        rows_CK = batch.rows(vector) * (1 / self._steps(bounds_C)).to(vector.dtype)[:, None]
+        whole_CK = rows_CK.floor()
+        rows_CK -= whole_CK
+        rows_CK += dither.place_K[: rows_CK.shape[1]] + _of(dither.chunk_C, batch.chunks)[:, None]
+        return whole_CK.to(torch.int32).add_(rows_CK.to(torch.int32))
+
+    def _packed(self, integers_CK: Tensor) -> Tensor:
+        """The low bits; with 4 the first half of a row in the lower half of each byte."""
+        codes = integers_CK.to(torch.uint8)
+        if self.format.bits == 8:
+            return codes
+        low, high = codes.chunk(2, dim=1)
+        return low & 15 | high << 4
+
+    def _gap(self, packed: Tensor, integers_CK: Tensor) -> Tensor:
+        """How far the nearest integers with these low bits are from one's own, int8."""
+        codes = packed if self.format.bits == 8 else torch.cat((packed, packed >> 4), dim=1)
+        gap_CK = codes - integers_CK.to(torch.uint8)
+        return gap_CK.view(torch.int8) if self.format.bits == 8 else (gap_CK << 4).view(torch.int8) >> 4
+
+    def _digest(self, integers_CK: Tensor) -> Tensor:
+        """Of each chunk, int32: a sum of odd multiples modulo 2^32.
+
+        The low bits are turned to the top: a wrong integer is off by a multiple of 2^bits, which would else leave as
+        many bits of the digest unused.
+        """
+        bits = self.format.bits
+        turned_CK = (integers_CK << (32 - bits)) | ((integers_CK >> bits) & ((1 << (32 - bits)) - 1))
+        return (turned_CK * _digest_factors()[: integers_CK.shape[1]]).sum(-1, dtype=torch.int32)
+
+
+def _to_tensor(bounds: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(bounds), dtype=torch.uint8)
+
+
+def _of(all_C: Tensor, chunks: Sequence[int]) -> Tensor:
+    """Those of some chunks; a view where they lie side by side."""
+    if chunks[-1] - chunks[0] + 1 == len(chunks):
+        return all_C[chunks[0] : chunks[-1] + 1]
+    return all_C[torch.tensor(chunks)]

@@ -1,0 +1,66 @@
+"""One pull of another replica's vector: ask, decode, and ask again for what came wrong, until all of it is right."""
+
+from dataclasses import dataclass, replace
+
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
+from noloco_p2p.core.status import ForRound, Resource
+from noloco_p2p.errors import Declined, Violation
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What came of looking for a partner, and why."""
+
+    reason: str
+    theirs: PartnerVector | None = None
+    """None: nobody gave any."""
+    nbytes: int = 0
+    """What it weighed, and the questions for it."""
+    asked_again: int = 0
+    """Chunks of it that came wrong (METHOD.md, "Codecs of outer rounds"), each time counted."""
+    other: bool = False
+    """It is not of the partner that was chosen first."""
+
+
+class VectorPuller:
+    """Pulls for one replica."""
+
+    def __init__(self, node: NodeState, waits: Waits, transport: Transport) -> None:
+        self._node = node
+        self._waits = waits
+        self._transport = transport
+
+    async def fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
+        """A peer's vector of about my round, whole; chunks that came wrong are asked for again, alone.
+
+        Raises Declined when its round is too far away, or let go of before all was here, else as
+        Transport.fetch_snapshot. `idle`: nothing waits for it.
+        """
+        node, found, stale = self._node, None, self._node.manifest.outer.max_stale_rounds
+        request = SnapshotRequest(node.index, mine.round, wait_s, lattice=mine.lattice)
+        nbytes = asked_again = 0
+        while True:
+            theirs = await self._ask(peer, request, mine.round, idle)
+            if abs(theirs.round - (request.round or 0)) > stale:
+                raise Declined(f"its round {theirs.round} is too far from {request.round}")
+            nbytes += theirs.nbytes + request.nbytes
+            with self._waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(mine.round), idle=idle):
+                found = await node.stage.decode(mine, request, theirs, found)
+            if found.missing is None:
+                return Pull("", found, nbytes, asked_again)
+            request, stale = replace(request, round=found.round, wait_s=0.0, lattice=found.missing), 0
+            asked_again += len(found.missing.bounds)
+
+    async def _ask(self, peer: Advert, request: SnapshotRequest, round: int, idle: bool) -> Snapshot:
+        """The peer's answer, for my round. Raises as Transport.fetch_snapshot, Violation for another replica's."""
+        deadline_s, expected = self._node.manifest.outer.deadline_s, self._node.stage.state.answer(request.lattice)
+        limit_s = request.wait_s + deadline_s
+        with self._waits.waiting("snapshot", peer.peer_id, limit_s, ForRound(round), idle=idle):
+            theirs = await self._transport.fetch_snapshot(peer, request, deadline_s, expected)
+        if theirs.peer != peer.peer_id:
+            raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
+        return theirs

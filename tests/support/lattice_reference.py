@@ -1,0 +1,45 @@
+"""The difference of two vectors on their common lattice, straight from METHOD.md, "Codecs of outer rounds"."""
+
+import numpy as np
+import torch
+from audit_record import require
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+Tensors = dict[str, torch.Tensor]
+BITS = {"int8": 8, "int4": 4}
+CHUNK = 4096
+
+
+def decoded_difference(mine: Vector, theirs: Vector, step: Vector, dither: Vector) -> Vector:
+    """û_j − û_i: both rounded to multiples of `step`, shifted by the same dither."""
+    difference: Vector = step * (np.floor(theirs / step + dither) - np.floor(mine / step + dither))
+    return difference
+
+
+def as_decoded(mine: Tensors, theirs: Tensors, used: Tensors, codec: str) -> Tensors:
+    """What `theirs` may come to at a replica with the vector `mine`: of a lattice what was `used`, if it is on one.
+
+    In each chunk the values that were used differ from its own by a number of steps that the codec has a code for, the
+    step being a power of two, and are less than a step from the partner's own. Dither and bounds are not computed anew.
+    Raises AssertionError.
+    """
+    if codec == "full":
+        return theirs
+    if codec == "bfloat16":
+        return {name: vector.bfloat16().double() for name, vector in theirs.items()}
+    flat = [torch.cat([vectors[name].flatten() for name in mine]).numpy() for vectors in (mine, theirs, used)]
+    for at in range(0, len(flat[0]), CHUNK):
+        own, partner, found = (vector[at : at + CHUNK] for vector in flat)
+        moved, error = np.abs(found - own), np.abs(found - partner).max()
+        if error > 1e-12:
+            steps = [2.0**e for e in range(-60, 20) if on_lattice(moved, 2.0**e, 1 << (BITS[codec] - 1))]
+            require(bool(steps), f"chunk {at // CHUNK} deviates by what is no number of steps")
+            require(error < max(steps), f"chunk {at // CHUNK} deviates by {error / max(steps):.2g} steps")
+    return used
+
+
+def on_lattice(distances: Vector, step: float, levels: int) -> bool:
+    """All are multiples of the step, fewer than `levels` of it, and not all of them none."""
+    counts = np.round(distances / step)
+    return bool(0 < counts.max() < levels and np.abs(distances - counts * step).max() < 1e-12)
