@@ -162,6 +162,21 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
+class MicrobatchSize:
+    """What an inner step of the run moves between two stages."""
+
+    per_step: int
+    """Microbatches that each replica of stage 0 reads."""
+    activation_bytes: int
+    """Hidden states of one, as they travel."""
+    gradient_bytes: int
+    forward: str
+    """Codec of the hidden states."""
+    backward: str
+    """Of their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeFigures:
     """What the instruments of a node have counted since its start."""
 
@@ -189,6 +204,12 @@ class NodeFigures:
     bytes_out: int = 0
     bytes_per_s: float = 0.0
     """In and out, over about the last ten seconds."""
+    upload_bytes_per_s: float | None = None
+    """What its line up can do, as measured; None: not yet."""
+    download_bytes_per_s: float | None = None
+    """What its line down can do, likewise."""
+    round_trip_s: float | None = None
+    """To the next stage with nothing in between, as measured; None: not yet, or there is none."""
     loop_silent_s: float = 0.0
     """Since the event loop came to its heartbeat last."""
     rss_bytes: int = 0
@@ -229,4 +250,6 @@ class Status:
     troubles: tuple[Trouble, ...] = ()
     closed_until: str | None = None
     """The time of day, where this node is, at which its owner's hours begin again; None: they are on."""
+    microbatch: MicrobatchSize | None = None
+    """None while the node has no weights."""
     figures: NodeFigures = NodeFigures()

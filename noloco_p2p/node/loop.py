@@ -280,11 +280,9 @@ class Node:
         node, intake = self.state, self._server.intake
         took, stepped_at = tuple(node.step_seconds), node.stepped_at
         return Status(
-            advert=node.advert,
-            run_name=node.manifest.name,
-            stages=node.manifest.stages,
-            steps=node.manifest.steps,
-            inner_steps=node.inner_steps,
+            node.advert,
+            *(node.manifest.name, node.manifest.stages, node.manifest.steps),
+            node.inner_steps,
             start_replicas=node.manifest.start_replicas,
             waits=self.waits.current(now),
             serving=self.waits.served(now),
@@ -296,4 +294,5 @@ class Node:
             waiting=intake.waiting,
             troubles=node.troubles(now),
             closed_until=node.closed_until,
+            microbatch=node.microbatch,
         )

@@ -14,7 +14,7 @@ from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import NO_STAGE, Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.stage_values import StepResult
-from noloco_p2p.core.status import Trouble
+from noloco_p2p.core.status import MicrobatchSize, Trouble
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Batches, Stage, Telemetry
 
@@ -48,6 +48,8 @@ class NodeState:
         self._told_to_pause = False
         self.closed_until: str | None = None
         """The time of day at which the owner's hours begin again; None: they are on."""
+        self.microbatch: MicrobatchSize | None = None
+        """Known once the weights are made."""
         self.error: BaseException | None = None
         self.stepped_at: float | None = None
         """When the last inner step ended, or training began; None while not training."""
@@ -112,6 +114,8 @@ class NodeState:
     def hold(self, stage: Stage) -> None:
         """The weights of my stage have been made."""
         self.stage = stage
+        run, sizes = self.manifest, (stage.state.hidden.nbytes, stage.state.gradient.nbytes)
+        self.microbatch = MicrobatchSize(run.microbatches_per_step, *sizes, run.wire.forward, run.wire.backward)
 
     def read_from(self, batches: Batches) -> None:
         """The data of stage 0 have been opened."""

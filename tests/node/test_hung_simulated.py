@@ -25,11 +25,11 @@ BLAMED_ABOVE_ALL = 0.01
 """Of all that are set aside by name, so many may be healthy."""
 
 
-def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float = 30.0) -> SimPlan:
+def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float = 30.0, steps: int = 40) -> SimPlan:
     manifest = RunManifest(
         stages=len(replicas),
         start_replicas=1,
-        steps=40,
+        steps=steps,
         sequence_length=4,
         microbatch_size=1,
         microbatches_per_step=3,
@@ -65,7 +65,8 @@ def longest_stall_s(outcome: Outcome) -> float:
 
 
 def with_hung(hung: str, routing: str, seed: int) -> Outcome:
-    swarm = SimSwarm(plan_of((3, 3, 3), routing, seed))
+    # One that was tried just before it answers again is set aside for another 4 s: the run must last longer.
+    swarm = SimSwarm(plan_of((3, 3, 3), routing, seed, steps=60))
     swarm.at(HUNG_FROM_S, lambda: swarm.network.hold(hung))
     swarm.at(HUNG_UNTIL_S, lambda: swarm.network.release(hung))
     outcome = swarm.run(limit_s=300)

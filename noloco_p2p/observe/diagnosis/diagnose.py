@@ -4,6 +4,7 @@ findings.py     the values
 swarm_view.py   all nodes, put in order
 symptoms.py     what one node shows by itself, and beside the others; stages without nodes
 causes.py       follows the waits from node to node; links that carry nothing
+throughput_advice.py   which settings of a run would make more of the devices
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from noloco_p2p.observe.diagnosis.causes import WaitPaths, broken_links
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Cause, Finding, Place, Report, at_node, line
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 from noloco_p2p.observe.diagnosis.symptoms import symptoms
+from noloco_p2p.observe.diagnosis.throughput_advice import line_advice
 
 ORDER = (
     *("loop", "device", "stage-empty", "libp2p", "disk", "port", "half-open-link", "unreachable", "slow-node"),
@@ -37,7 +39,7 @@ class Diagnosis:
     """Everything that is wrong, the worst and most causal first; empty: nothing.
 
     What is only a consequence of another finding has no finding of its own, but is counted there. Findings of severity
-    `ok` say what is unusual and intended.
+    `ok` say what is unusual and intended, and what could be faster.
     """
     progress: str
     """How far the swarm has come: `training: step 1234 of 5000 (25 %), 6 nodes, 12.3k tokens/s, loss 2.31`."""
@@ -89,6 +91,8 @@ def _findings(swarm: SwarmView) -> list[Finding]:
     shown += _gone(paths)
     shown = _without_consequences(swarm, shown)
     shown += _unexplained(swarm, shown, paths)
+    if not any(each.finding.severity == "error" for each in shown):
+        shown += line_advice(swarm)
     return sorted((_with_held(each, paths) for each in shown), key=_rank)
 
 

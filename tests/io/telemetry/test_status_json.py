@@ -16,6 +16,7 @@ from noloco_p2p.core.status import (
     ForGuarding,
     ForMicrobatch,
     ForRound,
+    MicrobatchSize,
     NodeFigures,
     Purpose,
     Resource,
@@ -93,6 +94,7 @@ statuses = by_type(
     seen=tuples_of(by_type(SeenPeer, advert=adverts)),
     deserted=st.dictionaries(st.integers(0, 100), numbers, max_size=3),
     troubles=tuples_of(by_type(Trouble)),
+    microbatch=st.none() | by_type(MicrobatchSize),
     figures=figures,
 )
 

@@ -1,0 +1,207 @@
+"""The estimate against the idealised pipeline of the simulator, and the advice that is made of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from diagnosed import swarm, with_advert, with_figures, with_status
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.core.status import MicrobatchSize
+from noloco_p2p.lab import scenario_files
+from noloco_p2p.lab.sim_command import SimRequest, simulate
+from noloco_p2p.observe.diagnosis.diagnose import diagnose
+from noloco_p2p.observe.diagnosis.findings import Finding, Report
+from noloco_p2p.observe.diagnosis.throughput_advice import StageMedian, estimated_step
+from noloco_p2p.observe.overview import overview
+from noloco_p2p.sim.scenario import Scenario
+from noloco_p2p.sim.simulation import BYTES_PER_MEGABIT, costs_of, sizes_of
+from noloco_p2p.sim.throughput_bound import throughput_bound
+
+SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
+ALIKE = ("network.access.spread=0", "compute.node_spread=0", "network.loss=0", "network.spread=0")
+SHARED = ("network.link.mbit_per_s=null", "network.access.up_mbit_per_s=200", "network.access.down_mbit_per_s=200")
+
+
+def medians_of(scenario: Scenario) -> list[StageMedian]:
+    """What nodes that are all alike would measure."""
+    access, link = scenario.network.access, scenario.network.link
+    up, down = (
+        min(rate or 1e9, link.mbit_per_s or 1e9) * BYTES_PER_MEGABIT
+        for rate in (access.up_mbit_per_s, access.down_mbit_per_s)
+    )
+    return [
+        StageMedian(replicas, cost.forward_s + cost.backward_s, up, down, 2 * link.latency_s, 0.0)
+        for replicas, cost in zip(scenario.replicas, costs_of(scenario), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+@pytest.mark.parametrize("per_step", [2, 4, 16, 64])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("protocol-nanogpt", SHARED), ("home-200", ()), ("lan", ()), ("consumer", ())]
+)
+def test_the_estimate_is_near_the_bound(name: str, changes: tuple[str, ...], per_step: int, codec: str) -> None:
+    codecs = (f"workload.wire.forward={codec}", f"workload.wire.backward={codec}")
+    sets = [*ALIKE, *changes, *codecs, f"run.microbatches_per_step={per_step}"]
+    scenario = scenario_files.load(SCENARIOS / f"{name}.yaml", sets)
+    sizes = sizes_of(scenario)
+    size = MicrobatchSize(per_step, sizes.activation_bytes, sizes.gradient_bytes, codec, codec)
+    estimate, bound = estimated_step(medians_of(scenario), size), throughput_bound(scenario, 0)
+    tokens = per_step * scenario.replicas[0] * scenario.tokens_per_microbatch
+    assert bound.tokens_per_s is not None
+    assert tokens / estimate.seconds == pytest.approx(bound.tokens_per_s, rel=0.14)
+    assert estimate.in_use == pytest.approx(max(bound.utilisation), rel=0.16, abs=0.01)
+
+
+# --- advice -----------------------------------------------------------------------------------------------------------
+
+Nodes = dict[str, Report]
+MBIT = 1e6 / 8
+
+
+def measured(
+    nodes: Nodes, size: MicrobatchSize, *, device_s: float, mbit_per_s: float, in_use: float, round_trip_s: float
+) -> Nodes:
+    """The same swarm, all of whose nodes have measured the same."""
+    figures = {
+        "upload_bytes_per_s": mbit_per_s * MBIT,
+        "download_bytes_per_s": mbit_per_s * MBIT,
+        "round_trip_s": round_trip_s,
+        "device_s": 100 * in_use,
+        "idle_s": {"gradients": 100 * (1 - in_use)},
+    }
+    for name, report in nodes.items():
+        changed = with_advert(with_figures(report, **figures), microbatches_per_s=1 / device_s)
+        nodes[name] = with_status(changed, microbatch=size)
+    return nodes
+
+
+def homes(in_use: float = 0.12, per_step: int = 4) -> Nodes:
+    """Four and four homes at 200 Mbit/s, a stage of 0.3 s and 27 MB of float32 each way."""
+    size = MicrobatchSize(per_step, 27_000_000, 27_000_000, "float32", "float32")
+    return measured(swarm(2, 4), size, device_s=0.3, mbit_per_s=200.0, in_use=in_use, round_trip_s=0.05)
+
+
+def advice(nodes: Nodes) -> list[Finding]:
+    return [f for f in diagnose(list(nodes.values())).findings if f.name == "throughput"]
+
+
+def test_a_full_line_gets_the_settings_that_would_do_better() -> None:
+    [found] = advice(homes(in_use=0.2))
+    assert found.severity == "ok"
+    assert found.sentence == (
+        "the line is full: a device is in use 20 %; int8 and 16 microbatches a step would give about 84 %"
+    )
+    assert found.advice == (
+        "in the configuration of the next run: wire.forward: int8, wire.backward: int8, microbatches_per_step: 16"
+    )
+
+
+def test_what_is_promised_is_scaled_by_what_is_reached() -> None:
+    """Of an estimate that the swarm reaches by two thirds, two thirds are promised."""
+    whole, part = advice(homes(in_use=0.2))[0].sentence, advice(homes(in_use=0.16))[0].sentence
+    promised = [int(sentence.removesuffix(" %").rpartition(" ")[2]) for sentence in (whole, part)]
+    assert promised[1] < promised[0]
+    assert promised[1] / promised[0] == pytest.approx(0.16 / 0.2, abs=0.05)
+
+
+def simulated_use(scenario: Scenario) -> float:
+    """Share of the time in which the devices of the busiest stage work, in a run of the real node."""
+    found = simulate(SimRequest(scenario, 0))
+    assert found.broken is None
+    assert found.figures is not None
+    return max(stage.utilisation or 0.0 for stage in found.figures.stages)
+
+
+def test_the_simulated_swarm_then_does_what_is_promised() -> None:
+    """A run of the real nodes on home lines, the advice on its figures, and a run with the settings of the advice.
+
+    It is rather better, for longer steps lose less at their borders.
+    """
+    sets = ["run.steps=12", "run.microbatches_per_step=4", "run.outer.pairing=none"]
+    scenario = scenario_files.load(SCENARIOS / "home-200.yaml", sets)
+    sizes, [first, _] = sizes_of(scenario), medians_of(scenario)
+    size = MicrobatchSize(4, sizes.activation_bytes, sizes.gradient_bytes, "bfloat16", "bfloat16")
+    in_use = simulated_use(scenario)
+    nodes = measured(swarm(2, 4), size, device_s=first.device_s, mbit_per_s=200.0, in_use=in_use, round_trip_s=0.05)
+    [found] = advice(nodes)
+    assert found.sentence.startswith("the line is full")
+    promised = int(found.sentence.removesuffix(" %").rpartition(" ")[2]) / 100
+    changes = [each.replace(": ", "=") for each in found.advice.partition(": ")[2].split(", ")]
+    sets = [*sets, *(f"{'workload' if each.startswith('wire') else 'run'}.{each}" for each in changes)]
+    had = simulated_use(scenario_files.load(SCENARIOS / "home-200.yaml", sets))
+    assert had > 2 * in_use
+    assert 0.8 * had < promised < 1.1 * had
+
+
+def test_a_long_way_wants_more_microbatches_and_no_codec() -> None:
+    size = MicrobatchSize(2, 1_000_000, 1_000_000, "int8", "int8")
+    nodes = measured(swarm(3, 2), size, device_s=0.05, mbit_per_s=10_000.0, in_use=0.2, round_trip_s=0.2)
+    [found] = advice(nodes)
+    assert found.sentence.startswith(
+        "the way is long: a device is in use 20 %; 16 microbatches a step would give about"
+    )
+
+
+NO_ADVICE: dict[str, Callable[[Nodes], Nodes]] = {
+    "devices at work": lambda nodes: homes(in_use=0.7),
+    "something else holds it up": lambda nodes: homes(in_use=0.02),
+    "lines that nobody has measured": lambda nodes: {
+        name: with_figures(report, upload_bytes_per_s=None) for name, report in nodes.items()
+    },
+    "one stage that nobody knows": lambda nodes: {k: v for k, v in nodes.items() if k.startswith("S0")},
+    "a run of one stage": lambda nodes: {
+        name: with_status(report, stages=1) for name, report in nodes.items() if name.startswith("S0")
+    },
+    "too early": lambda nodes: {name: with_status(report, inner_steps=2) for name, report in nodes.items()},
+    "no sizes": lambda nodes: {name: with_status(report, microbatch=None) for name, report in nodes.items()},
+    "a codec that nobody knows": lambda nodes: {
+        name: with_status(report, microbatch=MicrobatchSize(4, 1, 1, "int3", "int8")) for name, report in nodes.items()
+    },
+    "sizes that nobody has": lambda nodes: {
+        name: with_status(report, microbatch=MicrobatchSize(0, -1, 0, "int8", "int8")) for name, report in nodes.items()
+    },
+    "a line that claims nothing": lambda nodes: {
+        name: with_figures(report, upload_bytes_per_s=-5.0) for name, report in nodes.items()
+    },
+    "a loop that stands still": lambda nodes: nodes | {"S1R0": with_figures(nodes["S1R0"], loop_silent_s=42.0)},
+}
+
+
+@pytest.mark.parametrize("case", NO_ADVICE)
+def test_no_advice(case: str) -> None:
+    assert advice(homes(in_use=0.2))
+    assert not advice(NO_ADVICE[case](homes(in_use=0.2)))
+
+
+claims = st.floats(0, allow_infinity=False) | st.sampled_from((5e-324, 1e-310, 1.0, 1e308, 0.0, -1.0))
+whole = st.integers(0, 2**62)
+LINE_FIGURES = ("upload_bytes_per_s", "download_bytes_per_s", "round_trip_s")
+
+
+@given(
+    size=st.builds(MicrobatchSize, whole, whole, whole, st.just("int8"), st.just("float32")),
+    figures=st.fixed_dictionaries(
+        dict.fromkeys(("upload_bytes_per_s", "download_bytes_per_s", "round_trip_s"), claims)
+    ),
+    speed=claims,
+    in_use=st.floats(0, 1),
+)
+def test_no_claim_of_a_stranger_stops_the_diagnosis(
+    size: MicrobatchSize, figures: dict[str, float], speed: float, in_use: float
+) -> None:
+    nodes = homes(in_use=in_use)
+    for name, report in nodes.items():
+        nodes[name] = with_advert(
+            with_figures(with_status(report, microbatch=size), **figures), microbatches_per_s=speed
+        )
+    assert all(found.sentence for found in advice(nodes))
+
+
+def test_top_shows_it_below_the_progress() -> None:
+    found = overview(list(homes(in_use=0.2).values()))
+    assert found.sentence == found.progress
+    assert found.severity == "ok"
+    assert [f.name for f in found.findings] == ["throughput"]
