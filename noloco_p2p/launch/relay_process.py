@@ -38,7 +38,11 @@ class RelayProcess:
             self._process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)
         except OSError as error:
             raise LocalError(f"the relay of --link cannot be started: {error}") from error
-        ports = self._ask(json.dumps(self._request), START_S)["ports"]
+        try:
+            ports = self._ask(json.dumps(self._request), START_S)["ports"]
+        except LocalError:
+            self.close()
+            raise
         self._doors = dict(zip(self._hosts, ports, strict=True))
 
     @property

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from machine import at_most, in_time
 from processes import wait_until
 
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.launch import relay_process
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.relay import Relay
@@ -331,6 +333,14 @@ def test_a_relay_that_died_does_not_answer() -> None:
             relay.counts()
     finally:
         relay.close()
+
+
+def test_a_relay_that_cannot_listen_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_process, "FIRST_HOST", IPv4Address("192.0.2.1"))
+    relay = RelayProcess("100mbit,1ms", ["0-0"], seed=0)
+    with pytest.raises(LocalError, match="does not answer"):
+        relay.start()
+    assert not relay.running
 
 
 def test_no_relay_for_no_link() -> None:

@@ -56,6 +56,7 @@ SETTINGS: dict[str, object] = {
     "microbatches_per_step": 8,
     "outer.inner_steps": 20,
     "evaluation.every_steps": "null",
+    "evaluation.microbatches": 1,
     "checkpoint.every_rounds": "null",
     "audit.weights": "false",
     "steps": ENDLESS_STEPS,
