@@ -73,6 +73,11 @@ class Bandwidth:
             del segment.flows[flow]
         self._share(_held_up(path))
 
+    def resize(self, segment: Segment, bytes_per_s: float) -> None:
+        """Give a segment another bandwidth, while flows take it."""
+        segment.bytes_per_s = bytes_per_s
+        self._share(segment.flows)
+
     def _end(self, flow: Flow) -> None:
         self.stop(flow)
         flow.left = 0.0

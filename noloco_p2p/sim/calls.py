@@ -12,7 +12,7 @@ from noloco_p2p.core.messages import Gradient, PeerId
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
 from noloco_p2p.ports import Handler
 from noloco_p2p.sim.network import Endpoint, Network
-from noloco_p2p.sim.traffic import Payload
+from noloco_p2p.sim.payloads import Payload
 
 DEAD_LINK_S = 15.0
 """After this long over gRPC a server knows that a caller is gone without a word."""
@@ -36,6 +36,11 @@ class SimCall(Generic[T]):
     deadline_s: float
     what: str
     """The method, for messages."""
+    request_bytes: int = 0
+    answer_bytes: int = 0
+    """Of what is not tensors, with what all calls have."""
+    apart: bool = False
+    """Not on the connection for bodies."""
     body: Payload | None = None
     """The tensors that follow the request."""
     silence_s: tuple[float, float] | None = None
@@ -46,8 +51,10 @@ class SimCall(Generic[T]):
     _expires_at: float = field(init=False)
     """When the callee gives it up by itself."""
     _deadline: asyncio.TimerHandle = field(init=False)
-    _step: asyncio.TimerHandle | None = field(init=False)
+    _step: asyncio.TimerHandle | None = None
     """The request, or the answer, on its way."""
+    _message: Payload = field(init=False)
+    """Its bytes."""
     _alive: bool = True
     """Something of it goes on beyond the caller."""
     _work: asyncio.Task[T] | None = None
@@ -63,7 +70,7 @@ class SimCall(Generic[T]):
         self._called_at = self._loop.time()
         self._expires_at = self._called_at + self.deadline_s
         self._deadline = self._loop.call_at(self._expires_at, self._expire)
-        self._step = self._loop.call_later(self.network.latency_s(self.caller, self.callee), self._arrive)
+        self._post(self.caller, self.callee, self.request_bytes, self._arrive, apart=self.apart)
         self._listen()
 
     def end(self) -> None:
@@ -75,12 +82,14 @@ class SimCall(Generic[T]):
         if self.body is not None:
             self.network.traffic.drop(self.body)
         if self._alive:
-            self._loop.call_later(self.network.latency_s(self.caller, self.callee), self._hang_up)
+            wait_s = 0.0 if self.apart else self.network.traffic.ahead_s(self.caller, self.callee)
+            self._loop.call_later(wait_s + self.network.latency_s(self.caller, self.callee), self._hang_up)
 
     # --- at the caller --------------------------------------------------------------------------------------------
 
     def _settle(self, outcome: T | PeerError) -> None:
         self._alive, self._step = False, None
+        self.network.traffic.take(self._message)
         if self.answer.done():
             self._drop_reply()
         elif isinstance(outcome, PeerError):
@@ -129,9 +138,11 @@ class SimCall(Generic[T]):
         self._step = None
         if self.network.request_lost(self.caller, self.callee):
             self._alive = False
-            if self.body is not None:
-                self.network.traffic.drop(self.body)
+            for payload in (self._message, self.body):
+                if payload is not None:
+                    self.network.traffic.drop(payload)
             return
+        self.network.traffic.take(self._message)
         endpoint = self._endpoint = self.network.endpoint(self.callee)
         if endpoint is None:
             self._send(Unreachable(f"{self.callee} refused the connection"))
@@ -172,7 +183,22 @@ class SimCall(Generic[T]):
         self._settle(Unreachable(f"{self.callee} broke the connection"))
 
     def _send(self, outcome: T | PeerError) -> None:
-        self._step = self._loop.call_later(self.network.latency_s(self.callee, self.caller), self._settle, outcome)
+        """The answer itself. One with tensors follows them, and has waited with them."""
+        apart = self.apart or self._reply is not None
+        self._post(self.callee, self.caller, self.answer_bytes, self._settle, outcome, apart=apart)
+        self._message.on_lost = self._break
+
+    def _post(
+        self, sender: PeerId, receiver: PeerId, nbytes: int, then: Callable[..., None], *args: object, apart: bool
+    ) -> None:
+        """Send a message, and go on when it arrives."""
+        latency_s = self.network.latency_s(sender, receiver)
+
+        def gone() -> None:
+            self._step = self._loop.call_later(latency_s, then, *args)
+
+        self._message = Payload(sender, receiver, "control", nbytes, on_gone=gone)
+        self.network.traffic.post(self._message, apart=apart)
 
     def _outcome(self, work: asyncio.Task[T]) -> T | PeerError | None:
         """The answer of the handler, or the error that its caller gets; None when it was cancelled."""
@@ -205,6 +231,7 @@ class SimCall(Generic[T]):
             self._step.cancel()
         if self._work is not None:
             self._work.cancel()
+        self.network.traffic.drop(self._message)
         self._drop_reply()
 
     def _drop_reply(self) -> None:

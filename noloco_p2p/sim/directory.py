@@ -4,7 +4,7 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +13,8 @@ from noloco_p2p.errors import Unreachable
 
 DELAY_S = 0.002
 """Seconds that each reading and writing takes."""
+COPIES = 5
+"""Nodes that keep an advert, and are asked for it: hivemind's `num_replicas`."""
 
 
 @dataclass(slots=True)
@@ -90,23 +92,35 @@ class Registry:
 class SimDirectory:
     """The Directory port of one node."""
 
-    def __init__(self, registry: Registry, me: PeerId) -> None:
+    def __init__(
+        self, registry: Registry, me: PeerId, exchange: Callable[[int], Awaitable[None]] | None = None
+    ) -> None:
+        """`exchange` takes the time in which so many adverts go up and come down this node's lines.
+
+        What it reads comes down; for what others read of the part that it keeps about as much goes up.
+        """
         self.dead = False
         """The process of this node has crashed: what its tasks still try has no effect."""
         self._registry = registry
         self._me = me
+        self._exchange = exchange
         self._last: tuple[Advert, float] | None = None
 
     async def announce(self, advert: Advert, ttl_s: float) -> None:
         """See `ports.Directory`."""
         await self._reach()
+        if self._exchange is not None:
+            await self._exchange(COPIES)
         self._last = (advert, ttl_s)
         self._registry.publish(advert, ttl_s, now=asyncio.get_running_loop().time())
 
     async def peers(self) -> Sequence[Advert]:
         """See `ports.Directory`."""
         await self._reach()
-        return self._registry.view(now=asyncio.get_running_loop().time(), reader=self._me)
+        adverts = self._registry.view(now=asyncio.get_running_loop().time(), reader=self._me)
+        if self._exchange is not None:
+            await self._exchange(COPIES * len(adverts))
+        return adverts
 
     async def withdraw(self) -> None:
         """See `ports.Directory`."""

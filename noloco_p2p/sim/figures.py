@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.payloads import ByteCounts
 from noloco_p2p.sim.process import Outcome, SimProcess, StagePeriod
 from noloco_p2p.sim.throughput_bound import ThroughputBound
-from noloco_p2p.sim.traffic import ByteCounts
 
 Shares = dict[str, float]
 """By name, parts of a whole."""

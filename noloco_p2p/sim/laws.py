@@ -7,9 +7,9 @@ from itertools import pairwise
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.payloads import KINDS, ByteCounts
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.recording import RecordingStage
-from noloco_p2p.sim.traffic import KINDS, ByteCounts
 
 COPY_ROUNDS = 3
 """A copy that a donor lends to several newcomers is two outer intervals old at most, and a round may be under way."""

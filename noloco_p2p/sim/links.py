@@ -2,8 +2,8 @@
 
 Two formulas of TCP's say what losses cost. Inside a transfer they cost speed: at most `ceiling_bytes_per_s`. At its
 end, and for a message of one packet, nothing comes after the lost packet that would reveal the loss, so its sender
-waits for the retransmission timer: `resend_s`. Connections are taken as warm: slow start is left out. Reno's ceiling
-is a low one; CUBIC and BBR get more.
+waits for the retransmission timer: `resend_s`. Reno's ceiling is a low one; CUBIC and BBR get more. All rates are of
+what TCP carries: headers of its packets are not counted.
 """
 
 import math
@@ -23,6 +23,9 @@ LEAST_TIMER_S = 0.2
 """What the timer adds to a round trip: Linux, TCP_RTO_MIN. (RFC 6298 would have it wait a second.)"""
 LONGEST_TIMER_S = 120.0
 """Linux, TCP_RTO_MAX."""
+FIRST_WINDOW_BYTES = 10 * MSS_BYTES
+"""What a connection sends in its first round trip, and in the first one after a while in which it sent nothing: RFC
+6928, and `tcp_slow_start_after_idle` of Linux. It doubles with each round trip."""
 
 
 def ceiling_bytes_per_s(loss: float, round_trip_s: float) -> float:
@@ -73,6 +76,29 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlSizes:
+    """What the messages without tensors weigh, bytes. Those of zero bytes cost nothing, and wait for nothing."""
+
+    request: int = 0
+    """What makes a call: HTTP/2's and gRPC's frames, the caller's peer id, run id and protocol version."""
+    answer: int = 0
+    """The same of what comes back, be it a refusal, a description or what goes before a gradient."""
+    header: int = 0
+    """Of an activation."""
+    grant: int = 0
+    question: int = 0
+    """How far one microbatch is."""
+    report: int = 0
+    """The answer to one such question."""
+    advert: int = 0
+    """One node's, as it lies in the DHT."""
+
+
+MEASURED = ControlSizes(request=110, answer=180, header=310, grant=20, question=75, report=20, advert=800)
+"""The messages of proto/noloco.proto with ids as long as real ones, and what gRPC 1.85 added on a connection in use."""
+
+
+@dataclass(frozen=True, slots=True)
 class MessageSizes:
     """What the messages of the run that is simulated would weigh, where the stages here have tiny tensors."""
 
@@ -86,6 +112,7 @@ class MessageSizes:
     """Of every stage: θ_f as guardians hold it."""
     state_bytes: tuple[int, ...]
     """Of every stage: a replica's whole state."""
+    control: ControlSizes = ControlSizes()
 
     def of(self, kind: str, stage: int) -> int:
         """Bytes of a message of one of the kinds of `traffic.KINDS`; of one stage, where stages differ."""

@@ -16,8 +16,9 @@ from noloco_p2p.core.messages import HostTensor, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Handler
-from noloco_p2p.sim.links import Geography, Link, MessageSizes, Uniform, resend_s
-from noloco_p2p.sim.traffic import ByteCounts, Traffic
+from noloco_p2p.sim.links import ControlSizes, Geography, Link, MessageSizes, Uniform, resend_s
+from noloco_p2p.sim.payloads import ByteCounts
+from noloco_p2p.sim.traffic import Traffic
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Network:
         self._seed = seed
         self._geography = geography or Uniform()
         self.traffic = Traffic(self._geography, self.link, self.cut)
-        """The tensors under way."""
+        """The bytes under way."""
         self._links: dict[tuple[PeerId, PeerId], Link] = {}
         self._generators: dict[PeerId, random.Random] = {}
         self._endpoints: dict[PeerId, Endpoint] = {}
@@ -51,7 +52,7 @@ class Network:
 
     @property
     def byte_counts(self) -> Mapping[PeerId, Mapping[str, ByteCounts]]:
-        """What became of the bytes of every node that had any, by kind (`traffic.KINDS`)."""
+        """What became of the bytes of every node that had any, by kind (`payloads.KINDS`)."""
         return self.traffic.byte_counts()
 
     # --- the fault vocabulary -------------------------------------------------------------------------------------
@@ -172,6 +173,15 @@ class Network:
     def payload_bytes(self, kind: str, tensors: Iterable[HostTensor], stage: int = 0) -> int:
         """What the tensors of a message weigh; `stage` is that of a snapshot, weights or a state."""
         return self.sizes.of(kind, stage) if self.sizes else sum(tensor.data.nbytes for tensor in tensors)
+
+    @property
+    def control(self) -> ControlSizes:
+        """What messages without tensors weigh."""
+        return self.sizes.control if self.sizes else ControlSizes()
+
+    async def exchange(self, peer: PeerId, adverts: int) -> None:
+        """Takes the time in which so many adverts go up and come down a node's lines."""
+        await self.traffic.deliver(peer, peer, adverts * self.control.advert)
 
     def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:
         return self.cut(sender, receiver) or (chance > 0 and self._generator(sender).random() < chance)

@@ -11,6 +11,7 @@ from noloco_p2p.core.snapshots import GUARDED_DTYPE, partner_bytes
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.links import (
+    MEASURED,
     Access,
     CappedAccess,
     Geography,
@@ -69,6 +70,7 @@ def sizes_of(scenario: Scenario) -> MessageSizes:
         snapshot_bytes=tuple(partner_bytes(scenario.run.outer.codec, count, work.compute_dtype) for count in counts),
         weights_bytes=tuple(ITEM_BYTES[GUARDED_DTYPE] * count for count in counts),
         state_bytes=tuple(len(REPLICA_KINDS) * number_bytes * count for count in counts),
+        control=MEASURED,
     )
 
 

@@ -1,4 +1,4 @@
-"""The tensors under way in a simulated network: how long their bytes take to leave, and what became of all bytes.
+"""The messages under way in a simulated network: how long their bytes take to leave, and what became of all bytes.
 
 Bytes flow: a payload that is dropped half-way has cost half its bytes. Where nothing limits it, it leaves at once.
 """
@@ -6,80 +6,21 @@ Bytes flow: a payload that is dropped half-way has cost half its bytes. Where no
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from noloco_p2p.core.messages import MicrobatchId, PeerId
-from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
-from noloco_p2p.sim.links import Geography, Link, ceiling_bytes_per_s
+from noloco_p2p.sim.bandwidth import Bandwidth, Flow
+from noloco_p2p.sim.connections import Ways
+from noloco_p2p.sim.links import Geography, Link
+from noloco_p2p.sim.payloads import KINDS, ByteCounts, Payload
 
 SAME_S = 1e-9
 """Times that differ by less are the same: sums of latencies are not exact."""
+SHORT_S = 1e-4
+"""Messages without tensors that take less on their lines take nothing of other's bandwidth: a run has many of them."""
 
-KINDS = ("activation", "gradient", "snapshot", "weights", "state")
-"""What travels."""
 QUEUED = ("activation", "gradient")
 """Sent one after the other to the same peer: side by side all would be late, this way only the last one is as late."""
-
-
-@dataclass(slots=True)
-class ByteCounts:
-    """What became of one node's bytes of one kind. Over all nodes, sent = received + lost + in flight."""
-
-    sent: int = 0
-    """Left the node."""
-    received: int = 0
-    """Came to the node, in payloads that it took."""
-    lost: int = 0
-    """Left the node for nothing: their payload was never whole, or its receiver did not want it any more."""
-    in_flight: int = 0
-    """Left the node, and it is not known yet what becomes of them."""
-
-    def add(self, other: "ByteCounts") -> None:
-        """Add another one's."""
-        self.sent += other.sent
-        self.received += other.received
-        self.lost += other.lost
-        self.in_flight += other.in_flight
-
-
-@dataclass(slots=True, eq=False)
-class Payload:
-    """The tensors of one message, from their sender to their receiver."""
-
-    sender: PeerId
-    receiver: PeerId
-    kind: str
-    nbytes: int
-    microbatch: MicrobatchId | None = None
-    """Of a gradient: what it answers."""
-    sent_at: float | None = None
-    """When it began to leave; None: nobody has asked for it."""
-    over: bool = False
-    """It was taken, or will never be."""
-    gone_at: float | None = None
-    """When its last byte left."""
-    held: bool = False
-    """Others of its sender go first."""
-    stalled_at: float | None = None
-    """Since when it is stopped, because nothing gets through."""
-    flow: Flow | None = None
-    """None: nothing limits it, or it is over."""
-    on_gone: Callable[[], object] | None = None
-    """Called when its last byte leaves, unless it left at once."""
-    on_lost: Callable[[], None] | None = None
-    """Called when a crash ends it."""
-
-    def heard_at(self, now: float) -> float:
-        """When its receiver last got something of it, were there no latency."""
-        if self.gone_at is not None:
-            return self.gone_at
-        return now if self.stalled_at is None else self.stalled_at
-
-    def moved_bytes(self, now: float) -> int:
-        """How much of it has left."""
-        if self.sent_at is None:
-            return 0
-        return self.nbytes if self.flow is None else math.floor(self.flow.moved(now))
 
 
 class Traffic:
@@ -91,10 +32,9 @@ class Traffic:
         link_of: Callable[[PeerId, PeerId], Link],
         is_cut: Callable[[PeerId, PeerId], bool],
     ) -> None:
-        self._geography, self._link_of, self._is_cut = geography, link_of, is_cut
+        self._is_cut = is_cut
         self._bandwidth = Bandwidth()
-        self._access: dict[PeerId, tuple[Segment | None, Segment | None]] = {}
-        self._link_segments: dict[tuple[PeerId, PeerId], Segment | None] = {}
+        self._ways = Ways(geography, link_of, self._bandwidth)
         self._open: dict[Payload, None] = {}
         self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
         """Activations and gradients from one node to another: the first is on its way, the others wait for it."""
@@ -117,14 +57,9 @@ class Traffic:
     def depart(self, payload: Payload) -> None:
         """Begin to send, or to wait for its turn; `gone_at` is set at once where nothing limits it."""
         sender, receiver = payload.sender, payload.receiver
-        for peer in (sender, receiver):
-            if peer not in self._counts:
-                self._counts[peer] = {kind: ByteCounts() for kind in KINDS}
-        payload.sent_at = self._now()
-        self._open[payload] = None
-        path = self._path(sender, receiver) if payload.nbytes else ()
-        if not path:
-            payload.gone_at = payload.sent_at
+        now = self._open_up(payload)
+        if not (payload.nbytes and self._ways.path(sender, receiver)):
+            payload.gone_at = now
             return
         payload.flow = Flow(payload.nbytes, lambda: self._has_left(payload))
         if self._is_cut(sender, receiver):
@@ -134,6 +69,44 @@ class Traffic:
             payload.held = bool(queue)
             queue[payload] = None
         self._move(payload)
+
+    def post(self, message: Payload, *, apart: bool) -> None:
+        """Send a message without tensors, and call its `on_gone`, maybe at once.
+
+        It shares the lines with everything else. On the connection for bodies it also waits for those that are in the
+        sockets; not so on a connection `apart`.
+        """
+        if not message.nbytes:
+            self._is_gone(message)
+            return
+        sender, receiver, now = message.sender, message.receiver, self._open_up(message)
+        path = self._ways.path(sender, receiver)
+        wait_s = 0.0 if apart else self.ahead_s(sender, receiver)
+        if wait_s <= 0 and message.nbytes < SHORT_S * min([part.bytes_per_s for part in path], default=math.inf):
+            message.gone_at = now
+            self._is_gone(message)
+            return
+        message.flow = Flow(message.nbytes, lambda: self._has_left(message))
+        if wait_s > 0:
+            asyncio.get_running_loop().call_later(wait_s, self._move, message)
+        else:
+            self._move(message)
+
+    def ahead_s(self, sender: PeerId, receiver: PeerId) -> float:
+        """How long what is sent now on the connection for bodies waits for those in its sockets."""
+        return self._ways.connection(sender, receiver).ahead_s()
+
+    async def deliver(self, sender: PeerId, receiver: PeerId, nbytes: int, latency_s: float = 0.0) -> None:
+        """Takes the time of a message without tensors; one to itself is what a node exchanges with everybody."""
+        gone = asyncio.get_running_loop().create_future()
+        message = Payload(sender, receiver, "control", nbytes, on_gone=lambda: _wake(gone))
+        try:
+            self.post(message, apart=sender == receiver)
+            await gone
+            await asyncio.sleep(latency_s)
+            self.take(message)
+        finally:
+            self.drop(message)
 
     async def whole(self, payload: Payload, latency_s: float = 0.0) -> None:
         """Until its last byte has left, and had `latency_s` to arrive; for ever when it is dropped before that."""
@@ -166,8 +139,7 @@ class Traffic:
         moved = payload.moved_bytes(self._now())
         del self._open[payload]
         self._counts[payload.sender][payload.kind].add(ByteCounts(sent=moved, lost=moved))
-        if payload.flow is not None:
-            self._bandwidth.stop(payload.flow)
+        self._halt(payload)
         payload.flow = payload.on_gone = None
         self._unqueue(payload)
 
@@ -183,34 +155,39 @@ class Traffic:
     def review(self) -> None:
         """After a change of what is cut: payloads that cannot get through stall, the others go on where they were.
 
-        TCP would go on a while later, at its next retransmission.
+        TCP would go on a while later, at its next retransmission. Messages without tensors are swallowed.
         """
         for payload in list(self._open):
-            if payload.flow is None:
+            if payload.flow is None or payload.sender == payload.receiver:
                 continue
             cut = self._is_cut(payload.sender, payload.receiver)
-            if cut and payload.stalled_at is None:
+            if cut and payload.kind == "control":
+                self.drop(payload)
+            elif cut and payload.stalled_at is None:
                 payload.stalled_at = self._now()
-                self._bandwidth.stop(payload.flow)
+                self._halt(payload)
             elif not cut and payload.stalled_at is not None:
                 payload.stalled_at = None
                 self._move(payload)
 
     def relink(self, sender: PeerId, receiver: PeerId) -> None:
         """After a change of a link: what is under way between the two goes on at its new rate."""
-        self._link_segments.pop((sender, receiver), None)
-        for payload in list(self._open):
-            if payload.flow is None or (payload.sender, payload.receiver) != (sender, receiver):
-                continue
-            if payload.stalled_at is not None or payload.held:
-                continue
-            self._bandwidth.stop(payload.flow)
+        moving = [one for one in self._open if (one.sender, one.receiver) == (sender, receiver) and one.moves]
+        for payload in moving:
+            self._halt(payload)
+        for pair in ((sender, receiver), (receiver, sender)):
+            self._ways.forget(*pair)
+        for payload in moving:
             self._move(payload)
 
     def crash(self, peer: PeerId) -> None:
-        """A node is gone: what it has not sent, and what it has not taken, is lost; calls `on_lost` of those."""
+        """A node is gone: what it has not sent, and what it has not taken, is lost; calls `on_lost` of those.
+
+        A message without tensors still comes to where it was, to find nobody there.
+        """
         for payload in list(self._open):
-            if payload.receiver == peer or (payload.sender == peer and payload.gone_at is None):
+            unsent = payload.sender == peer and payload.gone_at is None
+            if unsent or (payload.receiver == peer and payload.kind != "control"):
                 self.drop(payload)
                 if payload.on_lost is not None:
                     payload.on_lost()
@@ -228,44 +205,50 @@ class Traffic:
                 self._move(first)
                 break
 
+    def _open_up(self, payload: Payload) -> float:
+        """Begin its account; now."""
+        for peer in (payload.sender, payload.receiver):
+            if peer not in self._counts:
+                self._counts[peer] = {kind: ByteCounts() for kind in KINDS}
+        payload.sent_at = now = self._now()
+        self._open[payload] = None
+        return now
+
     def _move(self, payload: Payload) -> None:
         """Set it in motion, unless it moves, or is held back or stopped."""
+        sender, receiver = payload.sender, payload.receiver
         if payload.flow is None or payload.flow.path or payload.held or payload.stalled_at is not None:
             return
-        path = self._path(payload.sender, payload.receiver)
-        if path:
-            self._bandwidth.start(payload.flow, path)
-        else:
+        body = payload.kind != "control"
+        if body:
+            self._ways.connection(sender, receiver).wake()
+        path = self._ways.path(sender, receiver)
+        if not path:
             self._has_left(payload)
+        elif body:
+            self._ways.connection(sender, receiver).start(payload.flow, path)
+        else:
+            self._bandwidth.start(payload.flow, path)
+
+    def _halt(self, payload: Payload) -> None:
+        """Stop it, for good or until `_move`."""
+        if payload.flow is None:
+            return
+        if payload.kind == "control":
+            self._bandwidth.stop(payload.flow)
+        else:
+            self._ways.connection(payload.sender, payload.receiver).stop(payload.flow)
 
     def _has_left(self, payload: Payload) -> None:
+        self._halt(payload)
         payload.gone_at, payload.flow = self._now(), None
         self._unqueue(payload)
+        self._is_gone(payload)
+
+    def _is_gone(self, payload: Payload) -> None:
         if payload.on_gone is not None:
             payload.on_gone()
             payload.on_gone = payload.on_lost = None
-
-    def _path(self, sender: PeerId, receiver: PeerId) -> tuple[Segment, ...]:
-        """What limits a payload between the two: the sender's access, the link, the receiver's access."""
-        segments = (self._access_of(sender)[0], self._link_segment(sender, receiver), self._access_of(receiver)[1])
-        return tuple([segment for segment in segments if segment is not None])
-
-    def _access_of(self, peer: PeerId) -> tuple[Segment | None, Segment | None]:
-        if peer not in self._access:
-            access = self._geography.access(peer)
-            up, down = access.up_bytes_per_s, access.down_bytes_per_s
-            self._access[peer] = (Segment(up) if up else None, Segment(down) if down else None)
-        return self._access[peer]
-
-    def _link_segment(self, sender: PeerId, receiver: PeerId) -> Segment | None:
-        """All that goes one way between two nodes shares one connection, and so its ceiling."""
-        pair = (sender, receiver)
-        if pair not in self._link_segments:
-            link = self._link_of(sender, receiver)
-            round_trip_s = link.latency_s + self._link_of(receiver, sender).latency_s
-            speed = min(link.bytes_per_s or math.inf, ceiling_bytes_per_s(link.loss, round_trip_s))
-            self._link_segments[pair] = Segment(speed) if speed < math.inf else None
-        return self._link_segments[pair]
 
     def _now(self) -> float:
         """Virtual time; that of the end when the run is over."""

@@ -30,7 +30,7 @@ from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.ports import Body, Claim, Handler, alone
 from noloco_p2p.sim.calls import SimCall
 from noloco_p2p.sim.network import Network
-from noloco_p2p.sim.traffic import Payload
+from noloco_p2p.sim.payloads import Payload
 
 DESCRIBE_S = 3.0
 """How long `describe` waits for an answer."""
@@ -120,7 +120,9 @@ class SimTransport:
                     reports[place] = Progress(wire.REPLYING + replied, 0.0)
             return reports
 
-        return await self._call(peer, invoke, timeout_s, "progress")
+        each = self._network.control
+        nbytes = each.question * len(microbatches), each.report * len(microbatches)
+        return await self._call(peer, invoke, timeout_s, "progress", nbytes=nbytes, apart=True)
 
     async def describe(self, peer: Advert) -> NodeDescription:
         """See `ports.Transport`."""
@@ -128,7 +130,7 @@ class SimTransport:
         async def invoke(handler: Handler, call: SimCall[NodeDescription]) -> NodeDescription:
             return handler.describe(self._me)
 
-        return await self._call(peer, invoke, DESCRIBE_S, "describe")
+        return await self._call(peer, invoke, DESCRIBE_S, "describe", apart=True)
 
     async def serve(self, handler: Handler) -> None:
         """See `ports.Transport`."""
@@ -154,7 +156,8 @@ class SimTransport:
             body.latency_s = asyncio.get_running_loop().time() - began
             return method(handler)(self._me, sent.header, body)
 
-        return await self._call(peer, invoke, LONGEST_CALL_S, what, body=payload)
+        header = self._network.control.header
+        return await self._call(peer, invoke, LONGEST_CALL_S, what, nbytes=(header, 0), body=payload)
 
     async def _call(
         self,
@@ -163,11 +166,17 @@ class SimTransport:
         deadline_s: float,
         what: str,
         *,
+        nbytes: tuple[int, int] = (0, 0),
+        apart: bool = False,
         body: Payload | None = None,
         silence_s: tuple[float, float] | None = None,
     ) -> T:
+        """One call; `nbytes` of request and answer come to what all calls have."""
         self._check_alive()
-        call = SimCall(self._network, self._me, peer.peer_id, invoke, deadline_s, what, body, silence_s)
+        each = self._network.control
+        request, answer = each.request + nbytes[0], each.answer + nbytes[1]
+        me, to = self._me, peer.peer_id
+        call = SimCall(self._network, me, to, invoke, deadline_s, what, request, answer, apart, body, silence_s)
         try:
             return await call.answer
         finally:
@@ -196,7 +205,9 @@ class _SimBody:
         """See `ports.Body`. The last byte takes as long as the header did once it has left."""
         payload, network = self._payload, self._network
         if payload.sent_at is None and not payload.over:
-            await asyncio.sleep(network.latency_s(payload.receiver, payload.sender))
+            granting, asked = payload.receiver, payload.sender
+            latency_s = network.latency_s(granting, asked)
+            await network.traffic.deliver(granting, asked, network.control.grant, latency_s)
             if network.cut(payload.receiver, payload.sender):
                 await asyncio.get_running_loop().create_future()
             if not payload.over and self._claim():

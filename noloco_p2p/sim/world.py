@@ -111,7 +111,7 @@ class SimSwarm:
         disk = self.disks.setdefault(peer, Disk(torn_by_crash=plan.torn_by_crash))
         ports = SimPorts(
             SimTransport(self.network, peer),
-            SimDirectory(self.registry, peer),
+            SimDirectory(self.registry, peer, lambda adverts: self.network.exchange(peer, adverts)),
             SimTelemetry(self.trace, peer),
             SimCheckpoints(disk, config.checkpoint.keep, plan.save_s),
         )

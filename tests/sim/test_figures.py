@@ -13,10 +13,10 @@ from noloco_p2p.lab import sim_output
 from noloco_p2p.lab.sim_output import spreads
 from noloco_p2p.sim.figures import RunFigures, figures, flat, quantile
 from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.payloads import ByteCounts
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import Trace, TraceEvent
-from noloco_p2p.sim.traffic import ByteCounts
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 TOKENS = 1000

@@ -17,8 +17,9 @@ from noloco_p2p.sim import linear_stage
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import broken
 from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.payloads import Payload
 from noloco_p2p.sim.simulation import build
-from noloco_p2p.sim.traffic import Payload, Traffic
+from noloco_p2p.sim.traffic import Traffic
 
 SMALL = (
     "replicas=[2, 2]",

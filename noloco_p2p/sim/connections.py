@@ -1,0 +1,118 @@
+"""The ways between nodes: their lines, what waits in the sockets of a connection, and how it begins after a rest."""
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, Link, ceiling_bytes_per_s
+
+HANDED_BYTES = wire.CHUNK_BYTES
+"""Of the bodies on a connection, gRPC has handed down so much to write at once, and the kernel holds about a window
+more (its send buffer is twice the window): no option of gRPC's makes it less. What is sent later waits behind both."""
+
+
+class Connection:
+    """The connection for bodies, one way between two nodes.
+
+    When it has sent nothing for longer than its retransmission timer it begins with `FIRST_WINDOW_BYTES` for each round
+    trip, and doubles until something else limits it. It then gets whatever share comes free at once, which TCP would
+    take some round trips to find.
+    """
+
+    def __init__(self, bandwidth: Bandwidth, ceiling: float, fastest: float, round_trip_s: float) -> None:
+        """`ceiling` is that of the connection in bytes per second, `fastest` that of all of its way."""
+        self.segment = Segment(ceiling)
+        """Of the way, what only this connection limits."""
+        self._bandwidth, self._ceiling, self._fastest = bandwidth, ceiling, fastest
+        self._round_trip_s = round_trip_s
+        self._moving: dict[Flow, None] = {}
+        self._used_at = -math.inf
+        self._growth: asyncio.TimerHandle | None = None
+
+    def wake(self) -> None:
+        """A body will start now."""
+        rested_s = asyncio.get_running_loop().time() - self._used_at
+        if not self._moving and rested_s > self._round_trip_s + LEAST_TIMER_S and self._round_trip_s:
+            first = FIRST_WINDOW_BYTES / self._round_trip_s
+            self._bandwidth.resize(self.segment, first if first < self._fastest else self._ceiling)
+
+    def start(self, flow: Flow, path: tuple[Segment, ...]) -> None:
+        """Set a body in motion."""
+        if self.segment.bytes_per_s < self._ceiling and self._growth is None:
+            self._growth = asyncio.get_running_loop().call_later(self._round_trip_s, self._grow)
+        self._moving[flow] = None
+        self._bandwidth.start(flow, path)
+
+    def stop(self, flow: Flow) -> None:
+        """Stop a body, or note that it has left."""
+        if flow in self._moving:
+            del self._moving[flow]
+            self._used_at = asyncio.get_running_loop().time()
+            self._bandwidth.stop(flow)
+
+    def ahead_s(self) -> float:
+        """How long what is sent now waits for bodies that have been handed down."""
+        if not self._moving:
+            return 0.0
+        now, rate = asyncio.get_running_loop().time(), sum([flow.rate for flow in self._moving])
+        left = sum([flow.nbytes - flow.moved(now) for flow in self._moving])
+        return min(left / rate, HANDED_BYTES / rate + self._round_trip_s)
+
+    def _grow(self) -> None:
+        """A round trip is over."""
+        self._growth = None
+        if not self._moving:
+            return
+        limited = [flow for flow in self._moving if flow.bottleneck is self.segment]
+        wider = 2 * self.segment.bytes_per_s
+        if not limited or wider >= self._fastest:
+            wider = self._ceiling
+        else:
+            self._growth = asyncio.get_running_loop().call_later(self._round_trip_s, self._grow)
+        self._bandwidth.resize(self.segment, wider)
+
+
+class Ways:
+    """Between all nodes. Each is asked for once, and kept until its link changes."""
+
+    def __init__(self, geography: Geography, link_of: Callable[[PeerId, PeerId], Link], bandwidth: Bandwidth) -> None:
+        self._geography, self._link_of, self._bandwidth = geography, link_of, bandwidth
+        self._access: dict[PeerId, tuple[Segment | None, Segment | None]] = {}
+        self._connections: dict[tuple[PeerId, PeerId], Connection] = {}
+
+    def path(self, sender: PeerId, receiver: PeerId) -> tuple[Segment, ...]:
+        """What limits bytes between the two now: the sender's access, their connection, the receiver's access.
+
+        Bytes from a node to itself are those that it exchanges with everybody: they take its own lines.
+        """
+        own = None if sender == receiver else self.connection(sender, receiver).segment
+        middle = own if own is not None and own.bytes_per_s < math.inf else None
+        segments = (self._access_of(sender)[0], middle, self._access_of(receiver)[1])
+        return tuple([segment for segment in segments if segment is not None])
+
+    def connection(self, sender: PeerId, receiver: PeerId) -> Connection:
+        """The one for bodies, this way."""
+        pair = (sender, receiver)
+        found = self._connections.get(pair)
+        if found is None:
+            link = self._link_of(sender, receiver)
+            round_trip_s = link.latency_s + self._link_of(receiver, sender).latency_s
+            ceiling = min(link.bytes_per_s or math.inf, ceiling_bytes_per_s(link.loss, round_trip_s))
+            ends = (self._access_of(sender)[0], self._access_of(receiver)[1])
+            fastest = min([ceiling, *(end.bytes_per_s for end in ends if end is not None)])
+            found = self._connections[pair] = Connection(self._bandwidth, ceiling, fastest, round_trip_s)
+        return found
+
+    def forget(self, sender: PeerId, receiver: PeerId) -> None:
+        """After a change of a link."""
+        self._connections.pop((sender, receiver), None)
+
+    def _access_of(self, peer: PeerId) -> tuple[Segment | None, Segment | None]:
+        if peer not in self._access:
+            access = self._geography.access(peer)
+            up, down = access.up_bytes_per_s, access.down_bytes_per_s
+            self._access[peer] = (Segment(up) if up else None, Segment(down) if down else None)
+        return self._access[peer]
