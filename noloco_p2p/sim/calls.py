@@ -82,8 +82,14 @@ class SimCall(Generic[T]):
         if self.body is not None:
             self.network.traffic.drop(self.body)
         if self._alive:
-            wait_s = 0.0 if self.apart else self.network.traffic.ahead_s(self.caller, self.callee)
-            self._loop.call_later(wait_s + self.network.latency_s(self.caller, self.callee), self._hang_up)
+            latency_s, nbytes = self.network.latency_s(self.caller, self.callee), self.network.control.word
+            word = Payload(self.caller, self.callee, "control", nbytes)
+
+            def gone() -> None:
+                self._loop.call_later(latency_s, self._hang_up, word)
+
+            word.on_gone = gone
+            self.network.traffic.post(word, apart=self.apart)
 
     # --- at the caller --------------------------------------------------------------------------------------------
 
@@ -218,8 +224,9 @@ class SimCall(Generic[T]):
                 return Declined(f"{self.callee} failed: {type(error).__name__}: {error}")
         raise error
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, word: Payload) -> None:
         """The callee learns that its caller is gone; if nothing gets through, when it finds the link dead."""
+        self.network.traffic.take(word)
         if self._alive and self.network.cut(self.caller, self.callee):
             self._loop.call_at(min(self._expires_at, self._loop.time() + DEAD_LINK_S), self._give_up)
         else:

@@ -12,14 +12,16 @@ from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, L
 HANDED_BYTES = wire.CHUNK_BYTES
 """Of the bodies on a connection, gRPC has handed down so much to write at once, and the kernel holds about a window
 more (its send buffer is twice the window): no option of gRPC's makes it less. What is sent later waits behind both."""
+SHORTEST_S = 1e-9
 
 
 class Connection:
     """The connection for bodies, one way between two nodes.
 
-    When it has sent nothing for longer than its retransmission timer it begins with `FIRST_WINDOW_BYTES` for each round
-    trip, and doubles until something else limits it. It then gets whatever share comes free at once, which TCP would
-    take some round trips to find.
+    In its first round trip it sends `FIRST_WINDOW_BYTES`, and in each one that follows twice as much, until something
+    else limits it. From then on it gets whatever share comes free at once, which TCP would take some round trips to
+    find. While it sends nothing its window is halved each time that its retransmission timer would have run out (RFC
+    2861, `tcp_cwnd_restart` of Linux).
     """
 
     def __init__(self, bandwidth: Bandwidth, ceiling: float, fastest: float, round_trip_s: float) -> None:
@@ -28,38 +30,71 @@ class Connection:
         """Of the way, what only this connection limits."""
         self._bandwidth, self._ceiling, self._fastest = bandwidth, ceiling, fastest
         self._round_trip_s = round_trip_s
-        self._moving: dict[Flow, None] = {}
+        self._moving: dict[Flow, tuple[float, float]] = {}
+        """With what had left of each when it was set in motion, and when that was."""
+        self._moved = 0.0
+        """Bytes of those that move no more."""
         self._used_at = -math.inf
+        self._reached = 0.0
+        """Bytes per second of the last one, on average."""
         self._growth: asyncio.TimerHandle | None = None
 
     def wake(self) -> None:
         """A body will start now."""
-        rested_s = asyncio.get_running_loop().time() - self._used_at
-        if not self._moving and rested_s > self._round_trip_s + LEAST_TIMER_S and self._round_trip_s:
-            first = FIRST_WINDOW_BYTES / self._round_trip_s
-            self._bandwidth.resize(self.segment, first if first < self._fastest else self._ceiling)
+        timer_s = self._round_trip_s + LEAST_TIMER_S
+        rested = (asyncio.get_running_loop().time() - self._used_at) / timer_s
+        if self._moving or rested < 1 or not self._round_trip_s:
+            return
+        least = FIRST_WINDOW_BYTES / self._round_trip_s
+        window = max(least, self._reached / 2 ** int(min(rested, 64)))
+        self._bandwidth.resize(self.segment, window if window < self._fastest else self._ceiling)
 
     def start(self, flow: Flow, path: tuple[Segment, ...]) -> None:
         """Set a body in motion."""
+        loop = asyncio.get_running_loop()
         if self.segment.bytes_per_s < self._ceiling and self._growth is None:
-            self._growth = asyncio.get_running_loop().call_later(self._round_trip_s, self._grow)
-        self._moving[flow] = None
+            self._growth = loop.call_later(self._round_trip_s, self._grow)
+        self._moving[flow] = flow.moved(loop.time()), loop.time()
         self._bandwidth.start(flow, path)
 
     def stop(self, flow: Flow) -> None:
         """Stop a body, or note that it has left."""
         if flow in self._moving:
-            del self._moving[flow]
-            self._used_at = asyncio.get_running_loop().time()
+            before, since = self._moving.pop(flow)
+            now = self._used_at = asyncio.get_running_loop().time()
+            moved = flow.moved(now) - before
+            self._moved += moved
+            self._reached = moved / max(now - since, SHORTEST_S)
             self._bandwidth.stop(flow)
 
-    def ahead_s(self) -> float:
-        """How long what is sent now waits for bodies that have been handed down."""
+    def after_handed(self, send: Callable[[], object]) -> bool:
+        """Call `send` when the bodies that have been handed down by now have left; False: there are none."""
         if not self._moving:
-            return 0.0
-        now, rate = asyncio.get_running_loop().time(), sum([flow.rate for flow in self._moving])
+            return False
+        now = asyncio.get_running_loop().time()
         left = sum([flow.nbytes - flow.moved(now) for flow in self._moving])
-        return min(left / rate, HANDED_BYTES / rate + self._round_trip_s)
+        self._await(self._moved_by(now) + min(left, HANDED_BYTES + self._rate * self._round_trip_s), send)
+        return True
+
+    @property
+    def _rate(self) -> float:
+        return sum([flow.rate for flow in self._moving])
+
+    def _moved_by(self, now: float) -> float:
+        """Bytes of bodies that have ever left."""
+        return self._moved + sum([flow.moved(now) - before for flow, (before, _) in self._moving.items()])
+
+    def _await(self, mark: float, send: Callable[[], object]) -> None:
+        """Call `send` when so many bytes have left, or nothing moves any more."""
+        loop = asyncio.get_running_loop()
+        left = mark - self._moved_by(loop.time())
+        if left < 1 or not self._moving:
+            send()
+            return
+        wait_s = left / self._rate
+        if self._growth is not None:
+            wait_s = min(wait_s, max(self._round_trip_s, wait_s / 16))
+        loop.call_later(wait_s, self._await, mark, send)
 
     def _grow(self) -> None:
         """A round trip is over."""

@@ -85,7 +85,8 @@ class ControlSizes:
     """The same of what comes back, be it a refusal, a description or what goes before a gradient."""
     header: int = 0
     """Of an activation."""
-    grant: int = 0
+    word: int = 0
+    """A grant, or that a call has been cancelled."""
     question: int = 0
     """How far one microbatch is."""
     report: int = 0
@@ -94,7 +95,7 @@ class ControlSizes:
     """One node's, as it lies in the DHT."""
 
 
-MEASURED = ControlSizes(request=110, answer=180, header=310, grant=20, question=75, report=20, advert=800)
+MEASURED = ControlSizes(request=110, answer=180, header=310, word=20, question=75, report=20, advert=800)
 """The messages of proto/noloco.proto with ids as long as real ones, and what gRPC 1.85 added on a connection in use."""
 
 

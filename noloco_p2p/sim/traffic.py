@@ -4,7 +4,6 @@ Bytes flow: a payload that is dropped half-way has cost half its bytes. Where no
 """
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -79,22 +78,15 @@ class Traffic:
         if not message.nbytes:
             self._is_gone(message)
             return
-        sender, receiver, now = message.sender, message.receiver, self._open_up(message)
-        path = self._ways.path(sender, receiver)
-        wait_s = 0.0 if apart else self.ahead_s(sender, receiver)
-        if wait_s <= 0 and message.nbytes < SHORT_S * min([part.bytes_per_s for part in path], default=math.inf):
-            message.gone_at = now
-            self._is_gone(message)
-            return
+        sender, receiver = message.sender, message.receiver
+        self._open_up(message)
         message.flow = Flow(message.nbytes, lambda: self._has_left(message))
-        if wait_s > 0:
-            asyncio.get_running_loop().call_later(wait_s, self._move, message)
+        if not apart and self._ways.connection(sender, receiver).after_handed(lambda: self._move(message)):
+            return
+        if message.nbytes < SHORT_S * min([part.bytes_per_s for part in self._ways.path(sender, receiver)], default=0):
+            self._has_left(message)
         else:
             self._move(message)
-
-    def ahead_s(self, sender: PeerId, receiver: PeerId) -> float:
-        """How long what is sent now on the connection for bodies waits for those in its sockets."""
-        return self._ways.connection(sender, receiver).ahead_s()
 
     async def deliver(self, sender: PeerId, receiver: PeerId, nbytes: int, latency_s: float = 0.0) -> None:
         """Takes the time of a message without tensors; one to itself is what a node exchanges with everybody."""

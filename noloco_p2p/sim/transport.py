@@ -207,7 +207,7 @@ class _SimBody:
         if payload.sent_at is None and not payload.over:
             granting, asked = payload.receiver, payload.sender
             latency_s = network.latency_s(granting, asked)
-            await network.traffic.deliver(granting, asked, network.control.grant, latency_s)
+            await network.traffic.deliver(granting, asked, network.control.word, latency_s)
             if network.cut(payload.receiver, payload.sender):
                 await asyncio.get_running_loop().create_future()
             if not payload.over and self._claim():
