@@ -101,13 +101,13 @@ class Connection:
         self._growth = None
         if not self._moving:
             return
-        limited = [flow for flow in self._moving if flow.bottleneck is self.segment]
+        if not any(flow.bottleneck is self.segment for flow in self._moving):
+            self.segment.bytes_per_s = self._ceiling
+            return
         wider = 2 * self.segment.bytes_per_s
-        if not limited or wider >= self._fastest:
-            wider = self._ceiling
-        else:
+        if wider < self._fastest:
             self._growth = asyncio.get_running_loop().call_later(self._round_trip_s, self._grow)
-        self._bandwidth.resize(self.segment, wider)
+        self._bandwidth.resize(self.segment, wider if wider < self._fastest else self._ceiling)
 
 
 class Ways:

@@ -95,7 +95,7 @@ class ControlSizes:
     """One node's, as it lies in the DHT."""
 
 
-MEASURED = ControlSizes(request=110, answer=180, header=310, word=20, question=75, report=20, advert=800)
+MEASURED = ControlSizes(request=110, answer=180, header=310, word=20, question=75, report=20, advert=600)
 """The messages of proto/noloco.proto with ids as long as real ones, and what gRPC 1.85 added on a connection in use."""
 
 

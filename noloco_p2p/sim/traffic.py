@@ -15,7 +15,7 @@ from noloco_p2p.sim.payloads import KINDS, ByteCounts, Payload
 
 SAME_S = 1e-9
 """Times that differ by less are the same: sums of latencies are not exact."""
-SHORT_S = 1e-4
+SHORT_S = 5e-4
 """Messages without tensors that take less on their lines take nothing of other's bandwidth: a run has many of them."""
 
 QUEUED = ("activation", "gradient")
@@ -81,11 +81,7 @@ class Traffic:
         sender, receiver = message.sender, message.receiver
         self._open_up(message)
         message.flow = Flow(message.nbytes, lambda: self._has_left(message))
-        if not apart and self._ways.connection(sender, receiver).after_handed(lambda: self._move(message)):
-            return
-        if message.nbytes < SHORT_S * min([part.bytes_per_s for part in self._ways.path(sender, receiver)], default=0):
-            self._has_left(message)
-        else:
+        if apart or not self._ways.connection(sender, receiver).after_handed(lambda: self._move(message)):
             self._move(message)
 
     async def deliver(self, sender: PeerId, receiver: PeerId, nbytes: int, latency_s: float = 0.0) -> None:
@@ -215,7 +211,7 @@ class Traffic:
         if body:
             self._ways.connection(sender, receiver).wake()
         path = self._ways.path(sender, receiver)
-        if not path:
+        if not path or (not body and payload.nbytes < SHORT_S * min([part.bytes_per_s for part in path])):
             self._has_left(payload)
         elif body:
             self._ways.connection(sender, receiver).start(payload.flow, path)

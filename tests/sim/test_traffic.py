@@ -13,7 +13,16 @@ from noloco_p2p.core.messages import Advert, Gradient, PeerId, Progress, TensorS
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, PeerError, Unreachable
 from noloco_p2p.ports import Body
-from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes, Uniform, ceiling_bytes_per_s, resend_s
+from noloco_p2p.sim.links import (
+    Access,
+    ControlSizes,
+    Geography,
+    Link,
+    MessageSizes,
+    Uniform,
+    ceiling_bytes_per_s,
+    resend_s,
+)
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import KINDS, ByteCounts
 from noloco_p2p.sim.transport import SimTransport
@@ -277,6 +286,9 @@ def test_a_link_that_becomes_slow_slows_what_is_on_it() -> None:
     play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0), longest_s=60.0)
 
 
+CONTROL = ControlSizes(request=9, answer=7, header=20, word=3, question=5, report=2, advert=40)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(seed: int) -> None:
     rng, wanted = random.Random(seed), ByteCounts()
@@ -284,7 +296,7 @@ def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(
     limits = {"up": 1000.0, "down": 2000.0}
 
     async def main() -> None:
-        network = Network(seed, geography, SIZES)
+        network = Network(seed, geography, replace(SIZES, control=CONTROL) if seed % 2 else SIZES)
         names = list("abcdef")
         nodes = swarm(network, {peer: Serving(with_body) for peer in names})
 

@@ -1,0 +1,222 @@
+"""Messages without tensors cost bytes and time, and wait for what is in the sockets; connections begin slowly."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from sim_transport_fixture import CALLEE, ID, LATENCY_S, Serving, activation, gradient, now, play
+
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import (
+    Activation,
+    Advert,
+    Gradient,
+    Header,
+    Holding,
+    HostTensor,
+    MicrobatchId,
+    Origin,
+    Progress,
+)
+from noloco_p2p.errors import Busy
+from noloco_p2p.io.dht.adverts import AdvertRecord, encode
+from noloco_p2p.io.dht.identity import SIGNATURE_BYTES
+from noloco_p2p.io.transport import message_codec
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.ports import Body
+from noloco_p2p.sim.directory import COPIES, Registry, SimDirectory
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, MEASURED, Access, ControlSizes, Link, MessageSizes, Uniform
+from noloco_p2p.sim.network import Network
+from noloco_p2p.sim.payloads import ByteCounts, Payload
+from noloco_p2p.sim.transport import SimTransport
+from noloco_p2p.sim.virtual_time import run
+
+MIB = 1 << 20
+SIZES = MessageSizes(1000, 400, (300, 600), (900, 1800))
+CONTROL = ControlSizes(request=10, answer=5, header=40, word=3, question=4, report=2, advert=100)
+RATE = 100.0
+
+
+async def with_body(body: Body) -> Gradient:
+    await body()
+    return gradient()
+
+
+async def busy(body: Body) -> Gradient:
+    raise Busy("full")
+
+
+def controlled(network: Network) -> tuple[ByteCounts, ByteCounts]:
+    """Of the caller and the callee."""
+    return network.byte_counts["a"]["control"], network.byte_counts["b"]["control"]
+
+
+def test_what_messages_weigh_is_what_real_ones_do() -> None:
+    """Ids are as long as real ones, numbers as long as after a day."""
+    peer, run_id = "12D3KooW" + "x" * 44, "f" * 64
+    microbatch = MicrobatchId(peer, 2**63 + 1, 1_000_000)
+    hidden = HostTensor("hidden", "bfloat16", (8, 1024, 1024), memoryview(bytes(16 * MIB)))
+    targets = HostTensor("targets", "int32", (8, 1024), memoryview(bytes(32 * 1024)))
+    header = Header(run_id, microbatch, Origin(peer, 50_000, 31), 3, 123.4)
+    first = next(message_codec.to_activation(Activation(header, hidden, targets)))
+    question = pb.ProgressRequest(microbatches=[pb.MicrobatchId(**microbatch._asdict())])
+    report = message_codec.to_progress([Progress(wire.REPLYING + 5_000_000, 1.5)])
+    advert = Advert(peer, run_id, 1, ("203.0.113.17:29500",), "203.0.113.17:29502", "", "training", 1234.5, 60)
+    advert = replace(advert, microbatches_per_s=1.234567, steps_per_s=0.0123456, holds=(Holding(1, 60, 1200),) * 2)
+    libp2p = f"/ip4/203.0.113.17/tcp/29501/p2p/{peer}"
+    payload = encode(AdvertRecord(advert, 1_700_000_000.123456, (libp2p,)))
+    key_and_expiry = len(peer) + 20
+    assert len(first) == pytest.approx(MEASURED.header, rel=0.2)
+    assert question.ByteSize() == pytest.approx(MEASURED.question, rel=0.2)
+    assert report.ByteSize() == pytest.approx(MEASURED.report, rel=0.5)
+    assert len(message_codec.to_refused(Busy("s1r0 is busy: the line is full"))) < MEASURED.answer
+    assert SIGNATURE_BYTES + len(payload) + key_and_expiry == pytest.approx(MEASURED.advert, rel=0.2)
+
+
+def test_a_call_costs_what_its_messages_weigh() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(SIZES, control=CONTROL)
+        await transport.describe(CALLEE)
+        assert now() == pytest.approx(2 * LATENCY_S + (10 + 5) / RATE)
+        assert controlled(network) == (ByteCounts(sent=10, received=5), ByteCounts(sent=5, received=10))
+        began = now()
+        await transport.progress(CALLEE, [ID, ID, ID], 9.0)
+        assert now() - began == pytest.approx(2 * LATENCY_S + (10 + 3 * 4 + 5 + 3 * 2) / RATE)
+        network.sizes = replace(SIZES, control=CONTROL, activation_bytes=4 * wire.PACK_BYTES)
+        with pytest.raises(Busy):
+            await transport.propagate(CALLEE, activation())
+        assert network.byte_counts["a"]["activation"] == ByteCounts()
+        assert network.byte_counts["a"]["control"].sent == 10 + 22 + 50
+
+    play(script, busy, Link(LATENCY_S, bytes_per_s=RATE), longest_s=9.0)
+
+
+def test_what_is_lost_of_a_message_is_booked() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(SIZES, control=replace(CONTROL, request=100))
+        asyncio.get_running_loop().call_later(0.25, network.hold, "b")
+        call = asyncio.create_task(transport.describe(CALLEE))
+        await asyncio.sleep(0.2)
+        assert controlled(network)[0] == ByteCounts(sent=20, in_flight=20)
+        await asyncio.sleep(0.2)
+        assert controlled(network)[0] == ByteCounts(sent=25, lost=25), "swallowed: it will not go on"
+        call.cancel()
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=RATE))
+
+
+FAST = 4.0 * MIB
+
+
+@pytest.mark.parametrize(("waiting", "ahead_s"), [(40 * MIB, MIB / FAST + 2 * LATENCY_S), (MIB // 2, 1 / 8)])
+def test_on_the_connection_for_bodies_a_message_waits_for_what_is_in_its_sockets(waiting: int, ahead_s: float) -> None:
+    """All of a small body, or of a large one a mebibyte and a window; a question has a connection of its own."""
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.traffic._ways.connection("a", "b")._reached = FAST
+        network.traffic._ways.connection("a", "b")._used_at = now()
+        network.traffic.depart(Payload("a", "b", "activation", waiting))
+        network.sizes = replace(SIZES, control=replace(CONTROL, request=30_000), activation_bytes=8, gradient_bytes=0)
+        began = now()
+        await network.traffic.deliver("a", "b", 30_000)
+        line_s = 30_000 / (FAST if waiting < MIB else FAST / 2)
+        assert now() - began == pytest.approx(ahead_s + line_s, rel=0.01)
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST))
+
+
+def test_a_question_on_a_connection_of_its_own_only_shares_the_line() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(SIZES, control=replace(CONTROL, request=30_000, answer=0))
+        network.traffic.depart(Payload("a", "b", "activation", 40 * MIB))
+        await asyncio.sleep(3.0)
+        began = now()
+        await transport.describe(CALLEE)
+        assert now() - began == pytest.approx(2 * LATENCY_S + 30_000 / (FAST / 2))
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST))
+
+
+def test_a_message_that_waits_for_a_body_goes_when_that_one_is_dropped() -> None:
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        body = Payload("a", "b", "activation", 40 * MIB)
+        network.traffic.depart(body)
+        asyncio.get_running_loop().call_later(0.05, network.traffic.drop, body)
+        await network.traffic.deliver("a", "b", 10)
+        assert now() < 1.0
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST))
+
+
+ROUND_TRIP_S = 2 * LATENCY_S
+
+
+def windows(rest_s: float) -> list[float]:
+    """What a connection sends in each of its first six round trips, in segments, after a body and a rest."""
+    sent: list[float] = []
+
+    async def main() -> None:
+        network = Network(1, Uniform(Link(LATENCY_S), Access(FAST, None)))
+        first = Payload("a", "b", "activation", 8 * MIB)
+        network.traffic.depart(first)
+        await network.traffic.whole(first)
+        await asyncio.sleep(rest_s)
+        second = Payload("a", "b", "activation", 40 * MIB)
+        network.traffic.depart(second)
+        before = 0
+        for _ in range(6):
+            await asyncio.sleep(ROUND_TRIP_S)
+            moved = second.moved_bytes(now())
+            sent.append((moved - before) / 1460)
+            before = moved
+
+    run(main())
+    return sent
+
+
+def test_a_connection_that_has_rested_begins_with_ten_segments_and_doubles() -> None:
+    full = FAST * ROUND_TRIP_S / 1460
+    assert windows(60.0) == pytest.approx([10, 20, 40, 80, 160, 320], rel=1e-3)
+    assert windows(0.2) == pytest.approx([full] * 6, rel=1e-3), "less than its timer"
+
+
+def test_a_window_is_halved_each_time_that_the_timer_would_run_out() -> None:
+    timer_s = ROUND_TRIP_S + 0.2
+    once, twice, often = windows(1.5 * timer_s), windows(2.5 * timer_s), windows(9.5 * timer_s)
+    full = FAST * ROUND_TRIP_S / 1460
+    assert once[1] == pytest.approx(2 * once[0], rel=1e-3)
+    assert twice[0] == pytest.approx(once[0] / 2, rel=1e-3)
+    assert full / 4 < once[0] < full / 2, "half of what it had reached, on average"
+    assert often[0] == pytest.approx(10, rel=1e-3)
+
+
+def test_a_connection_that_begins_leaves_to_others_what_it_does_not_take() -> None:
+    async def main() -> None:
+        network = Network(1, Uniform(Link(LATENCY_S), Access(FAST, None)))
+        old = Payload("a", "b", "snapshot", 400 * MIB)
+        network.traffic.depart(old)
+        await asyncio.sleep(10.0)
+        at = old.moved_bytes(now())
+        new = Payload("a", "c", "activation", 400 * MIB)
+        network.traffic.depart(new)
+        await asyncio.sleep(ROUND_TRIP_S)
+        assert new.moved_bytes(now()) == pytest.approx(FIRST_WINDOW_BYTES, abs=1)
+        assert old.moved_bytes(now()) - at == pytest.approx(FAST * ROUND_TRIP_S - FIRST_WINDOW_BYTES, abs=2)
+        await asyncio.sleep(20 * ROUND_TRIP_S)
+        halves = [one.flow.rate for one in (old, new) if one.flow is not None]
+        assert halves == pytest.approx([FAST / 2] * 2)
+
+    run(main())
+
+
+def test_reading_the_directory_takes_bytes_of_ones_own_lines() -> None:
+    async def main() -> None:
+        network = Network(1, Uniform(Link(LATENCY_S), Access(1000.0, 2000.0)), replace(SIZES, control=CONTROL))
+        directory = SimDirectory(Registry(), "a", lambda adverts: network.exchange("a", adverts))
+        await directory.announce(Advert("a", "run", 1, ()), 30.0)
+        assert now() == pytest.approx(0.002 + COPIES * 100 / 1000)
+        await directory.peers()
+        assert now() == pytest.approx(2 * (0.002 + COPIES * 100 / 1000))
+        assert network.byte_counts["a"]["control"] == ByteCounts(sent=1000, received=1000)
+
+    run(main())
