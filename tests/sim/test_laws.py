@@ -156,7 +156,7 @@ def test_a_newcomer_that_is_a_partner_at_once_is_found(monkeypatch: pytest.Monke
 def test_a_swarm_that_stands_still_is_found() -> None:
     simulation = swarm()
     for peer in ("s1r0", "s1r1"):
-        simulation.at(6.0, lambda peer=peer: simulation.slow(peer, 400.0))  # type: ignore[misc]
+        simulation.at(6.0, lambda peer=peer: simulation.slow(peer, 500.0))  # type: ignore[misc]
         simulation.at(140.0, lambda peer=peer: simulation.slow(peer, 1.0))  # type: ignore[misc]
     assert "took no inner step for" in str(broken(simulation))
     assert "Deadlock" in str(planted("limit_s=5"))
