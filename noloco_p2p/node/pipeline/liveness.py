@@ -23,6 +23,10 @@ STUCK_SILENCES = 5.0
 STUCK_OPERATIONS = 20.0
 """A device is stuck when it has ended nothing for so many silences, and as many of its usual microbatches."""
 
+LOST_SILENCES = 15.0
+"""A header, or a reply, may be on its way for so many silences without a sign: below the transport it waits in one
+queue with bodies, of which nothing is known there."""
+
 R = TypeVar("R")
 
 
@@ -50,7 +54,7 @@ class _WatchedCall:
         self.progressed = progressed
         self.began = now
         self.unknown_since: float | None = None
-        """Since when the peer says that it does not have it in hand."""
+        """Since when the peer says that it does not have it in hand, and gets on with nothing else of ours."""
         self.events: int | None = None
         """What it last said of its progress. To know of a call is none: a peer that fails all of them gets nowhere."""
         self.failure: PeerError | None = None
@@ -149,24 +153,25 @@ class Liveness:
                     call.fail(Unreachable(f"{peer.peer_id} does not say how far it is: {error}"), self._node.now())
             return
         self._answers.observe(self._node.now() - began)
-        for call, report in zip(asked, reports, strict=True):
-            if call in self._calls:
-                self._take(call, report, silence_s)
+        answered = [(call, report) for call, report in zip(asked, reports, strict=True) if call in self._calls]
+        gets_on = any(report is not None and report.events != call.events for call, report in answered)
+        for call, report in answered:
+            if gets_on:
+                call.unknown_since = None
+            self._take(call, report)
 
-    def _take(self, call: _WatchedCall, report: Progress | None, silence_s: float) -> None:
+    def _take(self, call: _WatchedCall, report: Progress | None) -> None:
         """What a peer has said about a call."""
-        now, id = self._node.now(), call.peer.peer_id
+        now, id, floor_s = self._node.now(), call.peer.peer_id, self._node.config.limits.patience_floor_s
         if report is None:
-            # Its header may be on its way, or its reply; after a while it is lost.
-            call.unknown_since = call.unknown_since or now
-            if now - call.unknown_since > silence_s:
+            # Its header may be on its way behind the bodies of others, or its reply; after a while it is lost.
+            call.unknown_since = now if call.unknown_since is None else call.unknown_since
+            if now - call.unknown_since > LOST_SILENCES * floor_s:
                 call.fail(Unreachable(f"{id} does not have microbatch {call.microbatch.counter} in hand"), now)
             return
         call.unknown_since = None
         rate = call.peer.microbatches_per_s
-        stuck_s = (
-            max(STUCK_SILENCES * self._node.config.limits.patience_floor_s, STUCK_OPERATIONS / rate) if rate else None
-        )
+        stuck_s = max(STUCK_SILENCES * floor_s, STUCK_OPERATIONS / rate) if rate else None
         if stuck_s is not None and report.stuck_s > stuck_s:
             call.fail(Unreachable(f"the device of {id} has ended nothing for {report.stuck_s:.3g} s"), now)
         elif call.events is None:
