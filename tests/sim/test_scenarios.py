@@ -39,7 +39,7 @@ SHORTER = {
     "continents": ("workload.parameters_per_stage=25_000_000",),
     "consumer": ("workload.parameters_per_stage=1_000_000", "workload.sequence_length=256"),
     "home-200": ("workload.parameters_per_stage=1_000_000",),
-    "protocol-nanogpt": ("workload.sequence_length=256",),
+    "protocol-nanogpt": ("workload.sequence_length=256", "node.limits.microbatch_deadline_s=160"),
     "stragglers": ("compute.node_spread=0.6",),
     "churn": (
         "workload.parameters_per_stage=5_000_000",

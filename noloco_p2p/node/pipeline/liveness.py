@@ -156,9 +156,12 @@ class Liveness:
         answered = [(call, report) for call, report in zip(asked, reports, strict=True) if call in self._calls]
         gets_on = any(report is not None and report.events != call.events for call, report in answered)
         for call, report in answered:
-            if gets_on:
+            if report is None and gets_on:
+                # Its header waits behind what moves.
                 call.unknown_since = None
-            self._take(call, report)
+                self._progressed(call)
+            else:
+                self._take(call, report)
 
     def _take(self, call: _WatchedCall, report: Progress | None) -> None:
         """What a peer has said about a call."""
@@ -176,7 +179,11 @@ class Liveness:
             call.fail(Unreachable(f"the device of {id} has ended nothing for {report.stuck_s:.3g} s"), now)
         elif call.events is None:
             call.events = report.events
-        elif report.events != call.events and call.failure is None:
+        elif report.events != call.events:
             call.events = report.events
-            call.bound.reschedule(now + call.longest_s)
+            self._progressed(call)
+
+    def _progressed(self, call: _WatchedCall) -> None:
+        if call.failure is None:
+            call.bound.reschedule(self._node.now() + call.longest_s)
             call.progressed()
