@@ -135,7 +135,8 @@ def weights_survive(swarm: FaultySwarm) -> None:
             # A swarm that was stopped as a whole goes on from the newest round that all stages have.
             limit = min([*was.others, max(rounds)])
             newest = max([round for round in rounds if round <= limit], default=limit)
-            oldest = newest - (COPY_ROUNDS if one.source == "peer" else 1)  # A peer that has finished lends copies, too.
+            # A peer that has finished lends copies, too.
+            oldest = newest - (COPY_ROUNDS if one.source == "peer" else 1)
             assert one.round >= oldest, f"{one.peer} lost more than one outer round: {one}"
 
 
