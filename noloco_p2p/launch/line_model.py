@@ -111,7 +111,9 @@ class OneWay:
         self.under_way_bytes = 0
         """Taken by the line up, and not delivered yet."""
         self.window_bytes, self.unacknowledged_bytes = float(FIRST_WINDOW_BYTES), 0
-        self.sent_at = -math.inf
+        self.used_bytes = 0
+        """The most that was unacknowledged since the window was last in use, or cut."""
+        self.in_use_at = self.sent_at = -math.inf
         self.latency_s = 0.0
         """Of what it sends now."""
         self.arrives_at = 0.0
@@ -121,6 +123,27 @@ class OneWay:
         self.over = False
         """The connection is gone: nothing is delivered any more."""
         self._held = False
+
+    def sent(self, nbytes: int, timer_s: float, now: float) -> None:
+        """The line up begins to send so much. A window of which less than half is used shrinks with every timer.
+
+        Congestion window validation, RFC 2861; `tcp_cwnd_validate` of Linux.
+        """
+        self.sent_at = now
+        self.under_way_bytes += nbytes
+        self.unacknowledged_bytes += nbytes
+        self.used_bytes = max(self.used_bytes, self.unacknowledged_bytes)
+        if self.window_bytes < 2 * self.used_bytes:
+            self.in_use_at, self.used_bytes = now, self.unacknowledged_bytes
+        elif now - self.in_use_at >= timer_s:
+            self.window_bytes = max((self.window_bytes + self.used_bytes) / 2, float(FIRST_WINDOW_BYTES))
+            self.in_use_at, self.used_bytes = now, 0
+
+    def acknowledged(self, nbytes: int, most: float) -> None:
+        """Slow start: a window that is used doubles in each round trip, until at `most` it no longer limits."""
+        if self.window_bytes < 2 * self.unacknowledged_bytes:
+            self.window_bytes = min(self.window_bytes + nbytes, most)
+        self.unacknowledged_bytes -= nbytes
 
     def room_bytes(self, latency_s: float) -> int:
         """How much may be taken by the line up now; less than 0: nothing, not even the end."""
@@ -153,6 +176,7 @@ class LineModel:
         """`spread`: sigma of the log-normal latency, drawn for each burst of a connection."""
         self.latency_s = latency_s
         self._spread = spread
+        self._timer_s = 2 * latency_s + LEAST_TIMER_S
         self._rng = rng
         self._events: list[Event] = []
         self._numbers = itertools.count()
@@ -173,10 +197,9 @@ class LineModel:
         if flow.over:
             return
         if not flow.inbox.pieces:
-            timer_s = 2 * self.latency_s + LEAST_TIMER_S
-            timers = (now - flow.sent_at) // timer_s
+            timers = (now - flow.sent_at) // self._timer_s
             if not flow.unacknowledged_bytes and 0 < timers < math.inf:
-                # Congestion window validation, RFC 2861: half for each timer without a word.
+                # The same RFC: half for each timer without a word.
                 halved = flow.window_bytes / 2 ** min(timers, 64.0)
                 flow.window_bytes = max(halved, float(FIRST_WINDOW_BYTES))
             flow.latency_s = self.latency_s * math.exp(self._rng.gauss(0.0, self._spread))
@@ -222,9 +245,7 @@ class LineModel:
             line.busy = True
             self._at(now + len(piece) / line.bytes_per_s, self._served, line, lane, piece)
             if lane is flow.inbox:
-                flow.sent_at = now
-                flow.under_way_bytes += len(piece)
-                flow.unacknowledged_bytes += len(piece)
+                flow.sent(len(piece), self._timer_s, now)
                 flow.hold_back()
 
     def _served(self, now: float, line: Line, lane: Lane, piece: memoryview) -> None:
@@ -253,9 +274,7 @@ class LineModel:
         self._serve(flow.down, now)
 
     def _acknowledged(self, now: float, flow: OneWay, nbytes: int) -> None:
-        """Slow start doubles the window in each round trip, until it no longer limits."""
-        flow.unacknowledged_bytes -= nbytes
         slower = min(flow.up.bytes_per_s, flow.down.bytes_per_s)
         most = max(FIRST_WINDOW_BYTES, slower * (2 * self.latency_s + BUFFER_S)) + 2 * LARGEST_PIECE_BYTES
-        flow.window_bytes = min(flow.window_bytes + nbytes, most)
+        flow.acknowledged(nbytes, most)
         self._resume(flow, now)

@@ -178,6 +178,23 @@ def test_a_connection_starts_slowly_and_again_after_idleness() -> None:
         assert (took_s > 0.3) == slower
 
 
+def test_a_window_that_short_messages_keep_open_shrinks() -> None:
+    """Ten seconds with a short message every 50 ms are no rest, and yet the window is then that of a new connection."""
+    world = World(0.1)
+    flow = world.flow(home(100), home(100), warm=False)
+    took = []
+    for _ in range(2):
+        began = world.now
+        world.send(flow, bytes(500_000))
+        world.run(began + 3.0)
+        took.append(world.arrivals[-1][0] - began)
+        for _ in range(200):
+            world.send(flow, bytes(20))
+            world.run(world.now + 0.05)
+    assert took[1] == pytest.approx(took[0], rel=0.05)
+    assert took[0] > 1.0
+
+
 def test_the_end_comes_last_and_nothing_comes_after_a_connection_is_gone() -> None:
     world, sender, receiver = World(0.025), home(10), home(10)
     whole, cut = world.flow(sender, receiver), world.flow(sender, receiver)
