@@ -18,10 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from noloco_p2p.sim.links import LEAST_TIMER_S, MSS_BYTES
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, MSS_BYTES
 
-FIRST_WINDOW_BYTES = 10 * MSS_BYTES
-"""What a connection sends before it has heard anything: RFC 6928."""
 BUFFER_S = 0.05
 """What the buffers before a line hold, in seconds of that line; connections share them."""
 LEAST_BUFFER_PIECES = 4

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.launch.line_model import BUFFER_S, FIRST_WINDOW_BYTES, Line, LineModel, OneWay
+from noloco_p2p.launch.line_model import BUFFER_S, Line, LineModel, OneWay
 from noloco_p2p.launch.line_spec import LineSpec
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES
 
 MBIT = 1e6 / 8
 
