@@ -245,6 +245,8 @@ class Status:
     """Since the last inner step ended, or training began; None while not training."""
     in_flight: int = 0
     """Microbatches admitted, or under way."""
+    places: int | None = None
+    """Microbatches that may be in flight here at once, by memory and settings; None: any number."""
     waiting: int = 0
     """Microbatches that wait to be admitted."""
     troubles: tuple[Trouble, ...] = ()

@@ -8,6 +8,7 @@ take inner steps, and once in a while an outer round. The node sees the world th
 
 import asyncio
 from dataclasses import replace
+from math import inf
 from statistics import median
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -291,6 +292,7 @@ class Node:
             step_took_s=median(took) if took else None,
             since_step_s=None if stepped_at is None else max(0.0, now - stepped_at),
             in_flight=intake.in_flight,
+            places=None if (places := node.places()) == inf else int(places),
             waiting=intake.waiting,
             troubles=node.troubles(now),
             closed_until=node.closed_until,

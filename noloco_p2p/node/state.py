@@ -108,7 +108,8 @@ class NodeState:
 
     def places(self) -> float:
         """Microbatches that may be in flight here: as many as memory has room for, within `limits.max_in_flight`."""
-        limits = (self.config.limits.max_in_flight, self.stage.places)
+        held = None if self.microbatch is None else self.stage.places
+        limits = (self.config.limits.max_in_flight, held)
         return min((places for places in limits if places is not None), default=inf)
 
     def hold(self, stage: Stage) -> None:

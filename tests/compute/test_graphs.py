@@ -161,8 +161,8 @@ def test_a_graph_holds_what_the_process_grows_by_and_next_to_nothing_when_it_is_
     measured = kept.memory.graph_bytes
     assert measured is not None
     assert measured > 20 * hidden.spec.nbytes, "some tensors of the size of the hidden states for each layer"
-    # What the passes before have left in the allocator is used first: that much less grows.
-    assert (count - 3) * measured < grown < 1.2 * count * measured
+    # What the passes before have left in the allocator is used first; what lies between blocks comes on top.
+    assert (count - 3) * measured < grown < 1.4 * count * measured
     again, hidden = large_middle_stage(recompute=True)
     assert growth_bytes(again, hidden, count) < 0.15 * count * measured
 

@@ -200,6 +200,18 @@ def test_no_claim_of_a_stranger_stops_the_diagnosis(
     assert all(found.sentence for found in advice(nodes))
 
 
+def test_a_node_that_lacks_memory_comes_first() -> None:
+    """Four microbatches a step, as many replicas in both stages: four places are enough, three are not."""
+    nodes = homes(in_use=0.2)
+    nodes["S0R1"] = with_status(nodes["S0R1"], places=4)
+    assert advice(nodes)
+    nodes["S0R1"] = with_status(nodes["S0R1"], places=3)
+    [found] = diagnose(list(nodes.values())).findings
+    assert (found.name, found.peer) == ("places", nodes["S0R1"].peer)
+    assert found.sentence.endswith("of stage 0 has room for 3 of the 4 microbatches of a step")
+    assert found.advice.startswith("set compute.recompute there")
+
+
 def test_top_shows_it_below_the_progress() -> None:
     found = overview(list(homes(in_use=0.2).values()))
     assert found.sentence == found.progress

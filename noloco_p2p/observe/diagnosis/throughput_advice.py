@@ -98,6 +98,10 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
     # Whatever strangers claim, nothing below is divided by 0, and what is not finite is left out.
     if not (0 < in_use < IN_USE and 0 < REACHED * now.in_use <= in_use):
         return
+    short = [each for index in range(len(stages) - 1) for each in _short_of_places(swarm, index, size, stages)]
+    if short:
+        yield from short
+        return
     reached = min(1.0, in_use / now.in_use)
     estimates = [(estimated_step(stages, option).in_use * reached, option) for option in _options(size)]
     found = [(use, option) for use, option in estimates if use > 0]
@@ -108,6 +112,18 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
         changes, settings = _changes(size, option)
         sentence = f"{why}: a device is in use {100 * in_use:.0f} %; {changes} would give about {100 * use:.0f} %"
         yield at_node("ok", "throughput", None, sentence, f"in the configuration of the next run: {settings}")
+
+
+def _short_of_places(
+    swarm: SwarmView, stage: int, size: MicrobatchSize, stages: Sequence[StageMedian]
+) -> Iterator[Cause]:
+    """The nodes of a stage that cannot have all graphs of a step open: more of them a step would be no use."""
+    each = -(-size.per_step * stages[0].replicas // stages[stage].replicas)
+    for peer, status in swarm.statuses.items():
+        if status.advert.stage == stage and status.places is not None and status.places < each:
+            sentence = f"{swarm.name(peer)} has room for {status.places} of the {each} microbatches of a step"
+            advice = "set compute.recompute there, or raise limits.max_in_flight if that is set"
+            yield at_node("ok", "places", peer, sentence, advice)
 
 
 def _medians(swarm: SwarmView) -> list[StageMedian]:
