@@ -131,9 +131,6 @@ class GraphStore:
         self._handles = itertools.count(1)
         self._weights = 0
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def forward(self, run: Pass, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, Tensor]:
         """A handle, and the hidden states."""
         graph = next(self._handles)

@@ -1,6 +1,5 @@
 """The devices of this machine: which one a setting asks for, what it is, and how full its memory is."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,14 +90,10 @@ def free_bytes(device: torch.device) -> int:
 
 def _available() -> int | None:
     try:
-        for line in MEMINFO.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+        lines = dict(line.split(":") for line in MEMINFO.read_text(encoding="ascii").splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _left_in_container() -> int | None:

@@ -238,7 +238,7 @@ def test_a_graph_whose_waiter_is_gone_is_freed() -> None:
             await task
         opened.set()
         await device.call(IDLE, entered.is_set)
-        assert await device.call(IDLE, lambda: len(stage._graphs)) == 0
+        assert await device.call(IDLE, lambda: dict(stage._graphs._open)) == {}
         wrapped.close()
         device.join()
 
