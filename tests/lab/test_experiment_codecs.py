@@ -2,9 +2,10 @@
 
 import pytest
 
-from noloco_p2p.lab.experiments import codecs
+from noloco_p2p.lab.experiments import codecs, outer_codecs
 from noloco_p2p.lab.experiments.codecs import WireCase
 from noloco_p2p.lab.experiments.markdown_page import markdown
+from noloco_p2p.lab.experiments.outer_codecs import OuterCase
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
 
@@ -53,3 +54,48 @@ def test_a_report_of_runs_that_are_not_finite() -> None:
     wires = [WireCase("gpt2", 4, codec, codec) for codec in ("float32", "int4")]
     results = [Result(case(wire), figures(None, {"int4": None}), 1.0) for wire in wires]
     assert "gpt2" in markdown(codecs.report(results))
+
+
+def outer_case(pairing: str, codec: str, seed: int = 0, steps: int = 20) -> Case:
+    one, sizes = OuterCase(pairing, codec), {"hidden_size": 32, "steps": steps, "seed": seed}
+    return Case.named("outer {pairing} {outer_codec} s{seed}", **one._asdict(), **sizes)
+
+
+def test_a_short_run_of_each_outer_codec_counts_its_bytes() -> None:
+    found = {codec: codecs.measure(outer_case("matched", codec)) for codec in ("full", "bfloat16", "int8", "int4")}
+    (parameters,) = found["full"]["parameters"]
+    sample = 4 * 1024 / parameters
+    whole = {codec: one["bytes_per_parameter"] - sample for codec, one in found.items()}
+    assert (whole["full"], whole["bfloat16"]) == (pytest.approx(4.0), pytest.approx(2.0))
+    for codec, least in (("int8", 1.0), ("int4", 0.5)):
+        assert least < whole[codec] < (1.02 + found[codec]["wrong"]) * least + 4 * found[codec]["wrong"]
+        assert found[codec]["validation_loss"] == pytest.approx(found["full"]["validation_loss"], abs=0.05)
+        assert found[codec]["validation_loss"] != found["full"]["validation_loss"]
+    assert found["full"]["wrong"] == 0
+
+
+def test_the_report_says_which_outer_codecs_are_within_the_noise() -> None:
+    losses = {"full": (2.0, 2.02), "int8": (2.001, 2.021), "int4": (2.05, 2.07)}
+    results = [
+        Result(
+            outer_case("matched", codec, seed),
+            {
+                "validation_loss": loss,
+                "merged_loss": loss,
+                "parameters": [1000],
+                "spread": 2.0 if codec == "int4" else 1.0,
+                "bytes_per_parameter": 0.5,
+                "wrong": 0.04,
+            },
+            1.0,
+        )
+        for codec, both in losses.items()
+        for seed, loss in enumerate(both)
+    ]
+    text = markdown(outer_codecs.report(results))
+    assert "int8, matched pairs: 0.001 ± " in text
+    assert "nats above full, within the seed noise of 0.0141." in text
+    assert "int4, matched pairs: 0.05 ± " in text
+    assert "nats above full, beyond the seed noise of 0.0141." in text
+    assert "| 2.00 |" in text
+    assert "| 4.0% |" in text

@@ -18,7 +18,7 @@ EXPERIMENTS = {
     "spread": ("spread", "does the weights' spread follow the learning rate?"),
     "staleness": ("staleness", "pairing, stale snapshots and lost partners"),
     "overlap": ("overlap", "outer rounds that are merged inner steps after they were frozen"),
-    "codecs": ("codecs", "loss and bytes: hidden states and gradients in float32, bfloat16, int8, int4"),
+    "codecs": ("codecs", "loss and bytes: hidden states, gradients and outer rounds in fewer bits"),
     "convergence": ("convergence", "loss at equal tokens: one process, data parallel, NoLoCo, nothing"),
 }
 """Every experiment by its name: its module, and what it is about."""

@@ -1,4 +1,4 @@
-"""What do narrow codecs of hidden states and gradients cost in loss, and how many bytes do they leave?
+"""What do narrow codecs of hidden states, gradients and outer rounds cost in loss, and how many bytes do they leave?
 
 A byte-level Llama and a GPT-2 of {LAYERS} layers on the standard library's text, cut into 2 and into 4 stages of one
 replica each, with the node's own code in the simulator and no outer rounds. Every codec (METHOD.md, "Codecs") trains
@@ -10,6 +10,9 @@ travels as float32. Peak learning rate {PEAK_LEARNING_RATE:g}.
   No training lies between, so it is free of the noise of training.
 - *Seed noise*: the standard deviation of float32's loss over the seeds. Two runs of one seed that differ by rounding
   alone drift apart, too: how far is what bfloat16 shows.
+- *Outer rounds*: eight replicas of one stage (a Llama of two layers), rounds that are waited for, peak learning rate
+  0.005. Every codec of `outer.codec` beside `full`, with the same seeds. In random pairs mostly one of two merges, so
+  that the noise of a codec is not the opposite at the other.
 
 Limits: Models of a million parameters or less after some hundred steps. Their channels have means of their own, which
 the codecs take out, but not yet the few huge values that large models have after long training; nor do errors add up
@@ -22,6 +25,7 @@ import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from noloco_p2p.lab.experiments import outer_codecs
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
@@ -56,7 +60,7 @@ class WireCase(NamedTuple):
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every codec with every model, cut and seed."""
+    """Every codec with every model, cut and seed; then those of outer rounds."""
     codecs = [(BASE, BASE), ("int8", "int8"), ("int4", "int4")]
     codecs += [] if quick else [("bfloat16", "bfloat16"), ("int4", BASE), (BASE, "int4")]
     sizes = {"hidden_size": 64, "steps": 100} if quick else {"hidden_size": 128, "steps": 400}
@@ -65,13 +69,15 @@ def cases(quick: bool) -> list[Case]:
         Case.named("{family} {stages} {forward} {backward} s{seed}", **wire._asdict(), seed=seed, **sizes)
         for wire in wires
         for seed in range(SEEDS)
-    ]
+    ] + outer_codecs.cases(quick)
 
 
 def measure(case: Case) -> Figures:
     """Train one: its loss, the bytes at each border, and in float32 the loss with every codec put in."""
     from noloco_p2p.lab.experiments.real_swarm import train_and_recode
 
+    if "outer_codec" in case.settings:
+        return outer_codecs.measure(case)
     wire, settings = WireCase(*(case.settings[name] for name in WireCase._fields)), case.settings
     steps, hidden_size = settings["steps"], settings["hidden_size"]
     changes: dict[str, object] = {} if wire.family == "llama" else {"model": _gpt2(hidden_size)}
@@ -106,10 +112,12 @@ Groups = Mapping[WireCase, Results]
 
 def report(results: Results) -> list[Block]:
     """Whether the goals are met, and every codec beside float32."""
+    outer = [one for one in results if "outer_codec" in one.case.settings]
+    results = [one for one in results if one not in outer]
     groups = {WireCase(*key): runs for key, runs in group(results, *WireCase._fields).items()}
     parameters = [sum(one["parameters"]) for one in results]
     sizes = f"Models of {min(parameters):,} to {max(parameters):,} parameters, {results[0]['steps']} steps."
-    return [sizes, _verdict(groups), _table(groups)]
+    return [sizes, _verdict(groups), _table(groups), *(outer_codecs.report(outer) if outer else ())]
 
 
 def above(groups: Groups, wire: WireCase) -> list[float]:

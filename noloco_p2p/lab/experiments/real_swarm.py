@@ -153,6 +153,7 @@ class FinishedTraining:
                 "snapshot": sum(int(event.number("bytes")) for event, lost in rounds if not lost),
             },
             rounds=dict(sorted(results.items())),
+            asked_again=sum(int(str(event.get("asked_again") or 0)) for event, _ in rounds),
             delays=tuple(sorted(Counter(int(str(event.get("trained") or 0)) for event, _ in rounds).items())),
             load=loads,
             uneven=tuple(

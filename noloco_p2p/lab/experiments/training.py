@@ -86,6 +86,8 @@ class TrainingSummary:
     """`activation`, `gradient`, `snapshot`: of the tensors that were used, evaluation not counted."""
     rounds: Mapping[str, int]
     """Outer rounds of all replicas by result, as the nodes report it; those `lost` by `lost_partner` apart."""
+    asked_again: int
+    """Chunks of partners' vectors that came wrong (METHOD.md, "Codecs of outer rounds"), each time counted."""
     delays: tuple[tuple[int, int], ...]
     """(inner steps trained while a round was open, how often), all replicas' rounds together."""
     load: Mapping[PeerId, int]

@@ -1,0 +1,112 @@
+"""The part of the experiment on codecs that is about outer rounds: what each costs in loss, and what it weighs."""
+
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from noloco_p2p.core.lattice_format import chunk_count
+from noloco_p2p.lab.experiments.markdown_page import Block
+from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_std, table
+from noloco_p2p.lab.experiments.spec import Case, Figures, Result, Results
+from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+
+REPLICAS, LAYERS, INNER_STEPS, PEAK_LEARNING_RATE, SEEDS = 8, 2, 10, 5e-3, 3
+BASE = "full"
+
+
+class OuterCase(NamedTuple):
+    """How the replicas of a run meet, and the codec of their vectors."""
+
+    pairing: str
+    outer_codec: str
+
+    @property
+    def base(self) -> "OuterCase":
+        """The same uncompressed."""
+        return self._replace(outer_codec=BASE)
+
+
+def cases(quick: bool) -> list[Case]:
+    """Matched pairs in every codec; and random ones, of which mostly one side merges, in the narrowest."""
+    outer = [OuterCase("matched", codec) for codec in (BASE, "bfloat16", "int8", "int4")]
+    outer += [] if quick else [OuterCase("random", codec) for codec in (BASE, "int4")]
+    sizes = {"hidden_size": 64, "steps": 100} if quick else {"hidden_size": 128, "steps": 200}
+    return [
+        Case.named("outer {pairing} {outer_codec} s{seed}", **one._asdict(), seed=seed, **sizes)
+        for one in outer
+        for seed in range(SEEDS)
+    ]
+
+
+def measure(case: Case) -> Figures:
+    """Train one: its loss, the spread of its replicas, and what a pull weighs."""
+    from noloco_p2p.lab.experiments.real_swarm import train
+
+    one, steps = OuterCase(*(case.settings[name] for name in OuterCase._fields)), case.settings["steps"]
+    manifest = small_manifest(
+        case.settings["hidden_size"],
+        LAYERS,
+        microbatch_size=4,
+        steps=steps,
+        inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
+        outer={"inner_steps": INNER_STEPS, "pairing": one.pairing, "codec": one.outer_codec},
+        evaluation={"every_steps": None, "microbatches": 32},
+    )
+    trained = train(TrainingPlan(manifest, (REPLICAS,), case.settings["seed"]))
+    (parameters,), pulls = trained.parameters, sum(n for result, n in trained.rounds.items() if result != "alone")
+    late = [spread.std for spread in trained.spreads[len(trained.spreads) // 2 :]]
+    return trained.figures("validation_loss", "merged_loss") | {
+        "parameters": [parameters],
+        "spread": statistics.fmean(late),
+        "bytes_per_parameter": trained.bytes["snapshot"] / (parameters * pulls),
+        "wrong": trained.asked_again / (chunk_count(parameters) * pulls),
+    }
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+Groups = Mapping[OuterCase, Results]
+"""The runs of each, by seed."""
+
+
+def report(results: Results) -> list[Block]:
+    """Every codec beside the uncompressed vectors, and whether it is within the noise of the seeds."""
+    groups = {OuterCase(*key): runs for key, runs in group(results, *OuterCase._fields).items()}
+    base = groups[OuterCase("matched", BASE)]
+    losses = known(base, "validation_loss")
+    noise = statistics.stdev(losses) if len(losses) > 1 else 0.0
+    seen = [f"Outer rounds: {REPLICAS} replicas of {base[0]['parameters'][0]:,} parameters, {base[0]['steps']} steps."]
+    for one in groups:
+        found = above(groups, one)
+        if one != one.base and found:
+            verdict = "within" if abs(statistics.fmean(found)) <= noise else "beyond"
+            what = f"{one.outer_codec}, {one.pairing} pairs"
+            seen.append(f"- {what}: {mean_std(found, 2)} nats above {BASE}, {verdict} the seed noise of {noise:.4f}.")
+    return ["\n".join([seen[0], "", *seen[1:]]), _table(groups)]
+
+
+def above(groups: Groups, one: OuterCase) -> list[float]:
+    """Validation loss above that of uncompressed vectors, by seed."""
+    pairs = zip(groups[one], groups[one.base], strict=True)
+    return differences((mine["validation_loss"], base["validation_loss"]) for mine, base in pairs)
+
+
+def _table(groups: Groups) -> Block:
+    def wider(one: OuterCase) -> str:
+        def ratio(run: Result) -> float:
+            return float(run["spread"])
+
+        return f"{statistics.fmean(map(ratio, groups[one])) / statistics.fmean(map(ratio, groups[one.base])):.2f}"
+
+    columns: Columns = {
+        "pairs": lambda one: one.pairing,
+        "codec of vectors": lambda one: one.outer_codec,
+        "validation loss": lambda one: mean_std(known(groups[one], "validation_loss")),
+        "above full": lambda one: mean_std(above(groups, one), 2),
+        "of the mean model": lambda one: mean_std(known(groups[one], "merged_loss")),
+        "spread / that of full": wider,
+        "bytes a parameter and round": lambda one: mean_std(known(groups[one], "bytes_per_parameter")),
+        "chunks asked for again": lambda one: f"{statistics.fmean(known(groups[one], 'wrong')):.1%}",
+    }
+    caption = "Outer rounds; losses in nats per token, mean ± standard deviation over the seeds, questions counted."
+    return table(columns, groups, caption)
