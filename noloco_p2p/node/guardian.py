@@ -13,7 +13,7 @@ from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForGuarding, Resource
-from noloco_p2p.errors import PeerError, Unreachable, Violation
+from noloco_p2p.errors import PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
@@ -109,7 +109,7 @@ class Guardian:
             try:
                 theirs = await self._fetch(donor, stage, round, wait_s)
             except PeerError as error:
-                if isinstance(error, Unreachable | Violation):
+                if isinstance(error, Violation):
                     self._swarm.members.failed(donor.peer_id, now=node.now())
                 node.event("warning", message=f"no weights of stage {stage} from {donor.peer_id} to guard: {error}")
                 continue

@@ -20,7 +20,7 @@ from noloco_p2p.core import pairing, schedule
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForRound, Resource
-from noloco_p2p.errors import Declined, PeerError
+from noloco_p2p.errors import Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.vector_pull import Pull, VectorPuller
@@ -218,7 +218,7 @@ class OuterRounds:
         try:
             return await self._puller.fetch(peer, mine, wait_s, idle)
         except PeerError as error:
-            if not isinstance(error, Declined):
+            if isinstance(error, Violation):  # Slow weights are late on a full line: that proves nothing.
                 self._swarm.members.failed(peer.peer_id, now=self._node.now())
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
