@@ -24,7 +24,7 @@ from noloco_p2p.core import outer_update
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.lattice_format import OuterCodec
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
-from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import SyncStage
@@ -146,6 +146,21 @@ def test_chunks_that_come_wrong_are_asked_for_again(
     assert with_partner
     assert all(event.number("asked_again") > 0 for event in with_partner)
     assert max(replayed(manifest, tmp_path).deviations.values()) <= TOLERANCE
+
+
+def test_a_peer_that_has_let_go_of_its_round_is_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for again comes of another round: half of one vector and half of another would be merged."""
+    narrow(monkeypatch, 0.05)
+    right = SimTransport.fetch_snapshot
+
+    async def moved_on(transport: SimTransport, peer: Advert, request: SnapshotRequest, *rest: Any) -> Snapshot:
+        answer = await right(transport, peer, request, *rest)
+        return replace(answer, round=answer.round + 1) if request.lattice and request.lattice.some else answer
+
+    monkeypatch.setattr(SimTransport, "fetch_snapshot", moved_on)
+    rounds = simulate(lockstep("llama", codec="int4"), tmp_path).trace.of("outer_round")
+    assert {(event.get("result"), event.get("reason")) for event in rounds} <= {("alone", "declined"), ("alone", "odd")}
+    assert ("alone", "declined") in {(event.get("result"), event.get("reason")) for event in rounds}
 
 
 def no_digest(patch: pytest.MonkeyPatch) -> None:
