@@ -41,7 +41,7 @@ class LineTurn:
     age: tuple[int, int]
     """Step and index of its microbatch at its origin: of a kind the smallest goes first, equal ones as they came."""
     nbytes: int
-    go: Callable[[], None]
+    go: Callable[[], object]
     """Called when it may go."""
     withdrawn: bool = False
     """Nobody waits for it any more."""

@@ -153,12 +153,8 @@ class Guardian:
         turn = round + (guardians.index(node.me) if node.me in guardians else 0)
         turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
         now, leaving = node.now(), self._leaving(replicas)
-
-        def last_first(advert: Advert) -> tuple[bool, bool, float]:
-            aside = self._swarm.members.is_aside(advert.peer_id, now=now)
-            return aside, advert.state == "draining", -advert.step if leaving else 0.0
-
-        return sorted(turned, key=last_first)
+        aside = {a.peer_id: self._swarm.members.is_aside(a.peer_id, now=now) for a in turned}
+        return sorted(turned, key=lambda a: (aside[a.peer_id], a.state == "draining", leaving and -a.step))
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
         """Raises as Transport.fetch_snapshot, and Violation when the weights are not the donor's own."""

@@ -38,8 +38,9 @@ class Pauses:
         node = self._node
         if node.closed_until is None:
             return
-        node.event("info", message=f"joins at {node.closed_until}, when the hours of limits.hours begin")
-        await self._waits.until(lambda: node.closed_until is None or node.draining, self._what, Resource.OWNER)
+        what = f"device at {node.closed_until}"
+        node.event("info", message=f"waits for its {what}, when the hours of limits.hours begin")
+        await self._waits.until(lambda: node.closed_until is None or node.draining, what, Resource.OWNER)
         if node.config.stage is not None and not node.draining:
             node.publish(stage=node.config.stage)
 
@@ -51,8 +52,10 @@ class Pauses:
         node = self._node
         await rounds.forget()
         entrusted = await checkpointer.entrust()
-        node.enter("pause", f"until {node.closed_until}" if node.closed_until else "the owner needs the device")
-        await self._waits.until(lambda: not node.pausing or node.draining, self._what, Resource.OWNER)
+        until = node.closed_until
+        node.enter("pause", "the owner needs the device" if until is None else f"until {until}")
+        what = "device" if until is None else f"device at {until}"
+        await self._waits.until(lambda: not node.pausing or node.draining, what, Resource.OWNER)
         if not node.draining:
             await joining.catch_up()
             if entrusted:
@@ -60,10 +63,6 @@ class Pauses:
                 await rounds.go_on_from(node.advert.outer_round)
         if not node.draining:
             node.enter("resume", "the device is back")
-
-    @property
-    def _what(self) -> str:
-        return "device" if self._node.closed_until is None else f"device at {self._node.closed_until}"
 
     def _look(self) -> None:
         self._node.closed_until = hours.closed_until(self._node.config.limits.hours, self._local_time())

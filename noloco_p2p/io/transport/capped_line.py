@@ -14,13 +14,13 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, LineCap, LineTurn, Precedence
 from noloco_p2p.core.messages import Header
 
+Write = Callable[[bytes], Awaitable[object]]
+Read = Callable[..., Awaitable[Any]]
 Rank = tuple[Precedence, tuple[int, int]]
 """What a message goes before: its kind, and its age."""
 OTHER: Rank = (Precedence.OTHER, (0, 0))
 AT_THE_DOOR: Rank = (Precedence.GRADIENT, (-1, 0))
 """The first message of a call, before everything: its sender asks soon whether its header has come."""
-SHORT_BYTES = LEAST_MESSAGE_BYTES
-"""A message up to this size goes at once."""
 
 
 def rank_of(header: Header, precedence: Precedence) -> Rank:
@@ -39,17 +39,12 @@ class CappedWay:
 
     async def turn(self, rank: Rank, nbytes: int) -> None:
         """Wait until so many bytes may go; they are charged then."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def go() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        turn = LineTurn(*rank, nbytes, go)
+        its_turn = asyncio.Event()
+        turn = LineTurn(*rank, nbytes, its_turn.set)
         self._cap.ask(turn)
         self._move()
         try:
-            await waiter
+            await its_turn.wait()
         finally:
             turn.withdrawn = True
 
@@ -78,23 +73,21 @@ class OwnersLine:
         self._down = None if down is None else CappedWay(down)
         self.message_bytes = wire.PACK_BYTES if self._up is None else self._up.message_bytes
         """Most tensor bytes in one message that this node sends."""
-        self.whole_bytes = wire.PACK_BYTES if up is None and down is None else SHORT_BYTES
+        self.whole_bytes = wire.PACK_BYTES if up is None and down is None else LEAST_MESSAGE_BYTES
         """An activation of more tensor bytes is announced: its header is not to wait with it."""
 
         # Else gRPC lets a fast sender have megabytes under way on each call, whether they are read or not.
         self.grpc_options = () if down is None else (("grpc.http2.bdp_probe", 0),)
         """Of every connection."""
 
-    def sender(
-        self, write: Callable[[bytes], Awaitable[None]], rank: Rank = OTHER
-    ) -> Callable[[bytes], Awaitable[None]]:
+    def sender(self, write: Write, rank: Rank = OTHER) -> Write:
         """`write`, each message in its turn, unless it is short."""
         way = self._up
         if way is None:
             return write
 
         async def send(message: bytes) -> None:
-            if len(message) > SHORT_BYTES:
+            if len(message) > LEAST_MESSAGE_BYTES:
                 await way.turn(rank, len(message))
             else:
                 way.charge(len(message))
@@ -102,9 +95,7 @@ class OwnersLine:
 
         return send
 
-    def receiver(
-        self, read: Callable[..., Awaitable[Any]], rank: Rank = OTHER, *, first_at_once: bool = False
-    ) -> Callable[..., Awaitable[Any]]:
+    def receiver(self, read: Read, rank: Rank = OTHER, *, first_at_once: bool = False) -> Read:
         """`read`, each message in its turn; with `first_at_once` only from the second one on."""
         way = self._down
         if way is None:

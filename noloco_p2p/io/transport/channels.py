@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.transport.sockets import limit_unsent
 
 CHANNELS_PER_PEER = 2
 """A second connection is opened while the first one is in use: over long links each is limited by its send buffer."""
@@ -192,6 +193,7 @@ class ChannelPool:
                 self._open.add(channel)
                 reason = await connect(channel.channel, CONNECT_S)
                 if reason is None:
+                    limit_unsent()
                     self._make_room()
                     self._kept[key] = channel
                     return channel

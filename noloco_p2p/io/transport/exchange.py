@@ -1,7 +1,7 @@
 """How the messages of one call are written and read."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ import grpc.aio
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import message_codec
+from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.ports import Claim
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ async def send_when_granted(
     turn: AbstractAsyncContextManager[None],
     claim: Claim,
     feed: Callable[[bytes], T | None],
-    ways: tuple[Callable[[bytes], Awaitable[object]], Callable[[], Awaitable[Any]]],
+    ways: tuple[Write, Read],
 ) -> T:
     """The header, and in its `turn` the body once the peer has granted it a place, while the reply is read.
 

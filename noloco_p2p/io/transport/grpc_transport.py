@@ -38,6 +38,7 @@ from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
 from noloco_p2p.io.transport.exchange import next_message, send_when_granted
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.sockets import limit_unsent
 from noloco_p2p.ports import Claim, Handler, Telemetry, alone
 
 DESCRIBE_S = 5.0
@@ -113,6 +114,7 @@ class GrpcTransport:
             ) from None
         self._server = server
         await server.start()
+        limit_unsent()
 
     async def serve(self, handler: Handler) -> None:
         """Start to answer calls with `handler`. Raises LocalError when the port is in use."""

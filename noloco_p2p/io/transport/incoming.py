@@ -1,7 +1,7 @@
 """The body of an activation that a peer sends, as the handler that serves it takes it in."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from noloco_p2p.core.messages import Activation, Header
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.capped_line import Read
 from noloco_p2p.io.transport.frame_codec import unpacked
 
 CANCEL_GRACE_S = 0.5
@@ -22,12 +23,7 @@ class IncomingActivation:
     """The body of one activation, on its way in: a `ports.Body`."""
 
     def __init__(
-        self,
-        context: Any,
-        header: Header,
-        first: list[wire.Frame],
-        count: Callable[..., None],
-        read: Callable[[], Awaitable[Any]],
+        self, context: Any, header: Header, first: list[wire.Frame], count: Callable[..., None], read: Read
     ) -> None:
         """`first` are the frames that came with the header; `count` gets what has been received, as `bytes` events.
 

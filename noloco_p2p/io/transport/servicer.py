@@ -39,9 +39,10 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
-Serve = Callable[[Handler, PeerId, Header, Body, int], Awaitable[tuple[Iterable[bytes], str, int]]]
-"""Serves an activation: the messages of the reply, of at most so many tensor bytes each, their kind in the count of
-bytes, and the bytes counted."""
+ReplyParts = tuple[Callable[[int], Iterable[bytes]], str, int]
+"""The messages of a reply, of at most so many tensor bytes each, their kind in the count of bytes, and the bytes."""
+Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
+"""Serves an activation."""
 
 
 def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
@@ -93,8 +94,7 @@ class GrpcServicer:
         try:
             caller, handler = self._admit(context)
             header, incoming = await self._incoming(context)
-            message_bytes = wire.PACK_BYTES if incoming.whole else self._line.message_bytes
-            messages, kind, size = await serve(handler, caller, header, incoming, message_bytes)
+            messages_of, kind, size = await serve(handler, caller, header, incoming)
         except NolocoError as error:
             await context.write(message_codec.to_refused(error))
             await _drain(context)
@@ -104,7 +104,7 @@ class GrpcServicer:
         self._replies[reply] = None
         try:
             async with self._turns.of(caller, size):
-                for message in messages:
+                for message in messages_of(wire.PACK_BYTES if incoming.whole else self._line.message_bytes):
                     await write(message)
                     reply.sent += len(message)
         except grpc.aio.InternalError:
@@ -245,15 +245,11 @@ class GrpcServicer:
         )
 
 
-async def _propagate(
-    handler: Handler, caller: PeerId, header: Header, body: Body, message_bytes: int
-) -> tuple[Iterable[bytes], str, int]:
+async def _propagate(handler: Handler, caller: PeerId, header: Header, body: Body) -> ReplyParts:
     gradient = await handler.propagate(caller, header, body)
-    return message_codec.to_gradient(gradient, message_bytes), "gradient", gradient.grad.data.nbytes
+    return partial(message_codec.to_gradient, gradient), "gradient", gradient.grad.data.nbytes
 
 
-async def _evaluate(
-    handler: Handler, caller: PeerId, header: Header, body: Body, message_bytes: int
-) -> tuple[Iterable[bytes], str, int]:
+async def _evaluate(handler: Handler, caller: PeerId, header: Header, body: Body) -> ReplyParts:
     reply = message_codec.to_loss(await handler.evaluate(caller, header, body))
-    return [reply], "control", len(reply)
+    return lambda _: [reply], "control", len(reply)
