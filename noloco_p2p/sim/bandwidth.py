@@ -35,6 +35,8 @@ class Flow:
     as_of: float = 0.0
     rate: float = 0.0
     """Bytes per second; 0 while it is stopped."""
+    reached: float = 0.0
+    """What it was when the flow was stopped."""
     path: tuple[Segment, ...] = ()
     """Empty while it is stopped."""
     bottleneck: Segment | None = None
@@ -68,7 +70,7 @@ class Bandwidth:
         if flow.timer is not None:
             flow.timer.cancel()
         path, flow.path = flow.path, ()
-        flow.rate, flow.bottleneck, flow.timer = 0.0, None, None
+        flow.reached, flow.rate, flow.bottleneck, flow.timer = flow.rate, 0.0, None, None
         for segment in path:
             del segment.flows[flow]
         self._share(_held_up(path))

@@ -10,10 +10,12 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
 from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, Link, ceiling_bytes_per_s
 
-HANDED_BYTES = wire.CHUNK_BYTES
-"""Of the bodies on a connection, gRPC has handed down so much to write at once, and the kernel holds about a window
-more (its send buffer is twice the window): no option of gRPC's makes it less. What is sent later waits behind both."""
-SHORTEST_S = 1e-9
+LEAST_HANDED_BYTES, HANDED_BYTES = 32 << 10, 128 << 10
+QUICK_WRITE_S, SLOW_WRITE_S = 0.1, 1.0
+"""What gRPC hands down to be written at once begins with HANDED_BYTES, grows while a write is quick, up to one message,
+and shrinks while it is slow (`Chttp2WriteSizePolicy`)."""
+UNSENT_BYTES = 128 << 10
+"""What the kernel takes beyond the window, as over gRPC."""
 
 
 class Connection:
@@ -31,13 +33,13 @@ class Connection:
         """Of the way, what only this connection limits."""
         self._bandwidth, self._ceiling, self._fastest = bandwidth, ceiling, fastest
         self._round_trip_s = round_trip_s
-        self._moving: dict[Flow, tuple[float, float]] = {}
-        """With what had left of each when it was set in motion, and when that was."""
+        self._moving: dict[Flow, float] = {}
+        """With what had left of each when it was set in motion."""
         self._moved = 0.0
         """Bytes of those that move no more."""
         self._used_at = -math.inf
         self._reached = 0.0
-        """Bytes per second of the last one, on average."""
+        """Bytes per second of the last one at its end."""
         self._growth: asyncio.TimerHandle | None = None
         self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
         """Messages, each with how many bytes of bodies leave before it."""
@@ -58,27 +60,28 @@ class Connection:
         loop = asyncio.get_running_loop()
         if self.segment.bytes_per_s < self._ceiling and self._growth is None:
             self._growth = loop.call_later(self._round_trip_s, self._grow)
-        self._moving[flow] = flow.moved(loop.time()), loop.time()
+        self._moving[flow] = flow.moved(loop.time())
         self._bandwidth.start(flow, path)
 
     def stop(self, flow: Flow) -> None:
         """Stop a body, or note that it has left."""
         if flow in self._moving:
-            before, since = self._moving.pop(flow)
+            before = self._moving.pop(flow)
             now = self._used_at = asyncio.get_running_loop().time()
-            moved = flow.moved(now) - before
-            self._moved += moved
-            self._reached = moved / max(now - since, SHORTEST_S)
+            self._moved += flow.moved(now) - before
             self._bandwidth.stop(flow)
+            self._reached = flow.reached
             self._release()
 
     def after_handed(self, send: Callable[[], object]) -> bool:
-        """Call `send` when the bodies that have been handed down by now have left; False: there are none."""
+        """Call `send` when what gRPC and the kernel hold of the bodies by now has left; False: there are none."""
         if not self._moving:
             return False
         now = asyncio.get_running_loop().time()
-        left = sum([flow.nbytes - flow.moved(now) for flow in self._moving])
-        self._waiting.append((self._moved_by(now) + min(left, HANDED_BYTES + self._rate * self._round_trip_s), send))
+        left, rate = sum([flow.nbytes - flow.moved(now) for flow in self._moving]), self._rate
+        quick, slow = min(wire.CHUNK_BYTES, QUICK_WRITE_S * rate), min(HANDED_BYTES, SLOW_WRITE_S * rate)
+        ahead = max(LEAST_HANDED_BYTES, quick, slow) + min(UNSENT_BYTES, self._round_trip_s * rate)
+        self._waiting.append((self._moved_by(now) + min(left, ahead), send))
         self._release()
         return True
 
@@ -88,7 +91,7 @@ class Connection:
 
     def _moved_by(self, now: float) -> float:
         """Bytes of bodies that have ever left."""
-        return self._moved + sum([flow.moved(now) - before for flow, (before, _) in self._moving.items()])
+        return self._moved + sum([flow.moved(now) - before for flow, before in self._moving.items()])
 
     def _release(self) -> None:
         """Send what has waited for its bodies, or for bodies that move no more; look again when the next may be due."""

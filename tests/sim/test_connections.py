@@ -108,9 +108,9 @@ def test_what_is_lost_of_a_message_is_booked() -> None:
 FAST = 4.0 * MIB
 
 
-@pytest.mark.parametrize(("waiting", "ahead_s"), [(40 * MIB, MIB / FAST + 2 * LATENCY_S), (MIB // 2, 1 / 8)])
+@pytest.mark.parametrize(("waiting", "ahead_s"), [(40 * MIB, 0.1 + 1 / 32), (MIB // 2, 1 / 8)])
 def test_on_the_connection_for_bodies_a_message_waits_for_what_is_in_its_sockets(waiting: int, ahead_s: float) -> None:
-    """All of a small body, or of a large one a mebibyte and a window; a question has a connection of its own."""
+    """All of a small body, or of a large one a tenth of a second and 128 KiB; a question has its own connection."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.traffic._ways.connection("a", "b")._reached = FAST
