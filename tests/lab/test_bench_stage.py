@@ -15,6 +15,7 @@ from noloco_p2p.cli.bench import bench as benches
 from noloco_p2p.compute.stage_timing import random_batch
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId
+from noloco_p2p.core.snapshots import FrozenRound, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.bench import stage as bench
@@ -57,10 +58,18 @@ class Slow:
     def inner_step(self, label: object) -> None:
         self._takes(3)
 
-    def snapshot(self, round: int, step: int) -> None:
+    def snapshot(self, round: int, step: int) -> FrozenRound:
         self._takes(4)
+        nothing = HostTensor("vector", "float32", (0,), memoryview(b""))
+        return FrozenRound("slow", round, step, nothing, nothing)
 
-    def merge(self, mine: None, theirs: None) -> None:
+    def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: str) -> None:
+        pass
+
+    def decode(self, mine: FrozenRound, request: SnapshotRequest, theirs: None) -> None:
+        pass
+
+    def merge(self, mine: FrozenRound, theirs: None) -> None:
         self._takes(5)
 
 
