@@ -83,7 +83,7 @@ class SnapshotCodec:
         replica_tensors.checked(theirs.tensors, answer_specs(self.specs, self.lattice, asked), whose)
         sample = theirs.tensors[-1] if before is None else before.sample
         if self._lattice is None or asked is None:
-            return PartnerVector(theirs.peer, theirs.round, _as_type(theirs.tensors[0], sample.dtype), sample)
+            return PartnerVector(theirs.peer, theirs.round, _beside(mine.vector, theirs.tensors[0]), sample)
         own = host_tensor.to_torch(mine.vector)
         if before is None or before.distances is None:
             vector, distances = own.clone(), torch.zeros(len(mine.bounds), dtype=torch.float64)
@@ -114,6 +114,17 @@ def _as_type(values: HostTensor, dtype: str) -> HostTensor:
     if values.dtype == dtype:
         return values
     return host_tensor.from_torch(values.name, host_tensor.to_torch(values).to(host_tensor.DTYPES[dtype]))
+
+
+def _beside(own: HostTensor, sent: HostTensor) -> HostTensor:
+    """û_j of a vector in a plain codec: the own one and the difference of the two as they travel.
+
+    METHOD.md, "Codecs of outer rounds".
+    """
+    if sent.dtype == own.dtype:
+        return sent
+    u, sent_u = host_tensor.to_torch(own), host_tensor.to_torch(sent)
+    return host_tensor.from_torch(own.name, u + (sent_u.to(u.dtype) - u.to(sent_u.dtype).to(u.dtype)))
 
 
 def _bounds(frozen: FrozenRound) -> Tensor:

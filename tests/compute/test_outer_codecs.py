@@ -59,10 +59,11 @@ def test_a_pair_pulls_and_merges_round_after_round(codec: str) -> None:
         if codec == "full":
             assert error == 0
         elif codec == "bfloat16":
-            assert 0 < error <= 2**-8 * values(frozen[1].vector).abs().max()
+            assert 0 < error <= 2**-7 * values(frozen[1].vector).abs().max()
         else:
             bounds = [2.0 ** (max(one.bounds[at] for one in frozen) - 127) for at in range(len(frozen[0].bounds))]
             assert 0 < error < STEP_SHARE[codec] * 16 * max(bounds)
+        if codec != "full":
             moved = [values(one.vector) - values(mine.vector) for one, mine in zip(found, frozen, strict=True)]
             assert float((moved[0] + moved[1]).abs().max()) < 1e-6 * float(distance) + 1e-7
         for stage, mine, theirs in zip(pair, frozen, found, strict=True):

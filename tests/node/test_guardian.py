@@ -21,6 +21,7 @@ from noloco_p2p.sim.virtual_time import run
 
 STAGES = 3
 WARD = 1
+HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
 WEIGHTS = tuple(TensorSpec("weights", "bfloat16", (10 * (stage + 1),)) for stage in range(STAGES))
 
 
@@ -39,7 +40,9 @@ class Place:
         self.waits = Waits()
         self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), self.waits)
         self.members = (swarm := Membership(self.node, self.waits)).members
-        self.node.hold(cast(Stage, SimpleNamespace(state=SimpleNamespace(weights=WEIGHTS))))
+        self.node.hold(
+            cast(Stage, SimpleNamespace(state=SimpleNamespace(weights=WEIGHTS, hidden=HIDDEN, gradient=HIDDEN)))
+        )
         self.guardian = Guardian(self.node, swarm, self.waits, cast(Transport, self))
 
     async def fetch_snapshot(
