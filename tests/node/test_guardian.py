@@ -132,7 +132,9 @@ def test_the_other_replica_is_asked_when_one_fails_or_gives_what_is_not_its_own(
             place.asked.clear()
             await place.sees(place.advert("v", WARD), place.advert("w", WARD))
             assert sorted(peer for peer, _, _ in place.asked) == ["v", "w"]
-            assert place.members.is_aside("v", now=place.node.now())
+            assert place.members.is_aside("v", now=place.node.now()) == isinstance(wrong, Snapshot), (
+                "who lies, not who is late"
+            )
             place.answers["v"] = snapshot("v", round)
             place.asked.clear()
             await place.sees(place.advert("v", WARD), place.advert("w", WARD))
