@@ -100,8 +100,7 @@ class SnapshotCodec:
     def pair_std(self, mine: FrozenRound, theirs: PartnerVector) -> float:
         """The replica std that the pair's θ_f tell of (METHOD.md, "Measures")."""
         gap = self._sample(mine, theirs.round) - host_tensor.to_torch(theirs.sample)
-        norm = float(torch.linalg.vector_norm(gap, dtype=torch.float64))
-        return pair_std(norm * norm, gap.numel())
+        return pair_std(float(gap.double().square().sum()), gap.numel())
 
     def _sample(self, frozen: FrozenRound, round: int) -> Tensor:
         """θ_f at the coordinates of a round, which may be another one's."""

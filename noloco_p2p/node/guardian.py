@@ -178,8 +178,7 @@ class Guardian:
     def _rest(self, stage: int, took_s: float) -> None:
         """The next pull may begin when the one that took so long has been paid for."""
         shared = len(self._guardians(stage)) / max(1, len(self._replicas(stage)))
-        began = self._node.now() - took_s
-        self._rests_until = max(self._rests_until, began) + REST * max(1.0, shared) * took_s
+        self._rests_until = max(self._rests_until, self._node.now() - took_s) + REST * max(1.0, shared) * took_s
 
     def _keep(self, stage: int, theirs: Snapshot) -> None:
         held = self._held.get(stage)
