@@ -160,7 +160,7 @@ def test_a_stage_with_three_replicas_again_is_forgotten() -> None:
 
 def test_a_hung_ward_holds_nobody_up() -> None:
     swarm = SimSwarm(plan_for((2, 2), steps=60))
-    swarm.at(4.3, lambda: swarm.network.hold("s1r0"))
+    swarm.at(3.28, lambda: swarm.network.hold("s1r0"))  # in the midst of a pull
     swarm.at(10.0, lambda: swarm.network.release("s1r0"))
     outcome = swarm.run(limit_s=200)
     done = max(round for at_s, round in rounds_of(outcome.trace, "s1r1") if at_s < 10.0)
