@@ -158,8 +158,8 @@ class RunManifest(Settings):
     """The inner optimizer."""
     outer: OuterSettings = OuterSettings()
     """The outer round."""
-    routing: Literal["random", "balanced", "fixed"] = "random"
-    """How the next replica for a microbatch is chosen: at random, in even turns from the seed, or always the same."""
+    routing: Literal["random", "weighted", "balanced", "fixed"] = "random"
+    """Choice of the next replica: at random, also by its speed, in even turns from the seed, or always the same."""
     wire: WireSettings = WireSettings()
     """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
+from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -29,13 +30,19 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult, TensorSpecs
 
-Claim = Callable[[], bool]
-"""Asked before a large body is sent: may it leave for this peer? False: another one was faster, the call is over."""
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to a body that leaves only when a peer has asked for it."""
+
+    take: Callable[[], bool]
+    """A peer has asked: may it leave for this one? False: another peer was faster, the call is over."""
+    left: Callable[[], None]
+    """Called when all of it has been sent."""
 
 
-def alone() -> bool:
-    """The Claim of a call whose peer is the only one that was asked."""
-    return True
+ALONE = Claim(lambda: True, lambda: None)
+"""Of a call whose peer is the only one that was asked."""
 
 
 class Body(Protocol):
@@ -85,17 +92,21 @@ class Handler(Protocol):
 class Transport(Protocol):
     """Calls to peers, and calls from them. Called by the node, from its event loop only."""
 
-    def announces(self, activation: Activation) -> bool:
-        """It is large: its header goes alone, and its body leaves when the peer has asked for it."""
+    line: MeasuredLine
+    """What the bodies that came and went have shown of this node's line."""
 
-    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
+    def announces(self, activation: Activation, peer: Advert) -> bool:
+        """The header had better go alone: the body takes longer to send than a round trip to the peer."""
+
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for the gradient as long as the link and the peer's process are there.
 
+        The body leaves when the peer has asked for it and `claim` lets it; with None at once, if one message holds it.
         Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec`
         and has the same microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
         """
 
-    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> LossSum:
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> LossSum:
         """Send a held-out activation, wait for its loss. Raises as propagate."""
 
     async def progress(

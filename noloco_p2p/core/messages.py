@@ -238,6 +238,8 @@ class Advert:
     """The newest outer round it has done."""
     microbatches_per_s: float = 0.0
     """What its device can do: microbatches per second of device time."""
+    capacity_per_s: float = 0.0
+    """What its device and its line can do, whichever is slower: microbatches per second; 0: not measured yet."""
     steps_per_s: float = 0.0
     """Inner steps per second of wall time."""
     evaluated: bool = False

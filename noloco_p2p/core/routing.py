@@ -10,16 +10,54 @@ so loads are within one of each other whatever the counts are; a permutation of 
 sender and receiver as random as with `random`.
 """
 
+import math
 import random
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 
 from noloco_p2p.core.messages import Origin, PeerId
 from noloco_p2p.core.seeds import generator
 
+FREE = frozenset({"random", "weighted"})
+"""The policies under which any replica may serve a microbatch; the others name one."""
+FASTEST = 8.0
+"""A replica counts as at most so many times as fast as its stage's median: speeds are claims, and no claim may take all
+microbatches."""
+SLOWEST = 1 / 64
+"""And at least so: it must not be left without any."""
 
-def target(microbatches_per_step: int, origins_count: int, replicas_count: int) -> int:
-    """How many microbatches a replica takes into one inner step: its even share, rounded up, at least 1."""
+
+def target(microbatches_per_step: int, origins_count: int, replicas_count: int, share: float | None = None) -> int:
+    """How many microbatches a replica takes into one inner step: its even share, rounded up, at least 1.
+
+    Under `weighted` its `share` of the stage's speed, rounded to nearest, at least 1.
+    """
+    if share is not None:
+        return max(1, round(microbatches_per_step * origins_count * share))
     return max(1, -(-microbatches_per_step * origins_count // max(1, replicas_count)))
+
+
+def odds(speeds: Mapping[PeerId, float]) -> dict[PeerId, float]:
+    """The share of each replica in its stage's speed, each above 0; they add up to 1.
+
+    `speeds` are claims, microbatches per second: one that is no positive number counts as the stage's median, the lower
+    one of two; the others are kept within SLOWEST and FASTEST times it.
+    """
+    measured = [speed for speed in speeds.values() if math.isfinite(speed) and speed > 0]
+    usual = statistics.median_low(measured) if measured else 1.0
+    ratios = {
+        peer: min(FASTEST, max(SLOWEST, speed / usual)) if math.isfinite(speed) and speed > 0 else 1.0
+        for peer, speed in sorted(speeds.items())
+    }
+    total = sum(ratios.values())
+    return {peer: ratio / total for peer, ratio in ratios.items()}
+
+
+def drawn(usable: Sequence[PeerId], odds: Mapping[PeerId, float], rng: random.Random) -> PeerId:
+    """One of `usable`, by its odds. One that came after the step began has none: it counts as their mean."""
+    peers = sorted(usable)
+    mean = 1 / len(odds) if odds else 1.0
+    return rng.choices(peers, [odds.get(peer, mean) for peer in peers])[0]
 
 
 def _permutation(seed: int, stage: int, step: int, block: int, replicas: Sequence[PeerId]) -> list[PeerId]:
@@ -67,13 +105,14 @@ def next_hop(
     peers_of_my_stage: Sequence[PeerId],
     replicas: Sequence[PeerId],
     usable: Sequence[PeerId],
+    shares: Mapping[PeerId, float],
     rng: random.Random,
 ) -> tuple[PeerId, str]:
-    """The replica of `stage` to send to, and why: `random`, `owner`, `fixed` or `fallback`.
+    """The replica of `stage` to send to, and why: `random`, `weighted`, `owner`, `fixed` or `fallback`.
 
-    `replicas` is the stage's membership that the step started with, `usable` those that are live and not set aside
-    (not empty; ValueError). `balanced` and `fixed` name one of `replicas`; when that one is not usable, or the origin
-    was no member when the step started, the choice falls back to `random`: uniform over `usable`.
+    `replicas` is the stage's membership that the step started with and `shares` their `odds`, `usable` those that are
+    live and not set aside (not empty; ValueError). `balanced` and `fixed` name one of `replicas`; when that one is not
+    usable, or the origin was no member when the step started, the choice falls back to `random`: uniform over `usable`.
     """
     if not usable:
         raise ValueError("next_hop needs at least one usable replica")
@@ -81,6 +120,8 @@ def next_hop(
     match policy:
         case "random":
             return rng.choice(sorted(usable)), "random"
+        case "weighted":
+            return drawn(usable, shares, rng), "weighted"
         case "balanced":
             reason, ranked = "owner", sorted(set(origins))
             if origin.peer in ranked and replicas:

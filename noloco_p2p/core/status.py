@@ -21,6 +21,8 @@ class Resource(Enum):
     """This node's own inner step has to end first: its other waits say why it has not."""
     DIRECTORY = "directory"
     """The DHT."""
+    LINE = "line"
+    """This node's own line has to send first what goes before."""
     DISK = "disk"
     DATA = "data"
     """The data set."""

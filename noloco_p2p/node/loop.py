@@ -261,7 +261,7 @@ class Node:
         with node.span("step"), self.waits.computing("inner step"):
             result = await node.stage.inner_step(label)
         self._rounds.inner_step_took(result.busy_s)
-        node.finish_inner_step(result, self.swarm.members.clocks(now=node.now()))
+        node.finish_inner_step(result, self.swarm.members.clocks(now=node.now()), self._world.transport.line)
         idle_s = max(0.0, node.now() - began - result.busy_s)
         node.event("idle", cause="gradients" if node.index == 0 else "microbatches", seconds=idle_s)
         node.event(

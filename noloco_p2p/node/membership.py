@@ -1,9 +1,9 @@
 """What a node knows of the others, and the one task that speaks to the directory (ARCHITECTURE.md, "Membership")."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from noloco_p2p.core import members
+from noloco_p2p.core import members, routing
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.errors import PeerError
@@ -30,6 +30,10 @@ class StepView:
     origins: tuple[PeerId, ...] = ()
     mates: tuple[PeerId, ...] = ()
     following: tuple[PeerId, ...] = ()
+    shares: Mapping[PeerId, float] = field(default_factory=dict)
+    """Under `weighted`, of each of `following` in its stage's speed."""
+    my_share: float | None = None
+    """Mine in that of my stage; None under the other policies."""
 
 
 class Membership:
@@ -73,7 +77,14 @@ class Membership:
             found = self.members.ids(stage, members.READY)
             return tuple(sorted([*found, node.me]) if stage == node.index else found)
 
+        def speeds(stage: int) -> dict[PeerId, float]:
+            found = {advert.peer_id: advert.capacity_per_s for advert in self.members.of_stage(stage, members.READY)}
+            return found | ({node.me: node.advert.capacity_per_s} if stage == node.index else {})
+
         self.view = StepView(ids(0), ids(node.index), ids(node.index + 1))
+        if node.manifest.routing == "weighted":
+            shares, mine = routing.odds(speeds(node.index + 1)), routing.odds(speeds(node.index))[node.me]
+            self.view = replace(self.view, shares=shares, my_share=mine)
 
     def heard(self, origin: Origin | None = None) -> None:
         """A microbatch of `origin`, or at stage 0 a gradient, has come."""

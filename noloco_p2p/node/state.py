@@ -11,6 +11,7 @@ from random import Random
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
+from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import NO_STAGE, Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.stage_values import StepResult
@@ -153,7 +154,7 @@ class NodeState:
         self.close_batches()
         self.stage.close()
         self.drain_by = self.next_stage = self._clocked_at = None
-        self.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, outer_round=0)
+        self.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, capacity_per_s=0.0, outer_round=0)
 
     @property
     def pausing(self) -> bool:
@@ -202,7 +203,9 @@ class NodeState:
         self.inner_steps = inner_steps
         self.update(step=min(float(self.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
 
-    def finish_inner_step(self, result: StepResult, clocks: Iterable[tuple[float, float, float]]) -> None:
+    def finish_inner_step(
+        self, result: StepResult, clocks: Iterable[tuple[float, float, float]], line: MeasuredLine
+    ) -> None:
         """step ← step + 1 + ¼·(median − step − ½) over the `clocks` of stage 0 (Members.clocks), and my speeds.
 
         The speed announced is that of inner steps: the clock's own would feed on itself, a slow clock would be
@@ -221,7 +224,10 @@ class NodeState:
             self.update(steps_per_s=_smooth_rate(self.advert.steps_per_s, now - self._clocked_at))
         if result.microbatches and result.busy_s > 0:
             took_s = result.busy_s / result.microbatches
-            self.update(microbatches_per_s=_smooth_rate(self.advert.microbatches_per_s, took_s))
+            rate = _smooth_rate(self.advert.microbatches_per_s, took_s)
+            line_s = line.microbatch_s(first=self.index == 0, last=self.last)
+            self.update(microbatches_per_s=rate, capacity_per_s=1 / max(1 / rate, line_s))
+        self.event("line", up_bytes_per_s=line.up.bytes_per_s, down_bytes_per_s=line.down.bytes_per_s)
         self._clocked_at = now
         if self.stepped_at is not None:
             self.step_seconds.append(now - self.stepped_at)

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim.bandwidth import Flow
+from noloco_p2p.sim.line_meters import Transfer
 
 KINDS = ("activation", "gradient", "snapshot", "weights", "state", "control")
 """What travels."""
@@ -58,6 +59,12 @@ class Payload:
     """Called when its last byte leaves, unless it left at once."""
     on_lost: Callable[[], None] | None = None
     """Called when a crash ends it."""
+    transfer: Transfer = field(init=False)
+    """As the lines of both ends see it."""
+
+    def __post_init__(self) -> None:
+        """It has not moved yet."""
+        self.transfer = Transfer(self.sender, self.receiver, self.kind, self.nbytes)
 
     @property
     def moves(self) -> bool:

@@ -47,7 +47,7 @@ class RunSettings(Settings):
     """The inner optimizer."""
     outer: OuterSettings = OuterSettings(inner_steps=20)
     """The outer round."""
-    routing: Literal["random", "balanced", "fixed"] = "random"
+    routing: Literal["random", "weighted", "balanced", "fixed"] = "random"
     """How the next replica of a microbatch is chosen."""
     evaluation: EvaluationSettings = EvaluationSettings(every_steps=None, microbatches=2)
     """Validation."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim.bandwidth import Bandwidth, Flow
 from noloco_p2p.sim.connections import Ways
+from noloco_p2p.sim.line_meters import MeasuredLines
 from noloco_p2p.sim.links import Geography, Link
 from noloco_p2p.sim.payloads import KINDS, ByteCounts, Payload
 
@@ -38,6 +39,7 @@ class Traffic:
         self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
         """Activations and gradients from one node to another: the first is on its way, the others wait for it."""
         self._counts: dict[PeerId, dict[str, ByteCounts]] = {}
+        self.lines = MeasuredLines()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def byte_counts(self) -> dict[PeerId, dict[str, ByteCounts]]:
@@ -215,6 +217,7 @@ class Traffic:
             self._has_left(payload)
         elif body:
             self._ways.connection(sender, receiver).start(payload.flow, path)
+            self.lines.moves(payload.transfer, payload.flow.moved(self._now()), self._now())
         else:
             self._bandwidth.start(payload.flow, path)
 
@@ -226,6 +229,7 @@ class Traffic:
             self._bandwidth.stop(payload.flow)
         else:
             self._ways.connection(payload.sender, payload.receiver).stop(payload.flow)
+            self.lines.stopped(payload.transfer, payload.flow.moved(self._now()), self._now())
 
     def _has_left(self, payload: Payload) -> None:
         self._halt(payload)

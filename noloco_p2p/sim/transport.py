@@ -27,7 +27,7 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable, Violation
-from noloco_p2p.ports import Body, Claim, Handler, alone
+from noloco_p2p.ports import ALONE, Body, Claim, Handler
 from noloco_p2p.sim.calls import SimCall
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import Payload
@@ -56,12 +56,15 @@ class SimTransport:
         """The process of this node has crashed: what its tasks still try has no effect."""
         self._network = network
         self._me = me
-
-    def announces(self, activation: Activation) -> bool:
+        self.line = network.traffic.lines.new(me)
         """See `ports.Transport`."""
-        return self._network.payload_bytes("activation", activation.tensors) > wire.PACK_BYTES
 
-    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
+    def announces(self, activation: Activation, peer: Advert) -> bool:
+        """See `ports.Transport`."""
+        nbytes, now = self._network.payload_bytes("activation", activation.tensors), asyncio.get_running_loop().time()
+        return nbytes > wire.PACK_BYTES or self.line.worth_asking(peer.peer_id, nbytes, now)
+
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """See `ports.Transport`."""
         sent = _sent(activation)
         gradient = await self._submit(peer, sent, claim, "propagate", lambda handler: handler.propagate)
@@ -71,7 +74,7 @@ class SimTransport:
             raise Violation(f"{peer.peer_id} answered {gradient.grad.spec}, not {sent.reply_spec}")
         return replace(gradient, grad=_copy(gradient.grad))
 
-    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> LossSum:
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> LossSum:
         """See `ports.Transport`."""
         return await self._submit(peer, _sent(activation), claim, "evaluate", lambda handler: handler.evaluate)
 
@@ -122,7 +125,10 @@ class SimTransport:
 
         each = self._network.control
         nbytes = each.question * len(microbatches), each.report * len(microbatches)
-        return await self._call(peer, invoke, timeout_s, "progress", nbytes=nbytes, apart=True)
+        began = asyncio.get_running_loop().time()
+        reports = await self._call(peer, invoke, timeout_s, "progress", nbytes=nbytes, apart=True)
+        self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
+        return reports
 
     async def describe(self, peer: Advert) -> NodeDescription:
         """See `ports.Transport`."""
@@ -142,14 +148,14 @@ class SimTransport:
             await self._network.stop(self._me)
 
     async def _submit(
-        self, peer: Advert, sent: Activation, claim: Claim, what: str, method: Callable[[Handler], Method[T]]
+        self, peer: Advert, sent: Activation, claim: Claim | None, what: str, method: Callable[[Handler], Method[T]]
     ) -> T:
         """A call with an activation. Small tensors follow their header at once, large ones when they are asked for."""
         self._check_alive()
         nbytes = self._network.payload_bytes("activation", sent.tensors)
         payload = Payload(self._me, peer.peer_id, "activation", nbytes)
-        body, began = _SimBody(self._network, sent, payload, claim), asyncio.get_running_loop().time()
-        if not self.announces(sent):
+        body, began = _SimBody(self._network, sent, payload, claim or ALONE), asyncio.get_running_loop().time()
+        if claim is None and nbytes <= wire.PACK_BYTES:
             self._network.traffic.depart(payload)
 
         def invoke(handler: Handler, _: SimCall[T]) -> Coroutine[Any, Any, T]:
@@ -210,9 +216,10 @@ class _SimBody:
             await network.traffic.deliver(granting, asked, network.control.word, latency_s)
             if network.cut(payload.receiver, payload.sender):
                 await asyncio.get_running_loop().create_future()
-            if not payload.over and self._claim():
+            if not payload.over and self._claim.take():
                 network.traffic.depart(payload)
         await network.traffic.whole(payload, self.latency_s)
+        self._claim.left()
         network.traffic.take(payload)
         return self._sent
 

@@ -1,5 +1,7 @@
 """Routing: balanced is a permutation with even loads, random is uniform, fixed is fixed."""
 
+import itertools
+import math
 import random
 from collections import Counter
 
@@ -8,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.core.messages import Origin
-from noloco_p2p.core.routing import balanced_owner, balanced_slots, next_hop, target
+from noloco_p2p.core.routing import (
+    FASTEST,
+    SLOWEST,
+    balanced_owner,
+    balanced_slots,
+    next_hop,
+    odds,
+    target,
+)
 
 small = st.integers(min_value=1, max_value=7)
 seeds = st.integers(min_value=0, max_value=2**63 - 1)
@@ -19,12 +29,16 @@ def _peers(prefix: str, count: int) -> list[str]:
 
 
 def _hop(
-    policy: str, origin: Origin, usable: list[str], seed: int = 1, me: str = "o0", rng: random.Random | None = None
+    policy: str,
+    origin: Origin,
+    usable: list[str],
+    seed: int = 1,
+    me: str = "o0",
+    rng: random.Random | None = None,
+    shares: dict[str, float] | None = None,
 ) -> tuple[str, str]:
-    origins, replicas = _peers("o", 3), _peers("r", 4)
-    return next_hop(
-        policy, seed, 1, origin, origins, me, origins[::-1], replicas[::-1], usable, rng or random.Random(0)
-    )
+    origins, replicas, rng = _peers("o", 3), _peers("r", 4), rng or random.Random(0)
+    return next_hop(policy, seed, 1, origin, origins, me, origins[::-1], replicas[::-1], usable, shares or {}, rng)
 
 
 @given(seeds, small, small, st.integers(min_value=0, max_value=50))
@@ -83,12 +97,60 @@ def test_random_is_uniform_over_the_usable() -> None:
     assert chi_square < 11.34  # 1 % of uniform samples exceed it at 3 degrees of freedom
 
 
+def test_weighted_follows_the_odds_and_a_newcomer_counts_as_their_mean() -> None:
+    rng, shares = random.Random(7), {"r0": 0.6, "r1": 0.3, "r2": 0.1}
+    drawn = Counter(
+        _hop("weighted", Origin("o0", 1, 0), ["late", "r0", "r1"], rng=rng, shares=shares)[0] for _ in range(5000)
+    )
+    wanted = {"r0": 0.6, "r1": 0.3, "late": 1 / 3}
+    for peer, odd in wanted.items():
+        assert drawn[peer] / 5000 == pytest.approx(odd / sum(wanted.values()), abs=0.03)
+    assert _hop("weighted", Origin("o0", 1, 0), ["r9"]) == ("r9", "weighted"), "nothing was measured"
+
+
+SPEEDS = st.one_of(st.floats(), st.floats(0.01, 100.0))
+
+
+@given(st.dictionaries(st.sampled_from(_peers("r", 9)), SPEEDS, min_size=1))
+def test_odds_are_a_distribution_whatever_is_claimed(claims: dict[str, float]) -> None:
+    found = odds(claims)
+    assert list(found) == sorted(claims)
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert all(share > 0 for share in found.values())
+    measured = sorted(speed for speed in claims.values() if speed > 0 and math.isfinite(speed))
+    for one, other in itertools.permutations(claims, 2):
+        assert found[one] <= found[other] * FASTEST / SLOWEST * (1 + 1e-9)
+        both = claims[one], claims[other]
+        if measured and all(measured[0] * FASTEST >= speed >= measured[-1] * SLOWEST for speed in both):
+            usual = measured[(len(measured) - 1) // 2]
+            if all(usual * SLOWEST <= speed <= usual * FASTEST for speed in both):
+                assert found[one] / found[other] == pytest.approx(both[0] / both[1])
+
+
+@given(st.integers(2, 12), st.floats(1.0, 1e300))
+def test_no_claim_takes_all_microbatches(count: int, claim: float) -> None:
+    """Of honest replicas that are alike each keeps its place beside a liar."""
+    found = odds(dict.fromkeys(_peers("r", count), 1.0) | {"liar": claim})
+    assert found["liar"] <= FASTEST / (FASTEST + count) + 1e-12
+    assert target(16, 4, count, found["r0"]) >= 1
+
+
+@given(st.integers(1, 64), small, st.lists(st.floats(0.1, 10.0), min_size=1, max_size=9))
+def test_targets_by_speed_add_up_to_the_step(microbatches: int, origins: int, speeds: list[float]) -> None:
+    found = odds(dict(zip(_peers("r", len(speeds)), speeds, strict=True)))
+    targets = [target(microbatches, origins, len(speeds), share) for share in found.values()]
+    assert min(targets) >= 1
+    assert abs(sum(targets) - microbatches * origins) <= len(speeds)
+
+
 def test_fixed_is_my_rank_modulo_the_count() -> None:
     origin = Origin("o0", 5, 1)
     usable = _peers("r", 4)
     assert [_hop("fixed", origin, usable, me=f"o{i}", seed=i)[0] for i in range(3)] == ["r0", "r1", "r2"]
     assert _hop("fixed", origin, ["r2"]) == ("r2", "fallback")
-    assert next_hop("fixed", 1, 1, origin, ["a"], "c", ["a", "b", "c"], ["r", "s"], ["r", "s"], random.Random(0)) == (
+    assert next_hop(
+        "fixed", 1, 1, origin, ["a"], "c", ["a", "b", "c"], ["r", "s"], ["r", "s"], {}, random.Random(0)
+    ) == (
         "r",
         "fixed",
     )

@@ -74,7 +74,7 @@ def with_hung(hung: str, routing: str, seed: int) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("routing", ["random", "weighted", "balanced"])
 @pytest.mark.parametrize("hung", ["s2r1", "s1r1"])
 def test_only_the_hung_replica_is_set_aside(hung: str, routing: str) -> None:
     blamed: Counter[str] = Counter()
@@ -112,7 +112,7 @@ def test_an_evaluation_goes_round_a_hung_replica() -> None:
 
 
 @pytest.mark.parametrize("replicas", [(2, 2, 1), (2, 1)])
-@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("routing", ["random", "weighted", "balanced"])
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, replicas: tuple[int, ...]) -> None:
     away_s, last = 20.0, len(replicas) - 1

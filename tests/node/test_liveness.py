@@ -19,7 +19,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Activation, Advert, Gradient, MicrobatchId, Progress
 from noloco_p2p.node.pipeline.liveness import Liveness
-from noloco_p2p.ports import Claim, alone
+from noloco_p2p.ports import Claim
 from noloco_p2p.sim.links import MEASURED, Access, Link, MessageSizes, Uniform
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
@@ -62,7 +62,7 @@ def called_at(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls: Calls = {}
     propagate = SimTransport.propagate
 
-    async def noted(self: SimTransport, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
+    async def noted(self: SimTransport, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         calls.setdefault((self._me, peer.peer_id), []).append(asyncio.get_running_loop().time())
         return await propagate(self, peer, activation, claim)
 
@@ -87,7 +87,7 @@ def drawn(seed: int) -> tuple[SimPlan, str]:
     rng = random.Random(seed)
     replicas = rng.choice([(3, 3), (2, 2), (3, 1), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1), (1,) * 8])
     mbit, latency_s = 10 ** rng.uniform(-0.3, 3), rng.choice([0.0, 0.01, 0.05, 0.3, rng.uniform(0, 0.3)])
-    routing, shared = rng.choice(["random", "random", "balanced", "fixed"]), rng.choice([False, True])
+    routing, shared = rng.choice(["random", "weighted", "balanced", "fixed"]), rng.choice([False, True])
     rate = mbit * MEGABIT
     body = int(max(1.2 * wire.PACK_BYTES, rate * 10 ** rng.uniform(-1, 1)))
     small = (max(8, int(rate * rng.uniform(0.1, 3))),) * len(replicas)

@@ -26,7 +26,7 @@ class Peers:
                 await asyncio.sleep(grant_s)
                 if error is not None:
                     raise error
-                if not claim():
+                if not claim.take():
                     raise Busy("too late")
                 self.sent.append(name)
                 await asyncio.sleep(reply_s)
@@ -44,7 +44,7 @@ class Peers:
 
     def ask(self, **calls: Call) -> tuple[str, str] | None:
         async def asked() -> tuple[str, str] | None:
-            found = await first_granted(calls, self.note)
+            found = await first_granted(calls, self.note, lambda: None)
             assert len(asyncio.all_tasks()) == 1, "nothing of it goes on"
             return found
 
@@ -83,7 +83,7 @@ def test_the_winner_may_fail_after_its_grant() -> None:
 
     async def dies(claim: Claim) -> str:
         await asyncio.sleep(0.01)
-        assert claim()
+        assert claim.take()
         await asyncio.sleep(0.01)
         raise Unreachable("it died")
 
@@ -106,7 +106,7 @@ def test_a_cancelled_race_cancels_all_calls() -> None:
 
     async def asked() -> None:
         calls = {"a": peers.call("a", 1.0), "b": peers.call("b", 1.0)}
-        race = asyncio.create_task(first_granted(calls, peers.note))
+        race = asyncio.create_task(first_granted(calls, peers.note, lambda: None))
         await asyncio.sleep(0.01)
         race.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -34,7 +34,7 @@ def drawn(seed: int) -> SimPlan:
         replicas,
         steps=9,
         seed=seed,
-        routing=rng.choice(["random", "balanced"]),
+        routing=rng.choice(["random", "weighted", "balanced"]),
         outer={"inner_steps": 4, "deadline_s": 2.0, "partner_wait_s": rng.choice([None, 0.0, 300.0])},
     )
     slow = peer_id(stage := rng.randrange(len(replicas)), rng.randrange(replicas[stage]))

@@ -58,11 +58,17 @@ def test_what_messages_weigh_is_what_real_ones_do() -> None:
     hidden = HostTensor("hidden", "bfloat16", (8, 1024, 1024), memoryview(bytes(16 * MIB)))
     targets = HostTensor("targets", "int32", (8, 1024), memoryview(bytes(32 * 1024)))
     header = Header(run_id, microbatch, Origin(peer, 50_000, 31), 3, 123.4)
-    first = next(message_codec.to_activation(Activation(header, hidden, targets)))
+    first = next(message_codec.to_activation(Activation(header, hidden, targets), head_alone=True))
     question = pb.ProgressRequest(microbatches=[pb.MicrobatchId(**microbatch._asdict())])
     report = message_codec.to_progress([Progress(wire.REPLYING + 5_000_000, 1.5)])
     advert = Advert(peer, run_id, 1, ("203.0.113.17:29500",), "203.0.113.17:29502", "", "training", 1234.5, 60)
-    advert = replace(advert, microbatches_per_s=1.234567, steps_per_s=0.0123456, holds=(Holding(1, 60, 1200),) * 2)
+    advert = replace(
+        advert,
+        microbatches_per_s=1.234567,
+        capacity_per_s=1.234567,
+        steps_per_s=0.0123456,
+        holds=(Holding(1, 60, 1200),) * 2,
+    )
     libp2p = f"/ip4/203.0.113.17/tcp/29501/p2p/{peer}"
     payload = encode(AdvertRecord(advert, 1_700_000_000.123456, (libp2p,)))
     key_and_expiry = len(peer) + 20

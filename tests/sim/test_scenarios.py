@@ -69,7 +69,7 @@ def short(name: str) -> Scenario:
 
 def drawn(name: str, seed: int) -> tuple[Scenario, int, str]:
     """What is run with a seed: the scenario, its nodes, and the command that does the same."""
-    scenario, routing = short(name), ("random", "balanced", "random")[seed % 3]
+    scenario, routing = short(name), ("random", "balanced", "weighted")[seed % 3]
     scenario = scenario.model_copy(update={"run": scenario.run.model_copy(update={"routing": routing})})
     nodes = max((4, 6, 8, 9)[seed % 4], 2 * len(scenario.replicas))
     sets = [f"--set {shlex.quote(one)}" for one in (*SHORT, *SHORTER[name], f"run.routing={routing}")]
@@ -81,7 +81,6 @@ def drawn(name: str, seed: int) -> tuple[Scenario, int, str]:
 
 
 WASTEFUL = {
-    "consumer": "bodies of half a mebibyte are not announced, and a pull has 20 s here",
     "churn": "nodes stop in the middle of what they send or take",
     "partition": "pulls between the continents are cut off",
 }

@@ -88,6 +88,9 @@ def test_continents_hide_their_distance_behind_more_microbatches(microbatches: i
         assert throughput_bound(scenario, seed).utilisation == pytest.approx((share,) * 2, abs=0.04)
 
 
+TWO_BYTES = ("workload.wire.forward=bfloat16", "workload.wire.backward=bfloat16")
+
+
 def routed(scenario: Scenario, routing: str) -> Scenario:
     """With a policy that manifests may not know yet."""
     return scenario.model_copy(update={"run": scenario.run.model_copy(update={"routing": routing})})
@@ -97,7 +100,7 @@ def routed(scenario: Scenario, routing: str) -> Scenario:
     ("routing", "quantiles"), [("balanced", (3_300, 7_800, 14_900)), ("weighted", (10_900, 15_700, 20_600))]
 )
 def test_homes_are_as_fast_as_the_slowest_or_as_all_of_them(routing: str, quantiles: tuple[int, ...]) -> None:
-    scenario = routed(load(FILES / "consumer.yaml", ["run.microbatches_per_step=16", "run.steps=8"]), routing)
+    scenario = routed(load(FILES / "consumer.yaml", [*TWO_BYTES, "run.steps=8"]), routing)
     sizes = sizes_of(scenario)
     four_bits = sizes.gradient_bytes // 4
     sizes = replace(sizes, activation_bytes=four_bits + 1024 * 4, gradient_bytes=four_bits)

@@ -12,7 +12,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Advert, Gradient, PeerId, Progress, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, PeerError, Unreachable
-from noloco_p2p.ports import Body
+from noloco_p2p.ports import Body, Claim
 from noloco_p2p.sim.links import (
     Access,
     ControlSizes,
@@ -115,7 +115,7 @@ LARGE = replace(SIZES, activation_bytes=4 * wire.PACK_BYTES, gradient_bytes=2 * 
 def test_a_large_body_leaves_when_it_is_asked_for() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = LARGE
-        assert transport.announces(activation())
+        assert transport.announces(activation(), CALLEE)
         await transport.propagate(CALLEE, activation())
         expected = 4 * LATENCY_S + sum(after_a_rest_s(part * wire.PACK_BYTES, wire.PACK_BYTES) for part in (4, 2))
         assert now() == pytest.approx(expected), "header, grant, body, gradient"
@@ -134,7 +134,7 @@ def test_a_large_body_that_is_refused_or_claimed_elsewhere_costs_nothing(refuses
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = LARGE
         with pytest.raises(Busy if refuses else Unreachable):
-            await transport.propagate(CALLEE, activation(), lambda: False)
+            await transport.propagate(CALLEE, activation(), Claim(lambda: False, lambda: None))
         assert totals(network) == ByteCounts()
 
     play(script, answer, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES))

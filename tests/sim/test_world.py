@@ -59,7 +59,7 @@ def _counted(outcome: Outcome, stage: int) -> Counter[MicrobatchId]:
     return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.linear_stage.counted)
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced", "fixed"])
+@pytest.mark.parametrize("routing", ["random", "weighted", "balanced", "fixed"])
 def test_a_swarm_trains_to_its_end_and_every_microbatch_counts_once_at_every_stage(routing: str) -> None:
     plan = replace(_plan((2, 3, 1), routing=routing), slowness={"s1r2": 2.0})
     outcome = SimSwarm(plan).run(limit_s=120.0)

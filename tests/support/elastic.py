@@ -55,7 +55,7 @@ def drawn(seed: int) -> tuple[SimPlan, tuple[Fault, ...]]:
     rng = random.Random(seed)
     replicas = SHAPES[seed % len(SHAPES)]
     manifest = manifest_for(
-        replicas, seed=seed, steps=rng.randint(14, 20), routing=rng.choice(["random", "random", "balanced"])
+        replicas, seed=seed, steps=rng.randint(14, 20), routing=rng.choice(["random", "weighted", "balanced"])
     )
     plan = SimPlan(
         manifest,

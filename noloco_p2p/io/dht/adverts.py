@@ -58,6 +58,7 @@ class AdvertPayload(BaseModel):
     step: Number
     outer_round: Count
     microbatches_per_s: Number
+    capacity_per_s: Number
     steps_per_s: Number
     evaluated: bool
     settled: bool

@@ -1,5 +1,5 @@
-"""What an owner lets this node's transport send and receive: messages with tensors wait for their turn, short ones
-are charged and go at once. Without a cap nothing is put in between.
+"""What an owner lets this node's transport send and receive, and how fast it is: messages with tensors wait for their
+turn and are measured, short ones are charged and go at once. Without a cap nobody waits.
 
 Bytes are those of gRPC messages. What comes is held back by not being read: then HTTP/2's flow control stops its
 sender, after what is under way: a window for each call (64 KiB at first), and the message that is read.
@@ -12,6 +12,7 @@ from typing import Any
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, LineCap, LineTurn, Precedence
+from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Header
 
 Write = Callable[[bytes], Awaitable[object]]
@@ -21,6 +22,8 @@ Rank = tuple[Precedence, tuple[int, int]]
 OTHER: Rank = (Precedence.OTHER, (0, 0))
 AT_THE_DOOR: Rank = (Precedence.GRADIENT, (-1, 0))
 """The first message of a call, before everything: its sender asks soon whether its header has come."""
+BUFFERED_S = 0.001
+"""A message that comes sooner was here already: it says nothing of the line."""
 
 
 def rank_of(header: Header, precedence: Precedence) -> Rank:
@@ -79,19 +82,28 @@ class OwnersLine:
         # Else gRPC lets a fast sender have megabytes under way on each call, whether they are read or not.
         self.grpc_options = () if down is None else (("grpc.http2.bdp_probe", 0),)
         """Of every connection."""
+        self.measured = MeasuredLine()
+        """By the messages that are not short."""
 
     def sender(self, write: Write, rank: Rank = OTHER) -> Write:
         """`write`, each message in its turn, unless it is short."""
-        way = self._up
-        if way is None:
-            return write
+        way, rate, clock = self._up, self.measured.up, asyncio.get_running_loop().time
 
         async def send(message: bytes) -> None:
-            if len(message) > LEAST_MESSAGE_BYTES:
-                await way.turn(rank, len(message))
-            else:
-                way.charge(len(message))
-            await write(message)
+            nbytes = len(message)
+            if nbytes <= LEAST_MESSAGE_BYTES:
+                if way is not None:
+                    way.charge(nbytes)
+                await write(message)
+                return
+            began, sent = rate.began(clock()), 0
+            try:
+                if way is not None:
+                    await way.turn(rank, nbytes)
+                await write(message)
+                sent = nbytes
+            finally:
+                rate.ended(began, sent, clock())
 
         return send
 
@@ -99,7 +111,7 @@ class OwnersLine:
         """`read`, each message in its turn; with `first_at_once` only from the second one on."""
         way = self._down
         if way is None:
-            return read
+            return self._measured(read)
 
         due = 0 if first_at_once else way.message_bytes
 
@@ -110,6 +122,28 @@ class OwnersLine:
                 await way.turn(rank, charged)
             message = await read(*arguments)
             way.charge((len(message) if isinstance(message, bytes) else 0) - charged)
+            return message
+
+        return self._measured(receive)
+
+    def _measured(self, read: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """`read`, measured where a message follows one of the same body: before the first, time goes by for others."""
+        rate, clock, follows = self.measured.down, asyncio.get_running_loop().time, False
+
+        async def receive(*arguments: Any) -> Any:
+            nonlocal follows
+            if not follows:
+                message = await read(*arguments)
+            else:
+                at, nbytes = clock(), 0
+                began = rate.began(at)
+                try:
+                    message = await read(*arguments)
+                    if isinstance(message, bytes) and clock() - at >= BUFFERED_S:
+                        nbytes = len(message)
+                finally:
+                    rate.ended(began, nbytes, clock())
+            follows = isinstance(message, bytes) and len(message) > LEAST_MESSAGE_BYTES
             return message
 
         return receive

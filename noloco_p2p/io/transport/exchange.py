@@ -37,6 +37,7 @@ async def send_when_granted(
         async with turn:
             for message in messages:
                 await write(message)
+        claim.left()
 
     await write(next(messages))
     writing: asyncio.Task[None] | None = None
@@ -45,7 +46,7 @@ async def send_when_granted(
         while result is None:
             message = _some(await read())
             if writing is None and message_codec.from_grant(message):
-                if not claim():
+                if not claim.take():
                     raise Busy("another replica has granted a place first")
                 writing = asyncio.create_task(write_body())
             else:

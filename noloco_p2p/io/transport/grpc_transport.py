@@ -39,7 +39,7 @@ from noloco_p2p.io.transport.exchange import next_message, send_when_granted
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.sockets import limit_unsent
-from noloco_p2p.ports import Claim, Handler, Telemetry, alone
+from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
 DESCRIBE_S = 5.0
 """Longest wait for a peer's description of itself."""
@@ -91,6 +91,8 @@ class GrpcTransport:
         self._count = partial(telemetry.event, "bytes")
         self._metadata = servicer.metadata(me, run_id)
         self._line = OwnersLine(limits or LimitSettings())
+        self.line = self._line.measured
+        """See `ports.Transport`."""
         self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes, self._line)
         self._channels = ChannelPool(self._line.grpc_options)
         self._turns = Turns()
@@ -128,18 +130,23 @@ class GrpcTransport:
         if self._server is not None:
             await self._server.stop(grace=None)
 
-    def announces(self, activation: Activation) -> bool:
+    def announces(self, activation: Activation, peer: Advert) -> bool:
         """See `ports.Transport`."""
-        return not message_codec.fits_one_message(activation, self._line.whole_bytes)
+        size, now = sum(tensor.data.nbytes for tensor in activation.tensors), asyncio.get_running_loop().time()
+        return not self._fits(activation) or self.line.worth_asking(peer.peer_id, size, now)
 
-    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> Gradient:
+    def _fits(self, activation: Activation) -> bool:
+        return message_codec.fits_one_message(activation, self._line.whole_bytes)
+
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
         reader = message_codec.GradientReader(activation)
         gradient = await self._exchange(peer, "Propagate", "gradient", activation, claim, reader.feed)
         self._count(direction="in", kind="gradient", bytes=gradient.grad.data.nbytes)
+        self.line.down.carries("gradient", gradient.grad.data.nbytes)
         return gradient
 
-    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = alone) -> LossSum:
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> LossSum:
         """Send a held-out activation, wait for its loss. Raises as propagate."""
         return await self._exchange(peer, "Evaluate", "loss", activation, claim, message_codec.from_loss)
 
@@ -149,7 +156,9 @@ class GrpcTransport:
         """Ask how far the peer is with each of them. Raises as propagate."""
         request = pb.ProgressRequest(microbatches=[pb.MicrobatchId(**one._asdict()) for one in microbatches])
         async with self._calling(peer, "report of progress", timeout_s, control=True) as (channel, seconds):
+            began = asyncio.get_running_loop().time()
             reply = await NodeStub(channel.channel).Progress(request, timeout=seconds, metadata=self._metadata)
+            self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
         self._line.charge(sent=request.ByteSize(), received=reply.ByteSize())
         return message_codec.from_progress(reply, len(microbatches))
 
@@ -236,19 +245,21 @@ class GrpcTransport:
         method: str,
         what: str,
         activation: Activation,
-        claim: Claim,
+        claim: Claim | None,
         feed: Callable[[bytes], T | None],
     ) -> T:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         async with self._calling(peer, what, LONGEST_CALL_S) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
-            messages = message_codec.to_activation(activation, line.message_bytes, line.whole_bytes)
-            if self.announces(activation):
+            whole = claim is None and self._fits(activation)
+            messages = message_codec.to_activation(activation, line.message_bytes, head_alone=not whole)
+            self.line.up.carries("activation", size)
+            if not whole:
                 call, turn = channel.send_stream(method, **options), self._body_turn(peer.peer_id, size)
                 there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
                 ways = line.sender(call.write, there), line.receiver(call.read, back, first_at_once=True)
-                return await send_when_granted(call, messages, turn, claim, feed, ways)
+                return await send_when_granted(call, messages, turn, claim or ALONE, feed, ways)
             self._count(direction="out", kind="activation", bytes=size)
             message = next(messages)
             reply = await channel.send_whole(method, message, **options)

@@ -107,10 +107,8 @@ def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
     return MicrobatchId(message.peer, message.incarnation, message.counter)
 
 
-def to_activation(
-    activation: Activation, message_bytes: int = wire.PACK_BYTES, whole_bytes: int = wire.PACK_BYTES
-) -> Iterator[bytes]:
-    """The messages of an activation: one when it fits `whole_bytes`, else the header alone and then the tensors."""
+def to_activation(activation: Activation, message_bytes: int = wire.PACK_BYTES, *, head_alone: bool) -> Iterator[bytes]:
+    """The messages of an activation: with `head_alone` the header before the tensors, else one for all that fits it."""
     header, tensors = activation.header, activation.tensors
     specs = tuple(tensor.spec for tensor in tensors)
     digests = [digest(tensor.data) for tensor in tensors]
@@ -125,7 +123,6 @@ def to_activation(
         patient=header.patient,
     )
     stream = wire.frames(tensors, digests)
-    head_alone = not fits_one_message(activation, whole_bytes)
     return streamed(pb.ActivationMessage(header=head), stream, message_bytes, head_alone=head_alone)
 
 

@@ -113,6 +113,8 @@ class GrpcServicer:
         finally:
             del self._replies[reply]
         self._count(direction="out", kind=kind, bytes=size)
+        self._line.measured.up.carries(kind, size)
+        self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
             await _drain(context)
 

@@ -14,7 +14,7 @@ EXPERIMENTS = {
     "latency": ("latency", "time of a synchronisation: pair pull against tree, ring and butterfly all-reduce"),
     "blocking": ("blocking", "idle share: pair pulls against a global barrier"),
     "stability": ("stability", "where the replicas diverge: γ and α against two bounds"),
-    "routing": ("routing_policies", "fixed, random and balanced routes, with and without outer rounds"),
+    "routing": ("routing_policies", "fixed, random, weighted and balanced routes, with and without outer rounds"),
     "spread": ("spread", "does the weights' spread follow the learning rate?"),
     "staleness": ("staleness", "pairing, stale snapshots and lost partners"),
     "overlap": ("overlap", "outer rounds that are merged inner steps after they were frozen"),

@@ -4,10 +4,11 @@ what do they cost in loss, load and waiting?
 A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer a stage, {REPLICAS}
 replicas of each stage; the node's own code in the simulator over real torch stages, device times log-normal (σ
 {JITTER}). Microbatches of 8 × 64 tokens, one for each origin and inner step, m = {ROUND_STEPS}, two peak learning
-rates. `fixed`: replica i always sends to replica i; `random`: to any replica that has room; `balanced`: by a
-permutation drawn for each step. Validation goes from replica i to replica i under all of them. Then the same policies
-over stages that only cost time, on equal and unequal devices: {REPLICAS} replicas of each of two stages, two
-microbatches for each origin and step, forward 10 ms, backward 20 ms, links 1 ms, virtual seconds.
+rates. `fixed`: replica i always sends to replica i; `random`: to any replica that has room; `weighted`: likewise,
+with odds and loads by measured speed; `balanced`: by a permutation drawn for each step. Validation goes from replica
+i to replica i under all of them. Then the same policies over stages that only cost time, on equal and unequal
+devices: {REPLICAS} replicas of each of two stages, two microbatches for each origin and step, forward 10 ms, backward
+20 ms, links 1 ms, virtual seconds.
 
 Mean ± standard deviation over seeds. Losses in nats per token, the first is the mean over the replicas; std of the
 weights over the replicas of a stage, on θ before the merge where there is one, mean over the last half of the
@@ -37,7 +38,7 @@ from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
-POLICIES = ("fixed", "random", "balanced")
+POLICIES = ("fixed", "random", "weighted", "balanced")
 REPLICAS = 8
 """Of each of two stages."""
 DEVICES = {"equal": (0.0, 1.0), "log-normal 0.3": (0.3, 1.0), "one 3 times slower": (0.0, 3.0)}

@@ -1,5 +1,6 @@
 """Which replicas of the next stage a microbatch is offered to."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +49,8 @@ class Choice(NamedTuple):
     """Whom to ask now. Nobody: all have just said Busy or failed."""
 
     replicas: list[Advert]
+    header_first: bool = False
+    """They get the body when they ask for it, or one of them does."""
     patient: bool = True
     """They may keep the question in their line; False: there are others to ask, Busy is the better answer."""
 
@@ -59,41 +62,53 @@ class ReplicaChoice:
         self._node = node
         self._swarm = swarm
 
-    def by_policy(self, origin: Origin, heard: Attempts, several: int) -> Choice:
-        """Training: the replica that the run's policy chooses; under `random` as many as `several`."""
-        node, view, members = self._node, self._swarm.view, self._swarm.members
-        stage, policy = node.index + 1, node.manifest.routing
-        usable = members.usable(stage, now=node.now(), without=heard.failed)
-        only_one = len(usable) == 1
-        if policy == "random":
-            usable = [peer for peer in usable if peer not in heard.busy] if heard.busy else usable
-        elif heard.busy:
-            return Choice([])
-        found: list[Advert] = []
-        while usable and len(found) < (several if policy == "random" else 1):
-            chosen, reason = routing.next_hop(
-                policy,
-                node.manifest.seed,
-                stage,
-                origin,
-                view.origins,
-                node.me,
-                view.mates,
-                view.following,
-                usable,
-                node.rng,
-            )
-            if reason == "fallback" and not heard.fell_back:
-                heard.fell_back = True
-                node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
-            advert = members.get(chosen)
-            assert advert is not None, "it is usable"
-            found.append(advert)
-            usable = [peer for peer in usable if peer != chosen]
-        # Who is asked alone although there are others had better say Busy: whichever is free first serves.
-        return Choice(found, policy != "random" or several > 1 or only_one)
+    def by_policy(self, origin: Origin, heard: Attempts, announced: Callable[[Advert], bool]) -> Choice:
+        """Training: the replica that the run's policy chooses.
 
-    def in_turn(self, origin: Origin, heard: Attempts, several: int) -> Choice:
+        Where any may serve, two are drawn, if only the header goes to the one that comes too late: loads even out.
+        Under `weighted` they may be the same, else the fastest would be drawn too seldom.
+        """
+        node, members, policy = self._node, self._swarm.members, self._node.manifest.routing
+        usable = members.usable(node.index + 1, now=node.now(), without=heard.failed)
+        free = [peer for peer in usable if peer not in heard.busy] if policy in routing.FREE else usable
+        if not free or (heard.busy and policy not in routing.FREE):
+            return Choice([])
+        first = self._draw(origin, heard, free)
+        header_first = announced(first)
+        if policy not in routing.FREE:
+            return Choice([first], header_first)
+        # Who is asked alone although there are others had better say Busy: whichever is free first serves.
+        patient = header_first or len(usable) == 1
+        others = free if policy == "weighted" else [peer for peer in free if peer != first.peer_id]
+        if not (header_first and others):
+            return Choice([first], header_first, patient)
+        second = self._draw(origin, heard, others)
+        return Choice([first] if second == first else [first, second], header_first, patient)
+
+    def _draw(self, origin: Origin, heard: Attempts, usable: Sequence[PeerId]) -> Advert:
+        """One of `usable`, which are not none, by the run's policy."""
+        node, view = self._node, self._swarm.view
+        chosen, reason = routing.next_hop(
+            node.manifest.routing,
+            node.manifest.seed,
+            node.index + 1,
+            origin,
+            view.origins,
+            node.me,
+            view.mates,
+            view.following,
+            usable,
+            view.shares,
+            node.rng,
+        )
+        if reason == "fallback" and not heard.fell_back:
+            heard.fell_back = True
+            node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
+        advert = self._swarm.members.get(chosen)
+        assert advert is not None, "it is usable"
+        return advert
+
+    def in_turn(self, origin: Origin, heard: Attempts, announced: Callable[[Advert], bool]) -> Choice:
         """Evaluation: replica i of stage 0 (`origin.index` is i) goes through replica i mod n of each later stage.
 
         The next one in turn stands in for a replica that is set aside or has declined.
@@ -105,4 +120,5 @@ class ReplicaChoice:
         turn = (origin.index + heard.skipped) % len(replicas)
         in_turn = [*replicas[turn:], *replicas[:turn]]
         free = [a for a in in_turn if not members.is_aside(a.peer_id, now=node.now())]
-        return Choice((free or in_turn)[:1])
+        chosen = (free or in_turn)[0]
+        return Choice([chosen], announced(chosen))

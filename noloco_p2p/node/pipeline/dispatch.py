@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
+from noloco_p2p.core import routing
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -28,6 +29,7 @@ from noloco_p2p.core.status import AnyReplica, for_microbatch
 from noloco_p2p.core.timeouts import ANSWER_SHARE, attempt_s
 from noloco_p2p.errors import Busy, Declined, PeerError, Stalled, Unreachable, Violation
 from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.pipeline.asking import Asking
 from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
 from noloco_p2p.node.pipeline.liveness import Liveness
 from noloco_p2p.node.pipeline.race import first_granted
@@ -37,8 +39,6 @@ from noloco_p2p.ports import Claim, Transport
 
 ALONE_SILENCES = 2.0
 """A later stage waits for so many silences for somebody to serve the next one."""
-ASKED_AT_ONCE = 2
-"""Replicas that are offered a body which only the first to grant a place will get."""
 SHORTEST_CALL_S = 0.05
 """With less time than this left, a call is not begun."""
 
@@ -79,9 +79,9 @@ class RetryPolicy(Generic[R]):
 
     reply: str
     """What is waited for."""
-    send: Callable[[Advert, Activation, Claim], Awaitable[R]]
-    choose: Callable[[Origin, Attempts, int], Choice]
-    """The replicas to call now, at most so many."""
+    send: Callable[[Advert, Activation, Claim | None], Awaitable[R]]
+    choose: Callable[[Origin, Attempts, Callable[[Advert], bool]], Choice]
+    """The replicas to call now; of each it is known whether it would get the header first."""
     trains: bool
     """A microbatch that is lost costs gradients: it goes on while the node drains, tries another replica at once, and
     says Busy to its caller if it heard nothing else. An evaluation pauses after each failure: it may come late."""
@@ -95,6 +95,7 @@ class Dispatcher:
         self._swarm = swarm
         self._waits = waits
         self._transport = transport
+        self._asking = Asking(node, waits, transport)
         self.liveness = Liveness(node, waits, transport)
         choice = ReplicaChoice(node, swarm)
         self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
@@ -174,18 +175,27 @@ class Dispatcher:
                 raise self._give_up(output.microbatch, heard)
             header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
             activation = Activation(header, output.inputs, output.targets, output.mask, reply=node.stage.state.gradient)
-            # Where only headers go to those that come too late, two are asked: loads even out.
-            several = ASKED_AT_ONCE if self._transport.announces(activation) else 1
-            peers, patient = policy.choose(output.origin, heard, several)
+            announced = partial(self._transport.announces, activation)
+            peers, header_first, patient = policy.choose(output.origin, heard, announced)
             if not peers:
                 if self._nobody_to_ask(heard):
                     raise self._give_up(output.microbatch, heard)
                 await self._pause(heard)
                 continue
+            asks = header_first and policy.trains
+            if asks and not self._asking.may_ask():
+                if await self._asking.until_may_ask(output.microbatch, longest_s):
+                    progressed()
+                continue
             activation = replace(activation, header=replace(header, patient=patient))
-            calls = {peer.peer_id: partial(self._call, policy, peer, activation, progressed) for peer in peers}
-            with node.span("send") if policy.trains else nullcontext():
-                answer = await first_granted(calls, partial(self._note_failure, heard))
+            call = partial(self._call, policy, activation, header_first, progressed)
+            calls = {peer.peer_id: partial(call, peer) for peer in peers}
+            left = self._asking.begin() if asks else _nothing
+            try:
+                with node.span("send") if policy.trains else nullcontext():
+                    answer = await first_granted(calls, partial(self._note_failure, heard), left)
+            finally:
+                left()
             if answer is not None:
                 self._swarm.answered(answer[0])
                 return answer[1], answer[0]
@@ -193,12 +203,18 @@ class Dispatcher:
                 await self._pause(heard)
 
     async def _call(
-        self, policy: RetryPolicy[R], peer: Advert, activation: Activation, progressed: Callable[[], None], claim: Claim
+        self,
+        policy: RetryPolicy[R],
+        activation: Activation,
+        header_first: bool,
+        progressed: Callable[[], None],
+        peer: Advert,
+        claim: Claim,
     ) -> R:
         """One call to one replica."""
         microbatch, longest_s = activation.header.microbatch, activation.header.time_left_s
         with self._waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch)):
-            reply = policy.send(peer, activation, claim)
+            reply = policy.send(peer, activation, claim if header_first else None)
             return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed)
 
     def _note_failure(self, heard: Attempts, id: PeerId, error: PeerError) -> None:
@@ -249,7 +265,7 @@ class Dispatcher:
         # `balanced` and `fixed` wait for the replica that they name. One that is still fetching its weights may take
         # minutes: others serve meanwhile.
         waited_s = node.now() - heard.busy_at
-        named = node.manifest.routing != "random" and waited_s > node.config.limits.patience_floor_s
+        named = node.manifest.routing not in routing.FREE and waited_s > node.config.limits.patience_floor_s
         if named and newest is not None and newest.state != "training":
             heard.failed.add(peer)
 
@@ -266,3 +282,7 @@ class Dispatcher:
         with self._waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
         heard.begin_anew()
+
+
+def _nothing() -> None:
+    """What a body that nobody asked for does when it has left."""

@@ -115,7 +115,8 @@ class MicrobatchServer:
         After the last step there are no slots any more; origins that came late are served as they come.
         """
         node, manifest, view = self._node, self._node.manifest, self._swarm.view
-        count = routing.target(manifest.microbatches_per_step, max(1, len(view.origins)), len(view.mates))
+        origins = max(1, len(view.origins))
+        count = routing.target(manifest.microbatches_per_step, origins, len(view.mates), view.my_share)
         if manifest.routing != "balanced" or node.step >= manifest.steps:
             return count, None
         due = routing.balanced_slots(

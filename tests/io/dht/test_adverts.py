@@ -53,6 +53,7 @@ def advert(**changes: object) -> Advert:
         "step": 12.75,
         "outer_round": 3,
         "microbatches_per_s": 1.5,
+        "capacity_per_s": 1.25,
         "steps_per_s": 0.25,
         "evaluated": True,
         "settled": True,

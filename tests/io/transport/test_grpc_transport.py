@@ -27,7 +27,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, NodeDescription, Progress, TensorSpec
 from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.io.transport import message_codec
-from noloco_p2p.ports import Body
+from noloco_p2p.ports import Body, Claim
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every message of an activation that the sender draws."""
     original, seen = message_codec.to_activation, list[int]()
 
-    def counted(sent: Activation, *sizes: int) -> Iterator[Any]:
-        for index, message in enumerate(original(sent, *sizes)):
+    def counted(sent: Activation, *sizes: int, head_alone: bool) -> Iterator[Any]:
+        for index, message in enumerate(original(sent, *sizes, head_alone=head_alone)):
             seen.append(index)
             yield message
 
@@ -184,7 +184,7 @@ def test_a_body_that_is_claimed_for_another_peer_does_not_leave(drawn: list[int]
         node = Node(echo)
         async with pair(node) as both:
             with pytest.raises(Busy, match="granted a place first"):
-                await both.a.propagate(both.peer, activation(LARGE), lambda: False)
+                await both.a.propagate(both.peer, activation(LARGE), Claim(lambda: False, lambda: None))
             await soon(node.ended.wait())
             assert len(drawn) == 1
             assert node.ends == ["CancelledError"]

@@ -7,7 +7,7 @@ from link_fixture import Passage, Proxy
 from transport_fixture import LARGE, Node, activation, echo, pair, run, tensor
 
 from noloco_p2p.config import LimitSettings
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, SHARE
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, SHARE
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.io.transport.capped_line import OwnersLine
 
@@ -111,11 +111,28 @@ def test_what_is_given_up_while_it_waits_for_the_line_leaves_it_to_the_others() 
     run(scenario())
 
 
-def test_without_a_cap_nothing_is_put_in_between() -> None:
-    async def write(message: bytes) -> None:
-        raise NotImplementedError
+def test_without_a_cap_nobody_waits_and_the_line_is_measured() -> None:
+    async def scenario() -> None:
+        line, taken = OwnersLine(LimitSettings()), list[int]()
 
-    line = OwnersLine(LimitSettings())
-    assert line.sender(write) is write
-    assert line.receiver(write) is write
-    assert line.grpc_options == ()
+        async def write(message: bytes) -> None:
+            taken.append(len(message))
+            await asyncio.sleep(0.1 if len(message) > LEAST_MESSAGE_BYTES else 0.0)
+
+        async def read() -> bytes:
+            await asyncio.sleep(0.05)
+            return bytes(200_000)
+
+        send, receive = line.sender(write), line.receiver(read)
+        await send(bytes(LEAST_MESSAGE_BYTES))
+        assert line.measured.up.bytes_per_s is None, "short ones tell nothing"
+        await asyncio.gather(send(bytes(100_000)), send(bytes(100_000)))
+        assert line.measured.up.bytes_per_s == pytest.approx(2e6, rel=0.3), "two at once"
+        await receive()
+        assert line.measured.down.bytes_per_s is None, "what was before the first message was no transfer"
+        await receive()
+        assert line.measured.down.bytes_per_s == pytest.approx(4e6, rel=0.3)
+        assert taken == [LEAST_MESSAGE_BYTES, 100_000, 100_000]
+        assert line.grpc_options == ()
+
+    run(scenario())

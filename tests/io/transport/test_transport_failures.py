@@ -281,7 +281,7 @@ def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers:
     async def scenario() -> None:
         sent = activation((3, 333, 777))
         header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
-        _, frames = unpacked(list(message_codec.to_activation(sent))[1], pb.ActivationMessage)
+        _, frames = unpacked(list(message_codec.to_activation(sent, head_alone=True))[1], pb.ActivationMessage)
         stalled = Stalled()
         incoming = IncomingActivation(stalled, header, frames, lambda *count: None, stalled.read)
         reading = asyncio.create_task(incoming())

@@ -67,7 +67,8 @@ async def raw_call(node: Node, run_id: str = RUN, seconds: float | None = 10.0) 
 
 
 def messages(sent: Activation) -> list[pb.ActivationMessage]:
-    return [pb.ActivationMessage.FromString(raw) for raw in message_codec.to_activation(sent)]
+    alone = not message_codec.fits_one_message(sent)
+    return [pb.ActivationMessage.FromString(raw) for raw in message_codec.to_activation(sent, head_alone=alone)]
 
 
 async def refused(call: Any, sent: list[pb.ActivationMessage]) -> str:

@@ -1,0 +1,137 @@
+"""The speed of a line: what it can do, not how much it is used."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.core.line_rate import (
+    ASKED_S,
+    LEAST_ASKED,
+    PARTS,
+    PEERS,
+    SMALL_BYTES,
+    STALE_S,
+    LineRate,
+    MeasuredLine,
+)
+
+RATE = 1e6
+"""Bytes per second of the lines here."""
+
+
+def shared_line(arrivals: list[tuple[float, int]], rate: float = RATE, share: float = 0.75) -> LineRate:
+    """A line that bodies, (seconds of their beginning, bytes), share evenly, as it measures itself."""
+    line, waiting, moving, now = LineRate(share), sorted(arrivals), dict[int, list[float]](), 0.0
+    number = 0
+    while waiting or moving:
+        next_at = waiting[0][0] if waiting else float("inf")
+        left_s = [left[0] * len(moving) / rate for left in moving.values()]
+        ends_at = now + min(left_s, default=float("inf"))
+        at = min(next_at, ends_at)
+        for left in moving.values():
+            left[0] -= (at - now) * rate / len(moving)
+        now = at
+        if next_at <= ends_at:
+            _, nbytes = waiting.pop(0)
+            moving[number] = [float(nbytes), line.began(now), float(nbytes)]
+            number += 1
+        else:
+            ended = min(moving, key=lambda one: moving[one][0])
+            _, began, size = moving.pop(ended)
+            line.ended(began, size, now)
+    return line
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 50.0), st.integers(10_000, 2_000_000)), min_size=1, max_size=40))
+def test_a_line_that_is_shared_measures_its_own_rate_however_busy_it_is(arrivals: list[tuple[float, int]]) -> None:
+    assert shared_line(arrivals).bytes_per_s == pytest.approx(RATE, rel=1e-3)
+
+
+def test_idle_time_says_nothing() -> None:
+    line = LineRate(0.75)
+    assert line.bytes_per_s is None
+    for second in range(0, 1000, 100):
+        line.ended(line.began(second), RATE / 2, second + 0.5)
+    assert line.bytes_per_s == pytest.approx(RATE)
+
+
+def test_what_the_other_end_slows_down_does_not_count_as_this_line() -> None:
+    """A third of the bytes goes to peers that take them at a tenth of the rate."""
+    line, now = LineRate(0.75), 0.0
+    for number in range(90):
+        took_s = 0.1 if number % 3 else 1.0
+        line.ended(line.began(now), RATE * 0.1, now := now + took_s)
+    assert line.bytes_per_s == pytest.approx(RATE)
+
+
+def test_a_line_that_becomes_slower_is_measured_anew_and_memory_is_bounded() -> None:
+    line, now = LineRate(1.0), 0.0
+    for rate in (10 * RATE, RATE):
+        for _ in range(PARTS):
+            line.ended(line.began(now), rate, now := now + 1.0)
+        assert line.bytes_per_s == pytest.approx(rate)
+    assert len(line._parts) == PARTS
+
+
+def test_what_is_broken_off_counts_with_what_of_it_has_moved() -> None:
+    line = LineRate(0.75)
+    began = line.began(0.0)
+    line.ended(began, 0, 5.0)
+    assert line.bytes_per_s is None
+    line.ended(line.began(5.0), RATE / 10, 5.1)
+    assert line.bytes_per_s == pytest.approx(RATE)
+
+
+def line_of(rate: float = RATE, round_trip_s: float = 0.05) -> MeasuredLine:
+    line = MeasuredLine()
+    line.up.ended(line.up.began(0.0), rate, 1.0)
+    line.answered("p", round_trip_s)
+    return line
+
+
+def test_a_body_is_announced_when_it_takes_longer_than_a_round_trip() -> None:
+    line = line_of()
+    assert line.worth_asking("p", 100_000, 2.0), "0.1 s against 0.05 s"
+    assert not line.worth_asking("p", SMALL_BYTES, 2.0), "small ones go at once"
+    assert not line_of(round_trip_s=0.2).worth_asking("p", 100_000, 2.0)
+    assert not line_of(rate=1e9, round_trip_s=0.0001).worth_asking("p", 1_000_000, 2.0), "one room"
+
+
+def test_what_is_not_known_is_asked_for_and_so_measured() -> None:
+    assert MeasuredLine().worth_asking("p", SMALL_BYTES + 1, 0.0)
+    fast = line_of(rate=1e9)
+    assert fast.worth_asking("stranger", 100_000, 2.0)
+    assert not fast.worth_asking("p", 100_000, 2.0)
+    assert fast.worth_asking("p", 100_000, 2.0 + STALE_S)
+
+
+def test_a_round_trip_is_the_shortest_of_the_last_and_peers_are_forgotten() -> None:
+    line = MeasuredLine()
+    for seconds in (0.3, 0.05, 4.0):
+        line.answered("p", seconds)
+    assert line.round_trip_s("p") == 0.05
+    for number in range(PEERS):
+        line.answered(f"q{number}", 1.0)
+    assert line.round_trip_s("p") is None
+
+
+def test_places_are_asked_for_what_the_line_sends_soon() -> None:
+    assert MeasuredLine().asks_for(10_000), "nothing is known"
+    slow, fast = line_of(), line_of(100 * RATE)
+    for line in (slow, fast):
+        line.up.carries("activation", int(2 * RATE * ASKED_S))
+    assert [slow.asks_for(asked) for asked in range(4)] == [asked < LEAST_ASKED for asked in range(4)]
+    assert fast.asks_for(49)
+    assert not fast.asks_for(50)
+
+
+def test_a_microbatch_takes_the_busier_direction() -> None:
+    line = line_of()
+    line.down.ended(line.down.began(0.0), 4 * RATE, 1.0)
+    for rate in (line.up, line.down):
+        rate.carries("activation", 300_000)
+        rate.carries("gradient", 200_000)
+    assert line.microbatch_s(first=True, last=False) == pytest.approx(0.3)
+    assert line.microbatch_s(first=False, last=True) == pytest.approx(0.2)
+    assert line.microbatch_s(first=False, last=False) == pytest.approx(0.5)
+    assert MeasuredLine().microbatch_s(first=False, last=False) == 0.0
