@@ -8,8 +8,6 @@ take inner steps, and once in a while an outer round. The node sees the world th
 
 import asyncio
 from dataclasses import replace
-from math import inf
-from statistics import median
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import schedule
@@ -278,23 +276,13 @@ class Node:
 
     def status(self, now: float) -> Status:
         """This node at `now` on the loop's clock, without `figures`; from any thread. Every age is one of `now`."""
-        node, intake = self.state, self._server.intake
-        took, stepped_at = tuple(node.step_seconds), node.stepped_at
-        return Status(
-            node.advert,
-            *(node.manifest.name, node.manifest.stages, node.manifest.steps),
-            node.inner_steps,
-            start_replicas=node.manifest.start_replicas,
+        intake = self._server.intake
+        return replace(
+            self.state.status(now),
             waits=self.waits.current(now),
             serving=self.waits.served(now),
             seen=self.swarm.members.seen(now=now),
             deserted={stage: max(0.0, now - since) for stage, since in sorted(self.swarm.deserted.items())},
-            step_took_s=median(took) if took else None,
-            since_step_s=None if stepped_at is None else max(0.0, now - stepped_at),
             in_flight=intake.in_flight,
-            places=None if (places := node.places()) == inf else int(places),
             waiting=intake.waiting,
-            troubles=node.troubles(now),
-            closed_until=node.closed_until,
-            microbatch=node.microbatch,
         )

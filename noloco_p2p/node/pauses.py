@@ -65,4 +65,4 @@ class Pauses:
             node.enter("resume", "the device is back")
 
     def _look(self) -> None:
-        self._node.closed_until = hours.closed_until(self._node.config.limits.hours, self._local_time())
+        self._node.close_until(hours.closed_until(self._node.config.limits.hours, self._local_time()))

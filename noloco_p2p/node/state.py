@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import floor, inf
 from random import Random
+from statistics import median
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
@@ -15,7 +16,7 @@ from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import NO_STAGE, Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.stage_values import StepResult
-from noloco_p2p.core.status import MicrobatchSize, Trouble
+from noloco_p2p.core.status import MicrobatchSize, Status, Trouble
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Batches, Stage, Telemetry
 
@@ -166,6 +167,10 @@ class NodeState:
         self._told_to_pause = pausing
         self._waits.pulse()
 
+    def close_until(self, opens_at: str | None) -> None:
+        """The owner's hours begin again at this time of day; None: they are on."""
+        self.closed_until = opens_at
+
     def fail(self, error: BaseException) -> None:
         """This node cannot go on; its main task raises `error`."""
         if self.error is None:
@@ -238,6 +243,24 @@ class NodeState:
         """An evaluation has taken so long."""
         if self.advert.state == "training":
             self.evaluated_s += seconds
+
+    def status(self, now: float) -> Status:
+        """What of the node's status is known here."""
+        took, places = tuple(self.step_seconds), self.places()
+        return Status(
+            self.advert,
+            run_name=self.manifest.name,
+            stages=self.manifest.stages,
+            steps=self.manifest.steps,
+            inner_steps=self.inner_steps,
+            start_replicas=self.manifest.start_replicas,
+            step_took_s=median(took) if took else None,
+            since_step_s=None if self.stepped_at is None else max(0.0, now - self.stepped_at),
+            places=None if places == inf else int(places),
+            troubles=self.troubles(now),
+            closed_until=self.closed_until,
+            microbatch=self.microbatch,
+        )
 
     # --- time and telemetry -----------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
-from noloco_p2p.core.messages import Advert, ReplicaState
+from noloco_p2p.core.messages import Advert, ReplicaState, TensorSpec
 from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import KEPT_S, STALE_INTERVALS, StateDonor
@@ -20,9 +20,13 @@ CAPTURE_S = 0.5
 M = 10
 """Inner steps of an outer interval."""
 
+HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
+
 
 class FakeStage:
     """Freezes nothing, but counts how often it was asked to."""
+
+    state = SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN)
 
     def __init__(self) -> None:
         self.captures = 0
