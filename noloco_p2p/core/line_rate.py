@@ -7,6 +7,7 @@ time. Bounded memory (ARCHITECTURE.md, "The speed of a line").
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from statistics import median
 
 from noloco_p2p.core.messages import PeerId
 
@@ -102,6 +103,11 @@ class MeasuredLine:
         """What a short question and its answer take when nothing holds them up; None: never measured."""
         last = self._round_trips.get(peer)
         return min(last) if last else None
+
+    @property
+    def typical_round_trip_s(self) -> float | None:
+        """The median of these over the peers; None: there are none."""
+        return median(map(min, self._round_trips.values())) if self._round_trips else None
 
     def worth_asking(self, peer: PeerId, nbytes: int, now: float) -> bool:
         """Whether a body takes longer to send than a round trip to its peer, so that it pays to ask for a place first.

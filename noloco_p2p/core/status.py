@@ -211,7 +211,7 @@ class NodeFigures:
     download_bytes_per_s: float | None = None
     """What its line down can do, likewise."""
     round_trip_s: float | None = None
-    """To the next stage with nothing in between, as measured; None: not yet, or there is none."""
+    """To a peer with nothing in between, the median over those that it asked; None: not yet, or there are none."""
     loop_silent_s: float = 0.0
     """Since the event loop came to its heartbeat last."""
     rss_bytes: int = 0

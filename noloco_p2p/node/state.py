@@ -232,7 +232,8 @@ class NodeState:
             rate = _smooth_rate(self.advert.microbatches_per_s, took_s)
             line_s = line.microbatch_s(first=self.index == 0, last=self.last)
             self.update(microbatches_per_s=rate, capacity_per_s=1 / max(1 / rate, line_s))
-        self.event("line", up_bytes_per_s=line.up.bytes_per_s, down_bytes_per_s=line.down.bytes_per_s)
+        speeds = {"up_bytes_per_s": line.up.bytes_per_s, "down_bytes_per_s": line.down.bytes_per_s}
+        self.event("line", **speeds, round_trip_s=line.typical_round_trip_s)
         self._clocked_at = now
         if self.stepped_at is not None:
             self.step_seconds.append(now - self.stepped_at)

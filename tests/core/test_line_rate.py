@@ -135,3 +135,12 @@ def test_a_microbatch_takes_the_busier_direction() -> None:
     assert line.microbatch_s(first=False, last=True) == pytest.approx(0.2)
     assert line.microbatch_s(first=False, last=False) == pytest.approx(0.5)
     assert MeasuredLine().microbatch_s(first=False, last=False) == 0.0
+
+
+def test_the_typical_round_trip_is_the_median_of_the_shortest_ones() -> None:
+    line = MeasuredLine()
+    assert line.typical_round_trip_s is None
+    for peer, trips in {"a": (0.3, 0.1), "b": (0.2, 0.9), "c": (5.0,)}.items():
+        for trip_s in trips:
+            line.answered(peer, trip_s)
+    assert line.typical_round_trip_s == 0.2

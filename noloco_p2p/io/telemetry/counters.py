@@ -98,6 +98,7 @@ LAST_VALUES = (
     LastValue("gauge", "waiting", "waiting", "Microbatches that wait to be admitted."),
     LastValue("line", "upload_bytes_per_second", "up_bytes_per_s", "What the line up can do, as measured on bodies."),
     LastValue("line", "download_bytes_per_second", "down_bytes_per_s", "What the line down can do, likewise."),
+    LastValue("line", "round_trip_seconds", "round_trip_s", "Round trip of a short question, median over the peers."),
     LastValue("lag", "event_loop_lag_seconds", "seconds", "How late the event loop last came to a timer."),
     LastValue("checkpoint", "checkpoint_round", "round", "Outer round of the last checkpoint."),
     LastValue("checkpoint", "checkpoint_duration_seconds", "seconds", "How long the last checkpoint took to write."),
