@@ -14,6 +14,7 @@ from processes import SMALL, NodeProcess, node_processes, settings, wait_until
 from real_prometheus import SHIPPED, Prometheus, promtool, running_prometheus
 
 from noloco_p2p.core.members import STATES
+from noloco_p2p.core.snapshots import partner_bytes
 from noloco_p2p.io.telemetry.counters import KNOWN
 
 GRAFANA = SHIPPED.parent / "grafana"
@@ -185,16 +186,19 @@ def figures_are_true(prometheus: Prometheus) -> None:
     assert {len(s.labels["node_name"]) for s in series} == {8}
     assert {s.labels["node_stage"] for s in prometheus.query('up{job="noloco"}')} == {"0", "1"}
     assert {s.labels["stage"] for s in prometheus.query("stage:noloco_replicas:median")} == {"0", "1"}
-    # Two vectors in float32. A scrape in the middle of a round may have its count and not yet its bytes.
-    pulled = prometheus.query("noloco_pulled_bytes_total / on (node) noloco_parameters")
+    # A vector in float32, and the sample. A scrape in the middle of a round may have its count and not yet its bytes.
+    held = {s.labels["node"]: int(s.value) for s in prometheus.query("noloco_parameters")}
+    weighs = {node: partner_bytes("full", parameters, "float32") for node, parameters in held.items()}
+    pulled = prometheus.query("noloco_pulled_bytes_total")
     rounds = prometheus.query('sum by (node) (noloco_outer_rounds_total{result!="alone"})')
     counted = {sample.labels["node"]: sample.value for sample in rounds}
     assert len(pulled) == len(counted) >= 3
     for sample in pulled:
-        assert abs(sample.value - 8 * counted[sample.labels["node"]]) <= 8.01, sample
+        each = weighs[sample.labels["node"]]
+        assert abs(sample.value - each * counted[sample.labels["node"]]) <= each, sample
     # Rates of half a minute are extrapolated, each series by itself.
     for sample in prometheus.query("stage:noloco_pulled_bytes:per_parameter_and_round"):
-        assert 0 < sample.value <= 8 * 1.5
+        assert 0 < sample.value <= 1.5 * max(weighs[node] / held[node] for node in held)
     for sample in prometheus.query("stage:noloco_utilisation:ratio"):
         assert 0 < sample.value <= 1
     (loss,) = prometheus.query("run:noloco_loss:mean")

@@ -7,8 +7,9 @@ import pytest
 
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
-from noloco_p2p.lab.experiments.latency import EXPERIMENT, MODELS, measure, ratio
+from noloco_p2p.lab.experiments.latency import BYTES_PER_S, EXPERIMENT, MODELS, measure, ratio
 from noloco_p2p.lab.experiments.spec import Case, Result, published
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES
 
 
 def _measured(regime: str, nodes: int, std_over_mean: float, pairing: str = "matched") -> Result:
@@ -35,11 +36,12 @@ def test_64_replicas_without_spread_the_tree_takes_log2_of_them_as_long_as_a_pul
     assert found["pull"]["begun_apart_s"] == 0
 
 
-def test_a_pull_takes_two_latencies_and_its_two_vectors() -> None:
+def test_a_pull_takes_two_latencies_its_vector_and_the_slow_start_of_its_connection() -> None:
     found = _measured("bandwidth", 8, 0.0)
-    assert found["pull"]["last"]["mean_s"] == pytest.approx(2 * 0.010 + 2 * 1.0)
+    doublings = np.log2(0.020 * BYTES_PER_S / FIRST_WINDOW_BYTES)
+    assert 0 < found["pull"]["last"]["mean_s"] - (2 * 0.010 + 1.0) < doublings * 0.020
     crowded = _measured("bandwidth", 8, 0.0, "random")
-    assert crowded["pull"]["last"]["mean_s"] > 3.9, "somebody was chosen twice at least, and shares its access"
+    assert crowded["pull"]["last"]["mean_s"] > 1.9, "somebody was chosen twice at least, and shares its access"
 
 
 @pytest.mark.parametrize("nodes", [2, 8, 64])
@@ -80,4 +82,4 @@ def test_the_report_names_what_it_compares() -> None:
     results = [_measured(regime, 4, 0.0) for regime in ("latency", "bandwidth")]
     page = "\n".join(map(str, EXPERIMENT.report(results)))
     assert "tree (paper)" in page
-    assert "('bandwidth-bound', 'butterfly', '1 of 1 cases', 0.75" in page.replace("[", "(")
+    assert "('bandwidth-bound', 'butterfly', '0 of 1 cases', 1.40" in page.replace("[", "(")

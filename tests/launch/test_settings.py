@@ -77,7 +77,7 @@ def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
         f"{path}:8: inner.clip_norm must be a finite number, not inf",
         f"{path}:6: outer.alpha must be less than 1.0, not 1.5",
         "--set outer: outer.gamma must be a number, not 'text'",
-        f"{path}:13: routing must be 'random', 'balanced' or 'fixed', not 'best'",
+        f"{path}:13: routing must be 'random', 'weighted', 'balanced' or 'fixed', not 'best'",
         f"{path}:14: evaluation must be a section of keys, not 3",
         f"{path}:12: device must match ^(auto|cpu|cuda(:\\d+)?)$, not 'gpu'",
         f"{path}:16: threads must be a whole number, not True",

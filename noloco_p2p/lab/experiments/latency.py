@@ -17,8 +17,8 @@ an answer, two messages one after the other, and we set the whole all-reduce, up
 two ratios are equal. A snapshot is one vector, as what an all-reduce of DiLoCo moves. An all-reduce
 leaves every replica with the mean of all, a pull with the mean of two.
 
-Limits: No real network: no congestion, no slow start, no loss, no processing in the hosts. The all-reduces are models
-in which all nodes are ready at the same moment, none fails, and groups form in no time; real ones wait for the last
+Limits: No real network: no congestion, no loss, no processing in the hosts. The connections of the pull start slowly,
+as TCP's do; those of the models do not, which favours the all-reduces. The all-reduces are models in which all nodes are ready at the same moment, none fails, and groups form in no time; real ones wait for the last
 replica (see the experiment `blocking`) and for their matchmaking. How much a round is worth is another question: an
 all-reduce makes all replicas equal, a pull brings two nearer to each other (see `convergence`).
 """
@@ -46,7 +46,7 @@ from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LATENCY_MS, VECTOR_MB, MBIT_PER_S = 10.0, 12.5, 100.0
-"""Of every link, the mean, one way; of one vector of a stage, Δ or φ; each way of a node's access in the
+"""Of every link, the mean, one way; of one vector of a stage; each way of a node's access in the
 bandwidth-bound regime, so that a vector takes 100 mean latencies."""
 BYTES_PER_S, VECTOR_BYTES = MBIT_PER_S * 1e6 / 8, int(VECTOR_MB * 1e6)
 EXCHANGES = 20_000
