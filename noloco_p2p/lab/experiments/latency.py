@@ -18,9 +18,10 @@ two ratios are equal. A snapshot is one vector, as what an all-reduce of DiLoCo 
 leaves every replica with the mean of all, a pull with the mean of two.
 
 Limits: No real network: no congestion, no loss, no processing in the hosts. The connections of the pull start slowly,
-as TCP's do; those of the models do not, which favours the all-reduces. The all-reduces are models in which all nodes are ready at the same moment, none fails, and groups form in no time; real ones wait for the last
-replica (see the experiment `blocking`) and for their matchmaking. How much a round is worth is another question: an
-all-reduce makes all replicas equal, a pull brings two nearer to each other (see `convergence`).
+as TCP's do; those of the models do not, which favours the all-reduces. The all-reduces are models in which all nodes
+are ready at the same moment, none fails, and groups form in no time; real ones wait for the last replica (see the
+experiment `blocking`) and for their matchmaking. How much a round is worth is another question: an all-reduce makes all
+replicas equal, a pull brings two nearer to each other (see `convergence`).
 """
 
 import statistics
