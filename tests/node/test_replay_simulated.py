@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from audit_writer import MODELS
 from reference import TOLERANCE, Report, float64_rmsnorm, replay, require_variety
 from torch import Tensor
 
-from noloco_p2p.compute import lattice_pull
+from noloco_p2p.compute import lattice_pull, snapshot_codec
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
 from noloco_p2p.compute.activation_codec import ActivationCodec
 from noloco_p2p.compute.factory import make_torch_stage
@@ -120,7 +121,7 @@ def test_a_run_with_a_narrow_wire_computes_the_algorithm(
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
 def test_a_run_with_narrow_outer_rounds_computes_the_algorithm(tmp_path: Path, codec: OuterCodec) -> None:
-    """N1 with the partner's vector as it was decoded, which is on the lattice, within a step of the partner's own."""
+    """N1 with the partner's vector as it was decoded: from two rounded ones, or on the lattice within a step."""
     manifest = lockstep("llama", codec=codec)
     simulate(manifest, tmp_path)
     report = replayed(manifest, tmp_path)
@@ -183,8 +184,14 @@ def not_asked_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LatticePull, "take", take)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-@pytest.mark.parametrize("plant", [no_digest, not_asked_again])
+def rounded_alone(patch: pytest.MonkeyPatch) -> None:
+    """The partner's rounded vector is merged with the replica's own, which was not rounded."""
+    patch.setattr(snapshot_codec, "_beside", lambda own, sent: snapshot_codec._as_type(sent, own.dtype))
+
+
+@pytest.mark.parametrize(
+    ("codec", "plant"), [*product(["int8", "int4"], [no_digest, not_asked_again]), ("bfloat16", rounded_alone)]
+)
 def test_a_wrong_decoding_that_is_merged_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: OuterCodec, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:

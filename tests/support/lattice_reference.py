@@ -1,4 +1,4 @@
-"""The difference of two vectors on their common lattice, straight from METHOD.md, "Codecs of outer rounds"."""
+"""What a partner's vector comes to in each codec, straight from METHOD.md, "Codecs of outer rounds"."""
 
 import numpy as np
 import torch
@@ -20,14 +20,15 @@ def decoded_difference(mine: Vector, theirs: Vector, step: Vector, dither: Vecto
 def as_decoded(mine: Tensors, theirs: Tensors, used: Tensors, codec: str) -> Tensors:
     """What `theirs` may come to at a replica with the vector `mine`: of a lattice what was `used`, if it is on one.
 
-    In each chunk the values that were used differ from its own by a number of steps that the codec has a code for, the
-    step being a power of two, and are less than a step from the partner's own. Dither and bounds are not computed anew.
+    In bfloat16: `mine` plus the difference of the two rounded vectors. On a lattice: in each chunk the values that were
+    used differ from its own by a number of steps that the codec has a code for, the step being a power of two, and are
+    less than a step from the partner's own. Dither and bounds are not computed anew.
     Raises AssertionError.
     """
     if codec == "full":
         return theirs
     if codec == "bfloat16":
-        return {name: vector.bfloat16().double() for name, vector in theirs.items()}
+        return {name: u + (theirs[name].bfloat16().double() - u.bfloat16().double()) for name, u in mine.items()}
     flat = [torch.cat([vectors[name].flatten() for name in mine]).numpy() for vectors in (mine, theirs, used)]
     for at in range(0, len(flat[0]), CHUNK):
         own, partner, found = (vector[at : at + CHUNK] for vector in flat)
