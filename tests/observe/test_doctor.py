@@ -137,6 +137,20 @@ def test_the_limit_on_open_files(limit: int, severity: str, monkeypatch: pytest.
     assert severity == "ok" or "ulimit -n 1024" in sentences(report)
 
 
+@pytest.mark.parametrize(("found", "sentence"), [("1\n", "as root"), ("0\n", "go on as fast"), (None, "")])
+def test_connections_that_start_slowly(
+    found: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting = tmp_path / "setting"
+    if found is not None:
+        setting.write_text(found, encoding="ascii")
+    monkeypatch.setattr(machine, "SLOW_START", setting)
+    report = quiet()
+    machine.check_slow_start(report)
+    assert outcome(report) == ([("ok", "line")] if found else [])
+    assert sentence in sentences(report)
+
+
 def test_a_clock_before_this_program_was_written_cannot_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
     report = quiet()
     machine.check_time(report)
@@ -269,7 +283,7 @@ def test_without_a_swarm_it_tells_of_the_machine_and_leaves_nothing_behind(
 
 
 GROUPS = {
-    "machine": ["python", "device", "files", "clock"],
+    "machine": ["python", "device", "files", *(["line"] if machine.SLOW_START.exists() else []), "clock"],
     "network": ["port", "libp2p"],
     "run": ["run", "stage", "memory", "disk", "data"],
 }

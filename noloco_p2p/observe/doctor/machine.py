@@ -32,6 +32,7 @@ IMPORT_S = 30.0
 TOOL_S = 3.0
 HEALTH_S = 6.0
 """Longest wait for a node's own health: it answers from a thread of its own."""
+SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 BUILT_AT = 1_750_000_000.0
 """Seconds since 1970. No clock that is right can be before this program was written."""
 
@@ -133,6 +134,19 @@ def check_files(report: DoctorReport) -> None:
     add = report.error if soft < TOO_FEW_FILES else report.warning
     advice = f"run ulimit -n {wanted} before the node, or raise the system's limit"
     add("files", f"only {soft} files may be open at once", advice)
+
+
+def check_slow_start(report: DoctorReport) -> None:
+    """Whether TCP forgets, while a connection rests, how fast it has been; only Linux says so."""
+    try:
+        forgets = SLOW_START.read_text(encoding="ascii").strip() != "0"
+    except OSError:
+        return
+    if forgets:
+        advice = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0, as root, makes far peers faster"
+        report.ok("line", f"connections start slowly after each rest; {advice}")
+    else:
+        report.ok("line", "connections go on as fast after a rest")
 
 
 def check_time(report: DoctorReport) -> None:
