@@ -27,12 +27,17 @@ class Connection:
     2861, `tcp_cwnd_restart` of Linux).
     """
 
-    def __init__(self, bandwidth: Bandwidth, ceiling: float, fastest: float, round_trip_s: float) -> None:
-        """`ceiling` is that of the connection in bytes per second, `fastest` that of all of its way."""
+    def __init__(
+        self, bandwidth: Bandwidth, ceiling: float, fastest: float, round_trip_s: float, forgets: bool = True
+    ) -> None:
+        """`ceiling` is that of the connection in bytes per second, `fastest` that of all of its way.
+
+        One that never `forgets` has started slowly once, before all that is simulated.
+        """
         self.segment = Segment(ceiling)
         """Of the way, what only this connection limits."""
         self._bandwidth, self._ceiling, self._fastest = bandwidth, ceiling, fastest
-        self._round_trip_s = round_trip_s
+        self._round_trip_s, self._forgets = round_trip_s, forgets
         self._moving: dict[Flow, float] = {}
         """With what had left of each when it was set in motion."""
         self._moved = 0.0
@@ -49,7 +54,7 @@ class Connection:
         """A body will start now."""
         timer_s = self._round_trip_s + LEAST_TIMER_S
         rested = (asyncio.get_running_loop().time() - self._used_at) / timer_s
-        if self._moving or rested < 1 or not self._round_trip_s:
+        if self._moving or rested < 1 or not self._round_trip_s or not self._forgets:
             return
         least = FIRST_WINDOW_BYTES / self._round_trip_s
         window = max(least, self._reached / 2 ** int(min(rested, 64)))
@@ -151,7 +156,8 @@ class Ways:
             ceiling = min(link.bytes_per_s or math.inf, ceiling_bytes_per_s(link.loss, round_trip_s))
             ends = (self._access_of(sender)[0], self._access_of(receiver)[1])
             fastest = min([ceiling, *(end.bytes_per_s for end in ends if end is not None)])
-            found = self._connections[pair] = Connection(self._bandwidth, ceiling, fastest, round_trip_s)
+            forgets = link.slow_start_after_idle
+            found = self._connections[pair] = Connection(self._bandwidth, ceiling, fastest, round_trip_s, forgets)
         return found
 
     def forget(self, sender: PeerId, receiver: PeerId) -> None:

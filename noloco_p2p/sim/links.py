@@ -63,6 +63,8 @@ class Link:
     """Chance that an answer never arrives, though the callee has done the work."""
     loss: float = 0.0
     """Chance that a packet is lost: TCP sends it again, which costs time."""
+    slow_start_after_idle: bool = True
+    """A connection that has rested starts slowly again, as Linux has it by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,8 @@ class Regions:
     """Sigma of the log-normal latency of every link; 0: constant."""
     loss: float = 0.0
     """Chance that a packet is lost, on every link."""
+    slow_start_after_idle: bool = True
+    """See `Link`."""
     each: Access = Access()
     """Of every node."""
 
@@ -179,7 +183,8 @@ class Regions:
         """See `Geography`."""
         row, column = self._index(sender), self._index(receiver)
         speed = self.bytes_per_s[row][column] if self.bytes_per_s else None
-        return Link(self.round_trip_ms[row][column] / 2000.0, self.spread, speed, loss=self.loss)
+        latency_s, slow = self.round_trip_ms[row][column] / 2000.0, self.slow_start_after_idle
+        return Link(latency_s, self.spread, speed, loss=self.loss, slow_start_after_idle=slow)
 
     def access(self, peer: PeerId) -> Access:
         """See `Geography`."""

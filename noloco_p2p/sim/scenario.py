@@ -147,6 +147,8 @@ class NetworkSettings(Settings):
     """Sigma of the log-normal factor on each latency (jitter); 0: constant."""
     loss: Chance = 0.0
     """Chance that a packet is lost and sent again, which costs time and bandwidth."""
+    slow_start_after_idle: bool = True
+    """Connections that have rested start slowly, as on Linux unless `net.ipv4.tcp_slow_start_after_idle` is 0."""
     call_loss: Chance = 0.0
     """Chance that a call or its answer never arrives."""
     view_age_s: NotNegative = 0.0

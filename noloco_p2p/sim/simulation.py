@@ -86,11 +86,14 @@ def geography_of(scenario: Scenario, seed: int) -> Geography:
     """Which nodes are connected how."""
     net, regions = scenario.network, scenario.network.regions
     access = Access(_bytes(net.access.up_mbit_per_s), _bytes(net.access.down_mbit_per_s))
+    slow = net.slow_start_after_idle
     if regions.names:
         speeds = tuple(tuple(speed * BYTES_PER_MEGABIT for speed in row) for row in regions.mbit_per_s) or None
-        found: Geography = Regions(regions.names, regions.round_trip_ms, speeds, net.spread, net.loss, each=access)
+        found: Geography = Regions(regions.names, regions.round_trip_ms, speeds, net.spread, net.loss, slow, access)
     else:
-        found = Uniform(Link(net.link.latency_s, net.spread, _bytes(net.link.mbit_per_s), loss=net.loss), access)
+        speed = _bytes(net.link.mbit_per_s)
+        link = Link(net.link.latency_s, net.spread, speed, loss=net.loss, slow_start_after_idle=slow)
+        found = Uniform(link, access)
     if net.access.spread:
         found = VariedAccess(found, access, net.access.spread, seed)
     up, down = scenario.node.limits.upload_mbit_per_s, scenario.node.limits.download_mbit_per_s

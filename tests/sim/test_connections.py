@@ -157,12 +157,13 @@ def test_a_message_that_waits_for_a_body_goes_when_that_one_is_dropped() -> None
 ROUND_TRIP_S = 2 * LATENCY_S
 
 
-def windows(rest_s: float) -> list[float]:
+def windows(rest_s: float, *, slow_start_after_idle: bool = True) -> list[float]:
     """What a connection sends in each of its first six round trips, in segments, after a body and a rest."""
     sent: list[float] = []
 
     async def main() -> None:
-        network = Network(1, Uniform(Link(LATENCY_S), Access(FAST, None)))
+        link = Link(LATENCY_S, slow_start_after_idle=slow_start_after_idle)
+        network = Network(1, Uniform(link, Access(FAST, None)))
         first = Payload("a", "b", "activation", 8 * MIB)
         network.traffic.depart(first)
         await network.traffic.whole(first)
@@ -186,13 +187,18 @@ def test_a_connection_that_has_rested_begins_with_ten_segments_and_doubles() -> 
     assert windows(0.2) == pytest.approx([full] * 6, rel=1e-3), "less than its timer"
 
 
+def test_a_connection_that_does_not_forget_goes_on_as_fast() -> None:
+    full = FAST * ROUND_TRIP_S / 1460
+    assert windows(60.0, slow_start_after_idle=False) == pytest.approx([full] * 6, rel=1e-3)
+
+
 def test_a_window_is_halved_each_time_that_the_timer_would_run_out() -> None:
     timer_s = ROUND_TRIP_S + 0.2
     once, twice, often = windows(1.5 * timer_s), windows(2.5 * timer_s), windows(9.5 * timer_s)
     full = FAST * ROUND_TRIP_S / 1460
     assert once[1] == pytest.approx(2 * once[0], rel=1e-3)
     assert twice[0] == pytest.approx(once[0] / 2, rel=1e-3)
-    assert full / 4 < once[0] < full / 2, "half of what it had reached, on average"
+    assert once[0] == pytest.approx(full / 2, rel=1e-3), "half of what it had reached"
     assert often[0] == pytest.approx(10, rel=1e-3)
 
 
