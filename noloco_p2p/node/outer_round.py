@@ -62,7 +62,7 @@ class OuterRounds:
         self._puller = VectorPuller(node, waits, transport)
         self._kept: dict[int, FrozenRound] = {}
         self._given_at: dict[PeerId, float] = {}
-        """When partners were given a vector last."""
+        """When those of the last `deadline_s` were given a vector: after that they have it, or will not."""
         self._open: OpenRound | None = None
         self._step_busy_s = 0.0
 
@@ -235,8 +235,12 @@ class OuterRounds:
 
     def pullers(self) -> set[PeerId]:
         """Who was given a vector and may not have all of it yet."""
+        self._forget_pullers()
+        return set(self._given_at)
+
+    def _forget_pullers(self) -> None:
         since = self._node.now() - self._node.manifest.outer.deadline_s
-        return {peer for peer, at in self._given_at.items() if at > since}
+        self._given_at = {peer: at for peer, at in self._given_at.items() if at > since}
 
     async def serve(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         """See ports.Handler.fetch_snapshot."""
@@ -254,6 +258,7 @@ class OuterRounds:
         if not self._kept:
             raise Declined("this replica has no snapshot yet")
         frozen = self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
+        self._forget_pullers()
         self._given_at[caller] = self._node.now()
         with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
             return await self._node.stage.encode(frozen, request, caller)

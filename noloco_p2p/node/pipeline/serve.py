@@ -83,7 +83,8 @@ class MicrobatchServer:
             ):
                 since = node.now() - (silence_s or 0.0)
                 silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
-                self._given_up |= dict.fromkeys(silent, since)
+                known = {o: at for o, at in self._given_up.items() if self._swarm.members.get(o)}
+                self._given_up = known | dict.fromkeys(silent, since)
                 self._admit(self.intake.drop_slots(silent.__contains__))
                 if not self.intake.missing_origins:
                     silence_s = None
