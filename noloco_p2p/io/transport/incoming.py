@@ -9,7 +9,7 @@ import grpc.aio
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Activation, Header
-from noloco_p2p.errors import Violation
+from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read
@@ -47,7 +47,10 @@ class IncomingActivation:
         frames, self._first = self._first, None
         message: Any = grpc.aio.EOF if frames is None else None
         if frames == []:
-            await self._context.write(message_codec.GRANT)
+            try:
+                await self._context.write(message_codec.GRANT)
+            except grpc.aio.InternalError:
+                raise Unreachable("the caller was gone before its body was asked for") from None
         try:
             message_codec.feed(assembler, frames or ())
             frames = None  # frees the bytes of the first message

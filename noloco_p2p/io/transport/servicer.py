@@ -6,6 +6,7 @@ body comes only when the handler asks for it, so a waiting call costs little mem
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,6 +70,12 @@ async def _drain(context: Any) -> None:
         pass
 
 
+async def _refuse(context: Any, refusal: bytes) -> None:
+    """Tell the caller, if it is still there."""
+    with suppress(grpc.aio.InternalError):
+        await context.write(refusal)
+
+
 class GrpcServicer:
     """Implements the service of proto/noloco.proto by a handler; before there is one, calls are declined.
 
@@ -96,7 +103,7 @@ class GrpcServicer:
             header, incoming = await self._incoming(context)
             messages_of, kind, size = await serve(handler, caller, header, incoming)
         except NolocoError as error:
-            await context.write(message_codec.to_refused(error))
+            await _refuse(context, message_codec.to_refused(error))
             await _drain(context)
             return
         reply = _Reply(caller, header.microbatch)
@@ -125,7 +132,7 @@ class GrpcServicer:
             wanted = weights_codec.from_request(request)
             snapshot = await handler.fetch_snapshot(caller, wanted)
         except NolocoError as error:
-            await context.write(pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
+            await _refuse(context, pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
             return
         write = self._line.sender(context.write)
         try:
@@ -151,7 +158,7 @@ class GrpcServicer:
                     await write(message)
                 size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
         except NolocoError as error:
-            await context.write(pb.StateMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
+            await _refuse(context, pb.StateMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
             return
         except grpc.aio.InternalError:
             # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.

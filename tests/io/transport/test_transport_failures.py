@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from grpc._cython import cygrpc
 from machine import at_most
 from transport_fixture import (
     LARGE,
@@ -269,6 +270,23 @@ def test_probe_says_who_answers() -> None:
             )
 
     run(scenario())
+
+
+def test_a_caller_that_is_gone_before_its_body_is_asked_for_is_unreachable() -> None:
+    """As when another replica was faster: gRPC cannot write to a call that is over."""
+
+    class Over:
+        async def write(self, message: bytes) -> None:
+            raise cygrpc.ExecuteBatchError("Failed to execute a batch")
+
+        async def read(self) -> Any:
+            raise AssertionError("nothing comes")
+
+    sent = activation((3, 333, 777))
+    header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
+    over = Over()
+    with pytest.raises(Unreachable, match="the caller was gone"):
+        asyncio.run(IncomingActivation(over, header, [], lambda *count: None, over.read)())
 
 
 def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers: Buffers) -> None:
