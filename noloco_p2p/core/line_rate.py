@@ -18,7 +18,7 @@ UP_SHARE, DOWN_SHARE = 0.75, 1.0
 or by the other end, so that the faster ones tell of this line. What comes in depends on the lines of others so much
 that only the fastest does."""
 SMALL_BYTES = 1 << 16
-SMALL_S = 0.005
+SMALL_S = 0.02
 """A body of so many bytes, or one that takes so long to send, goes at once, however near its peer is: to ask first
 costs both ends work."""
 STALE_S = 60.0
@@ -112,14 +112,14 @@ class MeasuredLine:
     def worth_asking(self, peer: PeerId, nbytes: int, now: float) -> bool:
         """Whether a body takes longer to send than a round trip to its peer, so that it pays to ask for a place first.
 
-        Also when that is not known: what is sent after a grant is measured.
+        Also while the rate is not known: what is sent after a grant is measured. A round trip that is not counts as 0.
         """
         if nbytes <= SMALL_BYTES:
             return False
-        rate, at, round_trip_s = self.up.bytes_per_s, self.up.measured_at, self.round_trip_s(peer)
-        if rate is None or at is None or now - at > STALE_S or round_trip_s is None:
+        rate, at = self.up.bytes_per_s, self.up.measured_at
+        if rate is None or at is None or now - at > STALE_S:
             return True
-        return nbytes / rate > max(SMALL_S, round_trip_s)
+        return nbytes / rate > max(SMALL_S, self.round_trip_s(peer) or 0.0)
 
     def asks_for(self, asked: int) -> bool:
         """Whether to ask for one more place while `asked` activations have been asked for, or are leaving."""

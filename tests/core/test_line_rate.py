@@ -100,8 +100,9 @@ def test_a_body_is_announced_when_it_takes_longer_than_a_round_trip() -> None:
 def test_what_is_not_known_is_asked_for_and_so_measured() -> None:
     assert MeasuredLine().worth_asking("p", SMALL_BYTES + 1, 0.0)
     fast = line_of(rate=1e9)
-    assert fast.worth_asking("stranger", 100_000, 2.0)
     assert not fast.worth_asking("p", 100_000, 2.0)
+    assert not fast.worth_asking("stranger", 100_000, 2.0), "as if it were near"
+    assert line_of(rate=1e6).worth_asking("stranger", 100_000, 2.0), "0.1 s"
     assert fast.worth_asking("p", 100_000, 2.0 + STALE_S)
 
 
