@@ -88,7 +88,7 @@ class SimCall(Generic[T]):
             def gone() -> None:
                 self._loop.call_later(latency_s, self._hang_up, word)
 
-            word.on_gone = gone
+            word.on_gone, word.on_dropped = gone, self._find_dead
             self.network.traffic.post(word, apart=self.apart)
 
     # --- at the caller --------------------------------------------------------------------------------------------
@@ -228,9 +228,13 @@ class SimCall(Generic[T]):
         """The callee learns that its caller is gone; if nothing gets through, when it finds the link dead."""
         self.network.traffic.take(word)
         if self._alive and self.network.cut(self.caller, self.callee):
-            self._loop.call_at(min(self._expires_at, self._loop.time() + DEAD_LINK_S), self._give_up)
+            self._find_dead()
         else:
             self._give_up()
+
+    def _find_dead(self) -> None:
+        """The callee will find the link dead."""
+        self._loop.call_at(min(self._expires_at, self._loop.time() + DEAD_LINK_S), self._give_up)
 
     def _give_up(self) -> None:
         self._alive = False

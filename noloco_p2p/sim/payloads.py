@@ -59,6 +59,8 @@ class Payload:
     """Called when its last byte leaves, unless it left at once."""
     on_lost: Callable[[], None] | None = None
     """Called when a crash ends it."""
+    on_dropped: Callable[[], object] | None = None
+    """Called when it is dropped, for whatever reason."""
     transfer: Transfer = field(init=False)
     """As the lines of both ends see it."""
 

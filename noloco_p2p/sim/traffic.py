@@ -132,6 +132,8 @@ class Traffic:
         self._halt(payload)
         payload.flow = payload.on_gone = None
         self._unqueue(payload)
+        if payload.on_dropped is not None:
+            payload.on_dropped()
 
     def replied_bytes(self, sender: PeerId, receiver: PeerId, microbatch: MicrobatchId) -> int | None:
         """How much of a gradient has left that is being sent, or waits for its turn; None: there is none such."""
@@ -161,8 +163,8 @@ class Traffic:
                 self._move(payload)
 
     def relink(self, sender: PeerId, receiver: PeerId) -> None:
-        """After a change of a link: what is under way between the two goes on at its new rate."""
-        moving = [one for one in self._open if (one.sender, one.receiver) == (sender, receiver) and one.moves]
+        """After a change of a link: what is under way between the two, both ways, goes on over new connections."""
+        moving = [one for one in self._open if {one.sender, one.receiver} == {sender, receiver} and one.moves]
         for payload in moving:
             self._halt(payload)
         for pair in ((sender, receiver), (receiver, sender)):

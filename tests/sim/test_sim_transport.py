@@ -30,7 +30,8 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.ports import Body
-from noloco_p2p.sim.links import Link, Uniform
+from noloco_p2p.sim.calls import DEAD_LINK_S
+from noloco_p2p.sim.links import ControlSizes, Link, MessageSizes, Uniform
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.transport import SimTransport
 
@@ -131,6 +132,26 @@ def test_a_handler_that_cannot_hear_that_its_caller_is_gone_ends_at_the_deadline
         await asyncio.sleep(9.0)
 
     assert play(script, never).log == [("header from a", LATENCY_S), ("cancelled", pytest.approx(5.0 + LATENCY_S))]
+
+
+@pytest.mark.parametrize("end", ["cut", "crash"])
+def test_a_handler_hears_of_its_callers_end_though_the_word_of_it_is_lost(end: str) -> None:
+    """Of the word that waits on a slow line nothing arrives: the callee finds the link dead."""
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = MessageSizes(0, 0, (0, 0), (0, 0), (0, 0), ControlSizes(word=100))
+        call = asyncio.create_task(transport.propagate(CALLEE, activation(60.0)))
+        await asyncio.sleep(1.0)
+        call.cancel()
+        await asyncio.sleep(0.5)
+        if end == "cut":
+            network.partition("a", "b")
+        else:
+            network.crash("a")
+        await asyncio.sleep(DEAD_LINK_S + 0.1)
+        assert [what for what, _ in serving.log] == ["header from a", "cancelled"]
+
+    play(script, never, Link(LATENCY_S, bytes_per_s=100.0), longest_s=90.0)
 
 
 def test_a_lost_reply_leaves_the_work_done_and_the_caller_waiting() -> None:

@@ -286,6 +286,24 @@ def test_a_link_that_becomes_slow_slows_what_is_on_it() -> None:
     play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0), longest_s=60.0)
 
 
+def test_a_link_that_changes_one_way_leaves_no_body_of_the_other_way_behind() -> None:
+    """The round trip of both ways has changed: a connection that goes on as it was must still end what is on it."""
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(SIZES, activation_bytes=0)
+        call = asyncio.create_task(transport.propagate(CALLEE, activation(60.0)))
+        await asyncio.sleep(LATENCY_S + 1.0)
+        network.set_link("a", "b", Link(2 * LATENCY_S, bytes_per_s=100.0))
+        network.set_link("b", "a", Link(LATENCY_S, bytes_per_s=50.0))
+        await call
+        assert now() == pytest.approx(LATENCY_S + 1.0 + (400 - 100) / 50 + LATENCY_S)
+        began = now()
+        await transport.propagate(CALLEE, activation(60.0))
+        assert now() - began == pytest.approx(3 * LATENCY_S + 400 / 50)
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0), longest_s=60.0)
+
+
 CONTROL = ControlSizes(request=9, answer=7, header=20, word=3, question=5, report=2, advert=40)
 
 
