@@ -30,7 +30,7 @@ class Precedence(IntEnum):
     """It frees a graph at its receiver, and at all before that one."""
     ACTIVATION = 1
     OTHER = 2
-    """Snapshots, states, evaluations: nobody computes less while they are on their way."""
+    """Snapshots and states: nobody computes less while they are on their way."""
 
 
 @dataclass(slots=True, eq=False)

@@ -120,8 +120,12 @@ class OwnersLine:
             charged, due = due, way.message_bytes
             if charged:
                 await way.turn(rank, charged)
-            message = await read(*arguments)
-            way.charge((len(message) if isinstance(message, bytes) else 0) - charged)
+            came = 0
+            try:
+                message = await read(*arguments)
+                came = len(message) if isinstance(message, bytes) else 0
+            finally:
+                way.charge(came - charged)
             return message
 
         return self._measured(receive)

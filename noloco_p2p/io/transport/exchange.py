@@ -39,9 +39,9 @@ async def send_when_granted(
                 await write(message)
         claim.left()
 
-    await write(next(messages))
     writing: asyncio.Task[None] | None = None
     try:
+        await write(next(messages))
         result = None
         while result is None:
             message = _some(await read())

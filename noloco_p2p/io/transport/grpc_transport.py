@@ -216,7 +216,9 @@ class GrpcTransport:
         """
         what = reader.what
         async with self._calling(peer, what, seconds) as (channel, left_s):
-            call = channel.fetch(reader.method, reader.request(), timeout=left_s, metadata=self._metadata)
+            request = reader.request()
+            self._line.charge(sent=request.ByteSize(), received=0)
+            call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata)
             read = self._line.receiver(partial(next_message, call, what, peer.peer_id), first_at_once=True)
             try:
                 result = reader.feed(await read(first_s))
@@ -262,8 +264,9 @@ class GrpcTransport:
                 return await send_when_granted(call, messages, turn, claim or ALONE, feed, ways)
             self._count(direction="out", kind="activation", bytes=size)
             message = next(messages)
+            line.charge(sent=len(message), received=0)
             reply = await channel.send_whole(method, message, **options)
-            line.charge(sent=len(message), received=len(reply))
+            line.charge(sent=0, received=len(reply))
             result = feed(reply)
             if result is None:
                 raise Violation(f"the {what} from {peer.peer_id} is not whole")

@@ -46,12 +46,9 @@ class IncomingActivation:
         assembler = message_codec.assembler(self._header.specs)
         frames, self._first = self._first, None
         message: Any = grpc.aio.EOF if frames is None else None
-        if frames == []:
-            try:
-                await self._context.write(message_codec.GRANT)
-            except grpc.aio.InternalError:
-                raise Unreachable("the caller was gone before its body was asked for") from None
         try:
+            if frames == []:
+                await self._context.write(message_codec.GRANT)
             message_codec.feed(assembler, frames or ())
             frames = None  # frees the bytes of the first message
             while not assembler.complete and message is not grpc.aio.EOF:
@@ -64,6 +61,9 @@ class IncomingActivation:
             if message is grpc.aio.EOF:
                 await asyncio.sleep(CANCEL_GRACE_S)
             raise
+        except grpc.aio.BaseError:
+            # gRPC can neither write nor read: the call is over, or the server.
+            raise Unreachable("the caller was gone before its body was here") from None
         finally:
             assembler.discard()
         self.complete = True

@@ -20,7 +20,7 @@ from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
 from noloco_p2p.errors import Declined, NolocoError, Violation
 from noloco_p2p.io.transport import message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.capped_line import AT_THE_DOOR, OwnersLine, rank_of
+from noloco_p2p.io.transport.capped_line import AT_THE_DOOR, OwnersLine, Write, rank_of
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS, Turns
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
@@ -70,10 +70,10 @@ async def _drain(context: Any) -> None:
         pass
 
 
-async def _refuse(context: Any, refusal: bytes) -> None:
+async def _refuse(write: Write, refusal: bytes) -> None:
     """Tell the caller, if it is still there."""
     with suppress(grpc.aio.InternalError):
-        await context.write(refusal)
+        await write(refusal)
 
 
 class GrpcServicer:
@@ -103,7 +103,7 @@ class GrpcServicer:
             header, incoming = await self._incoming(context)
             messages_of, kind, size = await serve(handler, caller, header, incoming)
         except NolocoError as error:
-            await _refuse(context, message_codec.to_refused(error))
+            await _refuse(self._line.sender(context.write), message_codec.to_refused(error))
             await _drain(context)
             return
         reply = _Reply(caller, header.microbatch)
@@ -127,14 +127,15 @@ class GrpcServicer:
 
     async def fetch_snapshot(self, request: pb.SnapshotRequest, context: Any) -> None:
         """Send a snapshot."""
+        self._line.charge(sent=0, received=request.ByteSize())
+        write = self._line.sender(context.write)
         try:
             caller, handler = self._admit(context)
             wanted = weights_codec.from_request(request)
             snapshot = await handler.fetch_snapshot(caller, wanted)
         except NolocoError as error:
-            await _refuse(context, pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
+            await _refuse(write, pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
             return
-        write = self._line.sender(context.write)
         try:
             for message in weights_codec.to_snapshot(snapshot, self._line.message_bytes):
                 await write(message)
@@ -158,7 +159,7 @@ class GrpcServicer:
                     await write(message)
                 size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
         except NolocoError as error:
-            await _refuse(context, pb.StateMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
+            await _refuse(write, pb.StateMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
             return
         except grpc.aio.InternalError:
             # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.

@@ -4,11 +4,13 @@ import asyncio
 
 import pytest
 from link_fixture import Passage, Proxy
-from transport_fixture import LARGE, Node, activation, echo, pair, run, tensor
+from transport_fixture import LARGE, Node, activation, echo, hang, pair, run, soon, tensor
 
 from noloco_p2p.config import LimitSettings
+from noloco_p2p.core.lattice_format import BOUND_ZERO, LatticeRequest
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, SHARE
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
+from noloco_p2p.errors import Declined
 from noloco_p2p.io.transport.capped_line import OwnersLine
 
 EXCESS_S = 0.5
@@ -109,6 +111,37 @@ def test_what_is_given_up_while_it_waits_for_the_line_leaves_it_to_the_others() 
                 await both.a.propagate(both.peer, activation((4, 128, 512), counter=9))
 
     run(scenario())
+
+
+def test_a_small_activation_is_charged_when_it_goes_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[int] = []
+    monkeypatch.setattr(OwnersLine, "charge", lambda line, *, sent, received: charged.append(sent))
+
+    async def scenario() -> None:
+        node, sent = Node(hang), activation()
+        async with pair(node, limits=LimitSettings(upload_mbit_per_s=40)) as both:
+            call = asyncio.create_task(both.a.propagate(both.peer, sent))
+            await soon(node.entered.wait())
+            call.cancel()
+            await asyncio.wait([call])
+        assert sum(charged) > sent.hidden.data.nbytes
+
+    run(scenario())
+
+
+def test_a_question_for_some_chunks_is_charged_to_both_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grows with the model: a byte for each chunk of a vector."""
+    charged: list[tuple[int, int]] = []
+    monkeypatch.setattr(OwnersLine, "charge", lambda line, *, sent, received: charged.append((sent, received)))
+    asked = SnapshotRequest(1, 4, lattice=LatticeRequest(bytes([BOUND_ZERO]) * 9000))
+
+    async def scenario() -> None:
+        async with pair(Node(echo), limits=LimitSettings(upload_mbit_per_s=40)) as both:
+            with pytest.raises(Declined):
+                await both.a.fetch_snapshot(both.peer, asked, 5.0, ())
+
+    run(scenario())
+    assert [sum(way) >= asked.nbytes for way in zip(*charged, strict=True)] == [True, True]
 
 
 def test_without_a_cap_nobody_waits_and_the_line_is_measured() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +35,11 @@ from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.exchange import send_when_granted
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.probe import probe
-from noloco_p2p.ports import Body
+from noloco_p2p.ports import ALONE, Body
 
 
 @pytest.fixture
@@ -272,21 +274,89 @@ def test_probe_says_who_answers() -> None:
     run(scenario())
 
 
-def test_a_caller_that_is_gone_before_its_body_is_asked_for_is_unreachable() -> None:
-    """As when another replica was faster: gRPC cannot write to a call that is over."""
+class Over:
+    """A call that is over, where gRPC has found that out."""
 
-    class Over:
-        async def write(self, message: bytes) -> None:
-            raise cygrpc.ExecuteBatchError("Failed to execute a batch")
+    def __init__(self, write: Exception | None, read: Exception | None = None) -> None:
+        self._write, self._read = write, read
 
-        async def read(self) -> Any:
-            raise AssertionError("nothing comes")
+    async def write(self, message: bytes) -> None:
+        if self._write:
+            raise self._write
 
+    async def read(self) -> Any:
+        assert self._read is not None, "nothing comes"
+        raise self._read
+
+
+BROKEN = cygrpc.ExecuteBatchError("Failed to execute a batch")
+STOPPED = cygrpc.UsageError("Server already stopped.")
+
+
+@pytest.mark.parametrize("over", [Over(BROKEN), Over(STOPPED), Over(None, BROKEN), Over(None, STOPPED)])
+def test_a_caller_that_is_gone_before_its_body_has_come_is_unreachable(over: Over) -> None:
+    """As when another replica was faster, or this node leaves: gRPC cannot write to a call that is over, nor read."""
     sent = activation((3, 333, 777))
     header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
-    over = Over()
     with pytest.raises(Unreachable, match="the caller was gone"):
         asyncio.run(IncomingActivation(over, header, [], lambda *count: None, over.read)())
+
+
+def test_a_body_that_is_asked_for_when_its_node_stops_is_unreachable() -> None:
+    """A handler may read in a task of its own, that ends a moment later."""
+
+    async def scenario() -> None:
+        stopped, reading = asyncio.Event(), list[asyncio.Task[Gradient]]()
+
+        async def read(header: Header, body: Body) -> Gradient:
+            await stopped.wait()
+            return await echo(header, body)
+
+        async def serve(header: Header, body: Body) -> Gradient:
+            reading.append(asyncio.create_task(read(header, body)))
+            return await asyncio.shield(reading[0])
+
+        node = Node(serve)
+        async with pair(node) as both:
+            call = asyncio.create_task(both.a.propagate(both.peer, activation(LARGE)))
+            await soon(node.entered.wait())
+            await both.b.close()
+            stopped.set()
+            with pytest.raises(Unreachable):
+                await reading[0]
+            with pytest.raises(Unreachable):
+                await call
+
+    run(scenario())
+
+
+def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
+    class Full:
+        """A call whose connection takes nothing."""
+
+        over = False
+
+        async def write(self, message: bytes) -> None:
+            await asyncio.get_running_loop().create_future()
+
+        async def read(self) -> bytes:
+            raise AssertionError("nothing comes")
+
+        def cancel(self) -> None:
+            self.over = True
+
+    async def scenario() -> None:
+        call = Full()
+        messages = iter([b"header", b"body"])
+        sending = asyncio.create_task(
+            send_when_granted(call, messages, nullcontext(), ALONE, lambda reply: reply, (call.write, call.read))
+        )
+        await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert call.over
+
+    run(scenario())
 
 
 def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers: Buffers) -> None:
