@@ -35,7 +35,10 @@ class _ServedCall:
     granted: asyncio.Event = field(default_factory=asyncio.Event)
     """It has a place, in the inner step or waiting for it: its body may come."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    flushed: bool = False
+    received: bool = False
+    """Its body is here."""
+    refusal: str = ""
+    """Why its callers hear Busy; empty: they do not."""
 
 
 class MicrobatchServer:
@@ -99,7 +102,7 @@ class MicrobatchServer:
         """Answer Busy from now on, and flush the waiting line with Busy."""
         for key in self.intake.close():
             call = self._calls[key]
-            call.flushed = True
+            call.refusal = f"{self._node.replica} is in an outer round or leaving"
             if call.task is not None:
                 call.task.cancel()
         self._gauge()
@@ -177,7 +180,7 @@ class MicrobatchServer:
                 call.task.add_done_callback(lambda task: self._ended(key, call, task))
         self._gauge()
         with self._waits.serving(caller, for_microbatch(header.microbatch)):
-            return await self._wait(call)
+            return await self._wait(call, body)
 
     def _ended(self, key: AttemptKey, call: _ServedCall, task: asyncio.Task[Gradient]) -> None:
         """An attempt's task is over. One that was cancelled before its first line ran still holds its place."""
@@ -192,15 +195,17 @@ class MicrobatchServer:
         self._gauge()
         self._waits.pulse()
 
-    async def _wait(self, call: _ServedCall) -> Gradient:
-        """One caller's wait. The call ends when its last caller is gone."""
+    async def _wait(self, call: _ServedCall, body: Body) -> Gradient:
+        """One caller's wait. The call ends when its last caller is gone, or the one whose body is still to come."""
         assert call.task is not None
         call.callers += 1
         try:
             return await asyncio.shield(call.task)
         finally:
             call.callers -= 1
-            if not call.callers and not call.task.done():
+            lost = call.body is body and not call.received
+            if (lost or not call.callers) and not call.task.done():
+                call.refusal = call.refusal or "the caller that was to send its body is gone"
                 call.task.cancel()
 
     async def _serve(self, key: AttemptKey, call: _ServedCall, caller: PeerId) -> Gradient:
@@ -209,14 +214,15 @@ class MicrobatchServer:
         try:
             await self._turn(call.granted, header, "waiting place")
             activation = await self._receive(caller, header, call.body)
+            call.received = True
             with node.span("wait"):
                 await self._turn(call.admitted, header, "place in the inner step")
             result = await self._dispatcher.train(_task(activation), header.time_left_s)
             reply, counted = self._reply(key, result), result.contribution.counted
         except BaseException as error:
             self._admit(self.intake.leave(key))
-            if call.flushed:
-                raise Busy(f"{node.replica} is in an outer round or leaving") from error
+            if call.refusal:
+                raise Busy(call.refusal) from error
             if not isinstance(error, PeerError | asyncio.CancelledError):
                 node.fail(error)
                 raise Declined("this replica has failed") from error
