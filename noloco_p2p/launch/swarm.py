@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from noloco_p2p.errors import LocalError
 from noloco_p2p.launch import cpu_seconds, node_probe, run_files
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.line_spec import LineSpec
@@ -134,7 +135,12 @@ class LocalSwarm:
         """What `--link` was, and the bytes of each node's line; None without it."""
         if self._relay is None:
             return None
-        return {"line": self._relay.link, **({} if self._cut_off else self._relay.counts())}
+        line = {"line": self._relay.link}
+        try:
+            return line if self._cut_off else line | self._relay.counts()
+        except LocalError as error:
+            self._display.say(f"what each line has carried is not known: {error}")
+            return line
 
     def _leave(self) -> None:
         """When it ends early: the nodes finish what they hold; a second signal stops them at once.

@@ -83,12 +83,8 @@ class SimCall(Generic[T]):
             self.network.traffic.drop(self.body)
         if self._alive:
             latency_s, nbytes = self.network.latency_s(self.caller, self.callee), self.network.control.word
-            word = Payload(self.caller, self.callee, "control", nbytes)
-
-            def gone() -> None:
-                self._loop.call_later(latency_s, self._hang_up, word)
-
-            word.on_gone, word.on_dropped = gone, self._find_dead
+            word = Payload(self.caller, self.callee, "control", nbytes, on_dropped=self._find_dead)
+            word.on_gone = lambda: self._loop.call_later(latency_s, self._hang_up, word)
             self.network.traffic.post(word, apart=self.apart)
 
     # --- at the caller --------------------------------------------------------------------------------------------

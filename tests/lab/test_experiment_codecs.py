@@ -1,5 +1,7 @@
 """The experiment on codecs: a short run of each kind, and what the report makes of figures."""
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from noloco_p2p.lab.experiments import codecs, outer_codecs
@@ -9,9 +11,18 @@ from noloco_p2p.lab.experiments.outer_codecs import OuterCase
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
 
-def case(wire: WireCase, seed: int = 0, steps: int = 4) -> Case:
-    sizes = {"hidden_size": 32, "steps": steps, "seed": seed}
-    return Case.named("{family} {stages} {forward} {backward} s{seed}", **wire._asdict(), **sizes)
+def case(one: WireCase | OuterCase, seed: int = 0) -> Case:
+    name, steps = (
+        ("{family} {stages} {forward} {backward} s{seed}", 4)
+        if isinstance(one, WireCase)
+        else ("outer {pairing} {outer_codec} s{seed}", 20)
+    )
+    return Case.named(name, **one._asdict(), hidden_size=32, steps=steps, seed=seed)
+
+
+def results(figures: Mapping[WireCase, Sequence[Figures]] | Mapping[OuterCase, Sequence[Figures]]) -> list[Result]:
+    """The figures of each, by seed."""
+    return [Result(case(one, seed), found, 1.0) for one, runs in figures.items() for seed, found in enumerate(runs)]
 
 
 @pytest.mark.parametrize("family", codecs.FAMILIES)
@@ -36,12 +47,11 @@ def test_the_report_says_which_goals_are_missed() -> None:
     base, eight, four = (WireCase("llama", 2, codec, codec) for codec in ("float32", "int8", "int4"))
     losses = {base: (2.0, 2.02), eight: (2.001, 2.021), four: (2.05, 2.07)}
     put_in: dict[str, float | None] = {"int8": 2.03, "int4": 2.021}
-    results = [
-        Result(case(wire, seed), figures(loss, put_in if wire == base else {}, 50.0 if wire == four else 200.0), 1.0)
+    found = {
+        wire: [figures(loss, put_in if wire == base else {}, 50.0 if wire == four else 200.0) for loss in both]
         for wire, both in losses.items()
-        for seed, loss in enumerate(both)
-    ]
-    text = markdown(codecs.report(results))
+    }
+    text = markdown(codecs.report(results(found)))
     assert "int8, llama, 2 stages, against the seed noise (0.0141 nats): trained with it 0.001 ± " in text
     assert "; put in 0.02 ± 0.014, above it." in text
     assert "int4, llama, 2 stages, against 2% of perplexity (0.0198 nats): trained with it 0.05 ± " in text
@@ -52,17 +62,11 @@ def test_the_report_says_which_goals_are_missed() -> None:
 
 def test_a_report_of_runs_that_are_not_finite() -> None:
     wires = [WireCase("gpt2", 4, codec, codec) for codec in ("float32", "int4")]
-    results = [Result(case(wire), figures(None, {"int4": None}), 1.0) for wire in wires]
-    assert "gpt2" in markdown(codecs.report(results))
-
-
-def outer_case(pairing: str, codec: str, seed: int = 0, steps: int = 20) -> Case:
-    one, sizes = OuterCase(pairing, codec), {"hidden_size": 32, "steps": steps, "seed": seed}
-    return Case.named("outer {pairing} {outer_codec} s{seed}", **one._asdict(), **sizes)
+    assert "gpt2" in markdown(codecs.report(results({wire: [figures(None, {"int4": None})] for wire in wires})))
 
 
 def test_a_short_run_of_each_outer_codec_counts_its_bytes() -> None:
-    found = {codec: codecs.measure(outer_case("matched", codec)) for codec in ("full", "bfloat16", "int8", "int4")}
+    found = {codec: codecs.measure(case(OuterCase("matched", codec))) for codec in ("full", "bfloat16", "int8", "int4")}
     (parameters,) = found["full"]["parameters"]
     sample = 4 * 1024 / parameters
     whole = {codec: one["bytes_per_parameter"] - sample for codec, one in found.items()}
@@ -76,9 +80,8 @@ def test_a_short_run_of_each_outer_codec_counts_its_bytes() -> None:
 
 def test_the_report_says_which_outer_codecs_are_within_the_noise() -> None:
     losses = {"full": (2.0, 2.02), "int8": (2.001, 2.021), "int4": (2.05, 2.07)}
-    results = [
-        Result(
-            outer_case("matched", codec, seed),
+    found = {
+        OuterCase("matched", codec): [
             {
                 "validation_loss": loss,
                 "merged_loss": loss,
@@ -86,13 +89,12 @@ def test_the_report_says_which_outer_codecs_are_within_the_noise() -> None:
                 "spread": 2.0 if codec == "int4" else 1.0,
                 "bytes_per_parameter": 0.5,
                 "wrong": 0.04,
-            },
-            1.0,
-        )
+            }
+            for loss in both
+        ]
         for codec, both in losses.items()
-        for seed, loss in enumerate(both)
-    ]
-    text = markdown(outer_codecs.report(results))
+    }
+    text = markdown(outer_codecs.report(results(found)))
     assert "int8, matched pairs: 0.001 ± " in text
     assert "nats above full, within the seed noise of 0.0141." in text
     assert "int4, matched pairs: 0.05 ± " in text

@@ -1,5 +1,6 @@
 """`noloco swarm` with real node processes: it trains, ends, and leaves nothing behind, however it ends."""
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,10 @@ from processes import NOLOCO, SMALL, NodeProcess, node_processes, settings, wait
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import node_probe
+from noloco_p2p.launch.settings import read
+from noloco_p2p.launch.swarm import LocalSwarm
+from noloco_p2p.launch.swarm_plan import make_plan
+from noloco_p2p.launch.swarm_summary import Display
 from noloco_p2p.observe.report.page import render
 from noloco_p2p.observe.report.recorded_run import read_run as report_of
 
@@ -275,6 +280,24 @@ def test_a_relay_that_dies_ends_the_swarm(tmp_path: Path) -> None:
         nodes.nothing_left()
     assert "the relay of --link has died" in swarm.logged()
     assert swarm.summary()["link"] == {"line": "100mbit,5ms"}
+
+
+def test_a_relay_that_has_died_when_all_is_done_costs_its_counts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(swarm: LocalSwarm) -> None:
+        assert swarm._relay is not None
+        swarm._relay.start()
+        os.kill(swarm._relay.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(LocalSwarm, "_start", start)
+    for rest in ("_watch", "_leave"):
+        monkeypatch.setattr(LocalSwarm, rest, lambda swarm: None)
+    plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
+    swarm = LocalSwarm(plan, tmp_path, None, Display("", plain=True), [], "100mbit,5ms")
+    swarm.run()
+    assert json.loads((tmp_path / "summary.json").read_text())["link"] == {"line": "100mbit,5ms"}
+    assert "the relay of --link 100mbit,5ms does not answer" in capsys.readouterr().out
 
 
 def test_a_link_that_is_none_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -166,6 +166,9 @@ NO_ADVICE: dict[str, Callable[[Nodes], Nodes]] = {
     "a line that claims nothing": lambda nodes: {
         name: with_figures(report, upload_bytes_per_s=-5.0) for name, report in nodes.items()
     },
+    "idle for less than no time": lambda nodes: {
+        name: with_figures(report, device_s=5.0, idle_s={"gradients": -5.0}) for name, report in nodes.items()
+    },
     "a loop that stands still": lambda nodes: nodes | {"S1R0": with_figures(nodes["S1R0"], loop_silent_s=42.0)},
 }
 

@@ -7,7 +7,7 @@ neither limits it nor shows its sockets: they are found among the open files of 
 import os
 import socket
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 UNSENT_BYTES = 128 * 1024
@@ -23,7 +23,8 @@ def limit_unsent() -> None:
     Sockets of others than gRPC do not suffer from it. Nothing happens where there is no /proc.
     """
     for number in map(int, os.listdir(OPEN_FILES) if OPEN_FILES.is_dir() else ()):
-        with suppress(OSError):  # closed meanwhile, or none of TCP
+        with suppress(OSError), ExitStack() as leaving:  # closed meanwhile, or none of TCP
             if stat.S_ISSOCK(os.stat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as one:
-                    one.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+                one = socket.socket(fileno=number)
+                leaving.callback(one.detach)  # it is not ours to close
+                one.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)

@@ -55,6 +55,11 @@ class StageInput:
     targets: HostTensor
     mask: HostTensor | None
 
+    @classmethod
+    def of(cls, sent: Activation) -> "StageInput":
+        """At a later stage: of what the one before has sent."""
+        return cls(sent.header.microbatch, sent.header.origin, sent.hidden, sent.targets, sent.mask)
+
 
 class StageResult(NamedTuple):
     """What came of a microbatch at this stage and after it."""

@@ -36,7 +36,6 @@ class _ServedCall:
     """It has a place, in the inner step or waiting for it: its body may come."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     received: bool = False
-    """Its body is here."""
     refusal: str = ""
     """Why its callers hear Busy; empty: they do not."""
 
@@ -217,7 +216,7 @@ class MicrobatchServer:
             call.received = True
             with node.span("wait"):
                 await self._turn(call.admitted, header, "place in the inner step")
-            result = await self._dispatcher.train(_task(activation), header.time_left_s)
+            result = await self._dispatcher.train(StageInput.of(activation), header.time_left_s)
             reply, counted = self._reply(key, result), result.contribution.counted
         except BaseException as error:
             self._admit(self.intake.leave(key))
@@ -296,11 +295,6 @@ class MicrobatchServer:
         try:
             with self._waits.serving(caller, for_microbatch(header.microbatch)):
                 activation = await self._receive(caller, header, body)
-                return await self._dispatcher.evaluate(_task(activation), header.time_left_s)
+                return await self._dispatcher.evaluate(StageInput.of(activation), header.time_left_s)
         finally:
             del self._evaluating[key]
-
-
-def _task(activation: Activation) -> StageInput:
-    header = activation.header
-    return StageInput(header.microbatch, header.origin, activation.hidden, activation.targets, activation.mask)

@@ -146,7 +146,8 @@ def _known(values: Sequence[float | None]) -> float | None:
 
 def _in_use(status: Status) -> float | None:
     idle_s, device_s = sum(status.figures.idle_s.values()), status.figures.device_s
-    return device_s / (device_s + idle_s) if device_s > 0 and status.inner_steps >= LEAST_INNER_STEPS else None
+    sensible = device_s > 0 <= idle_s and status.inner_steps >= LEAST_INNER_STEPS
+    return device_s / (device_s + idle_s) if sensible else None
 
 
 _FIGURES = (
