@@ -29,6 +29,10 @@ LEAST_ASKED = 2
 and one that follows."""
 ROUND_TRIPS = 16
 """The last round trips to a peer, of which the shortest counts: the others waited for something."""
+UNSENT_BYTES, MORE_UNSENT_BYTES = 1 << 17, 1 << 20
+FAST_BYTES_PER_S = 100e6
+"""So much may wait unsent in the socket of a connection: little, for it goes before all that is written later. On a
+line this fast more of it is gone in 10 ms, and its sender is not woken for every 128 KiB."""
 PEERS = 256
 """Peers whose round trips are remembered."""
 
@@ -134,6 +138,11 @@ class MeasuredLine:
         sent = [kind for kind, is_sent in (("activation", not last), ("gradient", not first)) if is_sent]
         received = [kind for kind, comes in (("activation", not first), ("gradient", not last)) if comes]
         return max(self.up.seconds(sent), self.down.seconds(received))
+
+
+def unsent_bytes(bytes_per_s: float | None) -> int:
+    """How much may wait in the socket of a connection over which so much goes; None: nobody knows."""
+    return MORE_UNSENT_BYTES if bytes_per_s is not None and bytes_per_s >= FAST_BYTES_PER_S else UNSENT_BYTES
 
 
 def _quantile(parts: Iterable[tuple[float, float]], share: float) -> float:

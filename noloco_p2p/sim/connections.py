@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import unsent_bytes
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
 from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, Link, ceiling_bytes_per_s
@@ -14,8 +15,6 @@ LEAST_HANDED_BYTES, HANDED_BYTES = 32 << 10, 128 << 10
 QUICK_WRITE_S, SLOW_WRITE_S = 0.1, 1.0
 """What gRPC hands down to be written at once begins with HANDED_BYTES, grows while a write is quick, up to one message,
 and shrinks while it is slow (`Chttp2WriteSizePolicy`)."""
-UNSENT_BYTES = 128 << 10
-"""What the kernel takes beyond the window, as over gRPC."""
 
 
 class Connection:
@@ -85,7 +84,7 @@ class Connection:
         now = asyncio.get_running_loop().time()
         left, rate = sum([flow.nbytes - flow.moved(now) for flow in self._moving]), self._rate
         quick, slow = min(wire.CHUNK_BYTES, QUICK_WRITE_S * rate), min(HANDED_BYTES, SLOW_WRITE_S * rate)
-        ahead = max(LEAST_HANDED_BYTES, quick, slow) + min(UNSENT_BYTES, self._round_trip_s * rate)
+        ahead = max(LEAST_HANDED_BYTES, quick, slow) + min(unsent_bytes(rate), self._round_trip_s * rate)
         self._waiting.append((self._moved_by(now) + min(left, ahead), send))
         self._release()
         return True

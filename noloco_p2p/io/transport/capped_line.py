@@ -14,6 +14,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, LineCap, LineTurn, Precedence
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Header
+from noloco_p2p.io.transport.sockets import UnsentLimit
 
 Write = Callable[[bytes], Awaitable[object]]
 Read = Callable[..., Awaitable[Any]]
@@ -84,10 +85,13 @@ class OwnersLine:
         """Of every connection."""
         self.measured = MeasuredLine()
         """By the messages that are not short."""
+        self.unsent = UnsentLimit(self.measured.up)
+        """Of every connection."""
 
     def sender(self, write: Write, rank: Rank = OTHER) -> Write:
         """`write`, each message in its turn, unless it is short."""
         way, rate, clock = self._up, self.measured.up, asyncio.get_running_loop().time
+        self.unsent.follow(clock())
 
         async def send(message: bytes) -> None:
             nbytes = len(message)

@@ -4,7 +4,7 @@ A peer is reached at the first of its advertised addresses that accepts a connec
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.transport.sockets import limit_unsent
 
 CHANNELS_PER_PEER = 2
 """A second connection is opened while the first one is in use: over long links each is limited by its send buffer."""
@@ -109,8 +108,9 @@ ChannelKey = tuple[PeerId, int]
 class ChannelPool:
     """Owns every outgoing connection of a node. Used from one event loop."""
 
-    def __init__(self, options: tuple[tuple[str, int], ...] = ()) -> None:
-        """`options` of gRPC are added to those of every connection."""
+    def __init__(self, options: tuple[tuple[str, int], ...] = (), on_open: Callable[[], object] = lambda: None) -> None:
+        """`options` of gRPC are added to those of every connection; `on_open` is called when there is one more."""
+        self._on_open = on_open
         self._options = (*OPTIONS, *options)
         self._kept: dict[ChannelKey, PeerChannel] = {}
         """Kept for the next call, in order of last use."""
@@ -193,7 +193,7 @@ class ChannelPool:
                 self._open.add(channel)
                 reason = await connect(channel.channel, CONNECT_S)
                 if reason is None:
-                    limit_unsent()
+                    self._on_open()
                     self._make_room()
                     self._kept[key] = channel
                     return channel

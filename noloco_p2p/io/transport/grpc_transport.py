@@ -38,7 +38,6 @@ from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
 from noloco_p2p.io.transport.exchange import next_message, send_when_granted
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
-from noloco_p2p.io.transport.sockets import limit_unsent
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
 DESCRIBE_S = 5.0
@@ -94,7 +93,7 @@ class GrpcTransport:
         self.line = self._line.measured
         """See `ports.Transport`."""
         self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes, self._line)
-        self._channels = ChannelPool(self._line.grpc_options)
+        self._channels = ChannelPool(self._line.grpc_options, self._line.unsent.set)
         self._turns = Turns()
         self._server: Any = None
         self._closed = False
@@ -116,7 +115,7 @@ class GrpcTransport:
             ) from None
         self._server = server
         await server.start()
-        limit_unsent()
+        self._line.unsent.set()
 
     async def serve(self, handler: Handler) -> None:
         """Start to answer calls with `handler`. Raises LocalError when the port is in use."""

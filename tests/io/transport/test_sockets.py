@@ -1,5 +1,6 @@
 """What waits unsent in the system's buffers."""
 
+import asyncio
 import os
 import socket
 import stat
@@ -7,9 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from transport_fixture import Node, activation, echo, pair, run
+from transport_fixture import LARGE, Node, activation, echo, pair, run
 
+from noloco_p2p.core.line_rate import FAST_BYTES_PER_S, MORE_UNSENT_BYTES, UNSENT_BYTES, LineRate, unsent_bytes
 from noloco_p2p.io.transport import sockets
+from noloco_p2p.io.transport.sockets import LOOK_S, UnsentLimit
 
 pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux only")
 
@@ -43,18 +46,18 @@ def test_a_socket_whose_other_end_does_not_read_takes_little_more() -> None:
         for limited in (False, True):
             with socket.create_connection(server.getsockname()) as near, server.accept()[0]:
                 if limited:
-                    sockets.limit_unsent()
+                    UnsentLimit(LineRate(1.0)).set()
                 took.append(taken(near))
     assert took[0] > 1 << 20
     assert took[1] < took[0] / 2
-    assert took[1] < sockets.UNSENT_BYTES + (1 << 19)
+    assert took[1] < UNSENT_BYTES + (1 << 19)
 
 
 def test_what_is_open_stays_as_it_is() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         near.settimeout(3.0)
         before = len(os.listdir(sockets.OPEN_FILES))
-        sockets.limit_unsent()
+        UnsentLimit(LineRate(1.0)).set()
         assert len(os.listdir(sockets.OPEN_FILES)) == before
         assert near.gettimeout() == 3.0
         far, _ = server.accept()
@@ -70,7 +73,7 @@ def test_a_number_that_means_another_file_meanwhile_leaves_nothing_open(
     monkeypatch.setattr(stat, "S_ISSOCK", lambda mode: True)
     with (tmp_path / "file").open("w") as file:
         before = len(os.listdir(sockets.OPEN_FILES))
-        sockets.limit_unsent()
+        UnsentLimit(LineRate(1.0)).set()
         assert len(os.listdir(sockets.OPEN_FILES)) == before
         assert not file.closed
         file.write("x")
@@ -83,6 +86,35 @@ def test_both_ends_of_every_connection_between_nodes_are_limited() -> None:
             await both.a.progress(both.peer, [], 1.0)
             ours = [limit for near, far, limit in limits() if both.b.port in (near, far)]
         assert len(ours) == 4
-        assert set(ours) == {sockets.UNSENT_BYTES}
+        assert set(ours) == {UNSENT_BYTES}
+
+    run(scenario())
+
+
+def test_the_limit_follows_the_speed_of_the_line() -> None:
+    assert unsent_bytes(None) == unsent_bytes(FAST_BYTES_PER_S - 1) == UNSENT_BYTES
+    rate = LineRate(1.0)
+    unsent = UnsentLimit(rate)
+
+    def after(bytes_per_s: float, looked_at: float) -> int:
+        rate.ended(rate.began(0.0), bytes_per_s, 1.0)
+        unsent.follow(looked_at)
+        return near.getsockopt(socket.IPPROTO_TCP, sockets.TCP_NOTSENT_LOWAT)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        unsent.set()
+        assert after(FAST_BYTES_PER_S / 2, 0.0) == UNSENT_BYTES
+        assert after(FAST_BYTES_PER_S, LOOK_S / 2) == UNSENT_BYTES, "looked at not long ago"
+        assert after(FAST_BYTES_PER_S, LOOK_S) == MORE_UNSENT_BYTES
+
+
+def test_a_transport_on_a_fast_line_lets_more_wait() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            rate, now = both.a.line.up, asyncio.get_running_loop().time()
+            rate.ended(rate.began(now - 1.0), 10 * FAST_BYTES_PER_S, now)
+            await both.a.propagate(both.peer, activation(LARGE))
+            ours = [limit for near, far, limit in limits() if both.b.port in (near, far)]
+        assert set(ours) == {MORE_UNSENT_BYTES}
 
     run(scenario())
