@@ -195,7 +195,7 @@ class Stage(Protocol):
         """Divide by the tokens, clip, AdamW (METHOD.md, "Inner step"), zero the accumulators."""
 
     async def snapshot(self, round: int, step: int) -> FrozenRound:
-        """Freeze u = β·Δ + γ·φ and θ of now; later changes of θ and φ do not touch them."""
+        """Freeze what the outer rule offers, and θ of now; later changes do not touch them."""
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for of a frozen round, as it travels. Works beside the device.
@@ -212,14 +212,14 @@ class Stage(Protocol):
         what was there `before`, which is used up. `mine` is what the bounds of the request are of.
         """
 
-    async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
-        """N1 to N3 (METHOD.md, "Outer round") with the newest frozen round and a partner's, or alone; no graph is open.
+    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+        """The outer rule and N3 (METHOD.md, "Outer rules") with the newest frozen round and others', or alone.
 
-        Inner steps taken since then stay in θ. Audited if there is an audit.
+        No graph is open. Inner steps taken since then stay in θ. Audited if there is an audit.
         """
 
     async def adopt(self, theirs: Snapshot) -> None:
-        """Start from a replica's weights alone: φ = θ = θ_f, δ = 0, fresh optimizer.
+        """Start from a replica's weights alone: θ = θ_f, the rule and the optimizer begin anew.
 
         Raises Violation, and changes nothing, if they are unfit or not finite.
         """

@@ -188,7 +188,7 @@ def figures_are_true(prometheus: Prometheus) -> None:
     assert {s.labels["stage"] for s in prometheus.query("stage:noloco_replicas:median")} == {"0", "1"}
     # A vector in float32, and the sample. A scrape in the middle of a round may have its count and not yet its bytes.
     held = {s.labels["node"]: int(s.value) for s in prometheus.query("noloco_parameters")}
-    weighs = {node: partner_bytes("full", parameters, "float32") for node, parameters in held.items()}
+    weighs = {node: partner_bytes("full", parameters, parameters, "float32") for node, parameters in held.items()}
     pulled = prometheus.query("noloco_pulled_bytes_total")
     rounds = prometheus.query('sum by (node) (noloco_outer_rounds_total{result!="alone"})')
     counted = {sample.labels["node"]: sample.value for sample in rounds}

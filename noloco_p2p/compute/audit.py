@@ -62,7 +62,7 @@ class Audit:
     def round(
         self,
         number: int,
-        theirs: PartnerVector | None,
+        theirs: Sequence[PartnerVector],
         inner_steps: tuple[int, int],
         tensors: Mapping[str, Mapping[str, Tensor]],
         outer: OuterSettings,
@@ -74,8 +74,10 @@ class Audit:
         metadata = {
             "round": str(number),
             "peer_id": self._peer_id,
-            "partner_id": "" if theirs is None else theirs.peer,
-            "partner_round": "" if theirs is None else str(theirs.round),
+            "partner_id": ",".join(one.peer for one in theirs),
+            "partner_round": ",".join(str(one.round) for one in theirs),
+            "partner_step": ",".join(str(one.step) for one in theirs),
+            "rule": outer.rule,
             "frozen_after": str(inner_steps[0]),
             "merged_after": str(inner_steps[1]),
         }

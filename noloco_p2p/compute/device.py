@@ -16,7 +16,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -237,7 +237,7 @@ class DeviceStage:
         """As in the port; beside the device."""
         return await asyncio.to_thread(self._open_stage().decode, mine, request, theirs, before)
 
-    async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
         """As in the port."""
         return await self._device.call(URGENT, partial(self._open_stage().merge, mine, theirs))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from noloco_p2p.compute import host_tensor, replica_tensors
 from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import LatticePull
-from noloco_p2p.compute.slow_weights import SlowWeights
+from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import HostTensor, PeerId
@@ -35,15 +35,16 @@ class SnapshotCodec:
     def __init__(self, run: RunManifest, stage: int, parameters: int) -> None:
         self._seed, self._stage, self._parameters = run.seed, stage, parameters
         self._dtype = host_tensor.DTYPES[run.compute_dtype]
-        self.specs, self.lattice = snapshot_specs(run.outer.codec, parameters, run.compute_dtype)
+        self._offered = run.outer.update.offered * parameters
+        self.specs, self.lattice = snapshot_specs(run.outer.codec, parameters, self._offered, run.compute_dtype)
         """What travels to a partner, and its format in a codec that has bounds."""
-        self._lattice = LatticeCodec(self.lattice.bits, parameters, self._dtype) if self.lattice else None
+        self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype) if self.lattice else None
 
-    def frozen(self, peer: PeerId, round: int, step: int, slow: SlowWeights) -> FrozenRound:
+    def frozen(self, peer: PeerId, round: int, step: int, outer: OuterState) -> FrozenRound:
         """A round of these weights, frozen."""
-        vector, theta = slow.freeze()
+        vector, theta = outer.freeze()
         kept, weights = map(host_tensor.from_torch, ("vector", "weights"), (vector, theta))
-        return FrozenRound(peer, round, step, kept, weights, slow.bounds(vector))
+        return FrozenRound(peer, round, step, kept, weights, outer.bounds(vector))
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for.
@@ -83,7 +84,9 @@ class SnapshotCodec:
         replica_tensors.checked(theirs.tensors, answer_specs(self.specs, self.lattice, asked), whose)
         sample = theirs.tensors[-1] if before is None else before.sample
         if self._lattice is None or asked is None:
-            return PartnerVector(theirs.peer, theirs.round, _beside(mine.vector, theirs.tensors[0]), sample)
+            return PartnerVector(
+                theirs.peer, theirs.round, theirs.step, _beside(mine.vector, theirs.tensors[0]), sample
+            )
         own = host_tensor.to_torch(mine.vector)
         if before is None or before.distances is None:
             vector, distances = own.clone(), torch.zeros(len(mine.bounds), dtype=torch.float64)
@@ -92,10 +95,10 @@ class SnapshotCodec:
         pull = LatticePull(self._lattice, own, asked, vector, distances)
         pull.take(host_tensor.to_torch(theirs.tensors[0]), self._dither(theirs.round, (mine.peer, theirs.peer)))
         found = map(host_tensor.from_torch, ("vector", "distances"), (pull.vector, pull.distances))
-        return PartnerVector(theirs.peer, theirs.round, next(found), sample, next(found), pull.missing)
+        return PartnerVector(theirs.peer, theirs.round, theirs.step, next(found), sample, next(found), pull.missing)
 
     def _dither(self, round: int, pair: tuple[PeerId, PeerId]) -> PairDither:
-        return PairDither(self._seed, round, pair, self._parameters)
+        return PairDither(self._seed, round, pair, self._offered)
 
     def pair_std(self, mine: FrozenRound, theirs: PartnerVector) -> float:
         """The replica std that the pair's θ_f tell of (METHOD.md, "Measures")."""

@@ -10,8 +10,11 @@ costs one more pass over the gradients, and a second set of them while it lasts.
 Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import isfinite
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -23,11 +26,10 @@ from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.graphs import GraphMemory, GraphStore, KeptGraph
 from noloco_p2p.compute.model import StageModule
-from noloco_p2p.compute.slow_weights import SlowWeights
+from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.compute.snapshot_codec import SnapshotCodec
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import (
-    REPLICA_KINDS,
     Gradient,
     HostTensor,
     LossSum,
@@ -71,7 +73,7 @@ class TorchStage:
         self._parameters = list(part.parameters.values())
         self._sums = GradientAccumulator(self._parameters)
         self._adam = Adam(part.parameters, manifest.inner)
-        self._slow = SlowWeights(part.parameters, manifest.outer)
+        self._outer = OuterState(part.parameters, manifest.outer)
         self._codec = SnapshotCodec(manifest, part.index, part.counts[part.index])
         self.encode, self.decode = self._codec.encode, self._codec.decode
         """As in the port; any thread may call them."""
@@ -92,7 +94,7 @@ class TorchStage:
             self._hidden.spec,
             self._grad.spec,
             self._codec.specs,
-            replica_tensors.specs(REPLICA_KINDS, self._slow.parameters),
+            replica_tensors.specs(manifest.state_kinds, self._outer.parameters),
             tuple(TensorSpec("weights", GUARDED_DTYPE, (count,)) for count in part.counts),
             self._codec.lattice,
         )
@@ -170,33 +172,44 @@ class TorchStage:
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """Freeze the present u and θ, as in the port."""
         self._frozen_after = self._inner_steps
-        return self._codec.frozen(self._peer_id, round, step, self._slow)
+        return self._codec.frozen(self._peer_id, round, step, self._outer)
 
-    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
-        """N1 to N3, as in the port; Adam's moments stay."""
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+        """The outer rule and N3, as in the port; Adam's moments stay."""
         self._graphs.weights_change()
-        frozen = host_tensor.to_torch(mine.weights)
-        vectors = [host_tensor.to_torch(one.vector) for one in (mine, theirs) if one is not None]
-        result = MergeResult(None if theirs is None else self._codec.pair_std(mine, theirs))
-        self._slow.met(theirs)
+        spreads = [self._codec.pair_std(mine, one) for one in theirs]
+        self._outer.met(theirs)
+        group = sorted([(mine.peer, mine.vector), *((one.peer, one.vector) for one in theirs)])
+        vectors, place = [host_tensor.to_torch(vector) for _, vector in group], group.index((mine.peer, mine.vector))
+        lag = fmean(abs(one.step - mine.step) for one in theirs) if theirs else 0.0
+        merge = partial(self._outer.merge, vectors, place, host_tensor.to_torch(mine.weights), lag)
         if self._audit is None:
-            self._slow.merge(vectors, frozen)
-            return result
-        tensors = {"slow": self._slow.slow.copy(), "frozen": self._slow.by_name(frozen)}
+            merge()
+        else:
+            self._audited(self._audit, merge, mine, theirs)
+        return MergeResult(fmean(spreads) if spreads else None)
+
+    def _audited(
+        self, audit: Audit, merge: Callable[[], None], mine: FrozenRound, theirs: Sequence[PartnerVector]
+    ) -> None:
+        """Merge, and write down with what."""
+        kinds = self._outer.kinds
+        tensors = {kind: named.copy() for kind, named in kinds.items()}
+        tensors["frozen"] = self._outer.by_name(host_tensor.to_torch(mine.weights))
         tensors["fast"] = {name: theta.detach().clone() for name, theta in self.parameters.items()}
-        self._slow.merge(vectors, frozen)
-        tensors |= {"momentum": self._slow.momentum, "slow_after": self._slow.slow}
+        merge()
+        tensors |= {f"{kind}_after": named for kind, named in kinds.items()}
         tensors["adam_mean"], tensors["adam_square"] = self._adam.moments()
-        if theirs is not None:
-            tensors["partner_vector"] = self._slow.by_name(vectors[1])
-        self._audit.round(mine.round, theirs, (self._frozen_after, self._inner_steps), tensors, self._manifest.outer)
-        return result
+        for one in theirs:
+            for at, part in enumerate(host_tensor.to_torch(one.vector).chunk(self._outer.rule.offered)):
+                tensors[f"partner_vector{at or ''}"] = self._outer.by_name(part)
+        audit.round(mine.round, theirs, (self._frozen_after, self._inner_steps), tensors, self._manifest.outer)
 
     def adopt(self, theirs: Snapshot) -> None:
         """Take over another replica's θ_f, with δ = 0 and a fresh optimizer, as in the port."""
         expected = [self.state.weights[self.state.index]]
         (weights,) = replica_tensors.checked(theirs.tensors, expected, f"the weights of {theirs.peer}")
-        self._slow.adopt(weights)
+        self._outer.adopt(weights)
         self._adam.reset()
         self._graphs.clear()
         self._sums.restart(())
@@ -206,14 +219,14 @@ class TorchStage:
         means, squares = self._adam.moments()
         moments = {"adam_mean": means, "adam_square": squares}
         copies = {kind: {name: host_tensor.copy(one) for name, one in named.items()} for kind, named in moments.items()}
-        tensors = replica_tensors.pack(self._slow.capture() | copies)
+        tensors = replica_tensors.pack(self._outer.capture() | copies)
         counts = (self.state.index, round, step, inner_steps, self._adam.steps)
         return ReplicaState(self._peer_id, *counts, tensors, spent=self._sums.spent())
 
     def restore(self, theirs: ReplicaState) -> None:
         """Become that replica, as in the port; graphs that are still kept are freed."""
         kinds = replica_tensors.unpack_state(theirs, self.state.index, self.state.replica)
-        self._slow.restore(kinds)
+        self._outer.restore(kinds)
         self._adam.restore(kinds["adam_mean"], kinds["adam_square"], theirs.adam_steps)
         self._graphs.clear()
         self._sums.restart(theirs.spent)

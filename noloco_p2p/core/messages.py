@@ -163,10 +163,6 @@ class Batch:
     mask: HostTensor | None = None
 
 
-REPLICA_KINDS = ("slow", "fast", "momentum", "adam_mean", "adam_square")
-"""What a replica's state has of every parameter: φ, θ, δ, and the two moments of Adam."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
     """Everything that makes a replica, frozen between two operations of its device.
@@ -186,7 +182,7 @@ class ReplicaState:
     adam_steps: int
     """Those among them that had tokens: what Adam's bias correction counts."""
     tensors: tuple[HostTensor, ...]
-    """`<kind>/<name>`: for each of REPLICA_KINDS every parameter in the stage's order, in compute_dtype."""
+    """`<kind>/<name>`: for each of the run's `state_kinds` every parameter in the stage's order, in compute_dtype."""
     number: int = 0
     """64 bits drawn by the donor when it froze this copy: two parts of a transfer with one number fit together."""
     spent: tuple[MicrobatchId, ...] = ()

@@ -34,7 +34,7 @@ class FrozenRound:
     step: int
     """Floor of the replica's clock when it was frozen."""
     vector: HostTensor
-    """`vector`: u = β·Δ + γ·φ, flat, in compute_dtype: all that N1 needs of a replica."""
+    """`vector`: what the rule offers of each parameter, flat, in compute_dtype (METHOD.md, "Outer rules")."""
     weights: HostTensor
     """`weights`: θ_f, flat, in compute_dtype."""
     bounds: bytes = b""
@@ -56,9 +56,9 @@ class SnapshotRequest:
     wait_s: float = 0.0
     """How long the peer may wait until it has reached that round; then it gives the newest one held."""
     weights: str | None = None
-    """θ_f is wanted, in this element type, for whoever guards it or takes it over; None: u, for a partner."""
+    """θ_f is wanted, in this element type, for whoever guards it or takes it over; None: the vector, for a partner."""
     lattice: LatticeRequest | None = None
-    """Which chunks of u are wanted, and their bounds, in a codec that has bounds."""
+    """Which chunks of the vector are wanted, and their bounds, in a codec that has bounds."""
 
     @property
     def kind(self) -> str:
@@ -97,8 +97,10 @@ class PartnerVector:
 
     peer: PeerId
     round: int
+    step: int
+    """Floor of the partner's clock when it was frozen."""
     vector: HostTensor
-    """`vector`: u, flat, in compute_dtype."""
+    """`vector`: as in `FrozenRound`."""
     sample: HostTensor
     """`sample`: θ_f at `sampled_coordinates`, in compute_dtype."""
     distances: HostTensor | None = None
@@ -108,21 +110,24 @@ class PartnerVector:
 
 
 def snapshot_specs(
-    codec: OuterCodec, parameters: int, dtype: str
+    codec: OuterCodec, parameters: int, offered: int, dtype: str
 ) -> tuple[tuple[TensorSpec, ...], LatticeFormat | None]:
-    """What travels of a frozen round in a codec, in order, and its format if it has bounds; `dtype`: compute_dtype."""
+    """What travels of a frozen round in a codec, in order, and its format if it has bounds.
+
+    `offered`: values of its vector; `dtype`: compute_dtype.
+    """
     sample = TensorSpec("sample", dtype, (sample_size(parameters),))
     if codec not in LATTICE_BITS:
-        return (TensorSpec("vector", dtype if codec == "full" else codec, (parameters,)), sample), None
-    lattice = LatticeFormat(LATTICE_BITS[codec], parameters, ITEM_BYTES[dtype])
-    asked = LatticeRequest(bytes([BOUND_ZERO]) * chunk_count(parameters))
+        return (TensorSpec("vector", dtype if codec == "full" else codec, (offered,)), sample), None
+    lattice = LatticeFormat(LATTICE_BITS[codec], offered, ITEM_BYTES[dtype])
+    asked = LatticeRequest(bytes([BOUND_ZERO]) * chunk_count(offered))
     return answer_specs((sample, sample), lattice, asked), lattice
 
 
-def partner_bytes(codec: OuterCodec, parameters: int, dtype: str) -> int:
+def partner_bytes(codec: OuterCodec, parameters: int, offered: int, dtype: str) -> int:
     """What a partner's vector weighs, with the question for it, where nothing has to be asked for again."""
-    specs, lattice = snapshot_specs(codec, parameters, dtype)
-    return sum(spec.nbytes for spec in specs) + (chunk_count(parameters) if lattice else 0)
+    specs, lattice = snapshot_specs(codec, parameters, offered, dtype)
+    return sum(spec.nbytes for spec in specs) + (chunk_count(offered) if lattice else 0)
 
 
 def answer_specs(

@@ -1,6 +1,6 @@
 """Where settings come from: defaults < YAML file < environment (`NOLOCO__A__B`) < `--set a.b=v`.
 
-One flat file may hold the keys of both models of config.py. All faults are reported at once, one line each,
+One flat file may hold the keys of both models of `config`. All faults are reported at once, one line each,
 with the file and line (or the variable, or the option) and the nearest key that exists.
 """
 
@@ -112,9 +112,10 @@ def manifest_from_json(data: bytes) -> RunManifest:
 
 
 def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:
-    """`base`, by default the defaults, with what the entries set."""
+    """`base`, by default the defaults, with what the entries set; those of an outer rule are its own affair."""
     mine = [entry for entry in entries if entry.key[0] in model.model_fields]
-    return json.dumps(overlaid(mine, (base or model()).model_dump(mode="json")), default=str)
+    values = model().model_dump(mode="json", exclude={"outer"}) if base is None else base.model_dump(mode="json")
+    return json.dumps(overlaid(mine, values), default=str)
 
 
 def overlaid(entries: Sequence[SettingEntry], values: dict[str, Any]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class OuterRounds:
         if theirs is not None and abs(theirs.round - mine.round) > node.manifest.outer.max_stale_rounds:
             pull, theirs = Pull("too old"), None
         with self._waits.computing("merge"):
-            merged = await node.stage.merge(mine, theirs)
+            merged = await node.stage.merge(mine, () if theirs is None else (theirs,))
         node.publish(outer_round=mine.round)
         result = "alone"
         if theirs is not None:

@@ -109,7 +109,7 @@ def progress_counts_once(process: SimProcess) -> None:
     for stage in recording_stages(process):
         for one in stage.progress:
             scale = 1e-9 * (1 + max(map(abs, stage.theta)))
-            for what, found, expected in (("Δ", one.delta, one.trained), ("θ − φ", one.kept, one.trained_since)):
+            for what, found, expected in (("Δ", one.delta, one.trained), ("θ", one.kept, one.trained_since)):
                 off = max(abs(a - b) for a, b in zip(found, expected, strict=True))
                 assert off <= scale, f"{process.peer}, round {one.round}: {what} is {found}, trained were {expected}"
 
@@ -118,8 +118,8 @@ def weights_are_what_was_frozen(process: SimProcess) -> None:
     """The weights that a stage loads are bit for bit what a replica of the stage froze at that round."""
     for stage in recording_stages(process):
         for one in stage.loaded:
-            assert one.frozen_phi is not None, f"{process.peer} loaded weights that {one.origin} never froze: {one}"
-            assert one.phi == one.frozen_phi, f"{process.peer} loaded {one.phi} for {one.frozen_phi}"
+            assert one.frozen_theta is not None, f"{process.peer} loaded weights that {one.origin} never froze: {one}"
+            assert one.theta == one.frozen_theta, f"{process.peer} loaded {one.theta} for {one.frozen_theta}"
 
 
 def weights_survive(swarm: FaultySwarm) -> None:

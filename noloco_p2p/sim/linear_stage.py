@@ -11,13 +11,12 @@ Shape legend: B microbatch, T sequence, D = 1 hidden size.
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import hypot, isfinite
+from statistics import fmean
 from typing import NamedTuple
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import (
-    REPLICA_KINDS,
     Gradient,
     HostTensor,
     LossSum,
@@ -26,7 +25,7 @@ from noloco_p2p.core.messages import (
     ReplicaState,
     TensorSpec,
 )
-from noloco_p2p.core.outer_update import carried_over, outer_step, round_vector
+from noloco_p2p.core.outer_update import carried_over
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest, pair_std
 from noloco_p2p.core.spent_ids import SpentIds
@@ -36,7 +35,7 @@ from noloco_p2p.sim.batches import IGNORED
 
 NAMES = ("gain", "bias")
 TOKEN_SCALE = 0.01
-SNAPSHOT = tuple(TensorSpec(name, "float64", (len(NAMES),)) for name in ("vector", "sample"))
+SAMPLE = TensorSpec("sample", "float64", (len(NAMES),))
 WEIGHTS = TensorSpec("weights", "float64", (len(NAMES),))
 
 
@@ -53,12 +52,15 @@ class CountedMicrobatch(NamedTuple):
 
 
 class LinearStage:
-    """The synchronous stage. `theta`, `phi` and `momentum` are θ, φ and δ of (gain, bias)."""
+    """The synchronous stage. `theta` and `kept` are θ, and what the outer rule keeps by kind, of (gain, bias)."""
 
     def __init__(self, manifest: RunManifest, index: int, me: PeerId) -> None:
         rng = generator(manifest.seed, "weights", index)
         self.theta = [1.0 + 0.1 * rng.random(), 0.1 * rng.random()]
-        self.phi, self.momentum = list(self.theta), [0.0, 0.0]
+        self._rule = manifest.outer.update
+        self.kept = self._new()
+        self.base = list(self.theta)
+        """θ as the newest round left it, without what was trained since that was frozen."""
         self.counted: list[CountedMicrobatch] = []
         """In the order in which they were added."""
         self.dropped: list[MicrobatchId] = []
@@ -77,9 +79,13 @@ class LinearStage:
         self._used: list[CountedMicrobatch] = []
         rows = (manifest.microbatch_size, manifest.sequence_length)
         self._targets = TensorSpec("targets", "int32", rows)
-        replica = tuple(TensorSpec(f"{kind}/{name}", "float64", (1,)) for kind in REPLICA_KINDS for name in NAMES)
+        replica = tuple(
+            TensorSpec(f"{kind}/{name}", "float64", (1,)) for kind in manifest.state_kinds for name in NAMES
+        )
         hidden, grad = (TensorSpec(name, "float64", (*rows, 1)) for name in ("hidden", "grad"))
-        self.state = StageState(index, len(NAMES), hidden, grad, SNAPSHOT, replica, (WEIGHTS,) * manifest.stages)
+        vector = TensorSpec("vector", "float64", (self._rule.offered * len(NAMES),))
+        snapshot, weights = (vector, SAMPLE), (WEIGHTS,) * manifest.stages
+        self.state = StageState(index, len(NAMES), hidden, grad, snapshot, replica, weights)
 
     @property
     def open_graphs(self) -> int:
@@ -140,9 +146,9 @@ class LinearStage:
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """See `ports.Stage`."""
-        outer, pairs = self._manifest.outer, zip(self.phi, self.theta, strict=True)
-        vector = [round_vector(phi, theta - phi, beta=outer.beta, gamma=outer.gamma) for phi, theta in pairs]
-        return FrozenRound(self._me, round, step, _flat(SNAPSHOT[0], vector), _flat(WEIGHTS, self.theta))
+        offers = [self._rule.offer(self._own(at, theta)) for at, theta in enumerate(self.theta)]
+        vector = [value for part in zip(*offers, strict=True) for value in part]
+        return FrozenRound(self._me, round, step, _flat(self.state.snapshot[0], vector), _flat(WEIGHTS, self.theta))
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """See `ports.Stage`. All weights are sampled, for they are few."""
@@ -153,33 +159,37 @@ class LinearStage:
         self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
     ) -> PartnerVector:
         """See `ports.Stage`."""
-        _values_of(theirs.tensors, SNAPSHOT, f"the snapshot of {theirs.peer}")
-        return PartnerVector(theirs.peer, theirs.round, theirs.tensors[0], theirs.tensors[1])
+        _values_of(theirs.tensors, self.state.snapshot, f"the snapshot of {theirs.peer}")
+        vector, sample = theirs.tensors
+        return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample)
 
-    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
         """See `ports.Stage`."""
-        outer, group = self._manifest.outer, [one.vector for one in (mine, theirs) if one is not None]
-        step = partial(outer_step, alpha=outer.alpha, gamma=outer.gamma)
-        vectors = zip(*(vector.data.cast("d") for vector in group), strict=True)
-        after = list(map(step, self.phi, self.momentum, vectors))
-        self.phi, self.momentum = [phi for phi, _ in after], [momentum for _, momentum in after]
-        frozen = mine.weights.data.cast("d")
-        self.theta = list(map(carried_over, self.phi, self.theta, frozen))
+        vectors = [(mine.peer, mine.vector), *((one.peer, one.vector) for one in theirs)]
+        group = sorted((peer, list(vector.data.cast("d"))) for peer, vector in vectors)
+        place, frozen = [peer for peer, _ in group].index(mine.peer), mine.weights.data.cast("d")
+        lag = fmean(abs(one.step - mine.step) for one in theirs) if theirs else 0.0
+        for at, theta_frozen in enumerate(frozen):
+            members = [tuple(vector[at :: len(NAMES)]) for _, vector in group]
+            after = self._rule.merge(self._own(at, theta_frozen), members, place, lag)
+            self.base[at] = after.pop("fast")
+            self.theta[at] = carried_over(self.base[at], self.theta[at], theta_frozen)
+            for kind, value in after.items():
+                self.kept[kind][at] = value
         self.version += 1
-        if theirs is None:
-            return MergeResult(None)
-        square = sum((a - b) ** 2 for a, b in zip(frozen, theirs.sample.data.cast("d"), strict=True))
-        return MergeResult(pair_std(square, len(NAMES)))
+        squares = [sum((a - b) ** 2 for a, b in zip(frozen, one.sample.data.cast("d"), strict=True)) for one in theirs]
+        return MergeResult(fmean(pair_std(square, len(NAMES)) for square in squares) if squares else None)
 
     def adopt(self, theirs: Snapshot) -> None:
         """See `ports.Stage`."""
-        self.phi = _values_of(theirs.tensors, (WEIGHTS,), f"the weights of {theirs.peer}")
-        self.theta, self.momentum = list(self.phi), [0.0, 0.0]
+        self.theta = _values_of(theirs.tensors, (WEIGHTS,), f"the weights of {theirs.peer}")
+        self.kept, self.base = self._new(), list(self.theta)
         self._restart(())
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """See `ports.Stage`. There is no Adam here: its moments are zeros, after no steps."""
-        values = [*self.phi, *self.theta, *self.momentum, *[0.0] * (2 * len(NAMES))]
+        kept = [value for values in self.kept.values() for value in values]
+        values = [*self.theta, *kept, *[0.0] * (2 * len(NAMES))]
         tensors = tuple(_flat(spec, [value]) for spec, value in zip(self.state.replica, values, strict=True))
         spent = self._spent.ended()
         return ReplicaState(self._me, self.state.index, round, step, inner_steps, 0, tensors, spent=spent)
@@ -190,13 +200,23 @@ class LinearStage:
             raise Violation(f"the state of {theirs.peer} is of stage {theirs.stage}, not {self.state.index}")
         values = _values_of(theirs.tensors, self.state.replica, f"the state of {theirs.peer}")
         n = len(NAMES)
-        if min(values[4 * n :]) < 0:
+        if min(values[-n:]) < 0:
             raise Violation(f"the state of {theirs.peer} has a mean square below zero")
-        self.phi, self.theta, self.momentum = values[:n], values[n : 2 * n], values[2 * n : 3 * n]
+        self.theta = values[:n]
+        self.kept = {kind: values[at * n : (at + 1) * n] for at, kind in enumerate(self._rule.kinds, 1)}
+        self.base = list(self.kept.get("slow", self.theta))
         self.inner_steps = theirs.inner_steps
         self._restart(theirs.spent)
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _own(self, at: int, theta_frozen: float) -> dict[str, float]:
+        return {kind: values[at] for kind, values in self.kept.items()} | {"fast": theta_frozen}
+
+    def _new(self) -> dict[str, list[float]]:
+        """What the rule keeps of weights that are new."""
+        started = [self._rule.start(theta) for theta in self.theta]
+        return {kind: [one[kind] for one in started] for kind in self._rule.kinds}
 
     def _values(self, inputs: HostTensor) -> list[float]:
         """The hidden values that enter, B·T of them. Raises Violation when they do not fit or are not finite."""

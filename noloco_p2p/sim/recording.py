@@ -1,6 +1,7 @@
 """Stages that record what they froze, loaded and merged: what `laws` judges a swarm by."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import add, sub
 
@@ -22,9 +23,9 @@ class LoadedWeights:
     """`adopt` or `restore`."""
     origin: PeerId
     round: int
-    phi: Values
+    theta: Values
     """φ after it."""
-    frozen_phi: Values | None
+    frozen_theta: Values | None
     """What φ (or θ) was when these weights were frozen; None when nobody ever froze them."""
     lineage: frozenset[MicrobatchId]
     """Ids that the replica had counted by the time at which it was frozen."""
@@ -53,7 +54,7 @@ class MergedProgress:
     trained: Values
     """What inner steps had added by then that no merge before had."""
     kept: Values
-    """θ − φ after it."""
+    """θ after it, without what the round itself gave (`LinearStage.base`)."""
     trained_since: Values
     """What inner steps have added to θ since the snapshot was frozen."""
 
@@ -129,7 +130,7 @@ class RecordingStage(LinearStage):
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """Recorded."""
         self._frozen_at_s, self._trained_frozen = now_s(), self._trained
-        self._delta_frozen = (*map(sub, self.theta, self.phi),)
+        self._delta_frozen = (*map(sub, self.theta, self.base),)
         self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set()).add((*self.theta,))
         return super().snapshot(round, step)
 
@@ -144,12 +145,12 @@ class RecordingStage(LinearStage):
     def adopt(self, theirs: Snapshot) -> None:
         """Recorded."""
         super().adopt(theirs)
-        phi = (*self.phi,)
+        theta = (*self.theta,)
         frozen = self._frozen.snapshots.get((theirs.peer, self.state.index, theirs.round, theirs.step), set())
-        found = phi if phi in frozen else None
+        found = theta if theta in frozen else None
         self._trained = (0.0, 0.0)
         self.loaded.append(
-            LoadedWeights("adopt", theirs.peer, theirs.round, phi, found, frozenset(), len(self.counted))
+            LoadedWeights("adopt", theirs.peer, theirs.round, theta, found, frozenset(), len(self.counted))
         )
 
     def restore(self, theirs: ReplicaState) -> None:
@@ -158,18 +159,18 @@ class RecordingStage(LinearStage):
         values = _values(theirs)
         lineage = self._frozen.states.get((theirs.peer, values))
         found = None if lineage is None else values[:2]
-        self._trained = tuple(map(sub, self.theta, self.phi))
+        self._trained = tuple(map(sub, self.theta, self.base))
         counted, lineage = len(self.counted), lineage or frozenset()
-        self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.phi,), found, lineage, counted))
+        self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.theta,), found, lineage, counted))
 
-    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
         """Recorded."""
-        if theirs is not None:
-            self.merged.append(MergedSnapshot(now_s(), self._frozen_at_s, mine.round, theirs.peer))
+        for one in theirs:
+            self.merged.append(MergedSnapshot(now_s(), self._frozen_at_s, mine.round, one.peer))
         result = super().merge(mine, theirs)
         delta, trained = self._delta_frozen, self._trained_frozen
         self._trained = tuple(map(sub, self._trained, trained))
-        kept = tuple(map(sub, self.theta, self.phi))
+        kept = tuple(map(sub, self.theta, self.base))
         self.progress.append(MergedProgress(mine.round, delta, trained, kept, self._trained))
         return result
 

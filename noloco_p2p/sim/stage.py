@@ -5,7 +5,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -60,7 +60,7 @@ class SyncStage(Protocol):
     ) -> PartnerVector:
         """See `ports.Stage`."""
 
-    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
         """See `ports.Stage`."""
 
     def adopt(self, theirs: Snapshot) -> None:
@@ -160,7 +160,7 @@ class TimedStage:
         """See `ports.Stage`; takes no time of the device."""
         return self.stage.decode(mine, request, theirs, before)
 
-    async def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
         """See `ports.Stage`."""
         return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.merge, mine, theirs))
 

@@ -32,9 +32,9 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
     stage.inner_step(StepLabel(1, 0, 1e-2, {}))
     fast = weights([stage])
     theirs = vector_of(other[0], other[0].snapshot(1, 10))
-    stage.merge(stage.snapshot(1, 10), theirs)
+    stage.merge(stage.snapshot(1, 10), [theirs])
     directory = tmp_path / "audit"
-    kinds = ["slow", "frozen", "fast", "momentum", "slow_after", "adam_mean", "adam_square"]
+    kinds = ["slow", "frozen", "fast", "momentum", "slow_after", "momentum_after", "adam_mean", "adam_square"]
     kinds += ["partner_vector"]
     record = load_file(directory / "round-000001-me.safetensors")
     assert set(record) == {f"{kind}/{name}" for kind in kinds for name in names}
@@ -42,7 +42,7 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
         assert torch.equal(record[f"slow/{name}"], initial[name])
         assert torch.equal(record[f"fast/{name}"], fast[name])
         assert torch.equal(record[f"slow_after/{name}"], weights([stage])[name])
-        assert torch.allclose(record[f"momentum/{name}"], record[f"slow_after/{name}"] - record[f"slow/{name}"])
+        assert torch.allclose(record[f"momentum_after/{name}"], record[f"slow_after/{name}"] - record[f"slow/{name}"])
         adam = stage._adam._optimizer.state[stage.parameters[name]]
         assert torch.equal(record[f"adam_mean/{name}"], adam["exp_avg"])
         assert torch.equal(record[f"adam_square/{name}"], adam["exp_avg_sq"])
@@ -55,13 +55,15 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
             "peer_id": "me",
             "partner_id": "other",
             "partner_round": "1",
+            "partner_step": "10",
+            "rule": "noloco",
             "frozen_after": "1",
             "merged_after": "1",
             "alpha": "0.5",
             "beta": "0.7",
             "gamma": "0.7",
         }
-    stage.merge(stage.snapshot(2, 20), None)
+    stage.merge(stage.snapshot(2, 20))
     with safe_open(directory / "round-000002-me.safetensors", "pt") as file:
         assert (file.metadata()["partner_id"], file.metadata()["partner_round"]) == ("", "")
 
@@ -111,7 +113,7 @@ def test_without_weights_there_are_inner_steps_only(tmp_path: Path) -> None:
     stages = make_stages(make_manifest(), audit_dir=str(tmp_path), audit_weights=False)
     run_microbatch(stages, make_batch(1), microbatch(1))
     stages[0].inner_step(StepLabel(1, 0, 0.25, {}, {microbatch(1): make_batch(1)}))
-    stages[0].merge(stages[0].snapshot(1, 1), None)
+    stages[0].merge(stages[0].snapshot(1, 1))
     assert [path.name for path in tmp_path.iterdir()] == ["steps-me.jsonl"]
 
 
@@ -132,5 +134,5 @@ def test_a_directory_that_vanishes_is_one_line(tmp_path: Path) -> None:
         path.unlink()
     (tmp_path / "audit").rmdir()
     with pytest.raises(LocalError, match=r"the audit cannot write .*round-000001-me") as caught:
-        stages[0].merge(stages[0].snapshot(1, 10), None)
+        stages[0].merge(stages[0].snapshot(1, 10))
     assert "\n" not in str(caught.value)

@@ -14,7 +14,7 @@ from stages import SIZES, make_batch, make_label, make_manifest, make_stages, mi
 from noloco_p2p.compute.device import URGENT, Device, DeviceStage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import REPLICA_KINDS, HostTensor, ReplicaState
+from noloco_p2p.core.messages import HostTensor, ReplicaState
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.spent_ids import SPENT_IDS, SPENT_STEPS, SpentIds
 from noloco_p2p.errors import LocalError, Violation
@@ -36,7 +36,7 @@ def train(stages: list[TorchStage], first: int, last: int) -> None:
         for stage in stages:
             stage.inner_step(make_label(step, 0.01 / step))
             if step % 3 == 0:
-                stage.merge(stage.snapshot(step // 3, step), None)
+                stage.merge(stage.snapshot(step // 3, step))
 
 
 def captured(stages: list[TorchStage], inner_steps: int) -> list[ReplicaState]:
@@ -63,7 +63,7 @@ def test_a_restored_replica_goes_on_bit_for_bit(dtype: str, steps: int) -> None:
     train(mine, 1, steps)
     states = captured(mine, steps)
     if steps > 3:
-        assert all(total(states, kind) > 0 for kind in REPLICA_KINDS)
+        assert all(total(states, kind) > 0 for kind in RunManifest().state_kinds)
     assert [state.adam_steps for state in states] == [steps, steps]
     train(twin, 20, 23)
     run_microbatch(twin, make_batch(99), microbatch(99))
@@ -151,15 +151,15 @@ def poisoned(tensor: HostTensor, value: float) -> HostTensor:
 
 def broken(state: ReplicaState) -> dict[str, ReplicaState]:
     """States that must be refused, by what the message says."""
-    tensors, parameters = state.tensors, len(state.tensors) // len(REPLICA_KINDS)
+    tensors, parameters = state.tensors, len(state.tensors) // len(RunManifest().state_kinds)
     cases = {
         f"is not finite in {kind}/": _with(state, parameters * (i + 1) - 1, lambda t: poisoned(t, np.nan))
-        for i, kind in enumerate(REPLICA_KINDS)
+        for i, kind in enumerate(RunManifest().state_kinds)
     }
     return {
         **cases,
         "is below zero in adam_square/": _with(state, -1, lambda t: poisoned(t, -1e-9)),
-        "slow/x .* out of place": _with(state, 0, lambda t: dataclasses.replace(t, name="slow/x")),
+        "fast/x .* out of place": _with(state, 0, lambda t: dataclasses.replace(t, name="fast/x")),
         "float32 .* out of place": _with(state, 3, lambda t: dataclasses.replace(t, dtype="float32")),
         "bytes do not hold": _with(state, -1, lambda t: dataclasses.replace(t, data=t.data[:-8])),
         "does not fit this stage: 1 tensors": dataclasses.replace(state, tensors=tensors[:1]),

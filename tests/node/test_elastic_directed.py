@@ -19,7 +19,7 @@ from noloco_p2p.sim.world import SimPlan
 def weights(process: SimProcess) -> tuple[object, ...]:
     """Everything that a replica has learnt."""
     stage = process.linear_stage
-    return stage.inner_steps, *stage.theta, *stage.phi, *stage.momentum
+    return stage.inner_steps, *stage.theta, *stage.kept["slow"], *stage.kept["momentum"]
 
 
 def times(outcome: Outcome, kind: str, peer: PeerId) -> list[float]:
@@ -244,7 +244,7 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     assert guarded[-1].get("round") == left.rounds[-1][0] + 1
     (loaded,) = recording_stages(again)[0].loaded
     assert (loaded.kind, loaded.origin) == ("adopt", "s1r0")
-    assert loaded.phi == pytest.approx(left.linear_stage.theta, rel=1e-12)
+    assert loaded.theta == pytest.approx(left.linear_stage.theta, rel=1e-12)
     results = [process.microbatches for process in outcome.of_stage(0)]
     assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
 

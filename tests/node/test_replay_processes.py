@@ -88,5 +88,5 @@ def test_a_run_between_processes_computes_the_algorithm(tmp_path: Path, family: 
         nodes.nothing_left()
     report = replay(tmp_path / "audit", manifest.model_dump(), stages)
     require_variety(report)
-    assert report.deviations.keys() >= {"slow", "fast", "momentum", "adam_mean", "adam_square", "loss"}
+    assert report.deviations.keys() >= {"slow", "fast", "momentum_after", "adam_mean", "adam_square", "loss"}
     assert max(report.deviations.values()) <= TOLERANCE

@@ -102,7 +102,7 @@ def test_a_simulated_run_computes_the_algorithm(
     report = replayed(manifest, tmp_path)
     require_variety(report)
     assert report.delays == ({0, 1, 2, 3} if overlap else {0})
-    assert report.deviations.keys() >= {"slow", "fast", "momentum", "adam_mean", "adam_square", "loss"}
+    assert report.deviations.keys() >= {"slow", "fast", "momentum_after", "adam_mean", "adam_square", "loss"}
     assert max(report.deviations.values()) <= TOLERANCE
 
 
@@ -262,7 +262,7 @@ def decoded_without_the_mean(patch: pytest.MonkeyPatch) -> None:
 def adam_reset(patch: pytest.MonkeyPatch) -> None:
     right = TorchStage.merge
 
-    def merge(self: TorchStage, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+    def merge(self: TorchStage, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
         result = right(self, mine, theirs)
         self._adam.reset()
         return result

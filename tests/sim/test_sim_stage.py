@@ -249,25 +249,25 @@ def test_what_is_not_finite_is_refused_or_gives_nothing() -> None:
 def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
     one, other = LinearStage(MANIFEST, 0, "a"), LinearStage(MANIFEST, 0, "b")
     one.theta, other.theta = [1.0, 2.0], [3.0, 6.0]
-    slow = list(one.phi)
+    slow = list(one.kept["slow"])
     mine, theirs = one.snapshot(1, 10), other.snapshot(1, 10)
     sent = [
         stage.decode(frozen, REQUEST, stage.encode(frozen, REQUEST, "c"))
         for stage, frozen in ((one, mine), (other, theirs))
     ]
-    assert one.merge(mine, sent[1]).replica_std == pytest.approx((0.5 * (4 + 16) / 4) ** 0.5)
-    assert other.merge(theirs, sent[0]).replica_std is not None
+    assert one.merge(mine, sent[1:]).replica_std == pytest.approx((0.5 * (4 + 16) / 4) ** 0.5)
+    assert other.merge(theirs, sent[:1]).replica_std is not None
     assert (
         one.theta
-        == one.phi
+        == one.kept["slow"]
         == other.theta
         == pytest.approx([p + 0.7 * (m - p) for p, m in zip(slow, [2.0, 4.0], strict=True)])
     )
     late = LinearStage(MANIFEST, 0, "c")
     late.adopt(other.encode(theirs, SnapshotRequest(0, weights="float64"), "c"))
-    assert late.theta == late.phi == [3.0, 6.0]
-    assert late.momentum == [0.0, 0.0]
-    assert one.merge(one.snapshot(2, 20), None).replica_std is None
+    assert late.theta == late.kept["slow"] == [3.0, 6.0]
+    assert late.kept["momentum"] == [0.0, 0.0]
+    assert one.merge(one.snapshot(2, 20)).replica_std is None
 
 
 def _learn(stages: list[LinearStage], first: int, last: int) -> None:
@@ -277,7 +277,7 @@ def _learn(stages: list[LinearStage], first: int, last: int) -> None:
         for stage in stages:
             stage.inner_step(_label(step))
             if step % 2 == 0:
-                stage.merge(stage.snapshot(step // 2, step), None)
+                stage.merge(stage.snapshot(step // 2, step))
 
 
 def _count(stages: list[LinearStage], counter: int) -> bool:
@@ -290,7 +290,7 @@ def _count(stages: list[LinearStage], counter: int) -> bool:
 
 
 def _weights(stage: LinearStage) -> tuple[list[float], ...]:
-    return stage.theta, stage.phi, stage.momentum
+    return stage.theta, stage.kept["slow"], stage.kept["momentum"]
 
 
 def test_a_restored_model_goes_on_like_the_captured_one() -> None:

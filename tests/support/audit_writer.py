@@ -256,13 +256,14 @@ class Simulation:
         tensors: Tensors = {}
         for name, parameter in twin.parameters.items():
             fast = parameter.detach().clone()
-            tensors |= {f"slow/{name}": twin.slow[name], f"frozen/{name}": opened.fast[name], f"fast/{name}": fast}
+            tensors |= {f"slow/{name}": twin.slow[name], f"momentum/{name}": twin.momentum[name]}
+            tensors |= {f"frozen/{name}": opened.fast[name], f"fast/{name}": fast}
             if opened.partner:
                 tensors[f"partner_vector/{name}"] = partner.vector[name].clone()
             mean = torch.stack([opened.vector[name], partner.vector[name]]).mean(dim=0)
             twin.momentum[name] = o.alpha * twin.momentum[name] + mean - gamma * twin.slow[name]
             twin.slow[name] = twin.slow[name] + twin.momentum[name]
-            tensors |= {f"momentum/{name}": twin.momentum[name], f"slow_after/{name}": twin.slow[name]}
+            tensors |= {f"momentum_after/{name}": twin.momentum[name], f"slow_after/{name}": twin.slow[name]}
             adam = twin.optimizer.state[parameter]
             tensors |= {f"adam_mean/{name}": adam["exp_avg"], f"adam_square/{name}": adam["exp_avg_sq"]}
             trained = {"progress lost": 0.0, "progress counted twice": 2.0}.get(self.fault, 1.0)

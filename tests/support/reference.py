@@ -281,7 +281,8 @@ def merge(
         mean_phi = sum(member.slow_of[number][name] for member in group) / len(group)
         momentum[name] = alpha * replica.momentum[name] + beta * mean_delta + gamma * (mean_phi - phi)  # N1
         after[name] = phi + momentum[name]  # N2
-    computed = {"slow": before, "frozen": frozen, "fast": replica.fast, "momentum": momentum, "slow_after": after}
+    computed = {"slow": before, "momentum": replica.momentum, "frozen": frozen, "fast": replica.fast}
+    computed |= {"slow_after": after, "momentum_after": momentum}
     computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
     recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")
     if one.partner is not None:

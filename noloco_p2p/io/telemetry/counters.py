@@ -149,7 +149,7 @@ class RateMeter:
         span, silent = self._last_at - began, now - self._last_at
         if silent > max(WINDOW_S, SILENT_GAPS * span):
             return 0.0
-        return (self._total - total) / (span if silent <= span else now - began)
+        return (self._total - total) / max(span, silent)
 
 
 class RunCounters:

@@ -13,7 +13,7 @@ import torch
 import uvloop
 
 from noloco_p2p.compute import host_tensor
-from noloco_p2p.compute.slow_weights import SlowWeights
+from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.messages import Advert, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -32,23 +32,23 @@ NEAR = "near"
 REQUEST = SnapshotRequest(1, 1)
 
 
-def slow_weights(size: str, seed: int) -> SlowWeights:
+def replica(size: str, seed: int) -> OuterState:
     """φ = θ of a stage of this size, then θ moved a little, so that Δ is not zero."""
     count, side = SHAPES[size]
     generator = torch.Generator().manual_seed(seed)
     fast = {f"layers.{n}.weight": torch.randn(side, side, generator=generator) for n in range(count)}
-    weights = SlowWeights(fast, OuterSettings())
+    weights = OuterState(fast, OuterSettings())
     for theta in fast.values():
         theta.add_(0.01)
     return weights
 
 
-def specs(weights: SlowWeights) -> tuple[TensorSpec, ...]:
+def specs(weights: OuterState) -> tuple[TensorSpec, ...]:
     """What travels: u alone, for the sample beside it is next to nothing."""
     return (TensorSpec("vector", "float32", (weights.count,)),)
 
 
-def snapshot(weights: SlowWeights) -> Snapshot:
+def snapshot(weights: OuterState) -> Snapshot:
     """What the far process gives."""
     return Snapshot(PEER, 1, 10, (host_tensor.from_torch("vector", weights.freeze()[0]),))
 
@@ -56,7 +56,7 @@ def snapshot(weights: SlowWeights) -> Snapshot:
 async def serve(ready: Callable[[int], None], size: str) -> None:
     """The far process: its snapshot of round 1, at a port that it tells."""
     transport = make_transport(PEER)
-    await transport.serve(BenchPeer(snapshot(slow_weights(size, 1))))
+    await transport.serve(BenchPeer(snapshot(replica(size, 1))))
     ready(transport.port)
     await asyncio.Event().wait()
 
@@ -64,7 +64,7 @@ async def serve(ready: Callable[[int], None], size: str) -> None:
 async def rounds(size: str, port: int) -> dict[str, Any]:
     """Medians of ROUNDS outer rounds after one to warm up, then the bytes of one pull."""
     mine = make_transport(NEAR)
-    weights = slow_weights(size, 2)
+    weights = replica(size, 2)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{port}",))
     watch = Stopwatch()
     for _ in range(ROUNDS + 1):
@@ -74,13 +74,13 @@ async def rounds(size: str, port: int) -> dict[str, Any]:
             with watch.timed("pull"):
                 theirs = await mine.fetch_snapshot(far, REQUEST, WAIT_S, specs(weights))
             with watch.timed("merge"):
-                weights.merge([vector, host_tensor.to_torch(theirs.tensors[0])], frozen)
+                weights.merge([vector, host_tensor.to_torch(theirs.tensors[0])], 0, frozen, 0.0)
     await mine.close()
     moved = await bytes_of_a_pull(port, specs(weights))
     least = sum(spec.nbytes for spec in specs(weights))
     medians = {f"{name}_s": watch.median_s(name) for name in ("freeze", "pull", "merge", "round")}
     return {
-        "parameters": sum(phi.numel() for phi in weights.slow.values()),
+        "parameters": weights.count,
         **medians,
         "bytes": moved,
         "least_bytes": least,

@@ -91,7 +91,7 @@ def measure(
             request = SnapshotRequest(index, lattice=mine.lattice)
             theirs = stage.decode(mine, request, stage.encode(mine, request, mine.peer))
             with watch.timed((index, "merge_s")):
-                stage.merge(mine, theirs)
+                stage.merge(mine, [theirs])
     return watch
 
 

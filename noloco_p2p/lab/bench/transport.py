@@ -19,7 +19,7 @@ import torch.distributed
 import uvloop
 
 from noloco_p2p.compute.host_tensor import from_torch, to_torch
-from noloco_p2p.config import ListenSettings
+from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core import messages
 from noloco_p2p.core.messages import (
     Advert,
@@ -65,7 +65,7 @@ def activation(shape_BTD: tuple[int, int, int]) -> messages.Activation:
 LARGE = activation((8, 16, TENSOR_BYTES // 512))
 SMALL = activation((2, 8, 64))
 SNAPSHOT_SPECS = (TensorSpec("vector", "float32", (SNAPSHOT_BYTES // 4,)),)
-STATE_NAMES = [f"{kind}/{i}" for kind in messages.REPLICA_KINDS for i in range(STATE_PARAMETERS)]
+STATE_NAMES = [f"{kind}/{i}" for kind in RunManifest().state_kinds for i in range(STATE_PARAMETERS)]
 STATE_SPECS = tuple(TensorSpec(name, "float32", (STATE_TENSOR_BYTES // 4,)) for name in STATE_NAMES)
 MOVED_BYTES = {
     "propagate": 2 * TENSOR_BYTES,

@@ -62,10 +62,8 @@ class TrainingMonitor:
         for old in sorted(kept)[: -self.plan.stale_rounds - KEPT_ROUNDS]:
             del kept[old]
 
-    def pulled(self, me: PeerId, mine: FrozenRound, theirs: PartnerVector | None) -> PartnerVector | None:
+    def pulled(self, me: PeerId, mine: FrozenRound, theirs: PartnerVector) -> PartnerVector | None:
         """What arrives of the vector that a node has pulled."""
-        if theirs is None:
-            return None
         chance = generator(self.plan.seed, "lost partner", me, mine.round).random()
         if chance < self.plan.lost_partner:
             self.lost.add((me, mine.round))
@@ -116,9 +114,10 @@ class InstrumentedStage:
             self._measure(round)
         return taken
 
-    def merge(self, mine: FrozenRound, theirs: PartnerVector | None) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
         """With what the plan lets through."""
-        return self.stage.merge(mine, self._monitor.pulled(self._me, mine, theirs))
+        pulled = [self._monitor.pulled(self._me, mine, one) for one in theirs]
+        return self.stage.merge(mine, [one for one in pulled if one is not None])
 
     def _measure(self, round: int) -> None:
         theta = [parameter.detach().clone() for parameter in self.stage.parameters.values()]

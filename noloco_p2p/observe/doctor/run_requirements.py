@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.block_format import wire_spec
-from noloco_p2p.core.messages import ITEM_BYTES, REPLICA_KINDS, Advert
+from noloco_p2p.core.messages import ITEM_BYTES, Advert
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
 from noloco_p2p.humanize import short_id, size_text
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
@@ -84,7 +84,7 @@ class RunRequirements:
             self.check_memory(stage)
         stages = range(self.manifest.stages) if stage is None else [stage]
         item_bytes = ITEM_BYTES[self.manifest.compute_dtype]
-        self.check_disk(home, len(REPLICA_KINDS) * item_bytes * max(parameters[index] for index in stages))
+        self.check_disk(home, len(self.manifest.state_kinds) * item_bytes * max(parameters[index] for index in stages))
         if 0 in stages and not self.runs_here:
             await self.check_data()
         return parameters

@@ -46,7 +46,7 @@ def theta(stage: TorchStage) -> Vector:
 
 def slow(stage: TorchStage) -> Vector:
     """φ, which a stage keeps to itself."""
-    return np.concatenate([phi.numpy().ravel() for phi in stage._slow.slow.values()])
+    return np.concatenate([phi.numpy().ravel() for phi in stage._outer.kinds["slow"].values()])
 
 
 def adam(stage: TorchStage) -> list[torch.Tensor]:
@@ -58,7 +58,7 @@ def test_outer_rounds_are_n1_and_n2() -> None:
     """Three rounds of a pair with different data and, after round 1, different φ and δ; then one alone."""
     mine, other = (make_stages(make_manifest(outer=OUTER), peer) for peer in ("me", "other"))
     train(other, 9)
-    other[0].merge(other[0].snapshot(1, 10), None)
+    other[0].merge(other[0].snapshot(1, 10))
     phi, delta = theta(mine[0]), np.zeros_like(theta(mine[0]))
     for round_number in (1, 2, 3, 4):
         train(mine, round_number)
@@ -69,8 +69,8 @@ def test_outer_rounds_are_n1_and_n2() -> None:
         assert np.allclose(values(ours.vector), BETA * (before - phi) + GAMMA * phi, rtol=1e-12)
         alone = round_number == 4
         their_phi, their_theta = slow(other[0]), theta(other[0])
-        result = mine[0].merge(ours, None if alone else vector_of(other[0], theirs))
-        other[0].merge(theirs, vector_of(mine[0], ours))
+        result = mine[0].merge(ours, [] if alone else [vector_of(other[0], theirs)])
+        other[0].merge(theirs, [vector_of(mine[0], ours)])
         group = [(phi, before - phi)] + ([] if alone else [(their_phi, their_theta - their_phi)])
         mean_delta = sum(d for _, d in group) / len(group)
         mean_phi = sum(p for p, _ in group) / len(group)
@@ -101,10 +101,10 @@ def test_what_is_trained_during_a_round_stays_and_counts_in_the_next_one(dtype: 
         for seed, stages in enumerate(pair):
             train(stages, 100 * round_number + 50 + seed, steps=3)
         moved, moments = [weights([stages[0]]) for stages in pair], adam(pair[0][0])
-        pair[0][0].merge(snapshots[0], vector_of(pair[1][0], snapshots[1]))
-        pair[1][0].merge(snapshots[1], vector_of(pair[0][0], snapshots[0]))
+        pair[0][0].merge(snapshots[0], [vector_of(pair[1][0], snapshots[1])])
+        pair[1][0].merge(snapshots[1], [vector_of(pair[0][0], snapshots[0])])
         assert all(torch.equal(a, b) for a, b in zip(adam(pair[0][0]), moments, strict=True))
-        phis = [{name: phi.clone() for name, phi in stages[0]._slow.slow.items()} for stages in pair]
+        phis = [{name: phi.clone() for name, phi in stages[0]._outer.kinds["slow"].items()} for stages in pair]
         assert all(torch.equal(phis[0][name], phis[1][name]) for name in phis[0])
         for stages, phi, before, after in zip(pair, phis, frozen, moved, strict=True):
             for name, theta_after in weights([stages[0]]).items():
@@ -120,15 +120,15 @@ def test_a_round_without_delay_is_n1_and_n2_bit_for_bit() -> None:
     waits, overlaps = (make_stages(make_manifest(outer=OUTER | {"overlap": it})) for it in (False, True))
     for stages in (waits, overlaps):
         train(stages, 1)
-        for phi in stages[0]._slow.slow.values():
+        for phi in stages[0]._outer.kinds["slow"].values():
             phi.view(-1)[0] = -0.0
         with torch.no_grad():
             for theta in stages[0].parameters.values():
                 theta.view(-1)[0] = -0.0
-        stages[0].merge(stages[0].snapshot(1, 10), None)
+        stages[0].merge(stages[0].snapshot(1, 10))
     assert theta_bytes(waits[0]) == theta_bytes(overlaps[0])
     for stage in (waits[0], overlaps[0]):
-        assert theta_bytes(stage) == b"".join(phi.numpy().tobytes() for phi in stage._slow.slow.values())
+        assert theta_bytes(stage) == b"".join(phi.numpy().tobytes() for phi in stage._outer.kinds["slow"].values())
 
 
 def theta_bytes(stage: TorchStage) -> bytes:
@@ -146,8 +146,8 @@ def test_a_state_captured_during_a_round_is_that_of_a_round_still_due() -> None:
     assert [bytes(one.data) for one in (again.vector, again.weights)] == [
         bytes(one.data) for one in (fresh.vector, fresh.weights)
     ]
-    twin[0].merge(again, None)
-    mine[0].merge(fresh, None)
+    twin[0].merge(again)
+    mine[0].merge(fresh)
     assert theta_bytes(twin[0]) == theta_bytes(mine[0])
 
 
@@ -157,7 +157,7 @@ def test_what_is_frozen_stays_as_it_is() -> None:
     frozen = stages[0].snapshot(1, 10)
     copies = [bytes(tensor.data) for tensor in (frozen.vector, frozen.weights)]
     train(stages, 2)
-    stages[0].merge(stages[0].snapshot(2, 20), None)
+    stages[0].merge(stages[0].snapshot(2, 20))
     train(stages, 3)
     stages[0].adopt(weights_of(stages[0], 3, 30))
     assert [bytes(tensor.data) for tensor in (frozen.vector, frozen.weights)] == copies
@@ -195,8 +195,8 @@ def test_a_bad_snapshot_changes_nothing(message: str, operation: str) -> None:
     with pytest.raises(Violation, match=message):
         stage.adopt(bad) if operation == "adopt" else stage.decode(mine, request, bad)
     assert np.array_equal(theta(stages[0]), theta(twins[0]))
-    stages[0].merge(mine, None)
-    twins[0].merge(twins[0].snapshot(1, 10), None)
+    stages[0].merge(mine)
+    twins[0].merge(twins[0].snapshot(1, 10))
     assert np.array_equal(theta(stages[0]), theta(twins[0]))
 
 
@@ -204,7 +204,7 @@ def test_adopt_takes_theta_of_another_and_starts_afresh() -> None:
     mine, other = (make_stages(make_manifest(outer=OUTER)) for _ in range(2))
     train(other, 1)
     train(mine, 2)
-    mine[0].merge(mine[0].snapshot(1, 10), None)
+    mine[0].merge(mine[0].snapshot(1, 10))
     adopted = torch.from_numpy(theta(other[0])).bfloat16().double().numpy()
     assert not np.array_equal(adopted, theta(other[0]))
     mine[0].adopt(weights_of(other[0], 1, 10))
@@ -213,7 +213,7 @@ def test_adopt_takes_theta_of_another_and_starts_afresh() -> None:
     snapshot = mine[0].snapshot(2, 20)
     assert np.array_equal(values(snapshot.weights), adopted)
     assert np.array_equal(values(snapshot.vector), GAMMA * adopted)
-    mine[0].merge(snapshot, None)
+    mine[0].merge(snapshot)
     assert np.array_equal(theta(mine[0]), adopted)
 
 
@@ -223,8 +223,8 @@ def test_equal_replicas_that_pull_each_other_stay_equal() -> None:
         for seed, stages in enumerate(pair):
             train(stages, 10 * round_number + seed)
         snapshots = [stages[0].snapshot(round_number, 10) for stages in pair]
-        pair[0][0].merge(snapshots[0], vector_of(pair[1][0], snapshots[1]))
-        pair[1][0].merge(snapshots[1], vector_of(pair[0][0], snapshots[0]))
+        pair[0][0].merge(snapshots[0], [vector_of(pair[1][0], snapshots[1])])
+        pair[1][0].merge(snapshots[1], [vector_of(pair[0][0], snapshots[0])])
         one, two = (weights([stages[0]]) for stages in pair)
         assert all(torch.equal(one[name], two[name]) for name in one)
 

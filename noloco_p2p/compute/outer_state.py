@@ -1,0 +1,136 @@
+"""What outer rounds move of one replica: θ, and what the rule keeps beside it, on the host (METHOD.md, "Outer rules").
+
+All of it is held in compute_dtype, which is at least float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.compute import host_tensor, replica_tensors
+from noloco_p2p.compute.lattice_pull import ReplicaDistances
+from noloco_p2p.config import OuterSettings
+from noloco_p2p.core import outer_update
+from noloco_p2p.core.lattice_format import LATTICE_BITS
+from noloco_p2p.core.outer_rules import Offer
+from noloco_p2p.core.snapshots import PartnerVector
+
+ByName = dict[str, Tensor]
+
+
+class OuterState:
+    """`fast` are the parameters θ on their device; only `merge`, `adopt` and `restore` write to them.
+
+    Vectors of all parameters, which others see, are flat (`core.snapshots`).
+    """
+
+    def __init__(self, fast: Mapping[str, Tensor], settings: OuterSettings) -> None:
+        self._fast = fast
+        self._settings = settings
+        self.rule = settings.update
+        self.kinds: dict[str, ByName] = {kind: {} for kind in self.rule.kinds}
+        """What the rule keeps, by kind and name. Tensors are replaced, never written to: captured states share them."""
+        thetas = {name: host_tensor.copy(theta) for name, theta in fast.items()}
+        for name, theta in thetas.items():
+            self._set(name, self.rule.start(theta))
+        self.parameters = [host_tensor.spec_of(name, theta) for name, theta in thetas.items()]
+        """What they are, in the stage's order."""
+        self.count = sum(theta.numel() for theta in thetas.values())
+        self._vector_before: Tensor | None = None
+        self._forget_others()
+
+    def by_name(self, flat: Tensor) -> ByName:
+        """The parameters of a flat vector: views of it."""
+        ends = accumulate(theta.numel() for theta in self._fast.values())
+        return {
+            name: flat[end - theta.numel() : end].view(theta.shape)
+            for (name, theta), end in zip(self._fast.items(), ends, strict=True)
+        }
+
+    def freeze(self) -> tuple[Tensor, Tensor]:
+        """(what is offered, θ_f) of this round, both flat; nothing writes to them later."""
+        frozen = torch.empty(self.count, dtype=self._dtype)
+        vector = torch.empty(self.rule.offered * self.count, dtype=self._dtype)
+        thetas, offered = self.by_name(frozen), self.offers(vector)
+        for name, theta in thetas.items():
+            theta.copy_(self._fast[name].detach())
+            for into, value in zip(offered[name], self.rule.offer(self._own(name, theta)), strict=True):
+                into.copy_(value)
+        return vector, frozen
+
+    def offers(self, vector: Tensor) -> dict[str, Offer]:
+        """What a flat vector offers of each parameter: views of it."""
+        parts = [self.by_name(part) for part in vector.chunk(self.rule.offered)]
+        return {name: tuple(part[name] for part in parts) for name in self._fast}
+
+    def bounds(self, vector: Tensor) -> bytes:
+        """How far others' vectors may be from the one that was just frozen, by chunk; empty where no codec asks.
+
+        Before the first pull, how far others are is judged by how far this one came since the round before.
+        """
+        if self._distances is None:
+            return b""
+        before, self._vector_before = self._vector_before, vector
+        moved = torch.zeros_like(vector) if before is None else vector - before
+        return bytes(self._distances.bounds(vector, moved).tolist())
+
+    def met(self, theirs: Sequence[PartnerVector]) -> None:
+        """Others' vectors are merged: how far they were is what later bounds are made from."""
+        for one in theirs:
+            if self._distances is not None and one.distances is not None:
+                self._distances.observe(host_tensor.to_torch(one.distances))
+
+    def merge(self, members: Sequence[Tensor], mine: int, frozen: Tensor, lag: float) -> None:
+        """The rule, and N3; θ changes in place.
+
+        `members` are the vectors of the group, this replica's at place `mine`; `frozen` is θ_f. What the rule keeps is
+        still what the vector was frozen with: only rounds change it. `lag` as in `OuterRule.merge`.
+        """
+        offers, thetas_frozen = [self.offers(vector) for vector in members], self.by_name(frozen)
+        for name, theta_frozen in thetas_frozen.items():
+            own = self._own(name, theta_frozen)
+            after = self.rule.merge(own, [offer[name] for offer in offers], mine, lag)
+            base, theta = after.pop("fast"), host_tensor.copy(self._fast[name])
+            if not torch.equal(theta, theta_frozen):  # Where it has not moved it becomes `base`, bit for bit.
+                base = outer_update.carried_over(base, theta, theta_frozen)
+            self._set(name, after, base)
+
+    def adopt(self, weights: Tensor) -> None:
+        """Begin with θ_f of another replica (ARCHITECTURE.md, "Joining"); it has been checked."""
+        for name, theta in self.by_name(weights.to(self._dtype)).items():
+            self._set(name, self.rule.start(theta.clone()), theta)
+        self._forget_others()
+
+    def capture(self) -> dict[str, ByName]:
+        """The present θ and what the rule keeps, in host memory; nothing writes to them later."""
+        fast = {name: host_tensor.copy(theta) for name, theta in self._fast.items()}
+        return {"fast": fast} | {kind: dict(named) for kind, named in self.kinds.items()}
+
+    def restore(self, kinds: replica_tensors.Kinds) -> None:
+        """Continue with copies of what the rule keeps, and θ in place; they have been checked."""
+        for name in self._fast:
+            self._set(name, {kind: kinds[kind][name].clone() for kind in self.kinds}, kinds["fast"][name])
+        self._forget_others()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._fast.values())).dtype
+
+    def _own(self, name: str, theta_frozen: Tensor) -> dict[str, Tensor]:
+        return {kind: named[name] for kind, named in self.kinds.items()} | {"fast": theta_frozen}
+
+    def _set(self, name: str, kept: Mapping[str, Tensor], theta: Tensor | None = None) -> None:
+        """Set what the rule keeps of a parameter, and θ."""
+        for kind, value in kept.items():
+            self.kinds[kind][name] = value
+        if theta is not None:
+            with torch.no_grad():
+                self._fast[name].copy_(theta)
+
+    def _forget_others(self) -> None:
+        """How far other replicas are from these weights is not known yet."""
+        codec = self._settings.codec
+        self._distances = ReplicaDistances(LATTICE_BITS[codec]) if codec in LATTICE_BITS else None
+        self._vector_before = None

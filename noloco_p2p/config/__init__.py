@@ -1,0 +1,51 @@
+"""The two kinds of settings: `RunManifest`, equal on all nodes and hashed into the run id, and `NodeConfig`, local.
+
+One flat YAML file may hold both; no key belongs to both. `launch/settings.py` reads files, the environment and the
+command line; here are only the values and their checks.
+"""
+
+from noloco_p2p.config.base import Positive, Seconds, Settings
+from noloco_p2p.config.manifest import (
+    HUB_NAME,
+    MANIFEST_LIMIT_BYTES,
+    DataSettings,
+    EvaluationSettings,
+    HubName,
+    InnerSettings,
+    ModelSettings,
+    RunManifest,
+    WireSettings,
+)
+from noloco_p2p.config.node import (
+    AuditSettings,
+    CheckpointSettings,
+    DirectorySettings,
+    LimitSettings,
+    ListenSettings,
+    NodeComputeSettings,
+    NodeConfig,
+)
+from noloco_p2p.config.outer import OuterSettings
+
+__all__ = [
+    "HUB_NAME",
+    "MANIFEST_LIMIT_BYTES",
+    "AuditSettings",
+    "CheckpointSettings",
+    "DataSettings",
+    "DirectorySettings",
+    "EvaluationSettings",
+    "HubName",
+    "InnerSettings",
+    "LimitSettings",
+    "ListenSettings",
+    "ModelSettings",
+    "NodeComputeSettings",
+    "NodeConfig",
+    "OuterSettings",
+    "Positive",
+    "RunManifest",
+    "Seconds",
+    "Settings",
+    "WireSettings",
+]

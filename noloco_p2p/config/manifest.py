@@ -1,0 +1,160 @@
+"""The immutable settings of a run. A manifest comes from strangers: it names no local path and is bounded in size."""
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from noloco_p2p.config.base import Positive, Settings
+from noloco_p2p.config.outer import OuterSettings
+from noloco_p2p.core.block_format import WireCodec
+from noloco_p2p.core.outer_rules import state_kinds
+
+MANIFEST_LIMIT_BYTES = 65_536
+"""A manifest in canonical JSON is refused above this size."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+HubName = Annotated[str, Field(pattern=f"^{HUB_NAME.pattern}$")]
+
+ModelConfig = dict[str, bool | int | float | str | list[bool | int | float | str | None] | None]
+TINY_LLAMA: ModelConfig = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "vocab_size": 384,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+class ModelSettings(Settings):
+    """The model, in the terms of Hugging Face transformers."""
+
+    family: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")] = "llama"
+    """Model type of transformers (llama, gpt2, qwen3, …); it must pass the split self-test at start."""
+    config: ModelConfig = Field(default=TINY_LLAMA)
+    """Fields of the family's configuration class; a field that is left out has the default of that class."""
+
+
+class DataSettings(Settings):
+    """What the swarm trains on. Local paths are in the node's `data_files`."""
+
+    kind: Literal["stdlib", "text", "c4", "parquet"] = "stdlib"
+    """`stdlib`: the running Python's own library; `text`: files; `c4`: JSON lines with `text`; `parquet`: token ids."""
+    dataset: HubName | None = None
+    """Name of a data set on the Hugging Face hub, read as a stream; none: the node reads its `data_files`."""
+    subset: HubName | None = None
+    """Configuration name of the hub data set (for C4: `en`)."""
+    tokenizer: HubName = "bytes"
+    """`bytes` (ByT5's 384 ids, no file) or a hub name for AutoTokenizer; the node's `tokenizer_dir` replaces it."""
+
+
+class InnerSettings(Settings):
+    """The inner optimizer, AdamW on the fast weights, and its schedule (METHOD.md, "Inner step")."""
+
+    peak_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    """Learning rate at the end of the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    """Length of the linear warm-up in steps, at most a tenth of `steps`."""
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate of the last step, as a fraction of the peak (cosine in between)."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay rate of Adam's first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay rate of Adam's second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's ε."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients of a stage are clipped to this L2 norm."""
+
+
+class WireSettings(Settings):
+    """How hidden states and gradients travel between stages (`core/block_format`)."""
+
+    forward: WireCodec = "float32"
+    """Hidden states: element type, or codes with a scale for each block: `int8` (8.25 bits a value), `int4` (4.5)."""
+    backward: WireCodec = "float32"
+    """Their gradients, likewise."""
+
+
+class EvaluationSettings(Settings):
+    """Validation on held-out data."""
+
+    every_steps: Positive | None = 250
+    """Steps between evaluations; none: only one, at the end."""
+    microbatches: Positive = 16
+    """Held-out microbatches per evaluation; every node uses the same ones."""
+
+
+class RunManifest(Settings):
+    """The immutable settings of a run: equal on all nodes; their hash is the run id."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "tiny"
+    """Name of the run for people; it names the directory of `noloco swarm`."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of initial weights, data order, routes and pairs."""
+    start_replicas: Positive = 2
+    """Replicas that every stage must have before step 1."""
+    stages: Positive = 2
+    """Pipeline stages; the layers are split over them contiguously and evenly."""
+    model: ModelSettings = ModelSettings()
+    """The model."""
+    data: DataSettings = DataSettings()
+    """The data."""
+    sequence_length: Positive = 128
+    """T: input tokens per sample."""
+    microbatch_size: Positive = 4
+    """B: samples per microbatch."""
+    microbatches_per_step: Positive = 2
+    """Microbatches that each stage-0 replica reads per inner step."""
+    steps: Positive = 1000
+    """Length of the run in clock steps."""
+    inner: InnerSettings = InnerSettings()
+    """The inner optimizer."""
+    outer: OuterSettings = OuterSettings()
+    """The outer round."""
+    routing: Literal["random", "weighted", "balanced", "fixed"] = "random"
+    """Choice of the next replica: at random, also by its speed, in even turns from the seed, or always the same."""
+    wire: WireSettings = WireSettings()
+    """Hidden states and gradients on the wire."""
+    compute_dtype: Literal["float64", "float32"] = "float32"
+    """Element type of weights, Adam's moments, φ, δ and what travels for a round."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """Validation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, values: Any) -> Any:
+        """A manifest of before `wire` has one `wire_dtype` for both directions."""
+        if isinstance(values, dict) and "wire_dtype" in values:
+            both = dict.fromkeys(WireSettings.model_fields, values["wire_dtype"])
+            values = {"wire": both} | {key: value for key, value in values.items() if key != "wire_dtype"}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunManifest":
+        reason = self.outer.update.instability
+        if reason is not None and self.outer.pairing != "none" and not self.outer.allow_unstable:
+            raise ValueError(f"outer: {reason}; set outer.allow_unstable to run it all the same")
+        if len(self.canonical_json()) > MANIFEST_LIMIT_BYTES:
+            raise ValueError(f"the manifest is larger than {MANIFEST_LIMIT_BYTES} bytes")
+        return self
+
+    def canonical_json(self) -> bytes:
+        """Sorted keys, no white space, defaults filled in, ASCII: equal bytes for equal manifests."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """What a replica's state has of every parameter, in order."""
+        return state_kinds(self.outer.update)
+
+    @property
+    def run_id(self) -> str:
+        """sha256 of the canonical JSON, in hexadecimal."""
+        return hashlib.sha256(self.canonical_json()).hexdigest()

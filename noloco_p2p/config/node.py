@@ -1,0 +1,112 @@
+"""The local settings of one node."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from noloco_p2p.config.base import Positive, Seconds, Settings
+from noloco_p2p.core.hours import SPAN, one_or_more
+
+
+class ListenSettings(Settings):
+    """Where this node listens, and what it announces."""
+
+    host: str = "127.0.0.1"
+    """Address to which the sockets are bound; `0.0.0.0` for all."""
+    announce_host: str | None = None
+    """Address or name under which others reach this node; none: the address that leads to the peer it joins."""
+    dht_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of the libp2p daemon; 0 picks one."""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of the gRPC server; 0 picks one."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of /metrics, /sd, /health and /status; 0 picks one."""
+    libp2p_metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """TCP port on which the libp2p daemon serves its own /metrics; 0 picks one; none: no such page."""
+
+
+class DirectorySettings(Settings):
+    """How often the node writes to the DHT and reads it."""
+
+    ttl_s: Seconds = 30.0
+    """Lifetime of an advert in the DHT, seconds; it is renewed every third of this."""
+    refresh_s: Seconds = 5.0
+    """Longest time between two readings of the membership, seconds; an outer interval where that is shorter."""
+
+
+class LimitSettings(Settings):
+    """Bounds on what this node holds and how long it waits."""
+
+    max_in_flight: Positive | None = None
+    """Most microbatches in flight at once; none: as many as a step has, within what memory holds."""
+    evaluations: Positive = 2
+    """Largest number of held-out microbatches served at once."""
+    microbatch_deadline_s: Seconds = 600.0
+    """Longest time without progress for one microbatch on its way through all stages and back, seconds."""
+    patience_floor_s: Seconds = 2.0
+    """Shortest silence after which a peer that serves a call is taken for gone, seconds."""
+    drain_s: Seconds = 20.0
+    """Longest time to finish the microbatches in hand when the node has to leave, seconds."""
+    upload_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Most that this node sends over gRPC, Mbit/s over any 10 s (the DHT's traffic is not counted); none: no limit."""
+    download_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Most that it receives, likewise."""
+    hours: Annotated[tuple[Annotated[str, Field(pattern=f"^{SPAN}$")], ...], BeforeValidator(one_or_more)] = ()
+    """When the machine is ours, in its local time: `22:00-07:00`, or a list of such spans. Outside of them the node
+    pauses, and one that is started joins when they begin; none: always."""
+    linger_s: Seconds = 30.0
+    """Longest wait for the other nodes at the end of the run, seconds."""
+
+
+class NodeComputeSettings(Settings):
+    """How this node computes."""
+
+    recompute: bool = False
+    """Compute activations again in the backward pass: a third more work, far less memory for what is in flight."""
+
+
+class CheckpointSettings(Settings):
+    """The checkpoints that the node writes into its directory."""
+
+    every_rounds: Positive | None = 5
+    """Outer rounds between checkpoints; none: no checkpoints."""
+    keep: Annotated[int, Field(ge=2, le=1000)] = 3
+    """Number of checkpoints kept."""
+
+
+class AuditSettings(Settings):
+    """Files from which anybody can recompute the run (ARCHITECTURE.md, "Files")."""
+
+    dir: str | None = None
+    """Directory for the audit files; none: no audit."""
+    weights: bool = True
+    """Also write weights, momenta and data; otherwise only the inner steps with their microbatches."""
+
+
+class NodeConfig(Settings):
+    """The local settings of one node."""
+
+    listen: ListenSettings = ListenSettings()
+    """Addresses and ports."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """`cpu`, `cuda`, `cuda:1`, …; `auto`: CUDA if there is any."""
+    threads: Positive | None = None
+    """CPU threads for compute; none: torch's own choice, OMP_NUM_THREADS."""
+    compute: NodeComputeSettings = NodeComputeSettings()
+    """Work against memory."""
+    stage: Annotated[int, Field(ge=0)] | None = None
+    """Stage to hold; none: that of the newest checkpoint, else the one with the least capacity."""
+    data_files: tuple[str, ...] = ()
+    """Files or globs to read instead of a hub data set."""
+    tokenizer_dir: str | None = None
+    """Directory with the tokenizer's files, instead of the hub."""
+    directory: DirectorySettings = DirectorySettings()
+    """The DHT."""
+    limits: LimitSettings = LimitSettings()
+    """Bounds."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """Checkpoints."""
+    rebalance: bool = True
+    """Move to another stage while training, when that one limits the swarm and this one has replicas to spare."""
+    audit: AuditSettings = AuditSettings()
+    """Audit files."""

@@ -1,0 +1,52 @@
+"""The outer round: `outer.rule`, and what rules are set with (METHOD.md, "Outer rules")."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from noloco_p2p.config.base import Finite, Positive, Seconds, Settings
+from noloco_p2p.core.lattice_format import OuterCodec
+from noloco_p2p.core.outer_rules import DEFAULTS, OuterRule, RuleName, make_rule
+
+
+class OuterSettings(Settings):
+    """The outer round (METHOD.md, "Outer rules"). What is not set has the default of the rule: shown is `noloco`'s."""
+
+    rule: RuleName = "noloco"
+    """What replicas give each other, and make of it: `noloco` (the paper), `gossip` (θ, often), `averaged` (φ, δ)."""
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """α, the outer momentum."""
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
+    """β, the outer learning rate."""
+    gamma: Finite = 0.7
+    """γ, the pull towards the partner's weights; with `noloco` it must satisfy S1: 0 < γ < 2(1−α²)."""
+    inner_steps: Positive = 10
+    """m: clock steps from one outer round to the next."""
+    pairing: Literal["matched", "random", "none"] = "matched"
+    """How partners are drawn: `matched` in pairs, `random` by each replica for itself; `none`: no outer rounds."""
+    max_stale_rounds: Annotated[int, Field(ge=0)] = 2
+    """A snapshot from up to this many rounds away is still merged."""
+    partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Longest wait for a partner behind the round, seconds; none: two inner steps, of device time if training waits."""
+    deadline_s: Seconds = 60.0
+    """Longest transfer of one snapshot, seconds."""
+    codec: OuterCodec = "full"
+    """How a vector travels: `full`, `bfloat16`, `int8` or `int4`: 4, 2, 1 or half a byte a parameter (METHOD.md)."""
+    overlap: bool = True
+    """Train on while the partner's snapshot is on its way; what is trained meanwhile is kept. `false`: wait for it."""
+    allow_unstable: bool = False
+    """Accept settings with which replicas drift apart (for experiments)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """The defaults of the rule. One that does not exist is refused later."""
+        if not isinstance(values, Mapping):
+            return values
+        return {**DEFAULTS.get(values.get("rule", "noloco"), {}), **values}
+
+    @property
+    def update(self) -> OuterRule:
+        """The rule, with these settings."""
+        return make_rule(self.rule, alpha=self.alpha, beta=self.beta, gamma=self.gamma, inner_steps=self.inner_steps)

@@ -1,0 +1,179 @@
+"""Outer rules: what a replica offers others at a round, and how its tensors move with what it was given.
+
+METHOD.md, "Outer rules". A rule knows one parameter at a time, as a mapping from kind to value: `fast` is θ_f, θ at the
+moment at which the round was frozen; what else a rule keeps of a parameter is in its `kinds`. Values are of any type
+with + - *. Nothing else in a node knows which rule is set.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from noloco_p2p.core import outer_update
+
+RuleName = Literal["noloco", "averaged", "gossip"]
+Values = Mapping[str, Any]
+"""Of one parameter, by kind."""
+Offer = tuple[Any, ...]
+"""Of one parameter: what a replica lets others have of it."""
+
+
+class OuterRule(Protocol):
+    """One rule with its settings."""
+
+    kinds: ClassVar[tuple[str, ...]]
+    """What it keeps of every parameter beside θ: of `slow` (φ) and `momentum` (δ)."""
+    offered: ClassVar[int]
+    """Values in an offer, each of the parameter's size."""
+
+    @property
+    def instability(self) -> str | None:
+        """Why replicas would drift apart with these settings, in one line; None: they do not."""
+
+    def start(self, theta: Any) -> dict[str, Any]:
+        """Its kinds for weights that are new: φ = θ, δ = 0."""
+
+    def offer(self, own: Values) -> Offer:
+        """What a replica freezes of a parameter for others."""
+
+    def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
+        """The kinds after a round, and `fast`: what θ_f becomes. What was trained since then is carried over (N3).
+
+        `members` are the offers of the group, this replica's at place `mine`, in an order that all of them share.
+        `lag`: how many inner steps apart the others' were frozen, the mean. No argument is changed.
+        """
+
+
+def _slow_and_momentum(theta: Any) -> dict[str, Any]:
+    return {"slow": theta, "momentum": theta - theta}
+
+
+@dataclass(frozen=True, slots=True)
+class Noloco:
+    """N1 and N2 of the paper (arXiv 2506.10911), with one vector in place of two."""
+
+    alpha: float
+    beta: float
+    gamma: float
+    kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
+    offered: ClassVar[int] = 1
+
+    @property
+    def instability(self) -> str | None:
+        """S1 (METHOD.md, "Stability"), and an outer learning rate of its own."""
+        if self.beta <= 0:
+            return f"beta {self.beta:g} is no outer learning rate: it must be above 0"
+        return outer_update.instability(alpha=self.alpha, gamma=self.gamma)
+
+    def start(self, theta: Any) -> dict[str, Any]:
+        """See `OuterRule`."""
+        return _slow_and_momentum(theta)
+
+    def offer(self, own: Values) -> Offer:
+        """u = β·Δ + γ·φ."""
+        return (outer_update.round_vector(own["slow"], own["fast"] - own["slow"], beta=self.beta, gamma=self.gamma),)
+
+    def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
+        """N1 and N2."""
+        vectors = [offer[0] for offer in members]
+        slow, momentum = outer_update.outer_step(
+            own["slow"], own["momentum"], vectors, alpha=self.alpha, gamma=self.gamma
+        )
+        return {"slow": slow, "momentum": momentum, "fast": slow}
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """φ and the outer momentum are averaged over the pair: both replicas leave the round with the same φ and δ."""
+
+    alpha: float
+    beta: float
+    kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
+    offered: ClassVar[int] = 2
+
+    @property
+    def instability(self) -> str | None:
+        """δ is bounded for α < 1, which settings are checked for; φ of a pair is equal after every meeting."""
+        return None
+
+    def start(self, theta: Any) -> dict[str, Any]:
+        """See `OuterRule`."""
+        return _slow_and_momentum(theta)
+
+    def offer(self, own: Values) -> Offer:
+        """φ, and α·δ + β·Δ."""
+        return own["slow"], own["momentum"] * self.alpha + (own["fast"] - own["slow"]) * self.beta
+
+    def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
+        """δ ← mean (α·δ + β·Δ), φ ← mean φ + δ."""
+        slow, momentum = (_mean(values) for values in zip(*members, strict=True))
+        slow = slow + momentum
+        return {"slow": slow, "momentum": momentum, "fast": slow}
+
+
+@dataclass(frozen=True, slots=True)
+class Gossip:
+    """Replicas average θ in pairs, often: θ_i ← θ_i + w·(θ_j − θ_i), with no slow weights and no momentum.
+
+    CHOCO-SGD (arXiv 1902.00340) and Moniqua (arXiv 2002.11787): what travels may be few bits of the difference. The
+    weight of what is old shrinks: w = γ / (1 + lag / m).
+    """
+
+    gamma: float
+    inner_steps: int
+    kinds: ClassVar[tuple[str, ...]] = ()
+    offered: ClassVar[int] = 1
+
+    @property
+    def instability(self) -> str | None:
+        """A pair's distance is multiplied by 1 − 2γ when both move."""
+        if 0 < self.gamma < 1:
+            return None
+        return f"gamma {self.gamma:g} drives the two of a pair apart: it must lie between 0 and 1 (½: they meet)"
+
+    def start(self, theta: Any) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def offer(self, own: Values) -> Offer:
+        """θ_f."""
+        return (own["fast"],)
+
+    def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
+        """θ_f + w·(mean of the others − mine), each as it was frozen: what coding costs is the same for both."""
+        others = [offer[0] for at, offer in enumerate(members) if at != mine]
+        if not others:
+            return {"fast": own["fast"]}
+        weight = self.gamma / (1 + lag / self.inner_steps)
+        return {"fast": own["fast"] + (_mean(others) - members[mine][0]) * weight}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total / len(values)
+
+
+DEFAULTS: Mapping[RuleName, Mapping[str, Any]] = {
+    "noloco": {"alpha": 0.5, "beta": 0.7, "gamma": 0.7, "inner_steps": 10},
+    "averaged": {"alpha": 0.5, "beta": 0.7, "gamma": 0.0, "inner_steps": 10},
+    "gossip": {"alpha": 0.0, "beta": 0.0, "gamma": 0.5, "inner_steps": 1, "max_stale_rounds": 16},
+}
+"""Settings of a rule, by name (config.OuterSettings), where nobody sets them; 0 for those that it does not have."""
+
+
+def state_kinds(rule: OuterRule) -> tuple[str, ...]:
+    """What a replica's state has of every parameter: θ, what the rule keeps, and the two moments of Adam."""
+    return ("fast", *rule.kinds, "adam_mean", "adam_square")
+
+
+def make_rule(name: RuleName, *, alpha: float, beta: float, gamma: float, inner_steps: int) -> OuterRule:
+    """The rule of that name."""
+    match name:
+        case "noloco":
+            return Noloco(alpha, beta, gamma)
+        case "averaged":
+            return Averaged(alpha, beta)
+        case "gossip":
+            return Gossip(gamma, inner_steps)
