@@ -15,7 +15,7 @@ from noloco_p2p.config import OuterSettings
 from noloco_p2p.core import outer_update
 from noloco_p2p.core.lattice_format import LATTICE_BITS
 from noloco_p2p.core.outer_rules import Offer
-from noloco_p2p.core.snapshots import PartnerVector
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
 
 ByName = dict[str, Tensor]
 
@@ -96,6 +96,16 @@ class OuterState:
             if not torch.equal(theta, theta_frozen):  # Where it has not moved it becomes `base`, bit for bit.
                 base = outer_update.carried_over(base, theta, theta_frozen)
             self._set(name, after, base)
+
+    def record(self, mine: FrozenRound, theirs: Sequence[PartnerVector]) -> dict[str, ByName]:
+        """For the audit, before a merge: what the rule keeps, θ_f, θ, and the partners' vectors."""
+        tensors = {kind: named.copy() for kind, named in self.kinds.items()}
+        tensors["frozen"] = self.by_name(host_tensor.to_torch(mine.weights))
+        tensors["fast"] = {name: host_tensor.copy(theta) for name, theta in self._fast.items()}
+        for one in theirs:
+            for at, part in enumerate(host_tensor.to_torch(one.vector).chunk(self.rule.offered)):
+                tensors[f"partner_vector{at or ''}"] = self.by_name(part)
+        return tensors
 
     def adopt(self, weights: Tensor) -> None:
         """Begin with θ_f of another replica (ARCHITECTURE.md, "Joining"); it has been checked."""

@@ -10,9 +10,8 @@ costs one more pass over the gradients, and a second set of them while it lasts.
 Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from math import isfinite
 from statistics import fmean
 
@@ -182,28 +181,14 @@ class TorchStage:
         group = sorted([(mine.peer, mine.vector), *((one.peer, one.vector) for one in theirs)])
         vectors, place = [host_tensor.to_torch(vector) for _, vector in group], group.index((mine.peer, mine.vector))
         lag = fmean(abs(one.step - mine.step) for one in theirs) if theirs else 0.0
-        merge = partial(self._outer.merge, vectors, place, host_tensor.to_torch(mine.weights), lag)
-        if self._audit is None:
-            merge()
-        else:
-            self._audited(self._audit, merge, mine, theirs)
+        record = None if self._audit is None else self._outer.record(mine, theirs)
+        self._outer.merge(vectors, place, host_tensor.to_torch(mine.weights), lag)
+        if self._audit is not None and record is not None:
+            record |= {f"{kind}_after": named for kind, named in self._outer.kinds.items()}
+            record["adam_mean"], record["adam_square"] = self._adam.moments()
+            steps = (self._frozen_after, self._inner_steps)
+            self._audit.round(mine.round, theirs, steps, record, self._manifest.outer)
         return MergeResult(fmean(spreads) if spreads else None)
-
-    def _audited(
-        self, audit: Audit, merge: Callable[[], None], mine: FrozenRound, theirs: Sequence[PartnerVector]
-    ) -> None:
-        """Merge, and write down with what."""
-        kinds = self._outer.kinds
-        tensors = {kind: named.copy() for kind, named in kinds.items()}
-        tensors["frozen"] = self._outer.by_name(host_tensor.to_torch(mine.weights))
-        tensors["fast"] = {name: theta.detach().clone() for name, theta in self.parameters.items()}
-        merge()
-        tensors |= {f"{kind}_after": named for kind, named in kinds.items()}
-        tensors["adam_mean"], tensors["adam_square"] = self._adam.moments()
-        for one in theirs:
-            for at, part in enumerate(host_tensor.to_torch(one.vector).chunk(self._outer.rule.offered)):
-                tensors[f"partner_vector{at or ''}"] = self._outer.by_name(part)
-        audit.round(mine.round, theirs, (self._frozen_after, self._inner_steps), tensors, self._manifest.outer)
 
     def adopt(self, theirs: Snapshot) -> None:
         """Take over another replica's θ_f, with δ = 0 and a fresh optimizer, as in the port."""

@@ -16,7 +16,7 @@ from noloco_p2p.config.manifest import (
     RunManifest,
     WireSettings,
 )
-from noloco_p2p.config.node import (
+from noloco_p2p.config.node_config import (
     AuditSettings,
     CheckpointSettings,
     DirectorySettings,
@@ -25,7 +25,7 @@ from noloco_p2p.config.node import (
     NodeComputeSettings,
     NodeConfig,
 )
-from noloco_p2p.config.outer import OuterSettings
+from noloco_p2p.config.outer_settings import OuterSettings
 
 __all__ = [
     "HUB_NAME",

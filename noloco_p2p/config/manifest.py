@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from noloco_p2p.config.base import Positive, Settings
-from noloco_p2p.config.outer import OuterSettings
+from noloco_p2p.config.outer_settings import OuterSettings
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.outer_rules import state_kinds
 

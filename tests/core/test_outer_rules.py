@@ -1,0 +1,83 @@
+"""Outer rules against METHOD.md, "Outer rules", in fractions: each formula, and what has to stay as it is."""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from noloco_p2p.config import OuterSettings, RunManifest
+from noloco_p2p.core.outer_rules import DEFAULTS, Averaged, Gossip, Noloco, OuterRule
+
+fractions = st.fractions(min_value=-100, max_value=100, max_denominator=50)
+triples = st.tuples(fractions, fractions, fractions)
+
+
+def own(theta: Fraction, phi: Fraction, momentum: Fraction) -> dict[str, Fraction]:
+    return {"fast": theta, "slow": phi, "momentum": momentum}
+
+
+def met(rule: OuterRule, one: dict[str, Any], other: dict[str, Any], lag: float = 0) -> tuple[dict[str, Any], ...]:
+    """Both of a pair after their round."""
+    members = [rule.offer(one), rule.offer(other)]
+    return rule.merge(one, members, 0, lag), rule.merge(other, members, 1, lag)
+
+
+@given(triples, triples)
+def test_averaged(one: tuple[Fraction, ...], other: tuple[Fraction, ...]) -> None:
+    rule = Averaged(Fraction(1, 3), Fraction(3, 4))  # type: ignore[arg-type]
+    (theta_i, phi_i, delta_i), (theta_j, phi_j, delta_j) = one, other
+    delta = (Fraction(1, 3) * (delta_i + delta_j) + Fraction(3, 4) * (theta_i - phi_i + theta_j - phi_j)) / 2
+    phi = (phi_i + phi_j) / 2 + delta
+    expected = {"slow": phi, "momentum": delta, "fast": phi}
+    assert met(rule, own(*one), own(*other)) == (expected, expected), "the two of a pair leave it equal"
+
+
+@given(triples, triples, st.integers(0, 20))
+def test_gossip(one: tuple[Fraction, ...], other: tuple[Fraction, ...], lag: int) -> None:
+    rule = Gossip(Fraction(1, 2), 4)  # type: ignore[arg-type]
+    weight = Fraction(1, 2) / (1 + Fraction(lag, 4))
+    first, second = met(rule, own(*one), own(*other), Fraction(lag))  # type: ignore[arg-type]
+    assert first == {"fast": one[0] + weight * (other[0] - one[0])}
+    assert first["fast"] + second["fast"] == one[0] + other[0], "their mean stays"
+    assert lag or first == second
+
+
+@given(triples)
+def test_alone_nothing_is_pulled_anywhere(one: tuple[Fraction, ...]) -> None:
+    theta, phi, momentum = one
+    mine = own(theta, phi, momentum)
+    gossip = Gossip(0.5, 1)
+    assert gossip.merge(mine, [gossip.offer(mine)], 0, 0) == {"fast": theta}
+    half = Fraction(1, 2)
+    for rule in (Noloco(half, half, half), Averaged(half, half)):  # type: ignore[arg-type]
+        delta = half * momentum + half * (theta - phi)
+        after = {"slow": phi + delta, "momentum": delta, "fast": phi + delta}
+        assert rule.merge(mine, [rule.offer(mine)], 0, 0) == after, "plain momentum"
+
+
+def test_each_rule_has_its_own_defaults() -> None:
+    for name, defaults in DEFAULTS.items():
+        settings = OuterSettings(rule=name)
+        assert {key: getattr(settings, key) for key in defaults} == defaults
+    assert OuterSettings(rule="gossip", inner_steps=3).inner_steps == 3
+    assert OuterSettings().model_dump() == OuterSettings(rule="noloco").model_dump()
+
+
+@pytest.mark.parametrize(
+    ("outer", "said"),
+    [
+        ({"rule": "gossip", "gamma": 1.0}, "gamma 1 drives the two of a pair apart"),
+        ({"rule": "gossip", "gamma": 0.0}, "gamma 0 drives"),
+        ({"rule": "noloco", "beta": 0.0}, "beta 0 is no outer learning rate"),
+        ({"rule": "noloco", "gamma": 1.6}, "break the stability bound S1"),
+        ({"rule": "fedavg"}, "Input should be 'noloco'"),
+    ],
+)
+def test_settings_with_which_replicas_drift_apart_are_refused(outer: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RunManifest.model_validate({"outer": outer})
+    if outer["rule"] in DEFAULTS:
+        assert RunManifest.model_validate({"outer": outer | {"allow_unstable": True}}).outer.allow_unstable
