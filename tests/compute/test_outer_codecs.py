@@ -62,7 +62,8 @@ def test_a_pair_pulls_and_merges_round_after_round(codec: str) -> None:
             assert 0 < error <= 2**-7 * values(frozen[1].vector).abs().max()
         else:
             bounds = [2.0 ** (max(one.bounds[at] for one in frozen) - 127) for at in range(len(frozen[0].bounds))]
-            assert 0 < error < STEP_SHARE[codec] * 16 * max(bounds)
+            assert error < STEP_SHARE[codec] * 16 * max(bounds)
+            assert (error == 0) == (round == 1), "values travel plain while nothing is known of the distance"
         if codec != "full":
             moved = [values(one.vector) - values(mine.vector) for one, mine in zip(found, frozen, strict=True)]
             assert float((moved[0] + moved[1]).abs().max()) < 1e-6 * float(distance) + 1e-7
