@@ -7,7 +7,17 @@ import pytest
 
 from noloco_p2p.core.snapshots import FEWEST_SAMPLED
 from noloco_p2p.lab.experiments import convergence
-from noloco_p2p.lab.experiments.convergence import METHODS, RATES, REPLICAS, STAGES, cases, further, measure, report
+from noloco_p2p.lab.experiments.convergence import (
+    FULL,
+    METHODS,
+    RATES,
+    REPLICAS,
+    STAGES,
+    cases,
+    further,
+    measure,
+    report,
+)
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
@@ -23,31 +33,27 @@ def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gr
     found = {method: measure(case) for method, case in first.items()}
     assert list(found) == list(METHODS)
     assert {figures["tokens"] for figures in found.values()} == {TINY["steps"] * REPLICAS * 4 * 64}
-    assert {method: f["optimizer_steps"] for method, f in found.items()} == {
-        "one": TINY["steps"] * REPLICAS,
-        "parallel": TINY["steps"],
-        "noloco": TINY["steps"],
-        "apart": TINY["steps"],
-    }
+    steps = {method: figures["optimizer_steps"] for method, figures in found.items()}
+    assert steps == dict.fromkeys(METHODS, TINY["steps"]) | {"one": TINY["steps"] * REPLICAS}
     # Nothing has been merged or averaged before the first step ends: the same batches at the same weights.
-    firsts = [found[method]["curve"][0][1] for method in ("parallel", "noloco", "apart")]
-    assert firsts == pytest.approx([firsts[0]] * 3, rel=1e-5)
+    firsts = [found[method]["curve"][0][1] for method in METHODS if method != "one"]
+    assert firsts == pytest.approx([firsts[0]] * len(firsts), rel=1e-5)
     assert len(found["apart"]["final_losses"]) == REPLICAS
     assert len(set(found["apart"]["final_losses"])) == REPLICAS
     parameters = found["parallel"]["parameters"]
-    assert found["parallel"]["between_replicas"] == pytest.approx(2 * 7 * 4 * parameters / (REPLICAS * 4 * 64))
+    assert found["parallel"]["per_parameter_step"] == 2 * 7 / 8 * 4
     # One round, the last step's: of each stage a vector in float32 and the sample, which is the smallest there is.
     values = parameters + STAGES * FEWEST_SAMPLED
-    assert found["noloco"]["between_replicas"] == pytest.approx(
-        REPLICAS * 4 * values / (TINY["steps"] * REPLICAS * 4 * 64)
-    )
-    assert found["one"]["between_stages"] == found["apart"]["between_replicas"] == 0.0
+    assert found["noloco"]["per_parameter_step"] == pytest.approx(4 * values / (TINY["steps"] * parameters))
+    assert found["gossip"]["per_parameter_step"] == pytest.approx(4 * values / parameters), "a round at every step"
+    assert 0 < found["gossip-int4-2"]["per_parameter_step"] < found["gossip-int4"]["per_parameter_step"]
+    assert found["apart"]["per_parameter_step"] == 0.0
 
 
 def figures_of(loss: float | None) -> Figures:
     """What a run might have given."""
     figures = {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "optimizer_steps": 2, "parameters": 10}
-    return figures | {"curve": [[50.0, loss], [100.0, loss]], "between_stages": 5.0, "between_replicas": 1.0}
+    return figures | {"curve": [[50.0, loss], [100.0, loss]], "between_stages": 5.0, "per_parameter_step": 1.0}
 
 
 def gone_through(best: float) -> list[Result]:
@@ -78,15 +84,18 @@ def test_rates_go_on_while_the_best_is_at_the_end_and_the_seeds_follow_at_the_be
     results = gone_through(best)
     for method in METHODS:
         mine = [one.case.settings for one in results if one["method"] == method]
-        assert sorted(one["rate"] for one in mine if one["seed"] == 1) == tried
+        assert sorted(one["rate"] for one in mine if one["seed"] == 1 and not one["long"]) == tried
         assert [(one["rate"], one["seed"]) for one in mine if one["seed"] > 1] == [(chosen, 2), (chosen, 3)]
+        long = [(one["rate"], one["seed"], one["steps"]) for one in mine if one["long"]]
+        assert long == ([(chosen, 1, 8 * FULL["steps"])] if METHODS[method].long else [])
 
 
 def test_the_report_stands_whatever_came_out() -> None:
     results = gone_through(4e-3)
     page = markdown(report(results))
-    assert "| NoLoCo | 0.004 | 2 | 1.02 ± 0.01 |" in page
+    assert "| NoLoCo, m = 10 | 0.004 | 2 | 1.02 ± 0.01 |" in page
+    assert f"| {METHODS['gossip-int4'].title} | 0.004 | 1.01 |" in page, "the long runs"
     lost = [dataclasses.replace(one, figures=figures_of(None)) if one["method"] == "apart" else one for one in results]
     page = markdown(report(lost))
     assert "| no communication | 0.0015 | 2 | – | – |" in page
-    assert "replicas that never meet at –, one process" in page
+    assert "; no communication –." in page

@@ -1,37 +1,44 @@
-"""What does it cost in loss that replicas meet one peer now and then, instead of all of them at every step or nobody at
-all, when everybody reads the same number of tokens?
+"""What does it cost in loss to meet one peer now and then, or often and in few bits, instead of averaging the gradients
+of all at every step, when everybody reads the same number of tokens, and how many bytes does each take?
 
 A byte-level Llama (full size: about a million parameters) in {STAGES} stages on the text of the standard library;
 {REPLICAS} replicas of each stage, one microbatch of 4 × 64 tokens for each and inner step; the node's own code in the
-simulator over real torch stages. *One process*: a single replica, the same microbatches one after the other,
-{REPLICAS} times the optimizer steps. *Synchronous data parallel*: one replica that takes its steps on the microbatches
-of {REPLICAS}, which is what replicas compute that average their gradients (order of additions apart); its bytes are
-those of a ring all-reduce in float32. *NoLoCo*: matched pairs every {ROUND_STEPS} inner steps, α 0.5, β = γ = 0.7,
-balanced routes. *No communication*: {REPLICAS} swarms of one replica that never meet, the weights of all of them
-averaged at the end for the merged model. The data streams, the schedule (a tenth warm-up, cosine to a tenth) and the
-clip over each stage are the same for all. Losses in nats per byte on the same held-out text; mean ± standard deviation
-over seeds, and differences of runs with the same seed. The learning rate of each method is the best of the same
-geometric grid with the first seed, which is continued while the best is at its end; the other seeds use it.
+simulator over real torch stages. *Synchronous data parallel*: one replica that takes its steps on the microbatches of
+{REPLICAS}, which is what replicas compute that average their gradients (order of additions apart); its bytes are
+those of a ring all-reduce in float32. *One process*: a single replica, the same microbatches one after the other,
+{REPLICAS} times the optimizer steps. The outer rules (METHOD.md, "Outer rules") have their defaults where the table
+does not say otherwise, matched pairs, balanced routes, and rounds that are waited for, unless they are *overlapped*.
+*No communication*: {REPLICAS} swarms of one replica that never meet, the weights of all of them averaged at the end
+for the merged model. The data streams, the schedule (a tenth warm-up, cosine to a tenth) and the clip over each stage
+are the same for all. Losses in nats per byte on the same held-out text; mean ± standard deviation over seeds, and
+differences of runs with the same seed. Bytes between replicas are those that a replica takes, questions and chunks
+asked again included, per parameter and inner step. The learning rate of each method is the best of the same geometric
+grid with the first seed, which is continued while the best is at its end; the other seeds use it, and so do the runs
+of {LONG_FACTOR} times as many steps, of one seed.
 
 Limits: A model of this size after a few hundred steps is far from converged, and its batch is far below the size at
 which more parallelism stops to pay: the order of the methods can be seen here, and whether the replicas form one
 model; the size of the gaps at 25,000 steps and a hundred times the parameters cannot. The one process takes eight
 times the optimizer steps, so it shows what small batches give, not what communication costs. Rates were chosen with
-one seed on the held-out text that is reported, and other settings (m, α, γ) not at all. Nothing here is about seconds.
+one seed on the held-out text that is reported, and other settings not at all. Nothing here is about seconds: what a
+line makes of the bytes is the simulator's to say.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, inf
 from statistics import fmean
+from typing import Any
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, differences, mean_curve, mean_std, over, select, table
+from noloco_p2p.lab.experiments.results import Columns, differences, known, mean_curve, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, finite, small_manifest
-from noloco_p2p.observe.plotting.plots import Plot
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 
-REPLICAS, STAGES, ROUND_STEPS = 8, 2, 10
+REPLICAS, STAGES = 8, 2
+LONG_FACTOR = 8
+"""Steps of a long run, in units of a short one's."""
 RATES = (1.5e-3, 4e-3, 1e-2)
 FACTOR = 2.5
 """From one rate to the next beyond RATES."""
@@ -52,18 +59,26 @@ class Method:
     """How the replicas of a stage are kept together."""
 
     title: str
-    replicas: int
+    replicas: int = REPLICAS
     """Of each stage, in one swarm."""
     share: int = 1
     """Microbatches of an optimizer step, in units of one replica's."""
-    pairing: str = "none"
-    routing: str = "fixed"
+    outer: Mapping[str, Any] = field(default_factory=lambda: {"pairing": "none"})
+    """What is set of the outer round."""
+    long: bool = False
+    """Also run for LONG_FACTOR times as many steps."""
 
 
+GOSSIP = {"rule": "gossip"}
+INT4 = GOSSIP | {"codec": "int4", "overlap": True}
 METHODS = {
     "one": Method("one process", 1),
-    "parallel": Method("synchronous data parallel", 1, share=REPLICAS),
-    "noloco": Method("NoLoCo", REPLICAS, pairing="matched", routing="balanced"),
+    "parallel": Method("synchronous data parallel", 1, share=REPLICAS, long=True),
+    "noloco": Method("NoLoCo, m = 10", outer={"rule": "noloco"}),
+    "averaged": Method("averaged φ and δ, m = 10", outer={"rule": "averaged"}),
+    "gossip": Method("gossip, m = 1", outer=GOSSIP),
+    "gossip-int4": Method("gossip, m = 1, int4, overlapped", outer=INT4, long=True),
+    "gossip-int4-2": Method("gossip, m = 2, int4, overlapped", outer=INT4 | {"inner_steps": 2}),
     "apart": Method("no communication", 1),
 }
 
@@ -74,22 +89,27 @@ def cases(quick: bool) -> list[Case]:
 
 
 def further(quick: bool, results: Results) -> list[Case]:
-    """Rates beyond the best one while that is the last on its side; then the other seeds at the best."""
-    cases = []
-    for method in METHODS:
-        rates, best = sorted({one["rate"] for one in results if one["method"] == method}), best_rate(results, method)
+    """Rates beyond the best one while that is the last on its side; then at the best the other seeds, and long runs."""
+    cases, seeds = [], QUICK_SEEDS if quick else SEEDS
+    for name, method in METHODS.items():
+        rates, best = (
+            sorted(one["rate"] for one in select(results, method=name, seed=1, long=False)),
+            best_rate(results, name),
+        )
         beyond = {rates[0]: best / FACTOR, rates[-1]: best * FACTOR}
         if best in beyond and len(rates) < MOST_RATES:
-            cases.append(_case(method, float(f"{beyond[best]:.2g}"), 1, quick))
+            cases.append(_case(name, float(f"{beyond[best]:.2g}"), 1, quick))
         else:
-            cases += [_case(method, best, seed, quick) for seed in range(2, 1 + (QUICK_SEEDS if quick else SEEDS))]
+            cases += [_case(name, best, seed, quick) for seed in range(2, 1 + seeds)]
+            cases += [_case(name, best, 1, quick, long=True)] if method.long and not quick else []
     measured = {one.case.name for one in results}
     return [case for case in cases if case.name not in measured]
 
 
-def _case(method: str, rate: float, seed: int, quick: bool) -> Case:
-    size = QUICK if quick else FULL
-    return Case.named("{method}-{rate:g}-{seed}", method=method, rate=rate, seed=seed, **size)
+def _case(method: str, rate: float, seed: int, quick: bool, long: bool = False) -> Case:
+    size = dict(QUICK if quick else FULL)
+    size["steps"] *= LONG_FACTOR if long else 1
+    return Case.named("{method}-{rate:g}-{seed}-{steps}", method=method, rate=rate, seed=seed, long=long, **size)
 
 
 def measure(case: Case) -> Figures:
@@ -104,10 +124,10 @@ def measure(case: Case) -> Figures:
         microbatch_size=4,
         microbatches_per_step=method.share,
         steps=settings["steps"] * (REPLICAS if name == "one" else 1),
-        routing=method.routing,
+        routing="fixed" if method.replicas == 1 else "balanced",
         # Longer than any run: the warm-up is a tenth of the steps for all methods (METHOD.md, "Inner step").
         inner={"peak_learning_rate": settings["rate"], "warmup_steps": 10**6},
-        outer={"inner_steps": ROUND_STEPS, "pairing": method.pairing},
+        outer=method.outer,
         evaluation={"every_steps": None, "microbatches": HELD_OUT},
     )
     plan = TrainingPlan(manifest, (method.replicas,) * STAGES, settings["seed"], streams=tuple(range(REPLICAS)))
@@ -117,18 +137,21 @@ def measure(case: Case) -> Figures:
         swarms = [train(plan)]
         merged = swarms[0].merged_loss
     losses = [loss for swarm in swarms for loss in swarm.final_losses]
-    per_token = swarms[0].bytes_per_token
+    first = swarms[0]
+    per_token = first.bytes_per_token
+    between = _ring_bytes(first) if name == "parallel" else per_token["snapshot"]
     figures = {
         "validation_loss": fmean(losses),
         "merged_loss": merged,
         "final_losses": losses,
         "tokens": sum(swarm.tokens for swarm in swarms),
-        "optimizer_steps": len(swarms[0].training),
-        "parameters": sum(swarms[0].parameters),
-        "rounds": dict(swarms[0].rounds),
+        "optimizer_steps": len(first.training),
+        "parameters": sum(first.parameters),
+        "rounds": dict(first.rounds),
+        "asked_again": first.asked_again,
         "curve": curve(swarms),
         "between_stages": 0.0 if name == "one" else per_token["activation"] + per_token["gradient"],
-        "between_replicas": _ring_bytes(swarms[0]) if name == "parallel" else per_token["snapshot"],
+        "per_parameter_step": between * first.tokens / (sum(first.parameters) * REPLICAS * settings["steps"]),
     }
     return dict(finite(figures))
 
@@ -161,18 +184,27 @@ def loss(result: Result) -> float:
 
 def best_rate(results: Results, method: str) -> float:
     """The rate with the lowest held-out loss, mean over the replicas, with the first seed. ValueError without runs."""
-    return float(min(select(results, method=method, seed=1), key=loss)["rate"])
+    return float(min(select(results, method=method, seed=1, long=False), key=loss)["rate"])
 
 
 def report(results: Results) -> list[Block]:
-    """The table, in words, the curves, the rates that were tried, and the paper."""
-    best = {name: select(results, method=name, rate=best_rate(results, name)) for name in METHODS}
-    pairs = {name: zip(best[name], best["parallel"], strict=False) for name in METHODS}
-    gaps = {name: differences((a["validation_loss"], b["validation_loss"]) for a, b in pairs[name]) for name in METHODS}
+    """The tables, in words, the curves, loss over bytes, the rates that were tried, and the paper."""
+    best = {name: select(results, method=name, rate=best_rate(results, name), long=False) for name in METHODS}
+    long = {name: select(results, method=name, long=True) for name in METHODS}
+    gaps = {name: _gaps(best[name], best["parallel"]) for name in METHODS}
     curves = [mean_curve(method.title, [one["curve"] for one in best[name]]) for name, method in METHODS.items()]
     axes, title = ("tokens, all replicas", "training loss, nats per byte"), "Training loss at equal tokens"
     plot = Plot("convergence", f"{title}, each at its best rate", axes, curves)
-    return [_table(best, gaps), *_findings(best, gaps), plot, _tried(results), _paper(gaps["noloco"])]
+    blocks: list[Block] = [_table(best, gaps), *_findings(best, gaps), plot, _frontier(best)]
+    if any(long.values()):
+        blocks.append(_long(long))
+    return [*blocks, _tried(results), _paper(gaps["noloco"])]
+
+
+def _gaps(runs: Sequence[Result], parallel: Sequence[Result]) -> list[float]:
+    """In nats, run by run of the same seed."""
+    pairs = zip(runs, parallel, strict=False)
+    return differences((a["validation_loss"], b["validation_loss"]) for a, b in pairs)
 
 
 def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
@@ -184,33 +216,59 @@ def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
         "loss of the merged model": over("merged_loss"),
         "perplexity": over(lambda one: None if one["validation_loss"] is None else exp(loss(one))),
         "against data parallel, nats": lambda runs: mean_std(gaps[runs[0]["method"]], 3),
+        "bytes between replicas, per parameter and inner step": lambda runs: f"{runs[0]['per_parameter_step']:.3g}",
         "bytes/token between stages": "between_stages",
-        "bytes/token between replicas": "between_replicas",
     }
     first, seeds = best["one"][0], len(best["noloco"])
     caption = f"{first['parameters']:,} parameters, {first['tokens']:,} tokens in each run, {seeds} seeds."
     return table(columns, best.values(), caption)
 
 
+def _long(long: Best) -> Table:
+    """Of one seed, so without a spread."""
+    rows = [runs for runs in long.values() if runs]
+    columns: Columns = {
+        "method": lambda runs: METHODS[runs[0]["method"]].title,
+        "peak rate": lambda runs: f"{runs[0]['rate']:g}",
+        "loss, mean over replicas": over("validation_loss"),
+        "loss of the merged model": over("merged_loss"),
+        "against data parallel, nats": lambda runs: mean_std(_gaps(runs, long["parallel"]), 3),
+        "bytes between replicas, per parameter and inner step": lambda runs: f"{runs[0]['per_parameter_step']:.3g}",
+    }
+    return table(columns, rows, f"{rows[0][0]['steps']:,} steps, {rows[0][0]['tokens']:,} tokens, one seed.")
+
+
+def _frontier(best: Best) -> Plot:
+    """Loss over bytes; a line through the methods that no other beats in both."""
+    points = {
+        name: (runs[0]["per_parameter_step"], fmean(known(runs, "validation_loss")))
+        for name, runs in best.items()
+        if name != "one" and runs[0]["per_parameter_step"] > 0 and known(runs, "validation_loss")
+    }
+    line: list[tuple[float, float]] = []
+    for point in sorted(points.values()):
+        if not line or point[1] < line[-1][1]:
+            line.append(point)
+    curves = [Curve.through(METHODS[name].title, [point], style="points") for name, point in points.items()]
+    axes = ("bytes between replicas, per parameter and inner step", "held-out loss, nats per byte")
+    title = "Loss against bytes; the line joins what nothing else beats in both"
+    return Plot("frontier", title, axes, [*curves, Curve.through("frontier", line)], scales=("log", "linear"))
+
+
 def _findings(best: Best, gaps: Mapping[str, list[float]]) -> list[str]:
     """In words, with the numbers."""
-    noloco, apart, parallel = best["noloco"], best["apart"], best["parallel"]
-    below = sum(loss(mine) < loss(theirs) for mine, theirs in zip(noloco, apart, strict=False))
-    ratio = parallel[0]["between_replicas"] / noloco[0]["between_replicas"]
     above = {name: mean_std(gap, 3) for name, gap in gaps.items()}
     merged = {
-        name: mean_std(differences((one["merged_loss"], one["validation_loss"]) for one in best[name]), 2)
-        for name in ("noloco", "apart")
+        name: mean_std(differences((one["merged_loss"], one["validation_loss"]) for one in runs), 2)
+        for name, runs in best.items()
     }
+    parts = [f"{method.title} {above[name]}" for name, method in METHODS.items() if name != "parallel"]
+    together = [f"{method.title} {merged[name]}" for name, method in METHODS.items() if name not in ("one", "parallel")]
     return [
-        f"Against synchronous data parallel (nats, more is worse) NoLoCo ends at {above['noloco']}, replicas that "
-        f"never meet at {above['apart']}, one process with {REPLICAS} times the optimizer steps at {above['one']}. "
-        f"NoLoCo is below the replicas that never meet with {below} of {len(noloco)} seeds.",
+        "Above synchronous data parallel at equal tokens, in nats: " + "; ".join(parts) + ".",
         "The model whose weights are the mean over the replicas, against the replicas themselves, in nats: "
-        f"{merged['noloco']} for NoLoCo, {merged['apart']} for replicas that never meet. "
-        "Near zero or below it the replicas are one model; above it they are several.",
-        f"Between replicas the ring moves {ratio:.3g} times the bytes of NoLoCo with m = {ROUND_STEPS}, and every step "
-        "waits for it.",
+        + "; ".join(together)
+        + ". Near zero or below it the replicas are one model; above it they are several.",
     ]
 
 
@@ -218,7 +276,7 @@ def _tried(results: Results) -> Table:
     rates = sorted({one["rate"] for one in results})
     rows: list[list[Cell]] = []
     for name, method in METHODS.items():
-        losses = {one["rate"]: loss(one) for one in select(results, method=name, seed=1)}
+        losses = {one["rate"]: loss(one) for one in select(results, method=name, seed=1, long=False)}
         rows.append([method.title, *(losses.get(rate) for rate in rates), f"{best_rate(results, name):g}"])
     caption = "Held-out loss (mean over the replicas, first seed) by peak learning rate; a dash: not tried."
     return Table(("method", *(f"{rate:g}" for rate in rates), "chosen"), rows, caption)

@@ -138,7 +138,7 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     }
     fields = RunManifest(stages=1).model_dump() | {"model": {"family": "llama", "config": model}}
     fields |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1, "routing": "balanced"}
-    fields["outer"]["overlap"] = False
+    fields["outer"] = {"overlap": False}  # The rest has the defaults of the rule.
     for name, value in [("evaluation", {"every_steps": None, "microbatches": 16}), *changes.items()]:
         fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
     return RunManifest.model_validate(fields)
