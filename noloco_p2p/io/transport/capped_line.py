@@ -2,7 +2,8 @@
 turn and are measured, short ones are charged and go at once. Without a cap nobody waits.
 
 Bytes are those of gRPC messages. What comes is held back by not being read: then HTTP/2's flow control stops its
-sender, after what is under way: a window for each call (64 KiB at first), and the message that is read.
+sender, after what is under way: a window for each call (64 KiB at first), and the message that is read. So peers are
+told how long their messages should be.
 """
 
 import asyncio
@@ -77,6 +78,8 @@ class OwnersLine:
         self._down = None if down is None else CappedWay(down)
         self.message_bytes = wire.PACK_BYTES if self._up is None else self._up.message_bytes
         """Most tensor bytes in one message that this node sends."""
+        self.wanted_bytes = 0 if self._down is None else self._down.message_bytes
+        """Most tensor bytes that this node would like to have in one message; 0: it does not mind."""
         self.whole_bytes = wire.PACK_BYTES if up is None and down is None else LEAST_MESSAGE_BYTES
         """An activation of more tensor bytes is announced: its header is not to wait with it."""
 
@@ -87,6 +90,10 @@ class OwnersLine:
         """By the messages that are not short."""
         self.unsent = UnsentLimit(self.measured.up)
         """Of every connection."""
+
+    def agreed(self, wanted_bytes: int) -> int:
+        """Most tensor bytes in one message to a peer that would like no more; 0: it does not mind."""
+        return max(LEAST_MESSAGE_BYTES, min(self.message_bytes, wanted_bytes or wire.PACK_BYTES))
 
     def sender(self, write: Write, rank: Rank = OTHER) -> Write:
         """`write`, each message in its turn, unless it is short."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 async def send_when_granted(
     call: Any,
-    messages: Iterator[bytes],
+    sent: tuple[bytes, Callable[[int], Iterator[bytes]]],
     turn: AbstractAsyncContextManager[None],
     claim: Claim,
     feed: Callable[[bytes], T | None],
@@ -26,29 +26,31 @@ async def send_when_granted(
 ) -> T:
     """The header, and in its `turn` the body once the peer has granted it a place, while the reply is read.
 
+    `sent` is the header, and what gives the messages of the body, as long as the peer would like them (0: of any size).
     `ways` write and read the messages of `call`.
     When the reply is whole, or a refusal, what was still to send is not sent. A peer that replies early does not read
     on before its reply is out, so flow control bounds what is sent in vain.
     """
 
+    header, body = sent
     write, read = ways
 
-    async def write_body() -> None:
+    async def write_body(message_bytes: int) -> None:
         async with turn:
-            for message in messages:
+            for message in body(message_bytes):
                 await write(message)
         claim.left()
 
     writing: asyncio.Task[None] | None = None
     try:
-        await write(next(messages))
+        await write(header)
         result = None
         while result is None:
             message = _some(await read())
-            if writing is None and message_codec.from_grant(message):
+            if writing is None and (message_bytes := message_codec.from_grant(message)) is not None:
                 if not claim.take():
                     raise Busy("another replica has granted a place first")
-                writing = asyncio.create_task(write_body())
+                writing = asyncio.create_task(write_body(message_bytes))
             else:
                 result = feed(message)
         return result

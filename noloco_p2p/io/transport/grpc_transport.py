@@ -88,8 +88,8 @@ class GrpcTransport:
         """TCP port of the server, once it listens."""
         self._listen = listen
         self._count = partial(telemetry.event, "bytes")
-        self._metadata = servicer.metadata(me, run_id)
         self._line = OwnersLine(limits or LimitSettings())
+        self._metadata = servicer.metadata(me, run_id, self._line.wanted_bytes)
         self.line = self._line.measured
         """See `ports.Transport`."""
         self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes, self._line)
@@ -254,15 +254,16 @@ class GrpcTransport:
         async with self._calling(peer, what, LONGEST_CALL_S) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
             whole = claim is None and self._fits(activation)
-            messages = message_codec.to_activation(activation, line.message_bytes, head_alone=not whole)
             self.line.up.carries("activation", size)
             if not whole:
                 call, turn = channel.send_stream(method, **options), self._body_turn(peer.peer_id, size)
                 there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
                 ways = line.sender(call.write, there), line.receiver(call.read, back, first_at_once=True)
-                return await send_when_granted(call, messages, turn, claim or ALONE, feed, ways)
+                header, body = message_codec.announced(activation)
+                sent = header, lambda wanted_bytes: body(line.agreed(wanted_bytes))
+                return await send_when_granted(call, sent, turn, claim or ALONE, feed, ways)
             self._count(direction="out", kind="activation", bytes=size)
-            message = next(messages)
+            [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
             reply = await channel.send_whole(method, message, **options)
             line.charge(sent=0, received=len(reply))

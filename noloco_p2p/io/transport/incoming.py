@@ -23,11 +23,17 @@ class IncomingActivation:
     """The body of one activation, on its way in: a `ports.Body`."""
 
     def __init__(
-        self, context: Any, header: Header, first: list[wire.Frame], count: Callable[..., None], read: Read
+        self,
+        context: Any,
+        header: Header,
+        first: list[wire.Frame],
+        count: Callable[..., None],
+        read: Read,
+        grant: bytes,
     ) -> None:
         """`first` are the frames that came with the header; `count` gets what has been received, as `bytes` events.
 
-        `read` gives the next message.
+        `read` gives the next message, `grant` asks for the body.
         """
         self.whole = bool(first)
         """It came with its header, and its reply is to be one message."""
@@ -39,6 +45,7 @@ class IncomingActivation:
         self._first: list[wire.Frame] | None = first
         self._count = count
         self._read = read
+        self._grant = grant
 
     async def __call__(self) -> Activation:
         """See `ports.Body`."""
@@ -48,7 +55,7 @@ class IncomingActivation:
         message: Any = grpc.aio.EOF if frames is None else None
         try:
             if frames == []:
-                await self._context.write(message_codec.GRANT)
+                await self._context.write(self._grant)
             message_codec.feed(assembler, frames or ())
             frames = None  # frees the bytes of the first message
             while not assembler.complete and message is not grpc.aio.EOF:

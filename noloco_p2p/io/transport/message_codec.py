@@ -109,6 +109,17 @@ def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
 
 def to_activation(activation: Activation, message_bytes: int = wire.PACK_BYTES, *, head_alone: bool) -> Iterator[bytes]:
     """The messages of an activation: with `head_alone` the header before the tensors, else one for all that fits it."""
+    return streamed(*_head_and_frames(activation), message_bytes, head_alone=head_alone)
+
+
+def announced(activation: Activation) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
+    """An activation's header alone, and what gives the messages of its body, of at most so many tensor bytes each."""
+    head, stream = _head_and_frames(activation)
+    body = pb.ActivationMessage()
+    return packed(head, ()), lambda message_bytes: streamed(body, stream, message_bytes, head_alone=False)
+
+
+def _head_and_frames(activation: Activation) -> tuple[pb.ActivationMessage, Iterator[wire.Frame]]:
     header, tensors = activation.header, activation.tensors
     specs = tuple(tensor.spec for tensor in tensors)
     digests = [digest(tensor.data) for tensor in tensors]
@@ -122,8 +133,7 @@ def to_activation(activation: Activation, message_bytes: int = wire.PACK_BYTES, 
         digest=wire.combined_digest(specs, digests, digest),
         patient=header.patient,
     )
-    stream = wire.frames(tensors, digests)
-    return streamed(pb.ActivationMessage(header=head), stream, message_bytes, head_alone=head_alone)
+    return pb.ActivationMessage(header=head), wire.frames(tensors, digests)
 
 
 def fits_one_message(activation: Activation, whole_bytes: int = wire.PACK_BYTES) -> bool:
@@ -188,13 +198,18 @@ def to_gradient(gradient: Gradient, message_bytes: int = wire.PACK_BYTES) -> Ite
     return streamed(pb.Reply(gradient=head), stream, message_bytes, head_alone=False)
 
 
-GRANT = pb.Reply(grant=pb.Grant()).SerializeToString()
-"""The body may come."""
+def to_grant(message_bytes: int) -> bytes:
+    """The body may come, if possible in messages of at most so many tensor bytes; 0: of any size."""
+    return pb.Reply(grant=pb.Grant(message_bytes=message_bytes)).SerializeToString()
 
 
-def from_grant(raw: bytes) -> bool:
-    """Whether a reply is a grant."""
-    return raw == GRANT
+LONGEST_GRANT_BYTES = len(to_grant(2**32 - 1))
+
+
+def from_grant(raw: bytes) -> int | None:
+    """What `to_grant` was given; None: the reply is no grant. Raises Violation: broken bytes."""
+    reply = unpacked(raw, pb.Reply)[0] if len(raw) <= LONGEST_GRANT_BYTES else pb.Reply()
+    return reply.grant.message_bytes if reply.HasField("grant") else None
 
 
 def to_progress(reports: Iterable[Progress | None]) -> pb.ProgressReply:

@@ -5,7 +5,8 @@ What two nodes of a swarm say to each other over gRPC.
 
 Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
 (the version of this file, "3"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
-closed by an end marker. Digests are 64-bit xxh3.
+closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
+`noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 """
 
 from collections import abc as _abc
@@ -353,12 +354,17 @@ class Grant(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    message_bytes: _builtins.int
+    """The most tensor bytes that the peer would like to have in one message; 0: it does not mind."""
     def __init__(
         self,
+        *,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message_bytes", b"message_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

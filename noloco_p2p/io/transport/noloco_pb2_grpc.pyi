@@ -5,7 +5,8 @@ What two nodes of a swarm say to each other over gRPC.
 
 Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
 (the version of this file, "3"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
-closed by an end marker. Digests are 64-bit xxh3.
+closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
+`noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 """
 
 from collections import abc as _abc

@@ -5,6 +5,7 @@ body comes only when the handler asks for it, so a waiting call costs little mem
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,9 +47,10 @@ Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
 """Serves an activation."""
 
 
-def metadata(me: PeerId, run_id: str) -> tuple[tuple[str, str], ...]:
-    """What every call of a node carries."""
-    return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL)
+def metadata(me: PeerId, run_id: str, wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
+    """What every call of a node carries, which would like to have messages of so many tensor bytes; 0: of any size."""
+    wanted = (("noloco-message-bytes", str(wanted_bytes)),) if wanted_bytes else ()
+    return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL), *wanted
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +93,7 @@ class GrpcServicer:
         self._replies: dict[_Reply, None] = {}
         """Those that are being sent, or wait for their turn."""
         self._turns = Turns()
+        self._grant = message_codec.to_grant(line.wanted_bytes)
         self.handler: Handler | None = None
 
     async def _serve_activation(self, serve: Serve, request_iterator: Any, context: Any) -> None:
@@ -111,7 +114,7 @@ class GrpcServicer:
         self._replies[reply] = None
         try:
             async with self._turns.of(caller, size):
-                for message in messages_of(wire.PACK_BYTES if incoming.whole else self._line.message_bytes):
+                for message in messages_of(wire.PACK_BYTES if incoming.whole else self._message_bytes(context)):
                     await write(message)
                     reply.sent += len(message)
         except grpc.aio.InternalError:
@@ -137,7 +140,7 @@ class GrpcServicer:
             await _refuse(write, pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
             return
         try:
-            for message in weights_codec.to_snapshot(snapshot, self._line.message_bytes):
+            for message in weights_codec.to_snapshot(snapshot, self._message_bytes(context)):
                 await write(message)
         except grpc.aio.InternalError:
             # gRPC could not write: the link to the caller is broken.
@@ -155,7 +158,7 @@ class GrpcServicer:
         try:
             caller, handler = self._admit(context)
             async with handler.lend_state(caller, resume.number if resume else None) as state:
-                for message in weights_codec.to_state(state, tensor, offset, self._line.message_bytes):
+                for message in weights_codec.to_state(state, tensor, offset, self._message_bytes(context)):
                     await write(message)
                 size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
         except NolocoError as error:
@@ -216,6 +219,11 @@ class GrpcServicer:
             raise Declined("the node is starting")
         return str(sent.get("noloco-peer", "")), self.handler
 
+    def _message_bytes(self, context: Any) -> int:
+        """Most tensor bytes in one message to this caller."""
+        wanted = dict(context.invocation_metadata()).get("noloco-message-bytes", "")
+        return self._line.agreed(int(wanted) if re.fullmatch("[0-9]{1,9}", wanted) else 0)
+
     async def _incoming(self, context: Any) -> tuple[Header, IncomingActivation]:
         first = await self._line.receiver(context.read, AT_THE_DOOR)()
         if first is grpc.aio.EOF:
@@ -224,7 +232,7 @@ class GrpcServicer:
         head, frames = unpacked(first, pb.ActivationMessage)
         header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
         read = self._line.receiver(context.read, rank_of(header, Precedence.ACTIVATION))
-        return header, IncomingActivation(context, header, frames, self._count, read)
+        return header, IncomingActivation(context, header, frames, self._count, read, self._grant)
 
     def methods(self) -> Any:
         """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""

@@ -1,9 +1,8 @@
 """The gRPC transport on loopback: what is sent arrives bit for bit, and every way to fail is one error, soon."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from transport_fixture import (
@@ -33,14 +32,20 @@ from noloco_p2p.ports import Body, Claim
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every message of an activation that the sender draws."""
-    original, seen = message_codec.to_activation, list[int]()
+    original, seen = message_codec.announced, list[int]()
 
-    def counted(sent: Activation, *sizes: int, head_alone: bool) -> Iterator[Any]:
-        for index, message in enumerate(original(sent, *sizes, head_alone=head_alone)):
-            seen.append(index)
-            yield message
+    def counted(sent: Activation) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
+        header, body = original(sent)
+        seen.append(0)
 
-    monkeypatch.setattr(message_codec, "to_activation", counted)
+        def counted_body(message_bytes: int) -> Iterator[bytes]:
+            for index, message in enumerate(body(message_bytes), start=1):
+                seen.append(index)
+                yield message
+
+        return header, counted_body
+
+    monkeypatch.setattr(message_codec, "announced", counted)
     return seen
 
 

@@ -1,20 +1,26 @@
 """The owner's caps over real connections: bytes as a relay in between sees them, gRPC's own among them."""
 
 import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from link_fixture import Passage, Proxy
-from transport_fixture import LARGE, Node, activation, echo, hang, pair, run, soon, tensor
+from transport_fixture import LARGE, Node, activation, echo, hang, pair, run, soon, tensor, transport
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.lattice_format import BOUND_ZERO, LatticeRequest
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, SHARE
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, MESSAGE_S, SHARE
+from noloco_p2p.core.messages import Gradient, Header, MicrobatchId
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
 from noloco_p2p.io.transport.capped_line import OwnersLine
+from noloco_p2p.ports import Body
 
 EXCESS_S = 0.5
 """What passes beyond a cap in any time, in seconds of the cap: 5 % of 10 s."""
+WINDOW_BYTES = 1 << 16
+"""Of HTTP/2, for each call at first."""
 
 
 def excess_s(passed: list[Passage], bytes_per_s: float) -> float:
@@ -47,6 +53,46 @@ def test_a_cap_is_kept_in_any_time_and_used(direction: str, mbit_per_s: int) -> 
             assert excess_s(passed, rate) <= EXCESS_S
         # There and back overlap, and a busy machine is slower than this.
         assert size / rate - EXCESS_S <= took_s <= 3 * size / rate + EXCESS_S
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("many", ["callers", "callees"])
+def test_many_peers_without_a_cap_keep_that_of_the_node_that_they_send_to(many: str) -> None:
+    """Their messages are as short as it wants them; of each the first one, and a window, is under way uncounted."""
+    mbit_per_s, names, sent = 20, "ABCDEFGH", activation((4, 192, 512))
+    here, all_here = list[Header](), asyncio.Event()
+
+    async def together(header: Header, body: Body) -> Gradient:
+        gradient = await echo(header, body)
+        here.append(header)
+        if len(here) == len(names):
+            all_here.set()
+        await all_here.wait()
+        return gradient
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as closing:
+            hub, others = (
+                transport("H", limits=LimitSettings(download_mbit_per_s=mbit_per_s)),
+                list(map(transport, names)),
+            )
+            for one in (hub, *others):
+                closing.push_async_callback(one.close)
+                await one.serve(Node(together))
+            pairs = [(one, hub) if many == "callers" else (hub, one) for one in others]
+            proxies = [await closing.enter_async_context(Proxy(callee.port)) for _, callee in pairs]
+            peers = [replace(proxy.peer, peer_id=name) for proxy, name in zip(proxies, names, strict=True)]
+            sends = [replace(sent, header=replace(sent.header, microbatch=MicrobatchId(name, 1, 1))) for name in names]
+            await asyncio.gather(
+                *(caller.propagate(*one) for (caller, _), *one in zip(pairs, peers, sends, strict=True))
+            )
+        passed, rate = (
+            sorted(one for proxy in proxies for one in proxy.passed[many == "callees"]),
+            mbit_per_s * BYTES_PER_MBIT,
+        )
+        assert sum(nbytes for _, nbytes in passed) >= len(names) * sent.hidden.data.nbytes
+        assert excess_s(passed, rate) <= len(names) * (WINDOW_BYTES / rate + MESSAGE_S) + EXCESS_S
 
     run(scenario())
 

@@ -299,7 +299,7 @@ def test_a_caller_that_is_gone_before_its_body_has_come_is_unreachable(over: Ove
     sent = activation((3, 333, 777))
     header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
     with pytest.raises(Unreachable, match="the caller was gone"):
-        asyncio.run(IncomingActivation(over, header, [], lambda *count: None, over.read)())
+        asyncio.run(IncomingActivation(over, header, [], lambda *count: None, over.read, message_codec.to_grant(0))())
 
 
 def test_a_body_that_is_asked_for_when_its_node_stops_is_unreachable() -> None:
@@ -347,9 +347,9 @@ def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
 
     async def scenario() -> None:
         call = Full()
-        messages = iter([b"header", b"body"])
+        sent = b"header", lambda message_bytes: iter([b"body"])
         sending = asyncio.create_task(
-            send_when_granted(call, messages, nullcontext(), ALONE, lambda reply: reply, (call.write, call.read))
+            send_when_granted(call, sent, nullcontext(), ALONE, lambda reply: reply, (call.write, call.read))
         )
         await asyncio.sleep(0)
         sending.cancel()
@@ -371,7 +371,7 @@ def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers:
         header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
         _, frames = unpacked(list(message_codec.to_activation(sent, head_alone=True))[1], pb.ActivationMessage)
         stalled = Stalled()
-        incoming = IncomingActivation(stalled, header, frames, lambda *count: None, stalled.read)
+        incoming = IncomingActivation(stalled, header, frames, lambda *count: None, stalled.read, b"")
         reading = asyncio.create_task(incoming())
         await asyncio.sleep(0)
         assert alive(buffers) == 1
