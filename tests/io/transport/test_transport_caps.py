@@ -85,7 +85,7 @@ def test_many_peers_without_a_cap_keep_that_of_the_node_that_they_send_to(many: 
             peers = [replace(proxy.peer, peer_id=name) for proxy, name in zip(proxies, names, strict=True)]
             sends = [replace(sent, header=replace(sent.header, microbatch=MicrobatchId(name, 1, 1))) for name in names]
             await asyncio.gather(
-                *(caller.propagate(*one) for (caller, _), *one in zip(pairs, peers, sends, strict=True))
+                *(caller.propagate(peer, one) for (caller, _), peer, one in zip(pairs, peers, sends, strict=True))
             )
         passed, rate = (
             sorted(one for proxy in proxies for one in proxy.passed[many == "callees"]),
