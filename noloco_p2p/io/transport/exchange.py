@@ -9,11 +9,26 @@ import grpc.aio
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, Unreachable, Violation
-from noloco_p2p.io.transport import message_codec
+from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
+from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.ports import Claim
 
 T = TypeVar("T")
+
+
+def to_grant(message_bytes: int) -> bytes:
+    """The body may come, if possible in messages of at most so many tensor bytes; 0: of any size."""
+    return pb.Reply(grant=pb.Grant(message_bytes=message_bytes)).SerializeToString()
+
+
+LONGEST_GRANT_BYTES = len(to_grant(2**32 - 1))
+
+
+def from_grant(raw: bytes) -> int | None:
+    """What `to_grant` was given; None: the reply is no grant. Raises Violation: broken bytes."""
+    reply = unpacked(raw, pb.Reply)[0] if len(raw) <= LONGEST_GRANT_BYTES else pb.Reply()
+    return reply.grant.message_bytes if reply.HasField("grant") else None
 
 
 async def send_when_granted(
@@ -47,7 +62,7 @@ async def send_when_granted(
         result = None
         while result is None:
             message = _some(await read())
-            if writing is None and (message_bytes := message_codec.from_grant(message)) is not None:
+            if writing is None and (message_bytes := from_grant(message)) is not None:
                 if not claim.take():
                     raise Busy("another replica has granted a place first")
                 writing = asyncio.create_task(write_body(message_bytes))

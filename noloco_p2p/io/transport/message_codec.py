@@ -198,20 +198,6 @@ def to_gradient(gradient: Gradient, message_bytes: int = wire.PACK_BYTES) -> Ite
     return streamed(pb.Reply(gradient=head), stream, message_bytes, head_alone=False)
 
 
-def to_grant(message_bytes: int) -> bytes:
-    """The body may come, if possible in messages of at most so many tensor bytes; 0: of any size."""
-    return pb.Reply(grant=pb.Grant(message_bytes=message_bytes)).SerializeToString()
-
-
-LONGEST_GRANT_BYTES = len(to_grant(2**32 - 1))
-
-
-def from_grant(raw: bytes) -> int | None:
-    """What `to_grant` was given; None: the reply is no grant. Raises Violation: broken bytes."""
-    reply = unpacked(raw, pb.Reply)[0] if len(raw) <= LONGEST_GRANT_BYTES else pb.Reply()
-    return reply.grant.message_bytes if reply.HasField("grant") else None
-
-
 def to_progress(reports: Iterable[Progress | None]) -> pb.ProgressReply:
     """The answer to a question for progress."""
     known = (pb.Progress(known=True, events=one.events, stuck_s=one.stuck_s) if one else None for one in reports)

@@ -23,6 +23,7 @@ from noloco_p2p.io.transport import message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import AT_THE_DOOR, OwnersLine, Write, rank_of
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS, Turns
+from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.ports import Body, Handler, Telemetry
@@ -93,7 +94,7 @@ class GrpcServicer:
         self._replies: dict[_Reply, None] = {}
         """Those that are being sent, or wait for their turn."""
         self._turns = Turns()
-        self._grant = message_codec.to_grant(line.wanted_bytes)
+        self._grant = to_grant(line.wanted_bytes)
         self.handler: Handler | None = None
 
     async def _serve_activation(self, serve: Serve, request_iterator: Any, context: Any) -> None:

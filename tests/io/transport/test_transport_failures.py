@@ -35,7 +35,7 @@ from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.exchange import send_when_granted
+from noloco_p2p.io.transport.exchange import send_when_granted, to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.probe import probe
@@ -299,7 +299,7 @@ def test_a_caller_that_is_gone_before_its_body_has_come_is_unreachable(over: Ove
     sent = activation((3, 333, 777))
     header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
     with pytest.raises(Unreachable, match="the caller was gone"):
-        asyncio.run(IncomingActivation(over, header, [], lambda *count: None, over.read, message_codec.to_grant(0))())
+        asyncio.run(IncomingActivation(over, header, [], lambda *count: None, over.read, to_grant(0))())
 
 
 def test_a_body_that_is_asked_for_when_its_node_stops_is_unreachable() -> None:
