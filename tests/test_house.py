@@ -37,6 +37,12 @@ BROAD: dict[str, str] = {
     "io/telemetry/prometheus_telemetry.py:Watchdog.run": "an instrument may never stop what it watches",
 }
 """`file:function`: why it catches everything."""
+COLLECTIVES = {
+    "lab/bench/baseline.py": "what users would otherwise run",
+    "lab/bench/baseline_replica.py": "the same",
+    "lab/bench/transport.py": "gloo's send and receive, which the transport is compared with",
+}
+"""Files that may use torch.distributed: a node has no collective call."""
 SAME_NAME = {
     "links": "those of the simulator, and `noloco bench links`",
     "stage": "a port, and `noloco bench stage`",
@@ -178,6 +184,20 @@ def broad_excepts(tree: Tree) -> set[str]:
     return found
 
 
+def collectives(tree: Tree) -> set[str]:
+    """Files that use torch.distributed, or what is built on it."""
+    used = re.compile(r"torch\.(distributed|nn\.parallel)\b")
+
+    def names(node: ast.AST) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [one.name for one in node.names]
+        if isinstance(node, ast.ImportFrom):
+            return [f"{node.module}.{one.name}" for one in node.names]
+        return [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+
+    return {file for file, module in tree.items() if any(used.match(n) for one in ast.walk(module) for n in names(one))}
+
+
 def headings(document: Path) -> set[str]:
     """What the sections of a Markdown file are called."""
     return set(re.findall(r"^#+ (?:\d+\. )?(.+?)\s*$", document.read_text("utf-8"), re.MULTILINE))
@@ -211,6 +231,7 @@ def test_no_file_is_too_long() -> None:
         (wide_constructors, {}),
         (without_docstring, {}),
         (broad_excepts, BROAD),
+        (collectives, COLLECTIVES),
         (classes_named_twice, {}),
         (modules_named_twice, {}),
     ],
@@ -255,6 +276,9 @@ PLANTED = [
     (without_docstring, 'class A:\n    """An A."""\n    def run(self): ...', "core/a.py:A.run"),
     (broad_excepts, "def run():\n    try:\n        pass\n    except Exception:\n        pass", "core/a.py:run"),
     (broad_excepts, "def run():\n    with suppress(BaseException):\n        pass", "core/a.py:run"),
+    (collectives, "import torch\ntorch.distributed.barrier()", "core/a.py"),
+    (collectives, "from torch import Tensor, distributed", "core/a.py"),
+    (collectives, "def run():\n    import torch.nn.parallel as p", "core/a.py"),
     (classes_named_twice, "class B: ...\nclass C:\n    class _B: ...", "B"),
     (modules_named_twice, "", "a.py"),
 ]

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -34,6 +34,26 @@ def bench_transport(as_json: AsJson = False) -> None:
     from noloco_p2p.lab.bench import transport
 
     _report(transport.run, as_json)
+
+
+@bench.command("baseline")
+def bench_baseline(
+    kind: Annotated[Literal["ddp", "fsdp", "diloco"], typer.Option(help="Of torch.distributed.")] = "ddp",
+    replicas: Annotated[int, typer.Option(min=1, help="Processes: of the whole model, and nodes of the swarm.")] = 4,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the settings of the run.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Length of both runs; default: that of the run.")] = None,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What users would otherwise run, beside a swarm of as many processes: tokens/s and loss at equal steps and data.
+
+    Data parallel, sharded data parallel, or DiLoCo with an outer step every outer.inner_steps.
+    """
+    from noloco_p2p.lab.bench import baseline
+
+    given = settings.read(config, os.environ, set or (), {"--steps": ("steps", steps)})
+    plan = baseline.make_plan(kind, replicas, given.manifest(), given.node())
+    _report(lambda: baseline.run(plan), as_json)
 
 
 @bench.command("stage")

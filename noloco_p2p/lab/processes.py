@@ -38,7 +38,8 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
             if child not in before:
                 child.terminate()
         if isinstance(error, BrokenProcessPool):
-            raise LocalError("a worker process has died (out of memory?): give --jobs 1 or a smaller run") from error
+            what = "a worker process has died (out of memory?): give --jobs 1, fewer --replicas, or a smaller run"
+            raise LocalError(what) from error
         raise
     finally:
         for name in environment:

@@ -1,0 +1,212 @@
+"""What users would otherwise run on the same machine, beside `noloco swarm` of as many processes.
+
+First the swarm, then the baseline: the whole model in each process under plain torch.distributed (baseline_replica.py),
+gloo on CPU, NCCL with a GPU for each. Both begin with the same weights and take the same number of inner steps on the
+same microbatches: the streams are those that the swarm's stage-0 replicas have read, and the processes that stand in
+for one replica of the pipeline deal its microbatches among themselves.
+"""
+
+import asyncio
+import gc
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from noloco_p2p.compute import model_family
+from noloco_p2p.compute.hardware import pick_device
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data.threaded_batches import ThreadedBatches, make_batches
+from noloco_p2p.lab.bench.baseline_replica import KINDS
+from noloco_p2p.lab.bench.node_fleet import Fleet
+from noloco_p2p.lab.processes import workers
+from noloco_p2p.launch import cpu_seconds
+from noloco_p2p.launch.swarm_summary import summarise
+
+TARGET = 1.0
+WAIT = timedelta(minutes=10)
+"""Longest wait of one process for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaselinePlan:
+    """What is measured."""
+
+    kind: str
+    """Of `KINDS`."""
+    manifest: RunManifest
+    local: NodeConfig
+    gpus: tuple[str, ...] = ()
+    """One for each process, or more, as CUDA_VISIBLE_DEVICES names them; none: the CPU."""
+
+    @property
+    def processes(self) -> int:
+        """Of the swarm, and of the baseline."""
+        return self.manifest.stages * self.manifest.start_replicas
+
+    def share(self, rank: int) -> tuple[int, range]:
+        """Which stage-0 replica's stream a process reads, and which microbatches of each inner step it trains on."""
+        each = self.manifest.microbatches_per_step // self.manifest.stages
+        replica, part = divmod(rank, self.manifest.stages)
+        return replica, range(part * each, (part + 1) * each)
+
+    def settings(self) -> list[str]:
+        """For the nodes, `key=value`."""
+        values = self.manifest.model_dump(mode="json") | self.local.model_dump(mode="json")
+        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+class RankFigures(NamedTuple):
+    """What one process did."""
+
+    tokens: int
+    seconds: float
+    validation_loss: float
+
+
+def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfig) -> BaselinePlan:
+    """The run, evaluated at its end only. Raises ConfigError when it does not divide, LocalError for too few GPUs."""
+    for name, number in (("--replicas", processes), ("microbatches_per_step", manifest.microbatches_per_step)):
+        if number % manifest.stages:
+            raise ConfigError(f"{name} is {number}: it must be a multiple of stages, which is {manifest.stages}")
+    gpus = visible_gpus() if pick_device(local.device).type == "cuda" else None
+    if gpus is not None and len(gpus) < processes:
+        raise LocalError(f"{processes} processes need a GPU each, torch sees {len(gpus)}: --set device=cpu, or fewer")
+    end_only = manifest.evaluation.model_copy(update={"every_steps": None})
+    changes = {"start_replicas": processes // manifest.stages, "evaluation": end_only}
+    return BaselinePlan(kind, manifest.model_copy(update=changes), local, gpus or ())
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return tuple(named.split(",") if named else map(str, range(torch.cuda.device_count())))
+
+
+def run(plan: BaselinePlan) -> dict[str, Any]:
+    """The figures. Raises LocalError when the swarm or a process of the baseline fails."""
+    swarm, streams = run_swarm(plan)
+    baseline = run_baseline(plan, streams)
+    losses = swarm["validation_loss"], baseline["validation_loss"]
+    return {
+        "bench": "baseline",
+        "ratio": swarm["tokens_per_s"] / baseline["tokens_per_s"],
+        "target": TARGET,
+        "kind": plan.kind,
+        "processes": plan.processes,
+        "stages": plan.manifest.stages,
+        "steps": plan.manifest.steps,
+        "loss_above": None if None in losses else losses[0] - losses[1],
+        "swarm": swarm,
+        "baseline": baseline,
+        "definitions": DEFINITIONS,
+    }
+
+
+DEFINITIONS = {
+    "ratio": "tokens/s of the swarm over those of the baseline",
+    "tokens_per_s": "of all processes, from the first inner step's start to the last one's end",
+    "validation_loss": "nats per token on the same held-out microbatches, after the last inner step; of a swarm the "
+    "mean over its stage-0 replicas, each on fixed routes",
+    "loss_above": "validation_loss of the swarm less that of the baseline. The swarm clips gradients over each stage, "
+    "the baseline over the whole model",
+    "kind": "ddp: DistributedDataParallel; fsdp: fully_shard (FSDP2); diloco: an outer step every outer.inner_steps",
+}
+
+
+# --- the swarm --------------------------------------------------------------------------------------------------------
+
+
+def run_swarm(plan: BaselinePlan) -> tuple[dict[str, Any], list[PeerId]]:
+    """Figures of the swarm, run to its end, and its stage-0 peers. Raises LocalError when it does not get there."""
+    shape = plan.manifest.stages, plan.manifest.start_replicas
+    with (
+        tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
+        Fleet(Path(scratch) / "run", shape, plan.settings()) as fleet,
+    ):
+        nodes = list(fleet.nodes.values())
+        for node, gpu in zip(nodes, plan.gpus, strict=False):
+            node.environment = {"CUDA_VISIBLE_DEVICES": gpu}
+        fleet.start()
+        fleet.wait(lambda: not any(node.running for node in nodes), "the end of the swarm", math.inf)
+        found = summarise(nodes, plan.manifest, None, 0.0)
+        if not found["completed"]:
+            raise LocalError("a node of the swarm left before the run's end")
+        figures = {name: found[name] for name in ("tokens_per_s", "validation_loss", "tokens")}
+        return figures, [node.peer for node in fleet.of_stage(0) if node.peer is not None]
+
+
+# --- the baseline -----------------------------------------------------------------------------------------------------
+
+
+def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
+    """Figures of the baseline on these streams. Raises LocalError when a process fails, after ending the others."""
+    threads = str(max(1, cpu_seconds.cores() // plan.processes))
+    with (
+        tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
+        workers(plan.processes, OMP_NUM_THREADS=threads, GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo") as pool,
+    ):
+        store = Path(scratch) / "store"
+        ranks = results([pool.submit(train, plan, rank, streams, store) for rank in range(plan.processes)])
+    # After the last step all processes have the same weights.
+    tokens, loss = sum(rank.tokens for rank in ranks), ranks[0].validation_loss
+    return {
+        "tokens_per_s": tokens / max(rank.seconds for rank in ranks),
+        "validation_loss": loss if math.isfinite(loss) else None,
+        "tokens": tokens,
+    }
+
+
+def results(ranks: Sequence[Future[RankFigures]]) -> list[RankFigures]:
+    """What all processes return, in order. The first failure is raised at once, whoever waits for that process."""
+    for done in as_completed(ranks):
+        done.result()
+    return [rank.result() for rank in ranks]
+
+
+def train(plan: BaselinePlan, rank: int, streams: Sequence[PeerId], store: Path) -> RankFigures:
+    """One process of the baseline, from start to end; they find each other by the file `store`.
+
+    Raises LocalError for what torch raises, the loss of another process included.
+    """
+    replica, _ = plan.share(rank)
+    batches = make_batches(plan.manifest, plan.local, streams[replica])
+    gpu = torch.device("cuda", rank) if plan.gpus else None
+    backend = "nccl" if gpu else "gloo"
+    distributed.init_process_group(backend, store.as_uri(), WAIT, plan.processes, rank, device_id=gpu)
+    try:
+        return _trained(plan, rank, batches, gpu or torch.device("cpu"))
+    except RuntimeError as error:
+        raise LocalError(f"process {rank} of the baseline has failed: {model_family.one_line(error)}") from error
+    finally:
+        # A model that outlives its process group ends the group's threads in a destructor that holds Python's lock,
+        # which they may wait for (seen with torch 2.13).
+        gc.collect()
+        distributed.destroy_process_group()
+        batches.close()
+
+
+def _trained(plan: BaselinePlan, rank: int, batches: ThreadedBatches, device: torch.device) -> RankFigures:
+    model, (_, mine) = KINDS[plan.kind](plan.manifest, device), plan.share(rank)
+    tokens = 0
+    with asyncio.Runner() as runner:
+        distributed.barrier()
+        began = time.perf_counter()
+        for step in range(1, plan.manifest.steps + 1):
+            read = [runner.run(batches.next()) for _ in range(plan.manifest.microbatches_per_step)]
+            tokens += model.inner_step(step, [read[index] for index in mine])
+        distributed.barrier()
+        seconds = time.perf_counter() - began
+    return RankFigures(tokens, seconds, model.held_out_loss(list(batches.validation())))

@@ -1,0 +1,159 @@
+"""One process of `noloco bench baseline`: the whole model, trained under plain torch.distributed, of three kinds.
+
+The model is built as our stages build it, from the same seed, in one piece. Inner steps are those of METHOD.md, "Inner
+step", except that the clip is over the whole model. torch.distributed is used by benches alone: a node has no
+collectives (a rule of the house, tests/test_house.py).
+
+Shape legend: B microbatch, T sequence, V vocabulary, N = B·T.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+
+from noloco_p2p.compute import model_family
+from noloco_p2p.compute.adam import Adam
+from noloco_p2p.compute.host_tensor import DTYPES, to_torch
+from noloco_p2p.compute.model import make_stage_module
+from noloco_p2p.compute.stage import IGNORED
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import Batch
+from noloco_p2p.core.schedule import learning_rate
+
+OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
+"""DiLoCo's (arXiv 2311.08105)."""
+
+
+class BaselineReplica:
+    """The whole model and its inner optimizer. A kind says when processes meet, and what they average.
+
+    The default process group has to be there. Raises ConfigError for a model that cannot be built.
+    """
+
+    def __init__(self, manifest: RunManifest, device: torch.device) -> None:
+        self._manifest = manifest
+        self._device = device
+        dtype = DTYPES[manifest.compute_dtype]
+        whole = make_stage_module(model_family.checked_config(manifest), 0, 1, seed=manifest.seed, dtype=dtype)
+        self.model: Any = self._spread(whole.causal.to(device))
+        """As the kind wraps it."""
+        self._part = replace(whole, causal=self.model)
+        self._adam = Adam(dict(self.model.named_parameters()), manifest.inner)
+
+    def inner_step(self, step: int, batches: Sequence[Batch]) -> int:
+        """Inner step `step`, counted from 1, on this process's microbatches; the tokens of these."""
+        inner, tokens = self._manifest.inner, sum(_tokens(batch) for batch in batches)
+        schedule = inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
+        weight = self._weight(tokens)
+        for number, batch in enumerate(batches, 1):
+            with self._gathering(last=number == len(batches)):
+                (self._loss(batch) * weight).backward()  # type: ignore[no-untyped-call]
+        clip_grad_norm_(self.model.parameters(), inner.clip_norm)
+        self._adam.step(learning_rate(step, self._manifest.steps, *schedule))
+        self.model.zero_grad()
+        self._meet(step)
+        return tokens
+
+    @torch.no_grad()
+    def held_out_loss(self, batches: Sequence[Batch]) -> float:
+        """Nats per token over all of these microbatches, which every process has to evaluate."""
+        return sum(float(self._loss(batch)) for batch in batches) / sum(_tokens(batch) for batch in batches)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """Cross entropy summed over the targets that count, in nats."""
+        inputs_BT, targets_BT = (to_torch(each).to(self._device).long() for each in (batch.inputs, batch.targets))
+        mask_BT = None if batch.mask is None else to_torch(batch.mask).to(self._device).bool()
+        low = self._device.type != "cpu" and self._manifest.compute_dtype != "float64"  # as TorchStage
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=low):
+            logits_BTV = self._part(inputs_BT, mask_BT)
+        wide_NV = logits_BTV.flatten(0, 1).to(torch.promote_types(logits_BTV.dtype, torch.float32))
+        return nn.functional.cross_entropy(wide_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def _spread(self, causal: Any) -> Any:
+        """The model as this kind wraps it."""
+        return causal
+
+    def _weight(self, tokens: int) -> float:
+        """By which the loss sum of each microbatch counts in the gradient, of a step with so many `tokens` here.
+
+        Where torch takes the mean of the gradients over the processes, it is then that over the tokens of them all.
+        """
+        total = torch.tensor(float(tokens), device=self._device)
+        distributed.all_reduce(total)
+        return distributed.get_world_size() / float(total)
+
+    def _gathering(self, *, last: bool) -> Any:
+        """The context of one microbatch, the last one of the step or another."""
+        return nullcontext()
+
+    def _meet(self, step: int) -> None:
+        """After inner step `step`."""
+
+
+class Ddp(BaselineReplica):
+    """torch.nn.parallel.DistributedDataParallel: every process holds everything."""
+
+    def _spread(self, causal: Any) -> Any:
+        return DistributedDataParallel(causal)
+
+    def _gathering(self, *, last: bool) -> Any:
+        return nullcontext() if last else self.model.no_sync()
+
+
+class Fsdp(BaselineReplica):
+    """torch.distributed.fsdp.fully_shard (FSDP2), layer by layer: weights, gradients and Adam's moments are sharded."""
+
+    def _spread(self, causal: Any) -> Any:
+        mesh = init_device_mesh(self._device.type, (distributed.get_world_size(),))
+        count = causal.config.num_hidden_layers
+        for layer in next(m for m in causal.modules() if isinstance(m, nn.ModuleList) and len(m) == count):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(causal, mesh=mesh)
+
+    def _gathering(self, *, last: bool) -> Any:
+        self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+
+class Diloco(BaselineReplica):
+    """Inner steps alone; every m = `outer.inner_steps` of them, and after the last one, DiLoCo's outer step.
+
+    arXiv 2311.08105, algorithm 1: φ takes a step of SGD with Nesterov momentum, torch's own, on the pseudo-gradient
+    φ − θ averaged over all processes; θ ← φ. Adam's moments stay as they are.
+    """
+
+    def __init__(self, manifest: RunManifest, device: torch.device) -> None:
+        super().__init__(manifest, device)
+        self._fast = list(self.model.parameters())
+        self._slow = nn.Parameter(parameters_to_vector(self._fast).detach().clone())
+        self._outer = torch.optim.SGD([self._slow], lr=OUTER_LEARNING_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+
+    def _weight(self, tokens: int) -> float:
+        return 1 / tokens
+
+    @torch.no_grad()
+    def _meet(self, step: int) -> None:
+        if step % self._manifest.outer.inner_steps and step < self._manifest.steps:
+            return
+        self._slow.grad = self._slow - parameters_to_vector(self._fast)
+        distributed.all_reduce(self._slow.grad)
+        self._slow.grad /= distributed.get_world_size()
+        self._outer.step()
+        # A copy: the parameters become views of the vector that they are given.
+        vector_to_parameters(self._slow.clone(), self._fast)
+
+
+KINDS: dict[str, type[BaselineReplica]] = {"ddp": Ddp, "fsdp": Fsdp, "diloco": Diloco}
+
+
+def _tokens(batch: Batch) -> int:
+    """Targets that count."""
+    return int((to_torch(batch.targets) != IGNORED).sum())

@@ -1,0 +1,227 @@
+"""`noloco bench baseline`: its three kinds compute what they say, and it compares what is comparable.
+
+The references are plain transformers in one process, on joined microbatches, with the formulas written out.
+"""
+
+import json
+import math
+from concurrent.futures import Future
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import SMALL, working_below
+from stages import make_batch, make_manifest, make_stages
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+from typer.testing import CliRunner
+from warm_start import in_place_of_subprocess, interpreter
+
+from noloco_p2p.cli.bench import bench as benches
+from noloco_p2p.compute.host_tensor import to_torch
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Batch
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.lab.bench import baseline
+from noloco_p2p.lab.bench.baseline_replica import KINDS
+from noloco_p2p.lab.processes import workers
+from noloco_p2p.launch import node_process, settings
+
+RANKS, STEPS, PEAK, CLIP = 2, 4, 1e-2, 0.5
+MANIFEST = make_manifest(
+    steps=STEPS,
+    inner={"peak_learning_rate": PEAK, "clip_norm": CLIP, "weight_decay": 0.1},
+    outer={"inner_steps": 3},  # DiLoCo meets after steps 3 and 4, the last one
+)
+Weights = dict[str, "np.ndarray[Any, np.dtype[np.float64]]"]
+
+
+def microbatches(step: int, rank: int) -> list[Batch]:
+    """Two, with different numbers of tokens, on every process others."""
+    return [make_batch(100 * step + 10 * rank + k, ignored=1 + 2 * k + 3 * rank, padded=1) for k in range(2)]
+
+
+HELD_OUT = microbatches(0, 0)
+
+
+def train_all_kinds(store: Path, rank: int) -> dict[str, tuple[Weights, float]]:
+    """One of the processes: for each kind the weights at the end, and the held-out loss."""
+    distributed.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=RANKS)
+    found, sharded = {}, {}
+    for kind, make in KINDS.items():
+        model = make(MANIFEST, torch.device("cpu"))
+        for step in range(1, STEPS + 1):
+            model.inner_step(step, microbatches(step, rank))
+        named = {name.removeprefix("module."): one.detach() for name, one in model.model.named_parameters()}
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in named.items()}
+        found[kind] = {name: one.numpy() for name, one in whole.items()}, model.held_out_loss(HELD_OUT)
+        sharded[kind] = sum(isinstance(one, DTensor) for one in named.values()) / len(named)
+    assert sharded == {"ddp": 0, "fsdp": 1, "diloco": 0}
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[Weights, float]]]:
+    """What both processes found."""
+    store = tmp_path_factory.mktemp("rendezvous") / "store"
+    with workers(RANKS, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as pool:
+        ranks = [pool.submit(train_all_kinds, store, rank) for rank in range(RANKS)]
+        return [rank.result() for rank in ranks]
+
+
+class Plain:
+    """Plain transformers with the initial weights of our stages, and AdamW."""
+
+    def __init__(self) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model("llama", **MANIFEST.model.config)
+        self.model = AutoModelForCausalLM.from_config(config).double()
+        with torch.no_grad():
+            for stage in make_stages(MANIFEST):
+                for name, theta in stage.parameters.items():
+                    self.theta[name].copy_(theta)
+        self._adam = torch.optim.AdamW(
+            self.model.parameters(), PEAK, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False
+        )
+
+    @property
+    def theta(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def loss(self, batches: list[Batch]) -> Tensor:
+        """The mean over the targets of all microbatches, joined to one."""
+        inputs, targets, masks = (
+            torch.cat([to_torch(getattr(batch, name)) for batch in batches]) for name in ("inputs", "targets", "mask")
+        )
+        logits = self.model(input_ids=inputs.long(), attention_mask=masks.bool(), use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=-100)
+
+    def step(self, step: int, batches: list[Batch]) -> None:
+        """Mean gradient, clip over the whole model, AdamW at the rate of a cosine without warm-up."""
+        self.model.zero_grad()
+        self.loss(batches).backward()  # type: ignore[no-untyped-call]
+        grads = [p.grad for p in self.model.parameters()]
+        norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads))
+        assert norm > CLIP, "the clip has something to do"
+        for grad in grads:
+            grad *= CLIP / (norm + 1e-6)
+        for group in self._adam.param_groups:
+            group["lr"] = PEAK * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / STEPS)))
+        self._adam.step()
+
+
+def distance(found: Weights, expected: dict[str, Tensor]) -> float:
+    """The largest difference of any weight."""
+    assert found.keys() == expected.keys()
+    return max(float(np.abs(found[name] - theta.detach().numpy()).max()) for name, theta in expected.items())
+
+
+def test_ddp_and_fsdp_are_one_process_on_the_joined_batch(trained: list[dict[str, tuple[Weights, float]]]) -> None:
+    plain = Plain()
+    for step in range(1, STEPS + 1):
+        plain.step(step, [one for rank in range(RANKS) for one in microbatches(step, rank)])
+    for kind, rank in product(("ddp", "fsdp"), range(RANKS)):
+        weights, loss = trained[rank][kind]
+        assert distance(weights, plain.theta) < 1e-9
+        assert loss == pytest.approx(float(plain.loss(HELD_OUT).detach()), abs=1e-9)
+
+
+def test_diloco_is_its_two_formulas(trained: list[dict[str, tuple[Weights, float]]]) -> None:
+    """Nesterov: v ← 0.9·v + g, φ ← φ − 0.7·(g + 0.9·v), where g is the mean of φ − θ."""
+    replicas = [Plain() for _ in range(RANKS)]
+    slow = {name: theta.detach().clone() for name, theta in replicas[0].theta.items()}
+    momentum = {name: torch.zeros_like(theta) for name, theta in slow.items()}
+    for step in range(1, STEPS + 1):
+        for rank, replica in enumerate(replicas):
+            replica.step(step, microbatches(step, rank))
+        if step not in (3, 4):
+            continue
+        with torch.no_grad():
+            for name, phi in slow.items():
+                g = sum(phi - replica.theta[name] for replica in replicas) / RANKS
+                momentum[name] = 0.9 * momentum[name] + g
+                phi -= 0.7 * (g + 0.9 * momentum[name])
+                for replica in replicas:
+                    replica.theta[name].copy_(phi)
+    for rank in range(RANKS):
+        weights, loss = trained[rank]["diloco"]
+        assert distance(weights, slow) < 1e-9
+        assert loss == pytest.approx(float(replicas[0].loss(HELD_OUT).detach()), abs=1e-9)
+    assert distance(trained[0]["ddp"][0], slow) > 1e-4, "the kinds differ by more than what is told apart"
+
+
+# --- the bench --------------------------------------------------------------------------------------------------------
+
+CPU = NodeConfig(device="cpu")
+MANIFEST_OF_ONE = RunManifest(stages=1)
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 3), (2, 2), (4, 1)])
+def test_every_microbatch_of_the_swarm_is_trained_by_one_process(stages: int, replicas: int) -> None:
+    plan = baseline.make_plan("ddp", stages * replicas, RunManifest(stages=stages, microbatches_per_step=4), CPU)
+    shares = [plan.share(rank) for rank in range(plan.processes)]
+    dealt = [(stream, index) for stream, mine in shares for index in mine]
+    assert sorted(dealt) == list(product(range(replicas), range(4)))
+
+
+@pytest.mark.parametrize(
+    ("processes", "fields", "message"),
+    [(3, {}, "--replicas is 3"), (4, {"microbatches_per_step": 3}, "microbatches_per_step is 3")],
+)
+def test_what_cannot_be_dealt_evenly_is_refused(processes: int, fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{message}: it must be a multiple of stages, which is 2"):
+        baseline.make_plan("ddp", processes, RunManifest(**fields), CPU)  # type: ignore[arg-type]
+
+
+def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baseline, "pick_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    assert baseline.make_plan("ddp", 2, RunManifest(), NodeConfig()).gpus == ("5", "3")
+    with pytest.raises(LocalError, match="4 processes need a GPU each, torch sees 2"):
+        baseline.make_plan("ddp", 4, RunManifest(), NodeConfig())
+
+
+def test_the_nodes_get_every_setting() -> None:
+    local = NodeConfig(device="cpu", data_files=("a b", "c"), limits={"hours": ["22:00-07:00"]})  # type: ignore[arg-type]
+    plan = baseline.make_plan("ddp", 4, make_manifest("gpt2", 2, steps=7), local)
+    assert (plan.manifest.start_replicas, plan.manifest.evaluation.every_steps) == (2, None)
+    assert settings.load(None, {}, plan.settings()) == (plan.manifest, local)
+
+
+def test_the_first_failure_ends_it() -> None:
+    """The other process waits for the failed one, and would for ten minutes."""
+    waits, fails = Future[baseline.RankFigures](), Future[baseline.RankFigures]()
+    fails.set_exception(LocalError("no such file"))
+    with pytest.raises(LocalError, match="no such file"):
+        baseline.results([waits, fails])
+
+
+def test_what_torch_raises_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process alone, whose peers are lost."""
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("reset\nby peer")
+
+    plan = baseline.make_plan("ddp", 1, MANIFEST_OF_ONE, CPU)
+    monkeypatch.setattr(baseline, "_trained", lost)
+    with pytest.raises(LocalError, match=r"^process 0 of the baseline has failed: reset by peer$"):
+        baseline.train(plan, 0, ["P"], tmp_path / "store")
+    assert not distributed.is_initialized()
+
+
+def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same weights, streams, schedule and held-out data: then nothing is left in which they could differ."""
+    monkeypatch.setattr(node_process, "subprocess", in_place_of_subprocess(interpreter()))
+    monkeypatch.chdir(tmp_path)
+    sets = [*SMALL, *(w for one in ("outer.pairing=none", "inner.clip_norm=1e9", "device=cpu") for w in ("--set", one))]
+    words = ["baseline", "--kind", "ddp", "--replicas", "2", "--steps", "5", *sets, "--json"]
+    found = json.loads(CliRunner().invoke(benches, words, catch_exceptions=False).stdout)
+    swarm, ddp = found["swarm"], found["baseline"]
+    assert swarm["tokens"] == ddp["tokens"] == 5 * 2 * 2 * 32
+    assert abs(found["loss_above"]) < 1e-5
+    assert found["ratio"] == pytest.approx(swarm["tokens_per_s"] / ddp["tokens_per_s"])
+    assert working_below(tmp_path) == []
