@@ -46,7 +46,7 @@ TERMS = re.compile(r"\d+/\d+mbit(,\w+)*|s/p|tokens/s|n/a|MiB/s|min/max")
 """Words with a slash that are no paths."""
 
 COMMANDS = ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report", "sim", "experiment")
-BENCHES = ("pipeline", "transport", "stage", "outer", "monitoring", "churn", "links")
+BENCHES = ("pipeline", "baseline", "transport", "stage", "outer", "monitoring", "churn", "links")
 
 HOSTS = {"arxiv.org", "HOST", "localhost", "127.0.0.1"}
 
