@@ -192,7 +192,7 @@ class Stage(Protocol):
         """Forward without a graph: hidden states, or at the last stage the loss."""
 
     async def inner_step(self, label: StepLabel) -> StepResult:
-        """Divide by the tokens, clip, AdamW (METHOD.md, "Inner step"), zero the accumulators."""
+        """Divide by the tokens, clip, move θ (METHOD.md, "Inner step"), zero the accumulators."""
 
     async def snapshot(self, round: int, step: int) -> FrozenRound:
         """Freeze what the outer rule offers, and θ of now; later changes do not touch them."""

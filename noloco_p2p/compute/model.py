@@ -60,6 +60,16 @@ class StageModule:
     counts: tuple[int, ...]
     """How many parameters each stage of the run holds."""
 
+    def layer_matrices(self) -> frozenset[str]:
+        """Names of the two-dimensional parameters of the layers, but those of embeddings.
+
+        Raises ConfigError when the layers cannot be told from the rest.
+        """
+        _, layers = _decoder_and_layers(self.causal)
+        inner = [module for module in layers.modules() if not isinstance(module, nn.Embedding)]
+        found = {parameter for module in inner for parameter in module.parameters(recurse=False) if parameter.ndim == 2}
+        return frozenset(name for name, parameter in self.parameters.items() if parameter in found)
+
     def __call__(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
         """Logits B×T×V at the last stage, else hidden states B×T×D. `inputs` is B×T tokens at stage 0, else B×T×D."""
         arguments = {"input_ids" if self.index == 0 else "inputs_embeds": inputs, "use_cache": False}
@@ -120,17 +130,14 @@ def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacem
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     if embedding not in names or head not in names or head is embedding:
         raise ConfigError(f"model: {config.model_type} has no separate embedding and head; it cannot be split")
-    decoder = causal.get_submodule(names[embedding].rpartition(".")[0])
-    stacks = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
-    if len(stacks) != 1:
-        raise ConfigError(f"model: the layers of {config.model_type} are not one list beside its embedding")
+    decoder, layers = _decoder_and_layers(causal)
     first, last = index == 0, index == stages - 1
     mine = model_family.layer_ranges(config.num_hidden_layers, stages)[index]
     others = [number for number in range(config.num_hidden_layers) if number not in mine]
-    found: list[Replacement] = [(stacks[0], str(number), PassthroughLayer()) for number in others]
+    found: list[Replacement] = [(layers, str(number), PassthroughLayer()) for number in others]
     stand_in: nn.Module
     for name, module in list(decoder.named_children()):
-        if module is stacks[0] or not ("norm" in name or any(True for _ in module.parameters())):
+        if module is layers or not ("norm" in name or any(True for _ in module.parameters())):
             continue
         if module is embedding or name in INPUT_MODULES:
             owned, stand_in = first, PassthroughLayer()
@@ -144,6 +151,18 @@ def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacem
         path, _, name = names[head].rpartition(".")
         found.append((causal.get_submodule(path), name, PassthroughLayer()))
     return found
+
+
+def _decoder_and_layers(causal: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that holds the embedding, and the list of layers beside it. Raises ConfigError."""
+    names = {module: name for name, module in causal.named_modules()}
+    embedding = causal.get_input_embeddings()
+    beside = causal.get_submodule(names[embedding].rpartition(".")[0]) if embedding in names else None
+    children = () if beside is None else beside.children()
+    stacks = [m for m in children if isinstance(m, nn.ModuleList) and len(m) == causal.config.num_hidden_layers]
+    if beside is None or len(stacks) != 1:
+        raise ConfigError(f"model: the layers of {causal.config.model_type} are not one list beside its embedding")
+    return beside, stacks[0]
 
 
 def _initialise(causal: Any, seed: int) -> None:

@@ -3,7 +3,7 @@
 What comes from a peer or a file is checked here before the stage continues from it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,16 @@ Kinds = Mapping[str, Mapping[str, Tensor]]
 """By kind, then by parameter name, both in the order in which they travel."""
 
 
-def specs(kinds: Iterable[str], parameters: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """The tensors of a stage with these parameters, in order."""
-    return tuple(spec._replace(name=f"{kind}/{spec.name}") for kind in kinds for spec in parameters)
+def specs(
+    kinds: Iterable[str], parameters: Sequence[TensorSpec], matrices: Collection[str] = ()
+) -> tuple[TensorSpec, ...]:
+    """The tensors of a stage with these parameters, in order; `matrices`: those that Muon moves."""
+    return tuple(
+        spec._replace(name=f"{kind}/{spec.name}")
+        for kind in kinds
+        for spec in parameters
+        if not (kind == "adam_square" and spec.name in matrices)
+    )
 
 
 def pack(kinds: Kinds) -> tuple[HostTensor, ...]:
@@ -54,14 +61,14 @@ def unpack_state(state: ReplicaState, index: int, expected: Sequence[TensorSpec]
     if state.stage != index or state.adam_steps < 0:
         raise Violation(
             f"the state of {state.peer} does not fit stage {index}: it is of stage {state.stage}, "
-            f"after {state.adam_steps} steps of Adam"
+            f"after {state.adam_steps} steps of the optimizer"
         )
     kinds: dict[str, dict[str, Tensor]] = {}
     values = checked(state.tensors, expected, f"the state of {state.peer}")
     for tensor, one in zip(state.tensors, values, strict=True):
         kind, _, name = tensor.name.partition("/")
         kinds.setdefault(kind, {})[name] = one
-    for name, square in kinds["adam_square"].items():
+    for name, square in kinds.get("adam_square", {}).items():
         if square.numel() and float(torch.min(square)) < 0:
             raise Violation(f"the state of {state.peer} is below zero in adam_square/{name}")
     return kinds

@@ -1,6 +1,6 @@
 """One pipeline stage in plain synchronous torch: the methods of the Stage port, not awaited.
 
-`device.py` gives it a thread and the port; the simulator calls it directly. Weights, Adam, φ and δ are in
+`device.py` gives it a thread and the port; the simulator calls it directly. Weights, moments, φ and δ are in
 compute_dtype, hidden states and gradients travel as `wire` says; on CUDA the passes run under bfloat16 autocast.
 
 **A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed apart from the
@@ -21,9 +21,9 @@ from torch import Tensor
 from noloco_p2p.compute import host_tensor, replica_tensors
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator, total_norm
 from noloco_p2p.compute.activation_codec import ActivationCodec
-from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.graphs import GraphMemory, GraphStore, KeptGraph
+from noloco_p2p.compute.inner_optimizer import InnerOptimizer
 from noloco_p2p.compute.model import StageModule
 from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.compute.snapshot_codec import SnapshotCodec
@@ -71,7 +71,8 @@ class TorchStage:
         self._compute = host_tensor.DTYPES[manifest.compute_dtype]
         self._parameters = list(part.parameters.values())
         self._sums = GradientAccumulator(self._parameters)
-        self._adam = Adam(part.parameters, manifest.inner)
+        matrices = part.layer_matrices() if manifest.inner.optimizer == "muon" else frozenset[str]()
+        self._optimizer = InnerOptimizer(part.parameters, manifest.inner, matrices)
         self._outer = OuterState(part.parameters, manifest.outer)
         self._codec = SnapshotCodec(manifest, part.index, part.counts[part.index])
         self.encode, self.decode = self._codec.encode, self._codec.decode
@@ -93,7 +94,7 @@ class TorchStage:
             self._hidden.spec,
             self._grad.spec,
             self._codec.specs,
-            replica_tensors.specs(manifest.state_kinds, self._outer.parameters),
+            replica_tensors.specs(manifest.state_kinds, self._outer.parameters, matrices),
             tuple(TensorSpec("weights", GUARDED_DTYPE, (count,)) for count in part.counts),
             self._codec.lattice,
         )
@@ -153,15 +154,15 @@ class TorchStage:
         return self._sent(self._pass(inputs, mask).hidden)
 
     def inner_step(self, label: StepLabel) -> StepResult:
-        """Divide by the tokens, clip, AdamW, as in the port. `busy_s` is left 0 for the device to fill in.
+        """Divide by the tokens, clip, move θ, as in the port. `busy_s` is left 0 for the device to fill in.
 
-        Without tokens θ and Adam stay untouched.
+        Without tokens θ and the optimizer stay untouched.
         """
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
         self._graphs.weights_change()
         if tokens:
             norm = self._sums.mean(tokens, self._manifest.inner.clip_norm)
-            self._adam.step(label.learning_rate)
+            self._optimizer.step(label.learning_rate)
         self._sums.close_step()
         self._inner_steps = label.inner_step
         if self._audit is not None:
@@ -174,7 +175,7 @@ class TorchStage:
         return self._codec.frozen(self._peer_id, round, step, self._outer)
 
     def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
-        """The outer rule and N3, as in the port; Adam's moments stay."""
+        """The outer rule and N3, as in the port; the optimizer's moments stay."""
         self._graphs.weights_change()
         spreads = [self._codec.pair_std(mine, one) for one in theirs]
         self._outer.met(theirs)
@@ -185,7 +186,7 @@ class TorchStage:
         self._outer.merge(vectors, place, host_tensor.to_torch(mine.weights), lag)
         if self._audit is not None and record is not None:
             record |= {f"{kind}_after": named for kind, named in self._outer.kinds.items()}
-            record["adam_mean"], record["adam_square"] = self._adam.moments()
+            record |= self._optimizer.moments()
             steps = (self._frozen_after, self._inner_steps)
             self._audit.round(mine.round, theirs, steps, record, self._manifest.outer)
         return MergeResult(fmean(spreads) if spreads else None)
@@ -195,24 +196,23 @@ class TorchStage:
         expected = [self.state.weights[self.state.index]]
         (weights,) = replica_tensors.checked(theirs.tensors, expected, f"the weights of {theirs.peer}")
         self._outer.adopt(weights)
-        self._adam.reset()
+        self._optimizer.reset()
         self._graphs.clear()
         self._sums.restart(())
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
-        """Freeze the present φ, θ, δ, Adam and spent ids in host memory, as in the port. `number` is left 0."""
-        means, squares = self._adam.moments()
-        moments = {"adam_mean": means, "adam_square": squares}
+        """Freeze the present φ, θ, δ, moments and spent ids in host memory, as in the port. `number` is left 0."""
+        moments = self._optimizer.moments()
         copies = {kind: {name: host_tensor.copy(one) for name, one in named.items()} for kind, named in moments.items()}
         tensors = replica_tensors.pack(self._outer.capture() | copies)
-        counts = (self.state.index, round, step, inner_steps, self._adam.steps)
+        counts = (self.state.index, round, step, inner_steps, self._optimizer.steps)
         return ReplicaState(self._peer_id, *counts, tensors, spent=self._sums.spent())
 
     def restore(self, theirs: ReplicaState) -> None:
         """Become that replica, as in the port; graphs that are still kept are freed."""
         kinds = replica_tensors.unpack_state(theirs, self.state.index, self.state.replica)
         self._outer.restore(kinds)
-        self._adam.restore(kinds["adam_mean"], kinds["adam_square"], theirs.adam_steps)
+        self._optimizer.restore(kinds, theirs.adam_steps)
         self._graphs.clear()
         self._sums.restart(theirs.spent)
         self._inner_steps = theirs.inner_steps

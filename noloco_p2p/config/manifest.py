@@ -53,10 +53,12 @@ class DataSettings(Settings):
 
 
 class InnerSettings(Settings):
-    """The inner optimizer, AdamW on the fast weights, and its schedule (METHOD.md, "Inner step")."""
+    """The inner optimizer, which moves the fast weights, and its schedule (METHOD.md, "Inner step")."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`adamw`, or `muon` for the matrices of the layers and AdamW for the rest (needs torch 2.9)."""
     peak_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
-    """Learning rate at the end of the warm-up."""
+    """Learning rate at the end of the warm-up, of both optimizers."""
     warmup_steps: Annotated[int, Field(ge=0)] = 100
     """Length of the linear warm-up in steps, at most a tenth of `steps`."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -123,7 +125,7 @@ class RunManifest(Settings):
     wire: WireSettings = WireSettings()
     """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
-    """Element type of weights, Adam's moments, φ, δ and what travels for a round."""
+    """Element type of weights, the optimizer's moments, φ, δ and what travels for a round."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """Validation."""
 

@@ -182,7 +182,8 @@ class ReplicaState:
     adam_steps: int
     """Those among them that had tokens: what Adam's bias correction counts."""
     tensors: tuple[HostTensor, ...]
-    """`<kind>/<name>`: for each of the run's `state_kinds` every parameter in the stage's order, in compute_dtype."""
+    """`<kind>/<name>`: for each of the run's `state_kinds` every parameter in the stage's order, in compute_dtype.
+    What Muon moves has no `adam_square`."""
     number: int = 0
     """64 bits drawn by the donor when it froze this copy: two parts of a transfer with one number fit together."""
     spent: tuple[MicrobatchId, ...] = ()

@@ -249,7 +249,7 @@ class Node:
     # === inner steps ================================================================================================
 
     async def _inner_step(self, began: float, batches: dict[MicrobatchId, Batch]) -> None:
-        """AdamW on what was added since `began`, then the clock moves (ARCHITECTURE.md, "The step clock")."""
+        """The optimizer on what was added since `began`, then the clock moves (ARCHITECTURE.md, "The step clock")."""
         node, manifest, inner = self.state, self.state.manifest, self.state.manifest.inner
         step = min(node.step + 1, manifest.steps)
         rate = schedule.learning_rate(

@@ -43,7 +43,7 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
         assert torch.equal(record[f"fast/{name}"], fast[name])
         assert torch.equal(record[f"slow_after/{name}"], weights([stage])[name])
         assert torch.allclose(record[f"momentum_after/{name}"], record[f"slow_after/{name}"] - record[f"slow/{name}"])
-        adam = stage._adam._optimizer.state[stage.parameters[name]]
+        adam = stage._optimizer._optimizers[0].state[stage.parameters[name]]
         assert torch.equal(record[f"adam_mean/{name}"], adam["exp_avg"])
         assert torch.equal(record[f"adam_square/{name}"], adam["exp_avg_sq"])
     assert any(record[f"adam_mean/{name}"].any() for name in names)

@@ -51,7 +51,8 @@ def slow(stage: TorchStage) -> Vector:
 
 def adam(stage: TorchStage) -> list[torch.Tensor]:
     """Adam's moments, which a stage keeps to itself: read through the optimizer's own state."""
-    return [value.clone() for state in stage._adam._optimizer.state.values() for value in state.values()]
+    states = stage._optimizer._optimizers[0].state.values()
+    return [value.clone() for state in states for value in state.values()]
 
 
 def test_outer_rounds_are_n1_and_n2() -> None:

@@ -24,8 +24,9 @@ OUTER = {"alpha": 0.4, "beta": 0.6, "gamma": 0.9}
 DTYPES = ["float32", "float64"]
 
 
-def manifest_of(dtype: str = "float64", seed: int = 1) -> RunManifest:
-    return make_manifest(dtype=dtype, outer=OUTER, seed=seed, inner={"weight_decay": 0.1})
+def manifest_of(dtype: str = "float64", seed: int = 1, optimizer: str = "adamw") -> RunManifest:
+    inner = {"weight_decay": 0.1, "optimizer": optimizer}
+    return make_manifest(dtype=dtype, outer=OUTER, seed=seed, inner=inner)
 
 
 def train(stages: list[TorchStage], first: int, last: int) -> None:
@@ -56,10 +57,12 @@ def total(states: list[ReplicaState], kind: str) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("steps", [0, 2, 4, 6])
-def test_a_restored_replica_goes_on_bit_for_bit(dtype: str, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "steps"), [*[("adamw", steps) for steps in (0, 2, 4, 6)], ("muon", 0), ("muon", 4)]
+)
+def test_a_restored_replica_goes_on_bit_for_bit(dtype: str, optimizer: str, steps: int) -> None:
     """From the beginning, before and after the first merge, and right at the second, with a microbatch under way."""
-    mine, twin = make_stages(manifest_of(dtype)), make_stages(manifest_of(dtype, seed=2))
+    mine, twin = (make_stages(manifest_of(dtype, seed, optimizer)) for seed in (1, 2))
     train(mine, 1, steps)
     states = captured(mine, steps)
     if steps > 3:
@@ -164,7 +167,7 @@ def broken(state: ReplicaState) -> dict[str, ReplicaState]:
         "bytes do not hold": _with(state, -1, lambda t: dataclasses.replace(t, data=t.data[:-8])),
         "does not fit this stage: 1 tensors": dataclasses.replace(state, tensors=tensors[:1]),
         "it is of stage 1": dataclasses.replace(state, stage=1),
-        "after -1 steps of Adam": dataclasses.replace(state, adam_steps=-1),
+        "after -1 steps of the optimizer": dataclasses.replace(state, adam_steps=-1),
     }
 
 
@@ -172,6 +175,19 @@ def _with(state: ReplicaState, index: int, change: Callable[[HostTensor], HostTe
     index %= len(state.tensors)
     tensors = (*state.tensors[:index], change(state.tensors[index]), *state.tensors[index + 1 :])
     return dataclasses.replace(state, tensors=tensors)
+
+
+def test_a_state_of_the_other_optimizer_is_refused() -> None:
+    """Under Muon matrices have no mean squares: what is too much or missing is a violation."""
+    adamw, muon = (make_stages(manifest_of(optimizer=optimizer))[0] for optimizer in ("adamw", "muon"))
+    for mine, theirs in ((adamw, muon), (muon, adamw)):
+        with pytest.raises(Violation, match=r"does not fit this stage: adam_square/.* is out of place"):
+            mine.restore(theirs.capture(0, 0.0, 0))
+    state = muon.capture(0, 0.0, 0)
+    with pytest.raises(
+        Violation, match=r"is below zero in adam_square/model\.layers\.1\.post_attention_layernorm\.weight"
+    ):
+        muon.restore(_with(state, -1, lambda t: poisoned(t, -1e-9)))
 
 
 @pytest.mark.parametrize("message", list(broken(make_stages(make_manifest())[0].capture(0, 0.0, 0))))

@@ -22,7 +22,7 @@ from warm_start import in_place_of_subprocess, interpreter
 
 from noloco_p2p.cli.bench import bench as benches
 from noloco_p2p.compute.host_tensor import to_torch
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import InnerSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.bench import baseline
@@ -175,6 +175,11 @@ def test_every_microbatch_of_the_swarm_is_trained_by_one_process(stages: int, re
 def test_what_cannot_be_dealt_evenly_is_refused(processes: int, fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=f"{message}: it must be a multiple of stages, which is 2"):
         baseline.make_plan("ddp", processes, RunManifest(**fields), CPU)  # type: ignore[arg-type]
+
+
+def test_muon_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^inner.optimizer is muon: the baselines train with adamw only$"):
+        baseline.make_plan("ddp", 4, RunManifest(inner=InnerSettings(optimizer="muon")), CPU)
 
 
 def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
 """Real nodes with real torch stages compute the algorithm of the reference, to 1e-9."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -39,7 +40,12 @@ PEERS = {peer_id(stage, replica): stage for stage in range(STAGES) for replica i
 
 
 def lockstep(
-    family: str, wire: WireSettings = EXACT, *, overlap: bool = True, codec: OuterCodec = "full"
+    family: str,
+    wire: WireSettings = EXACT,
+    *,
+    overlap: bool = True,
+    codec: OuterCodec = "full",
+    inner: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunManifest:
     """Three outer rounds of three steps, all members there before the first one, the clip binding now and then."""
     return RunManifest(
@@ -51,7 +57,7 @@ def lockstep(
         microbatch_size=2,
         microbatches_per_step=3,
         steps=9,
-        inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7),
+        inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7, **inner),
         outer=OuterSettings(inner_steps=3, partner_wait_s=60.0, overlap=overlap, codec=codec),
         routing="balanced",
         wire=wire,
@@ -104,6 +110,32 @@ def test_a_simulated_run_computes_the_algorithm(
     assert report.delays == ({0, 1, 2, 3} if overlap else {0})
     assert report.deviations.keys() >= {"slow", "fast", "momentum_after", "adam_mean", "adam_square", "loss"}
     assert max(report.deviations.values()) <= TOLERANCE
+
+
+MUON = {"optimizer": "muon", "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_a_run_with_muon_computes_the_algorithm(tmp_path: Path, family: str) -> None:
+    """To the same tolerance, for the reference rounds its iteration to bfloat16 where torch does."""
+    simulate(lockstep(family, inner=MUON), tmp_path)
+    report = replayed(lockstep(family, inner=MUON), tmp_path)
+    require_variety(report)
+    assert report.deviations.keys() >= {"slow", "fast", "momentum_after", "adam_mean", "adam_square", "loss"}
+    assert max(report.deviations.values()) <= TOLERANCE
+    with pytest.raises(AssertionError, match="deviates by"):
+        replayed(lockstep(family, inner={**MUON, "weight_decay": 0.0}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "option", [{"nesterov": False}, {"adjust_lr_fn": "original"}, {"momentum": 0.9}, {"ns_steps": 4}]
+)
+def test_another_muon_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]) -> None:
+    right = torch.optim.Muon
+    monkeypatch.setattr(torch.optim, "Muon", lambda matrices, **options: right(matrices, **{**options, **option}))
+    simulate(lockstep("llama", inner=MUON), tmp_path)
+    with pytest.raises(AssertionError, match=r"inner step [12], .* loss: deviates by"):
+        replayed(lockstep("llama", inner=MUON), tmp_path)
 
 
 @pytest.mark.parametrize(("family", "forward", "backward"), [("llama", "int8", "int8"), ("gpt2", "int4", "int4")])
@@ -264,7 +296,7 @@ def adam_reset(patch: pytest.MonkeyPatch) -> None:
 
     def merge(self: TorchStage, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
         result = right(self, mine, theirs)
-        self._adam.reset()
+        self._optimizer.reset()
         return result
 
     patch.setattr(TorchStage, "merge", merge)

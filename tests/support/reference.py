@@ -40,6 +40,7 @@ class Replica:
     momentum: Tensors
     mean: Tensors
     square: Tensors
+    """Of what AdamW moves."""
     updates: int = 0
     frozen: dict[int, Tensors] = field(default_factory=dict)
     """Round → θ_f."""
@@ -105,7 +106,7 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
     record = read_record(audit, manifest, stages)
     with float64_rmsnorm():
         model = whole_model(manifest)
-        replicas = initial_replicas(record, model)
+        replicas = initial_replicas(record, model, manifest)
         between_stages(model, [(one.stage, name) for one in replicas.values() for name in one.fast], manifest["wire"])
         routes, rounds = check_routes(record, manifest), read_rounds(record, manifest)
         for number in range(1, manifest["steps"] + 1):
@@ -138,9 +139,10 @@ def whole_model(manifest: Manifest) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(torch.float64).eval()
 
 
-def initial_replicas(record: Record, model: Any) -> dict[str, Replica]:
+def initial_replicas(record: Record, model: Any, manifest: Manifest) -> dict[str, Replica]:
     """Replicas with φ = θ and zero δ and moments. The stages' names are a partition of the model's, replicas equal."""
     replicas: dict[str, Replica] = {}
+    optimizer = manifest["inner"]["optimizer"]
     names: list[str] = []
     for stage in range(record.depth):
         first: Tensors | None = None
@@ -151,7 +153,8 @@ def initial_replicas(record: Record, model: Any) -> dict[str, Replica]:
             equal = weights.keys() == first.keys() and all(torch.equal(weights[name], first[name]) for name in first)
             require(equal, f"{peer} starts with other weights than the first replica of stage {stage}")
             zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-            replicas[peer] = Replica(stage, weights, weights, zeros, dict(zeros), dict(zeros))
+            squares = {name: zero for name, zero in zeros.items() if not by_muon(name, zero, optimizer)}
+            replicas[peer] = Replica(stage, weights, weights, zeros, dict(zeros), squares)
     require(sorted(names) == sorted(dict(model.named_parameters())), "the stages' parameters are not the model's")
     return replicas
 
@@ -212,7 +215,7 @@ def learning_rate(t: int, manifest: Manifest) -> float:
 def inner_step(
     line: InnerStep, peer: str, replica: Replica, gradients: dict[str, Tensors], manifest: Manifest, report: Report
 ) -> None:
-    """Method.md §2: the sum over the served microbatches, divided once by the tokens, clipped over the stage, AdamW."""
+    """Method.md §2: the sum over the microbatches, divided once by the tokens, clipped over the stage, then a step."""
     inner, rate = manifest["inner"], learning_rate(line.inner_step, manifest)
     what = f"inner step {line.inner_step}, {peer} (stage {replica.stage})"
     agree = math.isclose(rate, line.learning_rate, rel_tol=1e-12)
@@ -232,12 +235,37 @@ def inner_step(
     fast: Tensors = {}
     for name, theta in replica.fast.items():
         g = gradient[name] * factor
+        decayed = theta * (1 - rate * inner["weight_decay"])
+        if by_muon(name, theta, inner["optimizer"]):
+            replica.mean[name] = 0.95 * replica.mean[name] + 0.05 * g
+            direction = newton_schulz(0.05 * g + 0.95 * replica.mean[name])
+            fast[name] = decayed - 0.2 * math.sqrt(max(theta.shape)) * rate * direction
+            continue
         replica.mean[name] = beta1 * replica.mean[name] + (1 - beta1) * g
         replica.square[name] = beta2 * replica.square[name] + (1 - beta2) * g * g
         mean_hat, square_hat = replica.mean[name] / (1 - beta1**t), replica.square[name] / (1 - beta2**t)
-        decayed = theta * (1 - rate * inner["weight_decay"])
         fast[name] = decayed - rate * mean_hat / (square_hat.sqrt() + inner["eps"])
     replica.fast = fast
+
+
+def by_muon(name: str, tensor: torch.Tensor, optimizer: str) -> bool:
+    """Llama and GPT-2 only: it is a matrix of a numbered layer."""
+    return optimizer == "muon" and tensor.ndim == 2 and (".layers." in name or ".h." in name)
+
+
+def newton_schulz(matrix: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """M1's X (https://kellerjordan.github.io/posts/muon/) in float64, after five steps in `dtype`.
+
+    In bfloat16 it rounds where torch does: after each product with what is added to it.
+    """
+    tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.to(dtype).T if tall else matrix.to(dtype)
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = wide @ wide.T
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        wide = torch.addmm(wide, polynomial, wide, beta=3.4445)
+    return (wide.T if tall else wide).to(torch.float64)
 
 
 def outer_rounds(

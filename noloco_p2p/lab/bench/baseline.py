@@ -77,7 +77,12 @@ class RankFigures(NamedTuple):
 
 
 def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfig) -> BaselinePlan:
-    """The run, evaluated at its end only. Raises ConfigError when it does not divide, LocalError for too few GPUs."""
+    """The run, evaluated at its end only.
+
+    Raises ConfigError when it does not divide or wants Muon, LocalError for too few GPUs.
+    """
+    if manifest.inner.optimizer != "adamw":
+        raise ConfigError(f"inner.optimizer is {manifest.inner.optimizer}: the baselines train with adamw only")
     for name, number in (("--replicas", processes), ("microbatches_per_step", manifest.microbatches_per_step)):
         if number % manifest.stages:
             raise ConfigError(f"{name} is {number}: it must be a multiple of stages, which is {manifest.stages}")

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from noloco_p2p.compute import model_family
-from noloco_p2p.compute.adam import Adam
 from noloco_p2p.compute.host_tensor import DTYPES, to_torch
+from noloco_p2p.compute.inner_optimizer import InnerOptimizer
 from noloco_p2p.compute.model import make_stage_module
 from noloco_p2p.compute.stage import IGNORED
 from noloco_p2p.config import RunManifest
@@ -46,7 +46,7 @@ class BaselineReplica:
         self.model: Any = self._spread(whole.causal.to(device))
         """As the kind wraps it."""
         self._part = replace(whole, causal=self.model)
-        self._adam = Adam(dict(self.model.named_parameters()), manifest.inner)
+        self._optimizer = InnerOptimizer(dict(self.model.named_parameters()), manifest.inner)
 
     def inner_step(self, step: int, batches: Sequence[Batch]) -> int:
         """Inner step `step`, counted from 1, on this process's microbatches; the tokens of these."""
@@ -57,7 +57,7 @@ class BaselineReplica:
             with self._gathering(last=number == len(batches)):
                 (self._loss(batch) * weight).backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(self.model.parameters(), inner.clip_norm)
-        self._adam.step(learning_rate(step, self._manifest.steps, *schedule))
+        self._optimizer.step(learning_rate(step, self._manifest.steps, *schedule))
         self.model.zero_grad()
         self._meet(step)
         return tokens

@@ -1,0 +1,119 @@
+"""The inner optimizer of one replica: torch's own AdamW and Muon, with moments and step count to read and to set.
+
+METHOD.md, "Inner step". AdamW moves all parameters, or under `inner.optimizer=muon` those that are no matrices of the
+layers.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from noloco_p2p.compute.replica_tensors import Kinds
+from noloco_p2p.config import InnerSettings
+from noloco_p2p.errors import ConfigError
+
+Named = dict[str, Tensor]
+"""A tensor for each parameter, by global name, in the stage's order."""
+
+
+def check_optimizer(settings: InnerSettings) -> None:
+    """Raises ConfigError when the installed torch lacks the optimizer of the run."""
+    if settings.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"inner.optimizer is muon, which torch {torch.__version__} does not have: install torch 2.9 or newer"
+        )
+
+
+class InnerOptimizer:
+    """Steps on the `.grad` of the parameters. Moments are on the parameters' device, in their dtype."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings, matrices: Collection[str] = ()
+    ) -> None:
+        self._parameters = parameters
+        self._settings = settings
+        self.matrices = matrices
+        """Names of the parameters that Muon moves: they have a mean and no mean square."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over: no moments, no steps."""
+        settings = self._settings
+        self.steps = 0
+        """Updates that the bias correction counts; all parameters have had the same ones."""
+        matrices, others = (
+            [parameter for name, parameter in self._parameters.items() if (name in self.matrices) == by_muon]
+            for by_muon in (True, False)
+        )
+        adamw = torch.optim.AdamW(
+            [{"params": others}],  # which may be none: a group, unlike a list, can be empty
+            lr=settings.peak_learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self._optimizers: list[torch.optim.Optimizer] = [adamw]
+        if matrices:
+            # torch's defaults, written out: a run is the same under every version of torch.
+            muon = torch.optim.Muon(
+                matrices,
+                lr=settings.peak_learning_rate,
+                weight_decay=settings.weight_decay,
+                momentum=0.95,
+                nesterov=True,
+                ns_coefficients=(3.4445, -4.7750, 2.0315),
+                eps=1e-7,
+                ns_steps=5,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            self._optimizers.append(muon)
+
+    def step(self, learning_rate: float) -> None:
+        """One update of θ, in place."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+        self.steps += 1
+
+    def moments(self) -> dict[str, Named]:
+        """By kind, the live tensors, zeros before the first step.
+
+        `adam_mean`: the running mean of the gradients, which AdamW calls first moment and Muon momentum; `adam_square`,
+        of what AdamW moves: that of their squares.
+        """
+        of_adamw = [name for name in self._parameters if name not in self.matrices]
+        return {
+            "adam_mean": {name: self._moment(name, self._mean_key(name)) for name in self._parameters},
+            "adam_square": {name: self._moment(name, "exp_avg_sq") for name in of_adamw},
+        }
+
+    def restore(self, kinds: Kinds, steps: int) -> None:
+        """Continue with copies of these `moments`, after `steps` updates."""
+        self.reset()
+        self.steps = steps
+        for name, parameter in self._parameters.items():
+            moments = {self._mean_key(name): kinds["adam_mean"][name]}
+            if name not in self.matrices:
+                moments["exp_avg_sq"] = kinds["adam_square"][name]
+            state = {
+                key: torch.empty_like(parameter, requires_grad=False).copy_(value) for key, value in moments.items()
+            }
+            if name not in self.matrices:
+                state["step"] = torch.full((), float(steps), dtype=torch.float32, device=parameter.device)
+            self._optimizer_of(name).state[parameter] = state
+
+    def _mean_key(self, name: str) -> str:
+        return "momentum_buffer" if name in self.matrices else "exp_avg"
+
+    def _optimizer_of(self, name: str) -> torch.optim.Optimizer:
+        return self._optimizers[1 if name in self.matrices else 0]
+
+    def _moment(self, name: str, key: str) -> Tensor:
+        parameter, states = self._parameters[name], self._optimizer_of(name).state
+        if parameter not in states:
+            return torch.zeros_like(parameter, requires_grad=False)
+        moment: Tensor = states[parameter][key]
+        return moment

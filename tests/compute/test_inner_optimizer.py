@@ -1,0 +1,143 @@
+"""Muon moves the matrices of the layers, as published, and AdamW the rest."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from reference import newton_schulz
+from stages import make_manifest, make_stages
+from torch import nn
+
+from noloco_p2p.compute.factory import check_model, make_torch_stage
+from noloco_p2p.compute.inner_optimizer import InnerOptimizer
+from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
+from noloco_p2p.compute.model_family import checked_config
+from noloco_p2p.config import InnerSettings, RunManifest
+from noloco_p2p.errors import ConfigError
+
+RATE = 0.01
+MATRICES = {
+    "llama": [
+        *(f"self_attn.{one}_proj.weight" for one in "qkvo"),
+        *(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")),
+    ],
+    "gpt2": ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"],
+    "opt": [
+        *(f"self_attn.{one}.weight" for one in ("q_proj", "k_proj", "v_proj", "out_proj")),
+        "fc1.weight",
+        "fc2.weight",
+    ],
+    "qwen3": [
+        *(f"self_attn.{one}_proj.weight" for one in "qkvo"),
+        *(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")),
+    ],
+}
+"""Family → the matrices of a layer."""
+LAYERS = {"llama": "model.layers", "gpt2": "transformer.h", "opt": "model.decoder.layers", "qwen3": "model.layers"}
+
+
+def muon(family: str = "llama", stages: int = 2, **inner: Any) -> RunManifest:
+    return make_manifest(family, stages, inner={"optimizer": "muon", **inner})
+
+
+def module(manifest: RunManifest, index: int) -> StageModule:
+    return meta_stage_module(checked_config(manifest), index, manifest.stages, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("family", sorted(MATRICES))
+def test_matrices_are_those_of_the_layers_at_every_stage(family: str, stages: int) -> None:
+    """Neither embeddings nor positions, nor the projections of OPT beside its layers, nor the head."""
+    manifest = muon(family, stages)
+    found = [module(manifest, index).layer_matrices() for index in range(stages)]
+    expected = {f"{LAYERS[family]}.{layer}.{name}" for layer in range(4) for name in MATRICES[family]}
+    assert frozenset().union(*found) == expected
+    assert sum(map(len, found)) == len(expected)
+
+
+def test_an_embedding_within_a_layer_is_no_matrix() -> None:
+    part = module(muon(), 0)
+    before = part.layer_matrices()
+    part.causal.model.layers[0].own = nn.Embedding(3, 4)
+    part = replace(part, parameters=dict(part.causal.named_parameters()))
+    assert "model.layers.0.own.weight" in part.parameters
+    assert part.layer_matrices() == before
+
+
+def give(optimizer: InnerOptimizer, part: StageModule, seed: int) -> dict[str, torch.Tensor]:
+    """One step on random gradients, which are returned."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in part.parameters.values():
+        parameter.grad = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    optimizer.step(RATE)
+    return {name: one.grad.clone() for name, one in part.parameters.items() if one.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_update_is_that_of_the_published_iteration_in_float64(family: str) -> None:
+    """Within what bfloat16 costs where no singular value is small. The rest is exact."""
+    parts = [
+        make_stage_module(checked_config(muon(family)), 0, 2, seed=1, dtype=torch.float64) for _ in ("muon", "adamw")
+    ]
+    matrices = parts[0].layer_matrices()
+    optimizers = [
+        InnerOptimizer(part.parameters, InnerSettings(weight_decay=0.1), by_muon)
+        for part, by_muon in zip(parts, (matrices, ()), strict=True)
+    ]
+    mine, plain = (part.parameters for part in parts)
+    momentum = {name: torch.zeros_like(mine[name], requires_grad=False) for name in matrices}
+    for step in (1, 2, 3):
+        before = {name: theta.detach().clone() for name, theta in mine.items()}
+        gradient = give(optimizers[0], parts[0], step)
+        give(optimizers[1], parts[1], step)
+        for name in sorted(matrices):
+            momentum[name] += 0.05 * (gradient[name] - momentum[name])
+            exact = newton_schulz(gradient[name] + 0.95 * (momentum[name] - gradient[name]), torch.float64)
+            factor = 0.2 * math.sqrt(max(exact.shape)) * RATE
+            found = ((1 - RATE * 0.1) * before[name] - mine[name].detach()) / factor
+            assert float((found - exact).norm() / exact.norm()) < 0.03, name
+            assert not torch.allclose(mine[name], plain[name], rtol=1e-3)
+            # What one learning rate for both optimizers rests on.
+            assert float((factor * found).square().mean().sqrt()) == pytest.approx(0.2 * RATE, rel=0.2)
+        assert all(torch.equal(mine[name], plain[name]) for name in mine.keys() - matrices)
+    means, squares = (optimizers[0].moments()[kind] for kind in ("adam_mean", "adam_square"))
+    assert list(means) == list(mine)
+    assert squares.keys() == mine.keys() - matrices
+    for name in matrices:
+        assert torch.allclose(means[name], momentum[name], rtol=1e-12, atol=1e-15)
+
+
+def test_the_iteration_brings_singular_values_near_one_and_commutes_with_transposition() -> None:
+    matrix = torch.randn(24, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float64, torch.bfloat16):
+        direction = newton_schulz(matrix, dtype)
+        values = torch.linalg.svdvals(direction)
+        assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
+        assert torch.allclose(newton_schulz(matrix.T, dtype), direction.T, atol=1e-12)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    exact = newton_schulz(matrix, torch.float64)
+    # All singular vectors stay: only the values are moved.
+    moved = left.T @ exact @ right.T
+    assert torch.allclose(moved, torch.diag(moved.diagonal()), atol=1e-12)
+
+
+def test_torch_without_muon_is_one_line_and_only_for_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    for call in (check_model, lambda manifest: make_torch_stage(manifest, 0, "me")):
+        with pytest.raises(
+            ConfigError, match=r"^inner.optimizer is muon, which torch \S+ does not have: .* 2.9 or newer$"
+        ):
+            call(muon())
+    check_model(make_manifest())
+    make_stages(make_manifest())
+
+
+def test_muon_has_no_mean_squares_to_send() -> None:
+    stage = make_stages(muon())[0]
+    named = [tensor.name for tensor in stage.capture(0, 0.0, 0).tensors]
+    assert [spec.name for spec in stage.state.replica] == named
+    squares = {name.removeprefix("adam_square/") for name in named if name.startswith("adam_square/")}
+    assert squares == stage.parameters.keys() - stage._optimizer.matrices
+    assert sum(name.startswith("adam_mean/") for name in named) == len(stage.parameters)
