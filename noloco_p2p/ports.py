@@ -195,7 +195,10 @@ class Stage(Protocol):
         """Divide by the tokens, clip, move θ (METHOD.md, "Inner step"), zero the accumulators."""
 
     async def snapshot(self, round: int, step: int) -> FrozenRound:
-        """Freeze what the outer rule offers, and θ of now; later changes do not touch them."""
+        """Freeze what the outer rule offers, and θ of now; later changes do not touch them.
+
+        Where the rule takes from all replicas its `view` has the digest, and nobody yet.
+        """
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for of a frozen round, as it travels. Works beside the device.
@@ -212,9 +215,10 @@ class Stage(Protocol):
         what was there `before`, which is used up. `mine` is what the bounds of the request are of.
         """
 
-    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """The outer rule and N3 (METHOD.md, "Outer rules") with the newest frozen round and others', or alone.
 
+        Not `counted`: with the others' only, of whom there are some. Of gradients, the coming inner step takes the sum.
         No graph is open. Inner steps taken since then stay in θ. Audited if there is an audit.
         """
 

@@ -31,6 +31,7 @@ class GradientAccumulator:
         self._parameters = parameters
         self._grads = [torch.zeros_like(parameter) for parameter in parameters]
         self._holds = False
+        self._tokens_of_all: int | None = None
         self._spent = SpentIds()
         self.added: list[AccumulatedMicrobatch] = []
         """In the order in which the gradients were added."""
@@ -62,6 +63,29 @@ class GradientAccumulator:
         """Targets that counted in this step."""
         return sum(added.tokens for added in self.added)
 
+    @property
+    def divisor(self) -> int:
+        """Tokens that the gradients are of: those of this replica, or of all that were added up."""
+        return self.tokens if self._tokens_of_all is None else self._tokens_of_all
+
+    def flat(self) -> Tensor:
+        """The summed gradients of the step one after another, and their number of tokens, on the host.
+
+        The number is exact in float32 up to 2^24.
+        """
+        count = sum(grad.numel() for grad in self._grads)
+        values = torch.zeros(count + 1, dtype=self._grads[0].dtype)
+        if self._holds:
+            values[:-1] = torch.cat([grad.flatten() for grad in self._grads])
+        values[-1] = self.tokens
+        return values
+
+    def replace(self, grads: Iterable[Tensor], tokens: int) -> None:
+        """The gradients of the step become those of all replicas, of so many tokens."""
+        for mine, total in zip(self._grads, grads, strict=True):
+            mine.copy_(total)
+        self._holds, self._tokens_of_all = True, tokens
+
     def mean(self, tokens: int, clip_norm: float) -> float:
         """Divide by `tokens`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)).
 
@@ -90,7 +114,7 @@ class GradientAccumulator:
         self._spent.refill(spent)
 
     def _forget(self) -> None:
-        self._holds = False
+        self._holds, self._tokens_of_all = False, None
         self.added = []
 
 

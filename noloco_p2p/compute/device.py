@@ -237,9 +237,9 @@ class DeviceStage:
         """As in the port; beside the device."""
         return await asyncio.to_thread(self._open_stage().decode, mine, request, theirs, before)
 
-    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """As in the port."""
-        return await self._device.call(URGENT, partial(self._open_stage().merge, mine, theirs))
+        return await self._device.call(URGENT, partial(self._open_stage().merge, mine, theirs, counted))
 
     async def adopt(self, theirs: Snapshot) -> None:
         """As in the port."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from noloco_p2p.compute import host_tensor, replica_tensors
 from noloco_p2p.compute.lattice_pull import ReplicaDistances
 from noloco_p2p.config import OuterSettings
-from noloco_p2p.core import outer_update
+from noloco_p2p.core import agreement, outer_update
 from noloco_p2p.core.lattice_format import LATTICE_BITS
 from noloco_p2p.core.outer_rules import Offer
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
@@ -49,13 +49,19 @@ class OuterState:
             for (name, theta), end in zip(self._fast.items(), ends, strict=True)
         }
 
-    def freeze(self) -> tuple[Tensor, Tensor]:
-        """(what is offered, θ_f) of this round, both flat; nothing writes to them later."""
+    def freeze(self, gradients: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(what is offered, θ_f) of this round, both flat; nothing writes to them later.
+
+        Where `gradients` are given they are what is offered.
+        """
         frozen = torch.empty(self.count, dtype=self._dtype)
-        vector = torch.empty(self.rule.offered * self.count, dtype=self._dtype)
-        thetas, offered = self.by_name(frozen), self.offers(vector)
-        for name, theta in thetas.items():
+        for name, theta in self.by_name(frozen).items():
             theta.copy_(self._fast[name].detach())
+        if gradients is not None:
+            return gradients, frozen
+        vector = torch.empty(self.rule.offered * self.count, dtype=self._dtype)
+        offered = self.offers(vector)
+        for name, theta in self.by_name(frozen).items():
             for into, value in zip(offered[name], self.rule.offer(self._own(name, theta)), strict=True):
                 into.copy_(value)
         return vector, frozen
@@ -64,6 +70,12 @@ class OuterState:
         """What a flat vector offers of each parameter: views of it."""
         parts = [self.by_name(part) for part in vector.chunk(self.rule.offered)]
         return {name: tuple(part[name] for part in parts) for name in self._fast}
+
+    def digest(self, frozen: Tensor) -> int:
+        """Of what all replicas of the stage have in common; `frozen` is θ_f."""
+        every = self.kinds | {"fast": {"": frozen}}
+        values = (value for kind in self.rule.common for value in every[kind].values())
+        return agreement.digest(host_tensor.from_torch("", value).data for value in values)
 
     def bounds(self, vector: Tensor) -> bytes:
         """How far others' vectors may be from the one that was just frozen, by chunk; empty where no codec asks.
@@ -97,12 +109,17 @@ class OuterState:
                 base = outer_update.carried_over(base, theta, theta_frozen)
             self._set(name, after, base)
 
+    def added_up(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+        """Gradients of the group as the rule adds them, by parameter, and of how many tokens they are."""
+        total = self.rule.merge({}, [(vector[:-1],) for vector in vectors], -1, 0.0)["gradient"]
+        return list(self.by_name(total).values()), sum(int(vector[-1]) for vector in vectors)
+
     def record(self, mine: FrozenRound, theirs: Sequence[PartnerVector]) -> dict[str, ByName]:
         """For the audit, before a merge: what the rule keeps, θ_f, θ, and the partners' vectors."""
         tensors = {kind: named.copy() for kind, named in self.kinds.items()}
         tensors["frozen"] = self.by_name(host_tensor.to_torch(mine.weights))
         tensors["fast"] = {name: host_tensor.copy(theta) for name, theta in self._fast.items()}
-        for one in theirs:
+        for one in () if self.rule.common else theirs:  # Of all replicas each one's own file tells.
             for at, part in enumerate(host_tensor.to_torch(one.vector).chunk(self.rule.offered)):
                 tensors[f"partner_vector{at or ''}"] = self.by_name(part)
         return tensors

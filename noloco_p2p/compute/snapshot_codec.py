@@ -11,8 +11,10 @@ from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import LatticePull
 from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.config import RunManifest
+from noloco_p2p.core.agreement import GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import HostTensor, PeerId
+from noloco_p2p.core.outer_rules import vector_size
 from noloco_p2p.core.snapshots import (
     FrozenRound,
     PartnerVector,
@@ -35,16 +37,25 @@ class SnapshotCodec:
     def __init__(self, run: RunManifest, stage: int, parameters: int) -> None:
         self._seed, self._stage, self._parameters = run.seed, stage, parameters
         self._dtype = host_tensor.DTYPES[run.compute_dtype]
-        self._offered = run.outer.update.offered * parameters
+        self._offered = vector_size(run.outer.update, parameters)
+        self._common, self._gradients = bool(run.outer.update.common), run.outer.update.gradients
         self.specs, self.lattice = snapshot_specs(run.outer.codec, parameters, self._offered, run.compute_dtype)
         """What travels to a partner, and its format in a codec that has bounds."""
         self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype) if self.lattice else None
 
-    def frozen(self, peer: PeerId, round: int, step: int, outer: OuterState) -> FrozenRound:
-        """A round of these weights, frozen."""
-        vector, theta = outer.freeze()
+    def frozen(
+        self, peer: PeerId, round: int, step: int, outer: OuterState, gradients: Tensor | None = None
+    ) -> FrozenRound:
+        """A round of these weights, frozen; `gradients` are what is offered where the rule wants them.
+
+        What all are to merge alike is kept as it travels.
+        """
+        vector, theta = outer.freeze(gradients)
+        if self._common:
+            vector = vector.to(host_tensor.DTYPES[self.specs[0].dtype]).to(self._dtype)
         kept, weights = map(host_tensor.from_torch, ("vector", "weights"), (vector, theta))
-        return FrozenRound(peer, round, step, kept, weights, outer.bounds(vector))
+        view = GroupView((), outer.digest(theta)) if self._common else None
+        return FrozenRound(peer, round, step, kept, weights, outer.bounds(vector), view)
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for.
@@ -60,7 +71,8 @@ class SnapshotCodec:
             tensors = (_as_type(frozen.weights, request.weights),)
         else:
             raise Violation(f"weights travel as one of {', '.join(WIDTHS)}, not {request.weights[:32]!r}")
-        return Snapshot(frozen.peer, frozen.round, frozen.step, tensors)
+        view = frozen.view if request.weights is None else None
+        return Snapshot(frozen.peer, frozen.round, frozen.step, tensors, view)
 
     def _vector(self, frozen: FrozenRound, asked: LatticeRequest | None, caller: PeerId) -> tuple[HostTensor, ...]:
         if (asked is None) != (self._lattice is None):
@@ -84,15 +96,17 @@ class SnapshotCodec:
         replica_tensors.checked(theirs.tensors, answer_specs(self.specs, self.lattice, asked), whose)
         sample = theirs.tensors[-1] if before is None else before.sample
         if self._lattice is None or asked is None:
-            return PartnerVector(
-                theirs.peer, theirs.round, theirs.step, _beside(mine.vector, theirs.tensors[0]), sample
-            )
+            sent = theirs.tensors[0]
+            if self._gradients and not (tokens := float(host_tensor.to_torch(sent)[-1])) == abs(int(tokens)):
+                raise Violation(f"{whose} are gradients of {tokens} tokens")
+            vector = _as_type(sent, mine.vector.dtype) if self._common else _beside(mine.vector, sent)
+            return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample, view=theirs.view)
         own = host_tensor.to_torch(mine.vector)
         if before is None or before.distances is None:
-            vector, distances = own.clone(), torch.zeros(len(mine.bounds), dtype=torch.float64)
+            whole, distances = own.clone(), torch.zeros(len(mine.bounds), dtype=torch.float64)
         else:
-            vector, distances = map(host_tensor.to_torch, (before.vector, before.distances))
-        pull = LatticePull(self._lattice, own, asked, vector, distances)
+            whole, distances = map(host_tensor.to_torch, (before.vector, before.distances))
+        pull = LatticePull(self._lattice, own, asked, whole, distances)
         pull.take(host_tensor.to_torch(theirs.tensors[0]), self._dither(theirs.round, (mine.peer, theirs.peer)))
         found = map(host_tensor.from_torch, ("vector", "distances"), (pull.vector, pull.distances))
         return PartnerVector(theirs.peer, theirs.round, theirs.step, next(found), sample, next(found), pull.missing)

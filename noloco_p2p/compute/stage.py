@@ -37,7 +37,7 @@ from noloco_p2p.core.messages import (
     ReplicaState,
     TensorSpec,
 )
-from noloco_p2p.core.snapshots import GUARDED_DTYPE, FrozenRound, PartnerVector, Snapshot
+from noloco_p2p.core.snapshots import GUARDED_DTYPE, FrozenRound, PartnerVector, Snapshot, round_group
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
 
@@ -160,8 +160,8 @@ class TorchStage:
         """
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
         self._graphs.weights_change()
-        if tokens:
-            norm = self._sums.mean(tokens, self._manifest.inner.clip_norm)
+        if self._sums.divisor:
+            norm = self._sums.mean(self._sums.divisor, self._manifest.inner.clip_norm)
             self._optimizer.step(label.learning_rate)
         self._sums.close_step()
         self._inner_steps = label.inner_step
@@ -170,26 +170,29 @@ class TorchStage:
         return StepResult(tokens, sum(one.loss_sum for one in added), len(added), norm, 0.0)
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
-        """Freeze the present u and θ, as in the port."""
+        """Freeze what the rule offers, and θ, as in the port."""
         self._frozen_after = self._inner_steps
-        return self._codec.frozen(self._peer_id, round, step, self._outer)
+        gradients = self._sums.flat() if self._outer.rule.gradients else None
+        return self._codec.frozen(self._peer_id, round, step, self._outer, gradients)
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """The outer rule and N3, as in the port; the optimizer's moments stay."""
         self._graphs.weights_change()
         spreads = [self._codec.pair_std(mine, one) for one in theirs]
         self._outer.met(theirs)
-        group = sorted([(mine.peer, mine.vector), *((one.peer, one.vector) for one in theirs)])
-        vectors, place = [host_tensor.to_torch(vector) for _, vector in group], group.index((mine.peer, mine.vector))
-        lag = fmean(abs(one.step - mine.step) for one in theirs) if theirs else 0.0
+        group = round_group(mine, theirs, counted)
+        vectors = list(map(host_tensor.to_torch, group.vectors))
+        result = MergeResult(fmean(spreads) if spreads else None)
+        if self._outer.rule.gradients:
+            self._sums.replace(*self._outer.added_up(vectors))
+            return result
         record = None if self._audit is None else self._outer.record(mine, theirs)
-        self._outer.merge(vectors, place, host_tensor.to_torch(mine.weights), lag)
+        self._outer.merge(vectors, group.mine, host_tensor.to_torch(mine.weights), group.lag)
         if self._audit is not None and record is not None:
             record |= {f"{kind}_after": named for kind, named in self._outer.kinds.items()}
             record |= self._optimizer.moments()
-            steps = (self._frozen_after, self._inner_steps)
-            self._audit.round(mine.round, theirs, steps, record, self._manifest.outer)
-        return MergeResult(fmean(spreads) if spreads else None)
+            self._audit.round(mine.round, theirs, (self._frozen_after, self._inner_steps), record, self._manifest.outer)
+        return result
 
     def adopt(self, theirs: Snapshot) -> None:
         """Take over another replica's θ_f, with δ = 0 and a fresh optimizer, as in the port."""

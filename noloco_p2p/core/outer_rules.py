@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from noloco_p2p.core import outer_update
 
-RuleName = Literal["noloco", "averaged", "gossip"]
+RuleName = Literal["noloco", "averaged", "gossip", "diloco", "sync"]
 Values = Mapping[str, Any]
 """Of one parameter, by kind."""
 Offer = tuple[Any, ...]
@@ -25,6 +25,12 @@ class OuterRule(Protocol):
     """What it keeps of every parameter beside θ: of `slow` (φ) and `momentum` (δ)."""
     offered: ClassVar[int]
     """Values in an offer, each of the parameter's size."""
+    common: ClassVar[tuple[str, ...]]
+    """Of `fast` and its kinds, what is equal on all replicas of a stage, for the rule takes from all of them; empty: it
+    takes from one peer."""
+    gradients: ClassVar[bool]
+    """What is offered is the `gradient` of the step's microbatches, summed, before the inner step, and not weights
+    after it."""
 
     @property
     def instability(self) -> str | None:
@@ -39,7 +45,8 @@ class OuterRule(Protocol):
     def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
         """The kinds after a round, and `fast`: what θ_f becomes. What was trained since then is carried over (N3).
 
-        `members` are the offers of the group, this replica's at place `mine`, in an order that all of them share.
+        `members` are the offers of the group, this replica's at place `mine`, in an order that all of them share. Under
+        a rule that takes from all, the replica itself may be none of them: then `mine` is −1.
         `lag`: how many inner steps apart the others' were frozen, the mean. No argument is changed.
         """
 
@@ -57,6 +64,8 @@ class Noloco:
     gamma: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 1
+    common: ClassVar[tuple[str, ...]] = ()
+    gradients: ClassVar[bool] = False
 
     @property
     def instability(self) -> str | None:
@@ -90,6 +99,8 @@ class Averaged:
     beta: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 2
+    common: ClassVar[tuple[str, ...]] = ()
+    gradients: ClassVar[bool] = False
 
     @property
     def instability(self) -> str | None:
@@ -123,6 +134,8 @@ class Gossip:
     inner_steps: int
     kinds: ClassVar[tuple[str, ...]] = ()
     offered: ClassVar[int] = 1
+    common: ClassVar[tuple[str, ...]] = ()
+    gradients: ClassVar[bool] = False
 
     @property
     def instability(self) -> str | None:
@@ -148,17 +161,85 @@ class Gossip:
         return {"fast": own["fast"] + (_mean(others) - members[mine][0]) * weight}
 
 
-def _mean(values: Sequence[Any]) -> Any:
+@dataclass(frozen=True, slots=True)
+class Diloco:
+    """Δ is averaged over all replicas of the stage; outer SGD with Nesterov's momentum (arXiv 2311.08105).
+
+    As torch.optim.SGD(nesterov=True) on φ with the gradient −mean Δ; δ is its momentum buffer, with the other sign.
+    """
+
+    alpha: float
+    beta: float
+    kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
+    offered: ClassVar[int] = 1
+    common: ClassVar[tuple[str, ...]] = ("slow", "momentum")
+    gradients: ClassVar[bool] = False
+
+    @property
+    def instability(self) -> str | None:
+        """φ is the same on all replicas: nothing drifts apart."""
+        return None if self.beta > 0 else f"beta {self.beta:g} is no outer learning rate: it must be above 0"
+
+    def start(self, theta: Any) -> dict[str, Any]:
+        """See `OuterRule`."""
+        return _slow_and_momentum(theta)
+
+    def offer(self, own: Values) -> Offer:
+        """Δ."""
+        return (own["fast"] - own["slow"],)
+
+    def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
+        """δ ← α·δ + mean Δ, φ ← φ + β·(mean Δ + α·δ)."""
+        delta = _mean([offer[0] for offer in members])
+        momentum = own["momentum"] * self.alpha + delta
+        slow = own["slow"] + (delta + momentum * self.alpha) * self.beta
+        return {"slow": slow, "momentum": momentum, "fast": slow}
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Data parallel: gradients of all replicas of the stage are added up before every inner step."""
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+    offered: ClassVar[int] = 1
+    common: ClassVar[tuple[str, ...]] = ("fast",)
+    gradients: ClassVar[bool] = True
+
+    @property
+    def instability(self) -> str | None:
+        """All take the same step."""
+        return None
+
+    def start(self, theta: Any) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def offer(self, own: Values) -> Offer:
+        """The summed gradient."""
+        return (own["gradient"],)
+
+    def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
+        """`gradient`: the sum over all."""
+        return {"gradient": _sum([offer[0] for offer in members])}
+
+
+def _sum(values: Sequence[Any]) -> Any:
     total = values[0]
     for value in values[1:]:
         total = total + value
-    return total / len(values)
+    return total
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    return _sum(values) / len(values)
 
 
 DEFAULTS: Mapping[RuleName, Mapping[str, Any]] = {
     "noloco": {"alpha": 0.5, "beta": 0.7, "gamma": 0.7, "inner_steps": 10},
     "averaged": {"alpha": 0.5, "beta": 0.7, "gamma": 0.0, "inner_steps": 10},
     "gossip": {"alpha": 0.0, "beta": 0.0, "gamma": 0.5, "inner_steps": 1, "max_stale_rounds": 16},
+    "diloco": {"alpha": 0.9, "beta": 0.7, "gamma": 0.0, "inner_steps": 500, "max_stale_rounds": 0, "overlap": False},
+    "sync": {"alpha": 0.0, "beta": 0.0, "gamma": 0.0, "inner_steps": 1, "max_stale_rounds": 0, "overlap": False},
 }
 """Settings of a rule, by name (config.OuterSettings), where nobody sets them; 0 for those that it does not have."""
 
@@ -166,6 +247,11 @@ DEFAULTS: Mapping[RuleName, Mapping[str, Any]] = {
 def state_kinds(rule: OuterRule) -> tuple[str, ...]:
     """What a replica's state has of every parameter: θ, what the rule keeps, and the two moments of Adam."""
     return ("fast", *rule.kinds, "adam_mean", "adam_square")
+
+
+def vector_size(rule: OuterRule, parameters: int) -> int:
+    """Values of what a replica offers of so many parameters; behind gradients comes their number of tokens."""
+    return rule.offered * parameters + rule.gradients
 
 
 def make_rule(name: RuleName, *, alpha: float, beta: float, gamma: float, inner_steps: int) -> OuterRule:
@@ -177,3 +263,7 @@ def make_rule(name: RuleName, *, alpha: float, beta: float, gamma: float, inner_
             return Averaged(alpha, beta)
         case "gossip":
             return Gossip(gamma, inner_steps)
+        case "diloco":
+            return Diloco(alpha, beta)
+        case "sync":
+            return Sync()

@@ -3,9 +3,13 @@
 Vectors of a whole stage are flat: the values of its parameters one after another, in the stage's order, C order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
+from statistics import fmean
+from typing import NamedTuple
 
+from noloco_p2p.core.agreement import GroupView
 from noloco_p2p.core.lattice_format import (
     BOUND_ZERO,
     LATTICE_BITS,
@@ -34,11 +38,14 @@ class FrozenRound:
     step: int
     """Floor of the replica's clock when it was frozen."""
     vector: HostTensor
-    """`vector`: what the rule offers of each parameter, flat, in compute_dtype (METHOD.md, "Outer rules")."""
+    """`vector`: what the rule offers of each parameter, flat, in compute_dtype (METHOD.md, "Outer rules"). Behind
+    gradients comes their number of tokens."""
     weights: HostTensor
     """`weights`: θ_f, flat, in compute_dtype."""
     bounds: bytes = b""
     """Of each chunk, how far others' vectors may be from this one (`core.lattice_format`); empty in other codecs."""
+    view: GroupView | None = None
+    """Under a rule that takes from all replicas of the stage."""
 
     @property
     def lattice(self) -> LatticeRequest | None:
@@ -82,6 +89,8 @@ class Snapshot:
     """Floor of the replica's clock when it was frozen."""
     tensors: tuple[HostTensor, ...]
     """`vector` and `sample`, or `weights` (`StageState`)."""
+    view: GroupView | None = None
+    """Beside a vector, as in `FrozenRound`."""
     took_s: float = field(default=0.0, compare=False)
     """Seconds of the transfer, without the wait before it. Filled in by the receiving transport."""
 
@@ -107,6 +116,27 @@ class PartnerVector:
     """`distances`: how far it is from the puller's own, by chunk, float64; in a codec that has bounds."""
     missing: LatticeRequest | None = None
     """Chunks that are not known yet: what to ask for next. Nothing merges a vector that misses some."""
+    view: GroupView | None = None
+    """As in `FrozenRound`."""
+
+
+class RoundGroup(NamedTuple):
+    """The vectors that a round merges, by peer id, which all that merge them have in the same order."""
+
+    vectors: list[HostTensor]
+    mine: int
+    """The place of this replica's own; −1: it is not among them."""
+    lag: float
+    """How many steps apart the others' were frozen, the mean."""
+
+
+def round_group(mine: FrozenRound, theirs: Sequence[PartnerVector], counted: bool) -> RoundGroup:
+    """This replica's vector, if it is `counted`, and those of others."""
+    own = [(mine.peer, mine.vector)] if counted else []
+    group = sorted([*own, *((one.peer, one.vector) for one in theirs)], key=lambda member: member[0])
+    place = [peer for peer, _ in group].index(mine.peer) if counted else -1
+    lag = fmean(abs(one.step - mine.step) for one in theirs) if theirs else 0.0
+    return RoundGroup([vector for _, vector in group], place, lag)
 
 
 def snapshot_specs(

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from noloco_p2p.core import balance, resume
+from noloco_p2p.core import agreement, balance, resume
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.messages import Advert, NodeDescription, PeerId
 from noloco_p2p.core.status import Resource
@@ -78,6 +78,9 @@ class Joining:
         late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
         if not self._weights.own_of_stage():
             await self._weights.open_data(None)
+        if late and manifest.outer.update.common:
+            # Nobody is to wait for what this node will not have for a while.
+            node.update(partner_from_round=agreement.NOT_YET)
         if node.advert.state == "starting":
             node.enter("made", "the weights are made")
 
@@ -112,6 +115,17 @@ class Joining:
         for source in resume.restore_sources(node.advert, members.all(), [], node.manifest.stages):
             if source.kind == "peer" and await self._weights.restore(source):
                 return
+
+    async def take_over(self, ahead: Sequence[PeerId]) -> None:
+        """Become one of those that a round has shown to be ahead; where none gives its state, the next round tells."""
+        node, counted_from = self._node, self._node.advert.partner_from_round
+        node.event("warning", message=f"differs from {len(ahead)} replicas of its stage: takes over their state")
+        node.publish(partner_from_round=agreement.NOT_YET)
+        for peer in ahead:
+            donor = self._swarm.members.get(peer)
+            if donor and await self._weights.restore(resume.RestoreSource("peer", "this replica differs", donor)):
+                return
+        node.publish(partner_from_round=counted_from)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -183,8 +183,8 @@ class Node:
             self.swarm.fix_view()
             batches = await self._source.read_and_send()
             await self._inner_step(began, batches)
-            # Once in a while: begin to pull a partner's slow weights and outer delta, or merge what has come.
-            await self._rounds.at_border(self._server.close)
+            # Once in a while: begin to pull others' vectors, or merge what has come.
+            await self._outer_round()
             # Once in a while: write a checkpoint.
             await self._checkpointer.save_if_due()
             # Once in a while: evaluate on held-out data.
@@ -226,13 +226,14 @@ class Node:
             # From here until the next `open`, what arrives waits for the coming step.
             server.intake.seal()
             await self._inner_step(began, {})
-            # Once in a while: begin to pull a partner's slow weights and outer delta, or merge what has come.
-            await self._rounds.at_border(server.close)
+            # Once in a while: begin to pull others' vectors, or merge what has come.
+            await self._outer_round()
             # Once in a while: write a checkpoint.
             await self._checkpointer.save_if_due()
         server.close()
         await server.until_empty()
-        if node.routes:
+        joint = node.manifest.outer.update.gradients and node.step < node.manifest.steps
+        if node.routes or (joint and not node.draining):
             await self._inner_step(began, {})
         if not node.draining:
             # Stage 0 has ended the run, perhaps a step ahead of this clock: the last outer round is at its last step.
@@ -255,6 +256,8 @@ class Node:
         rate = schedule.learning_rate(
             step, manifest.steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
         )
+        # Where the rule adds up gradients: those of the other replicas.
+        await self._rounds.before_step(self._server.close)
         label = StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches)
         with node.span("step"), self.waits.computing("inner step"):
             result = await node.stage.inner_step(label)
@@ -273,6 +276,14 @@ class Node:
             grad_norm=result.grad_norm,
             busy_s=result.busy_s,
         )
+
+    async def _outer_round(self) -> None:
+        """What is due at the border of two inner steps; who then differs from the others becomes one of them."""
+        await self._rounds.at_border(self._server.close)
+        ahead, self._rounds.ahead = self._rounds.ahead, ()
+        if ahead and not self.state.draining:
+            self._server.close()
+            await self._joining.take_over(ahead)
 
     def status(self, now: float) -> Status:
         """This node at `now` on the loop's clock, without `figures`; from any thread. Every age is one of `now`."""

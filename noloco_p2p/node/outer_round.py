@@ -18,17 +18,19 @@ from typing import Literal, NamedTuple
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
 from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.outer_rules import OuterRule
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.errors import Declined, PeerError, Violation
+from noloco_p2p.node.group_pull import GroupPull
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.vector_pull import Pull, VectorPuller
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
-KEPT_ROUNDS = 2
-"""Frozen rounds that stay fetchable."""
+KEPT_ROUNDS, KEPT_STEPS = 2, 4
+"""Frozen rounds that stay fetchable; of gradients, for a newcomer's state is some steps old when it is there."""
 
 
 class PartnerChoice(NamedTuple):
@@ -60,18 +62,23 @@ class OuterRounds:
         self._swarm = swarm
         self._waits = waits
         self._puller = VectorPuller(node, waits, transport)
+        self._group = GroupPull(node, swarm, self._puller)
         self._kept: dict[int, FrozenRound] = {}
         self._given_at: dict[PeerId, float] = {}
         """When those of the last `deadline_s` were given a vector: after that they have it, or will not."""
         self._open: OpenRound | None = None
         self._step_busy_s = 0.0
+        self.ahead: tuple[PeerId, ...] = ()
+        """Replicas from which this one was found to differ in the newest round, where the rule takes from all."""
 
     async def freeze(self, round: int) -> FrozenRound:
         """Freeze what this replica gives of `round`, and keep it for others."""
         with self._waits.computing("snapshot"):
             mine = await self._node.stage.snapshot(round, self._node.step)
+        if self._rule.common:
+            mine = self._group.with_view(mine)
         self._kept[round] = mine
-        for old in sorted(self._kept)[:-KEPT_ROUNDS]:
+        for old in sorted(self._kept)[: -KEPT_STEPS if self._rule.gradients else -KEPT_ROUNDS]:
             del self._kept[old]
         self._waits.pulse()
         return mine
@@ -79,6 +86,10 @@ class OuterRounds:
     def inner_step_took(self, busy_s: float) -> None:
         """Device-busy seconds of an inner step: the unit in which a partner is waited for."""
         self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
+
+    @property
+    def _rule(self) -> OuterRule:
+        return self._node.manifest.outer.update
 
     async def at_border(self, close_intake: Callable[[], None]) -> None:
         """Between two inner steps, nothing in flight: merge what has come, and begin the round that is due.
@@ -90,6 +101,9 @@ class OuterRounds:
         node, outer, opened = self._node, self._node.manifest.outer, self._open
         if outer.pairing == "none":
             return
+        if self._rule.gradients:
+            node.publish(outer_round=node.step)
+            return
         done, is_last = opened.mine.round if opened else node.advert.outer_round, node.step >= node.manifest.steps
         due = schedule.due_round(node.step, outer.inner_steps, done, node.manifest.steps)
         begins = due is not None and not (outer.overlap and node.draining)
@@ -98,9 +112,15 @@ class OuterRounds:
             useful = due is not None and due - opened.pulled_in <= outer.max_stale_rounds
             if begins and useful and not opened.pull.done():
                 going_on = opened
-            await self.end("late", wait=due is None, cancel=going_on is None)
+            await self.end("late", wait=due is None or bool(self._rule.common), cancel=going_on is None)
         if due is not None and begins:
             await self._begin(due, going_on, outer.overlap and not is_last, close_intake)
+
+    async def before_step(self, close_intake: Callable[[], None]) -> None:
+        """Under a rule of gradients, the round that belongs to the coming inner step. It is waited for."""
+        node = self._node
+        if self._rule.gradients and node.manifest.outer.pairing != "none" and not node.draining:
+            await self._begin(node.step + 1, None, False, close_intake)
 
     async def _begin(
         self, due: int, going_on: OpenRound | None, goes_on: bool, close_intake: Callable[[], None]
@@ -115,11 +135,15 @@ class OuterRounds:
         if going_on is not None:
             self._open = replace(going_on, mine=mine, frozen_at=frozen_at, inner_steps=node.inner_steps)
         else:
-            choice = self._choose_partner(due)
-            pull = asyncio.create_task(self._pull(mine, choice, goes_on), name=f"outer round {due}")
+            if mine.view is not None:
+                pulled, anybody = self._group.pull(mine, goes_on), set(mine.view.peers) > {node.me}
+            else:
+                choice = self._choose_partner(due)
+                pulled, anybody = self._pull(mine, choice, goes_on), choice.partner is not None
+            pull = asyncio.create_task(pulled, name=f"outer round {due}")
             pull.add_done_callback(self._pull_ended)
             self._open = OpenRound(mine, pull, due, frozen_at, node.inner_steps)
-            goes_on &= choice.partner is not None
+            goes_on &= anybody
         if not goes_on:
             await self.end("", wait=True)
 
@@ -158,24 +182,25 @@ class OuterRounds:
 
     async def _merge(self, mine: FrozenRound, pull: Pull, frozen_at: float, trained: int) -> None:
         """N1 to N3; `trained` inner steps were taken since it was frozen."""
-        node, theirs = self._node, pull.theirs
-        if theirs is not None and abs(theirs.round - mine.round) > node.manifest.outer.max_stale_rounds:
-            pull, theirs = Pull("too old"), None
+        node, self.ahead = self._node, pull.ahead
+        if pull.ahead:
+            return
+        if any(abs(one.round - mine.round) > node.manifest.outer.max_stale_rounds for one in pull.theirs):
+            pull = Pull("too old")
         with self._waits.computing("merge"):
-            merged = await node.stage.merge(mine, () if theirs is None else (theirs,))
-        node.publish(outer_round=mine.round)
-        result = "alone"
-        if theirs is not None:
-            result = "other" if pull.other else "partner" if theirs.round == mine.round else "stale"
+            merged = await node.stage.merge(mine, pull.theirs, pull.counted)
+        if not self._rule.gradients:
+            node.publish(outer_round=mine.round)
+        counts = {"asked_again": pull.asked_again, "trained": trained, "left_out": pull.left_out}
         node.event(
             "outer_round",
             round=mine.round,
-            result=result,
-            partner=theirs.peer if theirs else None,
+            result=pull.result(mine, bool(self._rule.common)),
+            partner=pull.theirs[0].peer if pull.theirs and not self._rule.common else None,
             reason=pull.reason,
             seconds=node.now() - frozen_at,
             bytes=pull.nbytes,
-            **{name: n for name, n in (("asked_again", pull.asked_again), ("trained", trained)) if n},
+            **{name: n for name, n in counts.items() if n},
         )
         if merged.replica_std is not None:
             node.event("replica_std", value=merged.replica_std)
@@ -204,14 +229,14 @@ class OuterRounds:
         failure = "aside"
         if not members.is_aside(chosen, now=node.now()):
             found = await self._try_fetch(mates[chosen], mine, self._partner_wait_s(goes_on), goes_on)
-            if found.theirs is not None:
+            if found.theirs:
                 return replace(found, reason=reason)
             failure = found.reason
         others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
             return Pull(failure)
         found = await self._try_fetch(mates[node.rng.choice(others)], mine, 0.0, goes_on)
-        return found if found.theirs is None else replace(found, reason=failure, other=True)
+        return replace(found, reason=failure, other=True) if found.theirs else found
 
     async def _try_fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
         """A peer's snapshot near my round; or, as a label, why there is none: its words go to the log."""
@@ -244,17 +269,19 @@ class OuterRounds:
 
     async def serve(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         """See ports.Handler.fetch_snapshot."""
-        round = request.round
+        round, whole_group = request.round, bool(self._rule.common) and request.weights is None
         if round is not None:
             longest_s = min(request.wait_s, self._node.manifest.outer.deadline_s)
             await self._waits.until(
-                lambda: any(kept >= round for kept in self._kept),
+                lambda: any(kept >= round for kept in self._kept) or (whole_group and not self._group.gives(round)),
                 "outer round",
                 Resource.INNER_STEP,
                 longest_s,
                 why=ForRound(round, asked=True),
                 idle=True,
             )
+        if whole_group and round not in self._kept:
+            raise Declined(f"this replica gives nothing of round {round}: it has come to {max(self._kept, default=0)}")
         if not self._kept:
             raise Declined("this replica has no snapshot yet")
         frozen = self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]

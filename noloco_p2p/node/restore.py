@@ -99,7 +99,9 @@ class WeightRestorer:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
         with self._waits.computing("restored state"):
             await node.stage.restore(state)
-        step = max(state.step, self._clock_of_others())
+        step = state.step
+        if not node.manifest.outer.update.gradients:  # Whose steps others' kept gradients are needed for.
+            step = max(step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, from_round)
         own = self.own_of_stage()

@@ -224,7 +224,8 @@ class NodeState:
         if self.index == 0:
             samples.append(self.advert.step + 0.5)
         median = schedule.clock_median(samples)
-        step = schedule.advance(self.advert.step, median, manifest.steps, manifest.routing != "balanced")
+        pull = manifest.routing != "balanced" and not manifest.outer.update.gradients
+        step = schedule.advance(self.advert.step, median, manifest.steps, pull)
         if self._clocked_at is not None and now > self._clocked_at:
             self.update(steps_per_s=_smooth_rate(self.advert.steps_per_s, now - self._clocked_at))
         if result.microbatches and result.busy_s > 0:

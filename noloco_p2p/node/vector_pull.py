@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.errors import Declined, Violation
@@ -13,17 +13,31 @@ from noloco_p2p.ports import Transport
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """What came of looking for a partner, and why."""
+    """What came of looking for a partner, or for all replicas of the stage, and why."""
 
     reason: str
-    theirs: PartnerVector | None = None
-    """None: nobody gave any."""
+    theirs: tuple[PartnerVector, ...] = ()
+    """What is merged; empty: nobody gave any."""
     nbytes: int = 0
     """What it weighed, and the questions for it."""
     asked_again: int = 0
     """Chunks of it that came wrong (METHOD.md, "Codecs of outer rounds"), each time counted."""
     other: bool = False
     """It is not of the partner that was chosen first."""
+    counted: bool = True
+    """This replica's own vector is merged with them."""
+    left_out: int = 0
+    """Replicas of the stage of which it was to come, and is not merged."""
+    ahead: tuple[PeerId, ...] = ()
+    """This replica differs from these, and takes over the state of one of them; empty: it does not."""
+
+    def result(self, mine: FrozenRound, of_all: bool) -> str:
+        """What a round that was merged with it is called; `of_all` the replicas of the stage it was to come."""
+        if not self.theirs:
+            return "alone"
+        if of_all:
+            return "some" if self.left_out else "all"
+        return "other" if self.other else "partner" if self.theirs[0].round == mine.round else "stale"
 
 
 class VectorPuller:
@@ -51,7 +65,7 @@ class VectorPuller:
             with self._waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(mine.round), idle=idle):
                 found = await node.stage.decode(mine, request, theirs, found)
             if found.missing is None:
-                return Pull("", found, nbytes, asked_again)
+                return Pull("", (found,), nbytes, asked_again)
             request, stale = replace(request, round=found.round, wait_s=0.0, lattice=found.missing), 0
             asked_again += len(found.missing.bounds)
 

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from noloco_p2p.config import RunManifest
+from noloco_p2p.core.agreement import GroupView, digest
 from noloco_p2p.core.messages import (
     Gradient,
     HostTensor,
@@ -25,9 +26,10 @@ from noloco_p2p.core.messages import (
     ReplicaState,
     TensorSpec,
 )
+from noloco_p2p.core.outer_rules import vector_size
 from noloco_p2p.core.outer_update import carried_over
 from noloco_p2p.core.seeds import generator
-from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest, pair_std
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest, pair_std, round_group
 from noloco_p2p.core.spent_ids import SpentIds
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
@@ -76,6 +78,7 @@ class LinearStage:
         self._handles = 0
         self._spent = SpentIds()
         self._sums = [0.0, 0.0]
+        self._tokens_of_all: int | None = None  # Of the sums, once those of all replicas are added up.
         self._used: list[CountedMicrobatch] = []
         rows = (manifest.microbatch_size, manifest.sequence_length)
         self._targets = TensorSpec("targets", "int32", rows)
@@ -83,7 +86,7 @@ class LinearStage:
             TensorSpec(f"{kind}/{name}", "float64", (1,)) for kind in manifest.state_kinds for name in NAMES
         )
         hidden, grad = (TensorSpec(name, "float64", (*rows, 1)) for name in ("hidden", "grad"))
-        vector = TensorSpec("vector", "float64", (self._rule.offered * len(NAMES),))
+        vector = TensorSpec("vector", "float64", (vector_size(self._rule, len(NAMES)),))
         snapshot, weights = (vector, SAMPLE), (WEIGHTS,) * manifest.stages
         self.state = StageState(index, len(NAMES), hidden, grad, snapshot, replica, weights)
 
@@ -134,8 +137,9 @@ class LinearStage:
         self.inner_steps += 1
         used, self._used = self._used, []
         tokens, norm = sum(one.tokens for one in used), 0.0
-        if tokens:
-            mean = [total / tokens for total in self._sums]
+        divisor, self._tokens_of_all = tokens if self._tokens_of_all is None else self._tokens_of_all, None
+        if divisor:
+            mean = [total / divisor for total in self._sums]
             norm = hypot(*mean)
             rate = label.learning_rate * min(1.0, self._manifest.inner.clip_norm / (norm + 1e-6))
             self.theta = [value - rate * grad for value, grad in zip(self.theta, mean, strict=True)]
@@ -148,12 +152,16 @@ class LinearStage:
         """See `ports.Stage`."""
         offers = [self._rule.offer(self._own(at, theta)) for at, theta in enumerate(self.theta)]
         vector = [value for part in zip(*offers, strict=True) for value in part]
-        return FrozenRound(self._me, round, step, _flat(self.state.snapshot[0], vector), _flat(WEIGHTS, self.theta))
+        if self._rule.gradients:
+            vector.append(sum(one.tokens for one in self._used))
+        common = [array("d", (self.kept | {"fast": self.theta})[kind]).tobytes() for kind in self._rule.common]
+        flat, weights = _flat(self.state.snapshot[0], vector), _flat(WEIGHTS, self.theta)
+        return FrozenRound(self._me, round, step, flat, weights, view=GroupView((), digest(common)) if common else None)
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """See `ports.Stage`. All weights are sampled, for they are few."""
         tensors = (frozen.vector, replace(frozen.weights, name="sample")) if request.weights is None else ()
-        return Snapshot(frozen.peer, frozen.round, frozen.step, tensors or (frozen.weights,))
+        return Snapshot(frozen.peer, frozen.round, frozen.step, tensors or (frozen.weights,), frozen.view)
 
     def decode(
         self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
@@ -161,17 +169,20 @@ class LinearStage:
         """See `ports.Stage`."""
         _values_of(theirs.tensors, self.state.snapshot, f"the snapshot of {theirs.peer}")
         vector, sample = theirs.tensors
-        return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample)
+        return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample, view=theirs.view)
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """See `ports.Stage`."""
-        vectors = [(mine.peer, mine.vector), *((one.peer, one.vector) for one in theirs)]
-        group = sorted((peer, list(vector.data.cast("d"))) for peer, vector in vectors)
-        place, frozen = [peer for peer, _ in group].index(mine.peer), mine.weights.data.cast("d")
-        lag = fmean(abs(one.step - mine.step) for one in theirs) if theirs else 0.0
+        group, frozen = round_group(mine, theirs, counted), mine.weights.data.cast("d")
+        vectors = [list(vector.data.cast("d")) for vector in group.vectors]
+        if self._rule.gradients:
+            self._tokens_of_all = int(sum(vector.pop() for vector in vectors))
         for at, theta_frozen in enumerate(frozen):
-            members = [tuple(vector[at :: len(NAMES)]) for _, vector in group]
-            after = self._rule.merge(self._own(at, theta_frozen), members, place, lag)
+            members = [tuple(vector[at :: len(NAMES)]) for vector in vectors]
+            after = self._rule.merge(self._own(at, theta_frozen), members, group.mine, group.lag)
+            if self._rule.gradients:
+                self._sums[at], self.base[at] = after["gradient"], self.theta[at]
+                continue
             self.base[at] = after.pop("fast")
             self.theta[at] = carried_over(self.base[at], self.theta[at], theta_frozen)
             for kind, value in after.items():
@@ -211,7 +222,8 @@ class LinearStage:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _own(self, at: int, theta_frozen: float) -> dict[str, float]:
-        return {kind: values[at] for kind, values in self.kept.items()} | {"fast": theta_frozen}
+        known = {"fast": theta_frozen, "gradient": self._sums[at]}
+        return known | {kind: values[at] for kind, values in self.kept.items()}
 
     def _new(self) -> dict[str, list[float]]:
         """What the rule keeps of weights that are new."""
@@ -268,7 +280,7 @@ class LinearStage:
     def _restart(self, spent: Iterable[MicrobatchId]) -> None:
         """Other weights: kept graphs and the inner step under way are forgotten, `spent` alone count as seen."""
         del self.counted[len(self.counted) - len(self._used) :]
-        self._used, self._sums = [], [0.0, 0.0]
+        self._used, self._sums, self._tokens_of_all = [], [0.0, 0.0], None
         self._graphs.clear()
         self._spent.refill(spent)
         self.version += 1

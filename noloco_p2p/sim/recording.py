@@ -163,11 +163,11 @@ class RecordingStage(LinearStage):
         counted, lineage = len(self.counted), lineage or frozenset()
         self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.theta,), found, lineage, counted))
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """Recorded."""
         for one in theirs:
             self.merged.append(MergedSnapshot(now_s(), self._frozen_at_s, mine.round, one.peer))
-        result = super().merge(mine, theirs)
+        result = super().merge(mine, theirs, counted)
         delta, trained = self._delta_frozen, self._trained_frozen
         self._trained = tuple(map(sub, self._trained, trained))
         kept = tuple(map(sub, self.theta, self.base))

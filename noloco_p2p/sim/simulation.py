@@ -9,7 +9,7 @@ from functools import partial
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES
-from noloco_p2p.core.outer_rules import state_kinds
+from noloco_p2p.core.outer_rules import state_kinds, vector_size
 from noloco_p2p.core.snapshots import GUARDED_DTYPE, partner_bytes
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
@@ -72,7 +72,7 @@ def sizes_of(scenario: Scenario) -> MessageSizes:
     return MessageSizes(
         activation_bytes=wire_spec("hidden", work.wire.forward, shape_BTD).nbytes + tokens * ITEM_BYTES["int32"],
         gradient_bytes=wire_spec("grad", work.wire.backward, shape_BTD).nbytes,
-        snapshot_bytes=tuple(snapshot(count, offered=rule.offered * count) for count in counts),
+        snapshot_bytes=tuple(snapshot(count, offered=vector_size(rule, count)) for count in counts),
         weights_bytes=tuple(ITEM_BYTES[GUARDED_DTYPE] * count for count in counts),
         state_bytes=tuple(len(state_kinds(rule)) * number_bytes * count for count in counts),
         control=MEASURED,

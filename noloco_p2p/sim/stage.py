@@ -60,7 +60,7 @@ class SyncStage(Protocol):
     ) -> PartnerVector:
         """See `ports.Stage`."""
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """See `ports.Stage`."""
 
     def adopt(self, theirs: Snapshot) -> None:
@@ -160,9 +160,9 @@ class TimedStage:
         """See `ports.Stage`; takes no time of the device."""
         return self.stage.decode(mine, request, theirs, before)
 
-    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """See `ports.Stage`."""
-        return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.merge, mine, theirs))
+        return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.merge, mine, theirs, counted))
 
     async def adopt(self, theirs: Snapshot) -> None:
         """See `ports.Stage`."""

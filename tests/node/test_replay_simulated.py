@@ -26,7 +26,7 @@ from noloco_p2p.core import outer_update
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.lattice_format import OuterCodec
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
-from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
+from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import SyncStage
@@ -294,8 +294,8 @@ def decoded_without_the_mean(patch: pytest.MonkeyPatch) -> None:
 def adam_reset(patch: pytest.MonkeyPatch) -> None:
     right = TorchStage.merge
 
-    def merge(self: TorchStage, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
-        result = right(self, mine, theirs)
+    def merge(self: TorchStage, mine: FrozenRound, *rest: Any) -> MergeResult:
+        result = right(self, mine, *rest)
         self._optimizer.reset()
         return result
 

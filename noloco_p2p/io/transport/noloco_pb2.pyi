@@ -645,15 +645,23 @@ class SnapshotHeader(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SPECS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     """Peer id of the replica whose snapshot it is."""
     round: _builtins.int
     """The outer round of it."""
     step: _builtins.int
     """Floor of the replica's clock, in steps, when it was frozen."""
+    digest: _builtins.int
+    """Beside a vector in a run whose rule takes from all replicas: a digest of what they have in common."""
     @_builtins.property
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """The tensors that follow, in order: `vector` and `sample`, or `lattice` and, with all chunks, `sample`, or `weights`."""
+
+    @_builtins.property
+    def group(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With it: peer ids of the replicas that its owner counts with in this round, ascending."""
 
     def __init__(
         self,
@@ -662,12 +670,16 @@ class SnapshotHeader(_message.Message):
         round: _builtins.int = ...,
         step: _builtins.int = ...,
         specs: _abc.Iterable[Global___TensorSpec] | None = ...,
+        digest: _builtins.int | None = ...,
+        group: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "round", b"round", "specs", b"specs", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest", "group", b"group", "peer", b"peer", "round", b"round", "specs", b"specs", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
+    _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__digest) -> _WhichOneofReturnType__digest | None: ...
 
 Global___SnapshotHeader: _TypeAlias = SnapshotHeader  # noqa: Y015
 

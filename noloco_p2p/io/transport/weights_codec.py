@@ -1,11 +1,13 @@
 """Snapshots and replica states as messages of proto/noloco.proto, and back. No I/O."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import isfinite
 
 from google.protobuf.message import Message
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.agreement import LARGEST_GROUP, GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import Advert, HostTensor, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -31,6 +33,9 @@ def to_snapshot(snapshot: Snapshot, message_bytes: int = wire.PACK_BYTES) -> Ite
     """The messages of a snapshot: the header alone, so that the receiver sees the transfer begin, then the tensors."""
     specs = [message_codec.to_spec(tensor.spec) for tensor in snapshot.tensors]
     header = pb.SnapshotHeader(peer=snapshot.peer, round=snapshot.round, step=snapshot.step, specs=specs)
+    if snapshot.view is not None:
+        header.digest = snapshot.view.digest
+        header.group.extend(snapshot.view.peers)
     digests = (message_codec.digest(tensor.data) for tensor in snapshot.tensors)
     stream = wire.frames(snapshot.tensors, digests)
     return message_codec.streamed(pb.SnapshotMessage(header=header), stream, message_bytes, head_alone=True)
@@ -93,15 +98,21 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
 
     def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
         self._head = header = message.header
-        if not (0 < len(header.peer) <= PEER_ID_CHARACTERS and header.peer.isascii() and header.peer.isprintable()):
+        if not _is_peer_id(header.peer):
             raise Violation("the snapshot is of a peer whose id is no short printable text")
+        if len(header.group) > LARGEST_GROUP or not all(map(_is_peer_id, header.group)):
+            raise Violation(f"the snapshot names more than {LARGEST_GROUP} peers, or one without a short printable id")
+        if any(one >= other for one, other in pairwise(header.group)):
+            raise Violation("the peers that the snapshot names do not ascend")
         _check_counts(header.round, header.step)
         specs = tuple(message_codec.from_spec(spec) for spec in header.specs)
         wire.check_same(specs, self._expected, self.what)
         return specs
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> Snapshot:
-        return Snapshot(self._head.peer, self._head.round, self._head.step, tensors)
+        head = self._head
+        view = GroupView(tuple(head.group), head.digest) if head.HasField("digest") else None
+        return Snapshot(head.peer, head.round, head.step, tensors, view)
 
 
 class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
@@ -158,6 +169,10 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
         assert head is not None
         counts = (head.stage, head.round, head.step, head.inner_steps, head.adam_steps)
         return ReplicaState(head.peer, *counts, tensors, head.number)
+
+
+def _is_peer_id(text: str) -> bool:
+    return 0 < len(text) <= PEER_ID_CHARACTERS and text.isascii() and text.isprintable()
 
 
 def _check_counts(*counts: int) -> None:

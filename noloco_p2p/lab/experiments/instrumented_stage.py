@@ -114,10 +114,10 @@ class InstrumentedStage:
             self._measure(round)
         return taken
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = ()) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """With what the plan lets through."""
         pulled = [self._monitor.pulled(self._me, mine, one) for one in theirs]
-        return self.stage.merge(mine, [one for one in pulled if one is not None])
+        return self.stage.merge(mine, [one for one in pulled if one is not None], counted)
 
     def _measure(self, round: int) -> None:
         theta = [parameter.detach().clone() for parameter in self.stage.parameters.values()]

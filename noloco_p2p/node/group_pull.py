@@ -1,0 +1,83 @@
+"""A round in which a replica takes from all of its stage: whom it counts with, the pull, and what they agree on
+(ARCHITECTURE.md, "All replicas")."""
+
+import asyncio
+from dataclasses import replace
+
+from noloco_p2p.core import members as membership
+from noloco_p2p.core.agreement import GroupView, agree
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.snapshots import FrozenRound
+from noloco_p2p.errors import Declined, PeerError, Violation
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.vector_pull import Pull, VectorPuller
+
+
+class GroupPull:
+    """Of one replica."""
+
+    def __init__(self, node: NodeState, swarm: Membership, puller: VectorPuller) -> None:
+        self._node = node
+        self._swarm = swarm
+        self._puller = puller
+
+    def with_view(self, mine: FrozenRound) -> FrozenRound:
+        """The frozen round, which says whom this replica counts with."""
+        assert mine.view is not None, "the rule takes from all"
+        node, members, now = self._node, self._swarm.members, self._node.now()
+        mates = members.of_stage(node.index, membership.IN_ROUNDS)
+        peers = [a.peer_id for a in mates if self._counts(a, mine.round) and not members.is_aside(a.peer_id, now=now)]
+        own = [node.me] if self._counts(node.advert, mine.round) else []
+        return replace(mine, view=GroupView(tuple(sorted(own + peers)), mine.view.digest))
+
+    def gives(self, round: int) -> bool:
+        """This replica has frozen the round, or will."""
+        node = self._node
+        going_on = not node.draining and node.advert.state not in ("paused", "finished")
+        return going_on and self._counts(node.advert, round)
+
+    async def pull(self, mine: FrozenRound, idle: bool) -> Pull:
+        """What all whom this replica counts with have frozen of the round, and that on which all agree.
+
+        Each vector is held once, until the merge: they are as many as the stage has replicas. `idle`: nothing waits.
+        """
+        assert mine.view is not None, "the rule takes from all"
+        members, me = self._swarm.members, self._node.me
+        mates = [a for peer in mine.view.peers if peer != me and (a := members.get(peer)) is not None]
+        if not mates:
+            return Pull("nobody")
+        found = await asyncio.gather(*(self._try_fetch(mate, mine, idle) for mate in mates))
+        came = {one.peer: one for pull in found for one in pull.theirs}
+        agreed = agree({peer: one.view for peer, one in came.items() if one.view is not None} | {me: mine.view})
+        theirs = tuple(came[peer] for peer in agreed.counted if peer != me)
+        return Pull(
+            next((pull.reason for pull in found if not pull.theirs), "all"),
+            theirs,
+            sum(pull.nbytes for pull in found),
+            sum(pull.asked_again for pull in found),
+            counted=me in agreed.counted,
+            left_out=len(mates) - len(theirs),
+            ahead=() if agreed.digest == mine.view.digest else agreed.counted,
+        )
+
+    async def _try_fetch(self, mate: Advert, mine: FrozenRound, idle: bool) -> Pull:
+        """What a mate has frozen of the round; or, as a label, why there is none. Who is silent is set aside."""
+        node, members = self._node, self._swarm.members
+        outer, began = node.manifest.outer, node.now()
+        wait_s = outer.deadline_s if outer.partner_wait_s is None else outer.partner_wait_s
+        try:
+            found = await self._puller.fetch(mate, mine, wait_s, idle)
+            if found.theirs[0].view is None:
+                raise Violation(f"{mate.peer_id} does not say whom it counts with")
+        except PeerError as error:
+            if not isinstance(error, Declined) or node.now() - began >= wait_s:
+                members.failed(mate.peer_id, now=node.now())
+            node.event("warning", message=f"nothing of round {mine.round} from {mate.peer_id}: {error}")
+            return Pull(type(error).__name__.lower())
+        members.answered(mate.peer_id)
+        return found
+
+    @staticmethod
+    def _counts(advert: Advert, round: int) -> bool:
+        return advert.partner_from_round <= round

@@ -1,0 +1,101 @@
+"""Rules under which a replica takes from all of its stage: `diloco` and `sync` (ARCHITECTURE.md, "All replicas")."""
+
+from typing import Any
+
+import pytest
+from elastic import plan_of
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.laws import check, recording_stages
+from noloco_p2p.sim.process import Outcome, SimProcess
+from noloco_p2p.sim.world import SimPlan
+
+RULES: dict[str, dict[str, Any]] = {
+    "diloco": {"rule": "diloco", "inner_steps": 4, "deadline_s": 3.0},
+    "sync": {"rule": "sync", "deadline_s": 3.0},
+}
+each_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def plan(rule: str, replicas: tuple[int, ...] = (3, 3), **changes: Any) -> SimPlan:
+    return plan_of(replicas, **({"outer": RULES[rule], "steps": 24, "routing": "balanced"} | changes))
+
+
+def common(process: SimProcess) -> tuple[float, ...]:
+    """What replicas of a stage have in common."""
+    stage = process.linear_stage
+    kinds = stage.kept or {"fast": stage.theta}
+    return tuple(value for values in kinds.values() for value in values)
+
+
+def results(outcome: Outcome, peer: PeerId) -> list[tuple[int, str]]:
+    return [(int(e.number("round")), str(e.get("result"))) for e in outcome.trace.of("outer_round", peer)]
+
+
+def agree(outcome: Outcome, *without: PeerId) -> None:
+    """All replicas of a stage have ended with the same, bit for bit."""
+    last = {process.peer: process for process in outcome.processes}
+    for stage in {process.stage for process in outcome.processes}:
+        found = {common(p) for p in last.values() if p.stage == stage and p.peer not in without and not p.told_to_leave}
+        assert len(found) == 1, f"stage {stage}: {found}"
+
+
+@each_rule
+@pytest.mark.parametrize("routing", ["balanced", "random"])
+def test_all_are_the_same_bit_for_bit(rule: str, routing: str) -> None:
+    outcome = check(FaultySwarm(plan(rule, routing=routing)))
+    agree(outcome)
+    for process in outcome.processes:
+        found = results(outcome, process.peer)
+        if routing == "balanced":
+            last = 24 if rule == "sync" else 6
+            assert found == [(n, "all") for n in range(1, last + 1)]
+        assert not process.trace.of("resumed")
+
+
+@each_rule
+def test_a_newcomer_becomes_one_of_them(rule: str) -> None:
+    swarm = FaultySwarm(plan(rule, steps=32))
+    swarm.at(7.0, lambda: swarm.start(1, 3))
+    outcome = check(swarm)
+    agree(outcome)
+    (loaded,) = recording_stages(outcome.nodes["s1r3"])[0].loaded
+    assert loaded.kind == "restore"
+    assert results(outcome, "s1r0")[-1][1] == results(outcome, "s1r3")[-1][1] == "all"
+
+
+@each_rule
+@pytest.mark.parametrize("kind", ["crash", "bounce", "hang", "pause", "leave", "wipe"])
+def test_replicas_come_and_go(rule: str, kind: str) -> None:
+    times = {"crash": 0.0, "leave": 30.0}
+    swarm = FaultySwarm(plan(rule, steps=40), (Fault(7.0, kind, ("s1r1",), times.get(kind, 2.0)),))
+    outcome = check(swarm)
+    agree(outcome, *(["s1r1"] if kind in ("crash", "leave") else []))
+
+
+@each_rule
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_planted_difference_is_healed(rule: str, stage: int) -> None:
+    swarm = FaultySwarm(plan(rule, steps=32))
+    who = f"s{stage}r1"
+
+    def plant() -> None:
+        linear = swarm.process(who).linear_stage
+        linear.theta[0] += 0.5
+        linear.base[0] += 0.5
+        for values in linear.kept.values():
+            values[0] += 0.5
+
+    swarm.at(6.0, plant)
+    outcome = check(swarm)
+    agree(outcome)
+    came = outcome.trace.of("resumed")
+    assert [(e.peer, e.get("source")) for e in came] == [(who, "peer")], "the one that differs, once"
+
+
+@each_rule
+def test_the_whole_swarm_is_stopped_and_goes_on(rule: str) -> None:
+    peers = [f"s{stage}r{i}" for stage in range(2) for i in range(3)]
+    swarm = FaultySwarm(plan(rule), tuple(Fault(8.0, "bounce", (peer,), 2.0) for peer in peers))
+    agree(check(swarm))
