@@ -25,7 +25,7 @@ RUN = [
     *SMALL,
 ]
 LOCAL = settings(
-    checkpoint__every_rounds="1", directory__ttl_s="12", directory__refresh_s="1", listen__libp2p_metrics_port="0"
+    checkpoint__every_steps="1", directory__ttl_s="12", directory__refresh_s="1", listen__libp2p_metrics_port="0"
 )
 PATIENCE_S = 60.0
 

@@ -68,8 +68,8 @@ class NodeComputeSettings(Settings):
 class CheckpointSettings(Settings):
     """The checkpoints that the node writes into its directory."""
 
-    every_rounds: Positive | None = 5
-    """Outer rounds between checkpoints; none: no checkpoints."""
+    every_steps: Positive | None = 50
+    """Steps between checkpoints, each at the next merge of an outer round; none: no checkpoints."""
     keep: Annotated[int, Field(ge=2, le=1000)] = 3
     """Number of checkpoints kept."""
 

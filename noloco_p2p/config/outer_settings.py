@@ -29,7 +29,8 @@ class OuterSettings(Settings):
     max_stale_rounds: Annotated[int, Field(ge=0)] = 2
     """A snapshot from up to this many rounds away is still merged."""
     partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Longest wait for a partner behind the round, seconds; none: two inner steps, of device time if training waits."""
+    """Longest wait for a partner behind the round, seconds; none: two inner steps, of device time if training waits;
+    where the rule takes from all replicas, `deadline_s`."""
     deadline_s: Seconds = 60.0
     """Longest transfer of one snapshot, seconds."""
     codec: OuterCodec = "full"

@@ -30,22 +30,32 @@ class Checkpointer:
         self._checkpoints = checkpoints
         self._rounds = rounds
         self._writing: asyncio.Task[None] | None = None
-        self.newest = 0
-        """Outer round of the newest checkpoint."""
+        self._seen = 0
+        """The newest outer round that was merged when this last looked."""
+        self._newest, self._newest_step = 0, 0
+        """Outer round and step of the newest checkpoint."""
+
+    def go_on(self) -> None:
+        """The weights are those of the outer round and the step that the advert says."""
+        node = self._node
+        self._seen = self._newest = node.advert.outer_round
+        self._newest_step = node.step
 
     async def save_if_due(self) -> None:
-        """Every `every_rounds` outer rounds, and at the end. Called between inner steps, right after a merge.
+        """Right after the first merge at or beyond each multiple of `every_steps`, and at the end. Called between inner
+        steps.
 
         Rounds that are merged count; one that is open is due again for whoever goes on from the checkpoint.
         """
-        node, every = self._node, self._node.config.checkpoint.every_rounds
+        node, every = self._node, self._node.config.checkpoint.every_steps
         manifest = node.manifest
         round: int | None = node.advert.outer_round
         if manifest.outer.pairing == "none":
-            round = schedule.due_round(node.step, manifest.outer.inner_steps, self.newest, manifest.steps)
-        if every is None or round is None or round <= self.newest:
+            round = schedule.due_round(node.step, manifest.outer.inner_steps, self._newest, manifest.steps)
+        if every is None or round is None or round <= self._seen:
             return
-        if round // every > self.newest // every or node.step >= manifest.steps:
+        self._seen = round
+        if node.step // every > self._newest_step // every or node.step >= manifest.steps:
             await self._save(round)
 
     async def settle(self) -> None:
@@ -63,8 +73,8 @@ class Checkpointer:
         if node.inner_steps == 0:
             return
         await self._rounds.end("leaving")
-        if node.config.checkpoint.every_rounds is not None:
-            await self._save(max(node.advert.outer_round, self.newest))
+        if node.config.checkpoint.every_steps is not None:
+            await self._save(max(node.advert.outer_round, self._newest))
             await self.settle()
         if self._swarm.members.of_stage(node.index, membership.HOLDING):
             return
@@ -113,7 +123,7 @@ class Checkpointer:
             state = await node.stage.capture(round, node.advert.step, node.inner_steps)
         cursor = node.batches.cursor if node.batches is not None else None
         checkpoint = Checkpoint(state, cursor, node.rng.getstate())
-        self.newest = round
+        self._newest, self._newest_step = round, node.step
         self._writing = asyncio.create_task(self._write(checkpoint, began))
 
     async def _write(self, checkpoint: Checkpoint, began: float) -> None:

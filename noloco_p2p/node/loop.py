@@ -135,7 +135,7 @@ class Node:
         while not node.draining:
             await self._make_weights()
             await self._joining.wait_for_others()
-            self._checkpointer.newest = node.advert.outer_round
+            self._checkpointer.go_on()
             if not node.draining:
                 await (self._train_first_stage() if node.index == 0 else self._train_later_stage())
             if node.next_stage is not None:

@@ -96,7 +96,7 @@ def test_the_simulator_gets_the_run_and_the_line() -> None:
     assert found.replicas == (2, 2)
     assert (found.run.microbatches_per_step, found.run.outer.inner_steps) == (8, 7)
     assert found.node.limits.max_in_flight == 9
-    assert found.node.checkpoint.every_rounds is None
+    assert found.node.checkpoint.every_steps is None
     assert (found.workload.hidden_size, found.workload.wire.forward) == (256, "int8")
     assert found.compute.forward_s == pytest.approx((0.03, 0.03))
     assert found.compute.outer_s == pytest.approx((0.03, 0.03))

@@ -194,7 +194,7 @@ def test_a_node_that_refuses_its_settings_gives_exit_code_2(tmp_path: Path) -> N
 def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) -> None:
     run_dir, steps = tmp_path / "run", 48
     with node_processes(tmp_path) as nodes:
-        killed = nodes.start(*size(2, 2, steps, checkpoint__every_rounds="1"), command=FORKED, own_dir="run")
+        killed = nodes.start(*size(2, 2, steps, checkpoint__every_steps="1"), command=FORKED, own_dir="run")
         killed.wait_for(lambda: checkpoints_of(run_dir) >= 12, "three checkpoints of each node")
         assert killed.process.poll() is None
         for pid in working_below(tmp_path):

@@ -12,7 +12,7 @@ from processes import NOLOCO, SMALL, NodeProcess, Nodes, node_processes, setting
 from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
 ENDLESS = [*settings(steps="1000000", evaluation__every_steps="null"), *SMALL]
-EACH_ROUND = settings(checkpoint__every_rounds="1")
+EACH_ROUND = settings(checkpoint__every_steps="1")
 
 
 def start(nodes: Nodes, name: str, *arguments: str) -> NodeProcess:
@@ -97,7 +97,7 @@ def test_nodes_fail_hang_pause_and_leave_and_the_run_goes_on(tmp_path: Path) -> 
 def test_a_lost_stage_comes_back_from_its_guardian_and_a_dead_swarm_from_its_checkpoints(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         a = start(nodes, "a", "--stage", "0", *ENDLESS, *settings(start_replicas="1"), *EACH_ROUND)
-        lonely = settings(checkpoint__every_rounds="null")
+        lonely = settings(checkpoint__every_steps="null")
         c = start(nodes, "c", "--join", address_of(a), "--stage", "1", *lonely)
         a.wait_for(lambda: a.total("guarded_round", stage="1") >= 3, "a guarded round 3 of stage 1")
 

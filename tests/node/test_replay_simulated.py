@@ -26,6 +26,7 @@ from noloco_p2p.core import outer_update
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.lattice_format import OuterCodec
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
+from noloco_p2p.core.outer_rules import RuleName
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult
 from noloco_p2p.sim.process import Outcome
@@ -136,6 +137,26 @@ def test_another_muon_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     simulate(lockstep("llama", inner=MUON), tmp_path)
     with pytest.raises(AssertionError, match=r"inner step [12], .* loss: deviates by"):
         replayed(lockstep("llama", inner=MUON), tmp_path)
+
+
+@pytest.mark.parametrize("rule", ["diloco", "sync"])
+def test_a_rule_that_takes_from_all_computes_the_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: RuleName
+) -> None:
+    steps = {"inner_steps": 3} if rule == "diloco" else {}
+    manifest = lockstep("llama").model_copy(update={"outer": OuterSettings(rule=rule, partner_wait_s=60.0, **steps)})
+    hold_up(monkeypatch, 0.15)
+    outcome = simulate(manifest, tmp_path)
+    assert {event.get("result") for event in outcome.trace.of("outer_round")} == {"all"}
+    report = replayed(manifest, tmp_path)
+    kinds = {"slow", "fast", "momentum_after", "adam_mean", "loss"} if rule == "diloco" else {"loss"}
+    assert report.deviations.keys() >= kinds
+    assert max(report.deviations.values()) <= TOLERANCE
+    lines = [(tmp_path / f"steps-{peer_id(0, replica)}.jsonl").read_text() for replica in range(REPLICAS)]
+    assert len(set(lines)) == REPLICAS, "each has its own microbatches"
+    other = manifest.model_copy(update={"outer": manifest.outer.model_copy(update={"rule": "diloco", "beta": 0.6})})
+    with pytest.raises(AssertionError):
+        replayed(other, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "forward", "backward"), [("llama", "int8", "int8"), ("gpt2", "int4", "int4")])

@@ -197,14 +197,14 @@ class Pair:
 def pair() -> Iterator[Pair]:
     """Starting two nodes takes longer than all that is done with them."""
     with tempfile.TemporaryDirectory(prefix="noloco-planted-") as name, node_processes(Path(name)) as nodes:
-        run = settings(stages="1", steps="1000000", checkpoint__every_rounds="1")
+        run = settings(stages="1", steps="1000000", checkpoint__every_steps="1")
 
         def start(own_dir: str, *arguments: str) -> NodeProcess:
             clock = str(nodes.home / f"{own_dir}.clock")
             return nodes.start(clock, *arguments, command=NODE_WITH_CLOCK, own_dir=own_dir)
 
         first = start("first", *SMALL, *run)
-        second = start("second", "--join", first.endpoints().join[0], *settings(checkpoint__every_rounds="1"))
+        second = start("second", "--join", first.endpoints().join[0], *settings(checkpoint__every_steps="1"))
         for node in (first, second):
             node.wait_for_steps(1)
             for thread in Path(f"/proc/{node.process.pid}/task").iterdir():

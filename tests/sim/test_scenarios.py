@@ -44,7 +44,7 @@ SHORTER = {
     "stragglers": ("compute.node_spread=0.6",),
     "churn": (
         "workload.parameters_per_stage=5_000_000",
-        "node.checkpoint.every_rounds=1",
+        "node.checkpoint.every_steps=1",
         "churn.from_s=5",
         "churn.arrivals_per_hour=15",
         "churn.departures_per_hour=15",

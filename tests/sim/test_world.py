@@ -39,7 +39,7 @@ def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SimPlan:
     )
     config = NodeConfig.model_validate(
         {
-            "checkpoint": {"every_rounds": 2},
+            "checkpoint": {"every_steps": 2},
             "directory": {"ttl_s": 10.0, "refresh_s": 0.5},
             "limits": {"microbatch_deadline_s": 6.0, "patience_floor_s": 1.0, "linger_s": 10.0, "drain_s": 5.0},
         }

@@ -75,7 +75,7 @@ class Record:
 def read_record(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Record:
     """The steps files; checks that exactly the files of a complete run are there."""
     steps, m = manifest["steps"], manifest["outer"]["inner_steps"]
-    rounds = range(1, -(-steps // m) + 1)
+    rounds = range(0) if manifest["outer"]["rule"] == "sync" else range(1, -(-steps // m) + 1)
     expected = {f"initial-{peer}.safetensors" for peer in stages} | {f"steps-{peer}.jsonl" for peer in stages}
     expected |= {f"round-{number:06}-{peer}.safetensors" for number in rounds for peer in stages}
     origins = [peer for peer, stage in stages.items() if stage == 0]
@@ -191,10 +191,10 @@ def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round
     """
     steps, m, rounds = manifest["steps"], manifest["outer"]["inner_steps"], dict[int, dict[str, Round]]()
     constants = tuple(manifest["outer"][name] for name in ("alpha", "beta", "gamma"))
-    for number in range(1, -(-steps // m) + 1):
+    for number in range(1, -(-steps // m) + 1 if manifest["outer"]["rule"] != "sync" else 1):
         due, next_due = min(number * m, steps), min((number + 1) * m, steps)
         latest = next_due if manifest["outer"].get("overlap") else due
-        rounds[number] = read_round(record, number, constants)
+        rounds[number] = read_round(record, number, constants, manifest["outer"]["rule"] == "diloco")
         for peer, one in rounds[number].items():
             where = f"round {number}, {peer} (stage {record.stages[peer]})"
             require(one.frozen_after == due, f"{where}: frozen after {one.frozen_after} inner steps, due after {due}")
@@ -202,8 +202,9 @@ def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round
     return rounds
 
 
-def read_round(record: Record, number: int, constants: tuple[float, ...]) -> dict[str, Round]:
-    """Peer → what it did in one round; AssertionError unless the partners are a matching, stage by stage."""
+def read_round(record: Record, number: int, constants: tuple[float, ...], of_all: bool) -> dict[str, Round]:
+    """Peer → what it did in one round; AssertionError unless the partners are a matching, stage by stage, or, `of_all`,
+    each replica took from all others of its stage: then none is named."""
     rounds: dict[str, Round] = {}
     for peer in record.stages:
         where = f"round {number}, {peer} (stage {record.stages[peer]})"
@@ -213,11 +214,16 @@ def read_round(record: Record, number: int, constants: tuple[float, ...]) -> dic
         used = tuple(float(metadata[key]) for key in ("alpha", "beta", "gamma"))
         require(used == constants, f"{where}: α, β, γ were {used}, the manifest has {constants}")
         taken = (int(metadata[f"{event}_after"]) for event in ("frozen", "merged"))
+        if of_all:
+            others = sorted(set(record.replicas(record.stages[peer])) - {peer})
+            require(metadata["partner_id"] == ",".join(others), f"{where}: took from {metadata['partner_id']}")
+            rounds[peer] = Round(None, *taken)
+            continue
         rounds[peer] = Round(metadata["partner_id"] or None, *taken)
         if rounds[peer].partner is not None:
             round = metadata["partner_round"]
             require(int(round) == number, f"{where}: partner's snapshot is of {round}")
-    for stage in range(record.depth):
+    for stage in range(0 if of_all else record.depth):
         own = {peer: rounds[peer].partner for peer in record.replicas(stage)}
         for peer, partner in own.items():
             matched = partner is None or (partner != peer and own.get(partner) == peer)

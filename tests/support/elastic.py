@@ -43,7 +43,7 @@ def manifest_for(replicas: tuple[int, ...], **changes: object) -> RunManifest:
 def config_for(**changes: object) -> NodeConfig:
     """The local settings of every node."""
     settings = {
-        "checkpoint": {"every_rounds": 1},
+        "checkpoint": {"every_steps": 1},
         "directory": {"ttl_s": TTL_S, "refresh_s": 1.0},
         "limits": {"microbatch_deadline_s": 6.0, "patience_floor_s": 1.0, "linger_s": 12.0, "drain_s": DRAIN_S},
     }
@@ -61,7 +61,7 @@ def drawn(seed: int) -> tuple[SimPlan, tuple[Fault, ...]]:
         manifest,
         replicas,
         seed=seed,
-        config=config_for(checkpoint={"every_rounds": rng.choice([1, 2])}),
+        config=config_for(checkpoint={"every_steps": rng.choice([1, 8])}),
         link=Link(latency_s=0.005, spread=0.3, reply_loss=rng.choice([0.0, 0.0, 0.01])),
         costs=COSTS,
         view_age_s=rng.choice([0.0, 0.0, 0.5]),
@@ -135,12 +135,12 @@ def main(seed: int) -> int:
     return 1 if failure else 0
 
 
-def plan_of(replicas: tuple[int, ...], *, every_rounds: int = 1, **changes: object) -> SimPlan:
+def plan_of(replicas: tuple[int, ...], *, every_steps: int = 1, **changes: object) -> SimPlan:
     """A swarm whose inner steps take about 0.7 s."""
     return SimPlan(
         manifest_for(replicas, **changes),
         replicas,
-        config=config_for(checkpoint={"every_rounds": every_rounds}),
+        config=config_for(checkpoint={"every_steps": every_steps}),
         link=Link(latency_s=0.005, spread=0.3),
         costs=COSTS,
         unequal_batches=True,

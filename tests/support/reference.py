@@ -11,7 +11,7 @@ so replaying inner step by inner step is already an order in which each weight v
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,11 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
         for number in range(1, manifest["steps"] + 1):
             gradients = microbatch_gradients(record, report, model, replicas, routes[number - 1], number)
             for peer, replica in replicas.items():
-                inner_step(record.steps[peer][number - 1], peer, replica, gradients, manifest, report)
+                # Under `sync` all replicas of a stage take the step of all their microbatches.
+                joint = record.replicas(replica.stage) if manifest["outer"]["rule"] == "sync" else [peer]
+                servings = [serving for one in joint for serving in record.steps[one][number - 1].servings]
+                line = replace(record.steps[peer][number - 1], servings=tuple(servings))
+                inner_step(line, peer, replica, gradients, manifest, report)
             outer_rounds(record, replicas, rounds, number, manifest, report)
     for stage in range(record.depth):
         partners = [{peer: pairs[peer].partner for peer in record.replicas(stage)} for pairs in rounds.values()]
@@ -303,12 +307,17 @@ def merge(
     (number, one), replica, outer = which, replicas[peer], manifest["outer"]
     alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
     group = [replica] if one.partner is None else [replica, replicas[one.partner]]
+    if outer["rule"] == "diloco":
+        group = [replicas[each] for each in record.replicas(replica.stage)]
     before, frozen, momentum, after = replica.slow, replica.frozen[number], Tensors(), Tensors()
     for name, phi in before.items():
         mean_delta = sum(member.delta[number][name] for member in group) / len(group)
         mean_phi = sum(member.slow_of[number][name] for member in group) / len(group)
         momentum[name] = alpha * replica.momentum[name] + beta * mean_delta + gamma * (mean_phi - phi)  # N1
         after[name] = phi + momentum[name]  # N2
+        if outer["rule"] == "diloco":  # METHOD.md, "Outer rules"
+            momentum[name] = alpha * replica.momentum[name] + mean_delta
+            after[name] = phi + beta * (mean_delta + alpha * momentum[name])
     computed = {"slow": before, "momentum": replica.momentum, "frozen": frozen, "fast": replica.fast}
     computed |= {"slow_after": after, "momentum_after": momentum}
     computed |= {"adam_mean": replica.mean, "adam_square": replica.square}

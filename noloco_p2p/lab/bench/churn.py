@@ -25,7 +25,7 @@ from noloco_p2p.lab.sample_stats import mean_and_std, quantile
 TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": 1}
 COLD_TARGETS_S = {"2x2": 20.0, "3x3": 45.0}
 SETTINGS: dict[str, object] = {
-    "checkpoint.every_rounds": "1",
+    "checkpoint.every_steps": "1",
     "directory.ttl_s": "10",
     "directory.refresh_s": "2",
     "audit.weights": "false",

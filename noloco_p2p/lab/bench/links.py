@@ -57,7 +57,7 @@ SETTINGS: dict[str, object] = {
     "outer.inner_steps": 20,
     "evaluation.every_steps": "null",
     "evaluation.microbatches": 1,
-    "checkpoint.every_rounds": "null",
+    "checkpoint.every_steps": "null",
     "audit.weights": "false",
     "steps": ENDLESS_STEPS,
 }

@@ -100,7 +100,7 @@ def swarm(settings: Mapping[str, Any]) -> SimSwarm:
     # `balanced` leaves the pull of the median out of the clock: all do m steps a round.
     routing, outer = "balanced" if patient else "random", {"inner_steps": m, **waits}
     # A node that has finished stays until the last one has pulled from it.
-    config = {"checkpoint": {"every_rounds": None}, "directory": {"ttl_s": FOREVER_S}}
+    config = {"checkpoint": {"every_steps": None}, "directory": {"ttl_s": FOREVER_S}}
     plan = SimPlan(
         timing_manifest(replicas, seed, steps=ROUNDS * m, routing=routing, outer=outer),
         replicas,

@@ -115,7 +115,7 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
         timing_manifest(replicas, seed, steps=1, outer=outer),
         replicas,
         seed=seed,
-        config=NodeConfig.model_validate({"checkpoint": {"every_rounds": None}, "directory": directory}),
+        config=NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "directory": directory}),
         geography=Uniform(Link(wire.median_s, wire.sigma), Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()),
         # In the latency-bound regime a snapshot weighs nothing.
         sizes=MessageSizes(0, 0, (VECTOR_BYTES if bound else 0,), (0,), (0,)),

@@ -15,7 +15,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.stage import Costs
 
-CONFIG = NodeConfig.model_validate({"checkpoint": {"every_rounds": None}, "rebalance": False})
+CONFIG = NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "rebalance": False})
 """Of every node: no checkpoints, no moves between stages."""
 FOREVER_S = 1e5
 """Virtual seconds that nothing takes."""

@@ -131,7 +131,7 @@ class RunRequirements:
             self.report.error("disk", sentence, "free some space, see to its permissions, or name another --dir")
             return
         room = f"{where} has {size_text(free)} free"
-        if self.local.checkpoint.every_rounds is None:
+        if self.local.checkpoint.every_steps is None:
             self.report.ok("disk", f"{room}; no checkpoints are written")
             return
         # One more than is kept: the oldest is removed once the newest is whole.
