@@ -117,9 +117,10 @@ class OuterRounds:
             await self._begin(due, going_on, outer.overlap and not is_last, close_intake)
 
     async def before_step(self, close_intake: Callable[[], None]) -> None:
-        """Under a rule of gradients, the round that belongs to the coming inner step. It is waited for."""
-        node = self._node
-        if self._rule.gradients and node.manifest.outer.pairing != "none" and not node.draining:
+        """Under a rule of gradients, the round of the coming inner step, which is waited for. What a later stage still
+        serves when its clock has come to the end has none."""
+        node, run = self._node, self._node.manifest
+        if self._rule.gradients and run.outer.pairing != "none" and node.step < run.steps and not node.draining:
             await self._begin(node.step + 1, None, False, close_intake)
 
     async def _begin(
@@ -191,7 +192,7 @@ class OuterRounds:
             merged = await node.stage.merge(mine, pull.theirs, pull.counted)
         if not self._rule.gradients:
             node.publish(outer_round=mine.round)
-        counts = {"asked_again": pull.asked_again, "trained": trained, "left_out": pull.left_out}
+        found = {"asked_again": pull.asked_again, "trained": trained, "left_out": pull.left_out}
         node.event(
             "outer_round",
             round=mine.round,
@@ -200,7 +201,7 @@ class OuterRounds:
             reason=pull.reason,
             seconds=node.now() - frozen_at,
             bytes=pull.nbytes,
-            **{name: n for name, n in counts.items() if n},
+            **{name: n for name, n in found.items() if n},
         )
         if merged.replica_std is not None:
             node.event("replica_std", value=merged.replica_std)

@@ -1,0 +1,20 @@
+"""Swarms with faults drawn from a seed, under rules that take from all replicas of a stage."""
+
+from dataclasses import replace
+
+import pytest
+from elastic import drawn
+
+from noloco_p2p.config import OuterSettings
+from noloco_p2p.core.outer_rules import RuleName
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.laws import broken
+
+
+@pytest.mark.parametrize(("rule", "inner_steps"), [("diloco", 4), ("sync", 1)])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_laws_hold_whatever_is_done_to_a_swarm(rule: RuleName, inner_steps: int, seed: int) -> None:
+    plan, faults = drawn(seed)
+    outer = OuterSettings(rule=rule, inner_steps=inner_steps, deadline_s=3.0)
+    plan = replace(plan, manifest=plan.manifest.model_copy(update={"outer": outer}))
+    assert broken(FaultySwarm(plan, faults)) is None
