@@ -19,7 +19,8 @@ each_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def plan(rule: str, replicas: tuple[int, ...] = (3, 3), **changes: Any) -> SimPlan:
-    return plan_of(replicas, **({"outer": RULES[rule], "steps": 24, "routing": "balanced"} | changes))
+    settings: dict[str, Any] = {"outer": RULES[rule], "steps": 24, "routing": "balanced"}
+    return plan_of(replicas, **(settings | changes))
 
 
 def common(process: SimProcess) -> tuple[float, ...]:

@@ -143,8 +143,8 @@ def test_another_muon_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_rule_that_takes_from_all_computes_the_algorithm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: RuleName
 ) -> None:
-    steps = {"inner_steps": 3} if rule == "diloco" else {}
-    manifest = lockstep("llama").model_copy(update={"outer": OuterSettings(rule=rule, partner_wait_s=60.0, **steps)})
+    outer = OuterSettings(rule=rule, partner_wait_s=60.0, inner_steps=3 if rule == "diloco" else 1)
+    manifest = lockstep("llama").model_copy(update={"outer": outer})
     hold_up(monkeypatch, 0.15)
     outcome = simulate(manifest, tmp_path)
     assert {event.get("result") for event in outcome.trace.of("outer_round")} == {"all"}
