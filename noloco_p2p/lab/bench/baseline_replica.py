@@ -123,7 +123,7 @@ class Fsdp(BaselineReplica):
         return nullcontext()
 
 
-class Diloco(BaselineReplica):
+class DilocoBaseline(BaselineReplica):
     """Inner steps alone; every m = `outer.inner_steps` of them, and after the last one, DiLoCo's outer step.
 
     arXiv 2311.08105, algorithm 1: φ takes a step of SGD with Nesterov momentum, torch's own, on the pseudo-gradient
@@ -151,7 +151,7 @@ class Diloco(BaselineReplica):
         vector_to_parameters(self._slow.clone(), self._fast)
 
 
-KINDS: dict[str, type[BaselineReplica]] = {"ddp": Ddp, "fsdp": Fsdp, "diloco": Diloco}
+KINDS: dict[str, type[BaselineReplica]] = {"ddp": Ddp, "fsdp": Fsdp, "diloco": DilocoBaseline}
 
 
 def _tokens(batch: Batch) -> int:
