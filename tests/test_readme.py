@@ -32,7 +32,7 @@ PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|
 """What is taken for a path: it has a slash inside or at its end, or a known ending."""
 
 OF_A_RUN = re.compile(
-    r"noloco-(runs|experiments)/.*|(noloco|endpoints|manifest|summary|swarm|results)\.json|known[_-]peers\.json"
+    r"(noloco-(runs|experiments)|my-tasks)/.*|(noloco|endpoints|manifest|summary|swarm|results)\.json|known[_-]peers\.json"
     r"|events\.jsonl|mine\.yaml|report\.(html|md)|python/name:.*"
 )
 """Files that a run makes or a user writes."""
@@ -45,7 +45,21 @@ FOREIGN_OPTION = re.compile(
 TERMS = re.compile(r"\d+/\d+mbit(,\w+)*|s/p|tokens/s|n/a|MiB/s|min/max")
 """Words with a slash that are no paths."""
 
-COMMANDS = ("swarm", "export", "eval", "generate", "pause", "resume", "top", "doctor", "report", "sim", "experiment")
+COMMANDS = (
+    "swarm",
+    "export",
+    "eval",
+    "finetune",
+    "tasks",
+    "generate",
+    "pause",
+    "resume",
+    "top",
+    "doctor",
+    "report",
+    "sim",
+    "experiment",
+)
 BENCHES = ("pipeline", "baseline", "transport", "stage", "outer", "monitoring", "churn", "links")
 
 HOSTS = {"arxiv.org", "HOST", "localhost", "127.0.0.1"}

@@ -9,10 +9,13 @@ from typer import Argument, Exit, Option, Typer
 
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
+from noloco_p2p.cli.finetune import finetune_model, make_tasks
 from noloco_p2p.cli.options import Device, ExportDir, Json, NodeConfigFile, NodeDir, Settings, SwarmAddresses
 
 app = Typer(help="Train a language model on a swarm of peers (NoLoCo).", add_completion=False, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+app.command("finetune")(finetune_model)
+app.command("tasks")(make_tasks)
 
 
 @app.callback()
@@ -128,10 +131,20 @@ def evaluate_model(
         bool, Option("--held-out", help="Of files: only what a run over them holds out, not all tokens.")
     ] = False,
     microbatches: Annotated[int | None, Option(min=1, help="Evaluate at most this many microbatches.")] = None,
+    tasks: Annotated[
+        str | None, Option(metavar="A,B", help="Instead of the loss: tasks of lm-evaluation-harness (extra eval).")
+    ] = None,
+    task_dir: Annotated[Path, Option(metavar="DIR", help="Of --tasks: their YAML files.")] = Path("tasks"),
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Loss, perplexity and bits per byte of an exported model, and the mean over its single replicas."""
+    if tasks is not None:
+        from noloco_p2p.launch import task_evaluation
+
+        scores = task_evaluation.run_tasks(out, tasks.split(","), task_dir, device=device)
+        print("\n".join([json.dumps(scores, allow_nan=False)] if as_json else task_evaluation.task_lines(scores)))
+        return
     from noloco_p2p.launch import evaluation
 
     figures = evaluation.run_eval(out, data or (), held_out=held_out, microbatches=microbatches, device=device)

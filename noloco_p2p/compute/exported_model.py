@@ -136,7 +136,7 @@ class ExportedModel:
     """A causal language model of transformers. See `load`."""
 
     def __init__(self, causal: Any, device: torch.device) -> None:
-        self._causal = causal
+        self.causal = causal
         self._device = device
 
     @classmethod
@@ -165,17 +165,26 @@ class ExportedModel:
             raise ConfigError(f"{directory}: the weights do not fit config.json ({', '.join(missing[:3])})")
         return cls(causal.to(chosen).eval(), chosen)
 
-    @torch.no_grad()
-    def loss(self, batch: Batch) -> LossSum:
-        """Cross entropy summed over the targets of B×T tokens that count, in nats."""
-        targets_BT = self._tensor(host_tensor.to_torch(batch.targets)).long()
+    def logits(self, batch: Batch) -> Tensor:
+        """B×T×V, in float32."""
         mask = {} if batch.mask is None else {"attention_mask": self._tensor(host_tensor.to_torch(batch.mask)).bool()}
         tokens_BT = self._tensor(host_tensor.to_torch(batch.inputs)).long()
-        logits_BTV = self._causal(input_ids=tokens_BT, use_cache=False, **mask).logits
+        logits_BTV: Tensor = self.causal(input_ids=tokens_BT, use_cache=False, **mask).logits
+        return logits_BTV.float()
+
+    def nats(self, batch: Batch) -> tuple[Tensor, int]:
+        """Cross entropy summed over the targets of B×T tokens that count, with its graph, and how many they are."""
+        targets_BT = self._tensor(host_tensor.to_torch(batch.targets)).long()
         loss = torch.nn.functional.cross_entropy(
-            logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+            self.logits(batch).flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        return LossSum(float(loss), int((targets_BT != IGNORED).sum()))
+        return loss, int((targets_BT != IGNORED).sum())
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> LossSum:
+        """As `nats`, as numbers."""
+        loss, tokens = self.nats(batch)
+        return LossSum(float(loss), tokens)
 
     def continuation(self, prompt: Sequence[int], window: int, temperature: float, seed: int) -> Iterator[int]:
         """Token ids that follow `prompt` (at least one id), one after the other, endlessly.
@@ -190,7 +199,7 @@ class ExportedModel:
                 seen = seen[-max(1, window // 2) :]
                 past, fresh = None, seen
             with torch.no_grad():
-                output = self._causal(
+                output = self.causal(
                     input_ids=self._tensor(torch.tensor([fresh])), past_key_values=past, use_cache=True
                 )
             logits_V = output.logits[0, -1].float().cpu()

@@ -19,13 +19,12 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data import corpora
 from noloco_p2p.io.data.samples import IGNORED_TARGET
 from noloco_p2p.io.data.threaded_batches import make_batches
-from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer, load_tokenizer
+from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer
 from noloco_p2p.launch.collection import progress_bar
-from noloco_p2p.launch.export import REPLICAS, read_record
+from noloco_p2p.launch.export import REPLICAS, TOKENIZER, exported_tokenizer, read_record
 from noloco_p2p.launch.swarm_summary import perplexity
 
 STDLIB = "stdlib"
-TOKENIZER = "tokenizer_config.json"
 
 Done = Callable[[], None]
 
@@ -72,7 +71,7 @@ def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, see
     """
     manifest, _ = read_record(out)
     silence_transformers()
-    tokenizer = _tokenizer(manifest, out)
+    tokenizer = exported_tokenizer(manifest, out)
     decode = load_decoder(out)
     given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]
     model = ExportedModel.load(out, device)
@@ -109,7 +108,7 @@ def _batches(
     """The data to evaluate on. Raises ConfigError, LocalError."""
     files = () if tuple(data) == (STDLIB,) else tuple(data)
     if files and not held_out:
-        return tuple(itertools.islice(_all_of(files, manifest, _tokenizer(manifest, out)), microbatches))
+        return tuple(itertools.islice(_all_of(files, manifest, exported_tokenizer(manifest, out)), microbatches))
     used = manifest.data
     if data:
         kind = "stdlib" if not files else "text" if used.kind == "stdlib" else used.kind
@@ -169,12 +168,3 @@ def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int
         return sum(int(((row >= BYTE_OFFSET) & (row < BYTE_OFFSET + 256)).sum()) for row in rows)
     decode = load_decoder(out)
     return sum(len(decode([int(one) for one in row if one != IGNORED_TARGET]).encode()) for row in rows)
-
-
-def _tokenizer(manifest: RunManifest, out: Path) -> Tokenizer:
-    """The exported tokenizer. Raises ConfigError."""
-    if not (out / TOKENIZER).exists():
-        raise ConfigError(f"{out} has no tokenizer: export once more with --tokenizer-dir")
-    name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(out)
-    vocabulary = int(str(manifest.model.config["vocab_size"]))
-    return load_tokenizer(name, None if name == "bytes" else str(out), vocabulary)

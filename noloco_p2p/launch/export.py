@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.io.data.tokenizers import Tokenizer, load_tokenizer
 from noloco_p2p.launch import run_files, settings
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ RECORD = "noloco.json"
 """In an exported directory: where the weights come from, and the run's manifest."""
 REPLICAS = "replicas"
 """In an exported directory: `<i>/`, the model of the i-th replica of every stage, not averaged."""
+TOKENIZER = "tokenizer_config.json"
+"""In an exported directory: there if the tokenizer was known."""
 
 
 def run_export(
@@ -33,11 +36,10 @@ def run_export(
     """
     if bool(join) == bool(dirs):
         raise ConfigError("say where the weights are: either --join ADDR (a swarm that runs) or --from DIR")
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ConfigError(f"--out {out} is not empty: name a directory that does not exist yet")
+    refuse_existing(out)
     found = _collected(join, dirs, one=merge == "one")
-    with _replaced(out) as fresh:
-        _write(found, fresh, merge, tokenizer_dir, replicas)
+    with replaced(out) as fresh:
+        write(found, fresh, merge, tokenizer_dir, replicas)
     for stage, mine in enumerate(found.stages):
         peers = ", ".join(f"{replica.peer} (step {replica.step})" for replica in mine)
         print(f"stage {stage}: {'mean of ' if len(mine) > 1 else ''}{peers}")
@@ -58,8 +60,11 @@ def _collected(join: Sequence[str], directories: Sequence[Path], *, one: bool) -
     return found
 
 
-def _write(found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir: str | None, replicas: bool) -> None:
-    """Model, tokenizer and record, and the single replicas of a mean."""
+def write(found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir: str | None, replicas: bool) -> None:
+    """Model, tokenizer and record, and the single replicas of a mean, into an existing directory.
+
+    Raises ConfigError, LocalError.
+    """
     from noloco_p2p.compute import exported_model
     from noloco_p2p.launch.collection import progress_bar
 
@@ -92,7 +97,6 @@ def _write(found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir
 def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory: Path) -> int | None:
     """Its end-of-text id. Token ids that were given as such (parquet) have a tokenizer only if one is named here."""
     from noloco_p2p.compute import exported_model
-    from noloco_p2p.io.data.tokenizers import load_tokenizer
 
     name, parquet = manifest.data.tokenizer, manifest.data.kind == "parquet"
     if parquet and tokenizer_dir is None and name == "bytes":
@@ -107,6 +111,8 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
 
 def read_record(directory: Path) -> tuple[RunManifest, int]:
     """The manifest and the number of single replicas of an exported directory. Raises ConfigError."""
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}")
     path = directory / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -115,8 +121,23 @@ def read_record(directory: Path) -> tuple[RunManifest, int]:
         raise ConfigError(f"{directory} is not what `noloco export` writes: {path.name} cannot be read") from error
 
 
+def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
+    """That of an exported directory. Raises ConfigError."""
+    if not (directory / TOKENIZER).exists():
+        raise ConfigError(f"{directory} has no tokenizer: export once more with --tokenizer-dir")
+    name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(directory)
+    vocabulary = int(str(manifest.model.config["vocab_size"]))
+    return load_tokenizer(name, None if name == "bytes" else str(directory), vocabulary)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises ConfigError unless `out` can be written to without loss."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"--out {out} is not empty: name a directory that does not exist yet")
+
+
 @contextlib.contextmanager
-def _replaced(out: Path) -> Iterator[Path]:
+def replaced(out: Path) -> Iterator[Path]:
     """A fresh directory beside `out` that becomes `out` when the context ends well, and is removed when it does not."""
     fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
     try:

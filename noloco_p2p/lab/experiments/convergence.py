@@ -47,8 +47,6 @@ FLOAT_BYTES = 4
 CURVE_POINTS = 50
 HELD_OUT = 32
 """Microbatches."""
-
-
 FULL, QUICK = {"hidden": 128, "layers": 4, "steps": 200}, {"hidden": 64, "layers": 2, "steps": 120}
 """What is trained, for how many optimizer steps of each replica of eight."""
 SEEDS, QUICK_SEEDS = 3, 2
@@ -92,18 +90,22 @@ def further(quick: bool, results: Results) -> list[Case]:
     """Rates beyond the best one while that is the last on its side; then at the best the other seeds, and long runs."""
     cases, seeds = [], QUICK_SEEDS if quick else SEEDS
     for name, method in METHODS.items():
-        rates, best = (
-            sorted(one["rate"] for one in select(results, method=name, seed=1, long=False)),
-            best_rate(results, name),
-        )
-        beyond = {rates[0]: best / FACTOR, rates[-1]: best * FACTOR}
-        if best in beyond and len(rates) < MOST_RATES:
-            cases.append(_case(name, float(f"{beyond[best]:.2g}"), 1, quick))
+        best = best_rate(results, name)
+        if (rate := rate_beyond(results, name)) is not None:
+            cases.append(_case(name, rate, 1, quick))
         else:
             cases += [_case(name, best, seed, quick) for seed in range(2, 1 + seeds)]
             cases += [_case(name, best, 1, quick, long=True)] if method.long and not quick else []
     measured = {one.case.name for one in results}
     return [case for case in cases if case.name not in measured]
+
+
+def rate_beyond(results: Results, method: str) -> float | None:
+    """The next rate to try of a method; None when its best one is not at an end, or enough have been tried."""
+    best = best_rate(results, method)
+    rates = sorted(one["rate"] for one in select(results, method=method, seed=1, long=False))
+    beyond = {rates[0]: best / FACTOR, rates[-1]: best * FACTOR}
+    return float(f"{beyond[best]:.2g}") if best in beyond and len(rates) < MOST_RATES else None
 
 
 def _case(method: str, rate: float, seed: int, quick: bool, long: bool = False) -> Case:
@@ -112,25 +114,29 @@ def _case(method: str, rate: float, seed: int, quick: bool, long: bool = False) 
     return Case.named("{method}-{rate:g}-{seed}-{steps}", method=method, rate=rate, seed=seed, long=long, **size)
 
 
-def measure(case: Case) -> Figures:
-    """Losses, the curve of the training loss over tokens, and bytes."""
-    from noloco_p2p.lab.experiments.real_swarm import train, train_apart
-
-    name, settings = str(case.settings["method"]), case.settings
-    method = METHODS[name]
+def plan_of(settings: Mapping[str, Any]) -> TrainingPlan:
+    """The run, one swarm, of a case's method, rate, seed, size and number of steps."""
+    method = METHODS[settings["method"]]
     manifest = small_manifest(
         settings["hidden"],
         settings["layers"],
         microbatch_size=4,
         microbatches_per_step=method.share,
-        steps=settings["steps"] * (REPLICAS if name == "one" else 1),
+        steps=settings["steps"] * (REPLICAS if settings["method"] == "one" else 1),
         routing="fixed" if method.replicas == 1 else "balanced",
         # Longer than any run: the warm-up is a tenth of the steps for all methods (METHOD.md, "Inner step").
         inner={"peak_learning_rate": settings["rate"], "warmup_steps": 10**6},
         outer=method.outer,
         evaluation={"every_steps": None, "microbatches": HELD_OUT},
     )
-    plan = TrainingPlan(manifest, (method.replicas,) * STAGES, settings["seed"], streams=tuple(range(REPLICAS)))
+    return TrainingPlan(manifest, (method.replicas,) * STAGES, settings["seed"], streams=tuple(range(REPLICAS)))
+
+
+def measure(case: Case) -> Figures:
+    """Losses, the curve of the training loss over tokens, and bytes."""
+    from noloco_p2p.lab.experiments.real_swarm import train, train_apart
+
+    name, plan = str(case.settings["method"]), plan_of(case.settings)
     if name == "apart":
         swarms, merged = train_apart(plan, range(REPLICAS))
     else:
@@ -151,7 +157,7 @@ def measure(case: Case) -> Figures:
         "asked_again": first.asked_again,
         "curve": curve(swarms),
         "between_stages": 0.0 if name == "one" else per_token["activation"] + per_token["gradient"],
-        "per_parameter_step": between * first.tokens / (sum(first.parameters) * REPLICAS * settings["steps"]),
+        "per_parameter_step": between * first.tokens / (sum(first.parameters) * REPLICAS * case.settings["steps"]),
     }
     return dict(finite(figures))
 
@@ -203,8 +209,7 @@ def report(results: Results) -> list[Block]:
 
 def _gaps(runs: Sequence[Result], parallel: Sequence[Result]) -> list[float]:
     """In nats, run by run of the same seed."""
-    pairs = zip(runs, parallel, strict=False)
-    return differences((a["validation_loss"], b["validation_loss"]) for a, b in pairs)
+    return differences((a["validation_loss"], b["validation_loss"]) for a, b in zip(runs, parallel, strict=False))
 
 
 def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:

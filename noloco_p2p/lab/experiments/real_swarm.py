@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -19,6 +20,8 @@ from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
 from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary, finite
+from noloco_p2p.launch import export
+from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
@@ -65,6 +68,19 @@ def train(plan: TrainingPlan) -> TrainingSummary:
     were not finite, Deadlock when the run hangs.
     """
     return _run(plan).summary()
+
+
+def train_and_export(plan: TrainingPlan, directory: Path) -> TrainingSummary:
+    """`train`, and the mean over the replicas and every single one as `noloco export` writes them."""
+    done = _run(plan)
+    manifest, last = done.plan.manifest, -(-plan.manifest.steps // plan.manifest.outer.inner_steps)
+    stages = tuple(
+        tuple(CollectedReplica(node.peer, stage, last, manifest.steps, _torch_stage(node).parameters) for node in nodes)
+        for stage, nodes in enumerate(done.stages)
+    )
+    directory.mkdir(parents=True)
+    export.write(CollectedWeights(manifest.run_id, manifest, last, stages), directory, "mean", None, True)
+    return done.summary()
 
 
 def train_apart(plan: TrainingPlan, streams: Sequence[int]) -> tuple[list[TrainingSummary], float]:

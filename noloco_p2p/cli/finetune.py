@@ -1,0 +1,49 @@
+"""`noloco finetune` and `noloco tasks`. What is heavy is imported inside the commands."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from noloco_p2p.cli.options import Device, ExportDir
+
+
+def finetune_model(
+    model: ExportDir,
+    data: Annotated[
+        list[str], Option(metavar="FILE", help="JSON lines with a prompt and a completion; a glob; repeatable.")
+    ],
+    out: Annotated[Path, Option("--out", help="Directory to write; it must not exist yet, or be empty.")],
+    learning_rate: Annotated[
+        float | None, Option(min=0, help="Peak, after the warm-up; default: a tenth of the run's.")
+    ] = None,
+    batch_size: Annotated[int, Option(min=1, help="Examples of an optimizer step.")] = 32,
+    epochs: Annotated[int, Option(min=1, help="Passes over the examples.")] = 3,
+    steps: Annotated[int | None, Option(min=1, help="Optimizer steps, instead of --epochs.")] = None,
+    held_out: Annotated[float, Option(min=0, max=0.9, help="Share of the examples that only measures.")] = 0.05,
+    seed: Annotated[int, Option(min=0, help="Of the order of the examples, and of what is held out.")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Train an exported model on prompts and their completions, on this machine, and write it as another one.
+
+    The loss counts the completions only. The optimizer's other settings are those of the run.
+    """
+    from noloco_p2p.launch.finetuning import Recipe, run_finetune
+
+    recipe = Recipe(learning_rate, batch_size, epochs, steps, held_out, seed)
+    found = run_finetune(model, data, out, recipe, device=device, say=lambda line: print(line, flush=True))
+    if found["held_out_loss"] is not None:
+        print(f"held out: {found['held_out_before']:.4f} nats per token before, {found['held_out_loss']:.4f} after")
+    print(f"wrote {out}")
+
+
+def make_tasks(
+    out: Annotated[Path, Argument(metavar="DIR", help="Directory to write.")],
+    seed: Annotated[int, Option(min=0, help="What the items follow from.")] = 0,
+    train: Annotated[int, Option(min=1, max=5000, help="Items of each task for noloco finetune.")] = 2000,
+    test: Annotated[int, Option(min=1, max=1000, help="Other items of each for noloco eval --tasks.")] = 200,
+) -> None:
+    """Make five small tasks: addition, sorting, brackets, copying, recall."""
+    from noloco_p2p.lab.made_tasks import TRAIN, write_tasks
+
+    print(f"{out}: {TRAIN}, and for noloco eval the tasks {', '.join(write_tasks(out, seed, train, test))}, *_choice")

@@ -1,0 +1,146 @@
+"""Is anything lost that the loss does not show, when a model is pre-trained by replicas that meet one peer now and then
+and is then fine-tuned on tasks?
+
+Pre-training is that of `convergence`: a byte-level Llama on the text of the standard library, eight replicas of two
+stages, equal tokens, for each method the rate with the lowest held-out loss of the first seed. The mean over the
+replicas is exported and fine-tuned in one process, as `noloco finetune` does it, in the same way for all: {EXAMPLES:,}
+examples of each of the five tasks that `noloco tasks` makes, batches of {BATCH_SIZE}, peak rate {TUNING_RATE:g}, the
+loss on the completions only. {TEST} other items of each task are judged twice. *Exact*: greedy decoding gives the
+completion and then the end of text. *Choice*: of four texts of equal length the right one is the likeliest; guessing
+gives 0.25. *Without pre-training*: the weights have taken one step. *Jensen-Shannon*: the divergence of two replicas'
+next-token distributions before the merge, the mean over pairs and over positions of held-out text, from 0 to
+ln 2 = 0.693 nats. Weights, data, tasks and the order of examples follow from the seed; mean ± standard deviation over
+seeds, and differences of runs with the same seed.
+
+Limits: A model of about a million parameters after a few hundred steps has learnt spelling, not skills, so most of what
+the tasks need is learnt in fine-tuning; the runs without pre-training show whether it matters at all. Five tasks of a
+few bytes are not language, {TEST} items give a share near one half a standard error of 0.035, and one recipe was used
+for all. Nothing is said of fine-tuning by the swarm itself.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+
+from noloco_p2p.lab.experiments import convergence
+from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, RATES, SEEDS, best_rate, rate_beyond
+from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
+from noloco_p2p.lab.experiments.results import Columns, differences, known, mean_std, over, select, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.training import finite
+
+METHODS = ("parallel", "noloco", "gossip-int4")
+"""Of `convergence`, by which models are pre-trained; the first is the one that the others are held against."""
+FRESH = "fresh"
+TITLES = {name: method.title for name, method in convergence.METHODS.items()} | {FRESH: "without pre-training"}
+EXAMPLES, TEST, BATCH_SIZE, TUNING_RATE = 4000, 200, 16, 2e-3
+TUNING_STEPS, QUICK_TUNING_STEPS = 3000, 1500
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every method at every rate, with the first seed; and no pre-training, with all seeds."""
+    seeds = range(1, 1 + (QUICK_SEEDS if quick else SEEDS))
+    fresh = [_case(FRESH, RATES[0], seed, quick) for seed in seeds]
+    return [_case(method, rate, 1, quick) for method in METHODS for rate in RATES] + fresh
+
+
+def _case(method: str, rate: float, seed: int, quick: bool) -> Case:
+    settings = {**(QUICK if quick else FULL), "tuning_steps": QUICK_TUNING_STEPS if quick else TUNING_STEPS}
+    if method == FRESH:
+        settings["steps"] = 1
+    return Case.named("{method}-{rate:g}-{seed}", method=method, rate=rate, seed=seed, long=False, **settings)
+
+
+def further(quick: bool, results: Results) -> list[Case]:
+    """Rates beyond the best one while that is the last on its side; then the other seeds at the best."""
+    cases, seeds = [], QUICK_SEEDS if quick else SEEDS
+    for name in METHODS:
+        if (rate := rate_beyond(results, name)) is not None:
+            cases.append(_case(name, rate, 1, quick))
+        else:
+            cases += [_case(name, best_rate(results, name), seed, quick) for seed in range(2, 1 + seeds)]
+    measured = {one.case.name for one in results}
+    return [case for case in cases if case.name not in measured]
+
+
+def measure(case: Case) -> Figures:
+    """Losses before and after fine-tuning, the replicas' divergence, and the tasks."""
+    from noloco_p2p.config import NodeConfig
+    from noloco_p2p.io.data.threaded_batches import make_batches
+    from noloco_p2p.lab.experiments.downstream_scores import replica_divergence, task_scores
+    from noloco_p2p.lab.experiments.real_swarm import train_and_export
+    from noloco_p2p.lab.made_tasks import TRAIN, write_tasks
+    from noloco_p2p.launch import evaluation, export, finetuning
+
+    method, seed, steps = (case.settings[name] for name in ("method", "seed", "tuning_steps"))
+    plan = convergence.plan_of({**case.settings, "method": METHODS[0] if method == FRESH else method})
+    recipe = finetuning.Recipe(TUNING_RATE, BATCH_SIZE, steps=steps, seed=seed)
+    with TemporaryDirectory() as home:
+        model, tuned, tasks = (Path(home) / name for name in ("model", "tuned", "tasks"))
+        trained = train_and_export(plan, model)
+        manifest, replicas = export.read_record(model)
+        held_out = list(make_batches(manifest, NodeConfig(), "").validation())
+        singles = [model / export.REPLICAS / str(number) for number in range(replicas)]
+        items, data = write_tasks(tasks, seed, EXAMPLES, TEST), str(tasks / TRAIN)
+        found = finetuning.run_finetune(model, [data], tuned, recipe, device="cpu", say=lambda line: None)
+        scores = task_scores(tuned, items)
+        text = evaluation.run_eval(tuned, (), held_out=False, microbatches=None, device="cpu")
+        figures = trained.figures("validation_loss", "merged_loss", "tokens") | {
+            "parameters": sum(trained.parameters),
+            "divergence": replica_divergence(singles, held_out) if singles else None,
+            "completion_loss": found["held_out_loss"],
+            "text_loss": text["merged"]["loss"],
+            "tasks": scores,
+            **{kind: fmean(score[kind] for score in scores.values()) for kind in ("exact", "choice")},
+        }
+    return dict(finite(figures))
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def report(results: Results) -> list[Block]:
+    """Both tables, and in words what differs from the first method."""
+    runs = {name: select(results, method=name, rate=best_rate(results, name)) for name in (*METHODS, FRESH)}
+    return [_losses(runs), _tasks(runs), *(_finding(runs, name) for name in runs if name != METHODS[0])]
+
+
+def _losses(runs: Mapping[str, Results]) -> Table:
+    columns: Columns = {
+        "pre-training": lambda same: TITLES[same[0]["method"]],
+        "peak rate": lambda same: f"{same[0]['rate']:g}",
+        "loss, mean over replicas": over("validation_loss"),
+        "loss of the merged model": over("merged_loss"),
+        "Jensen-Shannon": over("divergence", 3),
+        "fine-tuned: loss of completions": over("completion_loss"),
+        "fine-tuned: loss of text": over("text_loss"),
+    }
+    one = runs[METHODS[0]][0]
+    caption = f"{one['parameters']:,} parameters, {one['tokens']:,} tokens of pre-training, nats per token; held out."
+    return table(columns, runs.values(), caption)
+
+
+def _tasks(runs: Mapping[str, Results]) -> Table:
+    rows: list[list[Cell]] = []
+    for name, same in runs.items():
+        for kind in ("exact", "choice"):
+            each = [mean_std([one["tasks"][task][kind] for one in same], 3) for task in same[0]["tasks"]]
+            rows.append([TITLES[name], kind, *each, mean_std(known(same, kind), 3)])
+    heads = ("pre-training", "judged by", *runs[METHODS[0]][0]["tasks"], "mean")
+    return Table(heads, rows, f"Share of items that the fine-tuned models get right, {len(runs[METHODS[0]])} seeds.")
+
+
+def _finding(runs: Mapping[str, Results], name: str) -> str:
+    pairs = list(zip(runs[name], runs[METHODS[0]], strict=False))
+    loss, exact, choice = (
+        mean_std(differences((a[kind], b[kind]) for a, b in pairs), 3)
+        for kind in ("validation_loss", "exact", "choice")
+    )
+    return (
+        f"{TITLES[name]} less {TITLES[METHODS[0]]}: {loss} nats of loss before fine-tuning (mean over the replicas);"
+        f" after it {exact} in the share of items right by exact match, {choice} by choice."
+    )
+
+
+EXPERIMENT = Experiment("downstream", describe(globals()), cases, measure, report, further)

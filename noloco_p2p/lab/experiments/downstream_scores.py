@@ -1,0 +1,75 @@
+"""What exported models are compared by: answers to the made tasks, and how far replicas' predictions differ.
+
+Shape legend: R replicas, B rows or items, C choices, T sequence, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.compute import host_tensor
+from noloco_p2p.compute.exported_model import ExportedModel
+from noloco_p2p.compute.stage import IGNORED
+from noloco_p2p.core.messages import Batch
+from noloco_p2p.io.data.tokenizers import Tokenizer
+from noloco_p2p.lab.made_tasks import CHOICES, TaskItem
+from noloco_p2p.launch import export
+from noloco_p2p.launch.examples import example, padded
+
+ITEMS = 16
+"""That are scored at once, all their choices."""
+
+
+def task_scores(directory: Path, tasks: Mapping[str, Sequence[TaskItem]]) -> dict[str, dict[str, float]]:
+    """Of each task the share of items that an exported model gets right: `exact`, by greedy decoding, and `choice`,
+    where the completion is the likeliest choice. The end of text counts in both."""
+    manifest, _ = export.read_record(directory)
+    tokenizer, model = export.exported_tokenizer(manifest, directory), ExportedModel.load(directory, "cpu")
+    found = {}
+    for task, items in tasks.items():
+        scores = [
+            one for at in range(0, len(items), ITEMS) for one in _scores(model, tokenizer, items[at : at + ITEMS])
+        ]
+        exact, choice = zip(*scores, strict=True)
+        found[task] = {"exact": fmean(exact), "choice": fmean(choice)}
+    return found
+
+
+@torch.no_grad()
+def _scores(model: ExportedModel, tokenizer: Tokenizer, items: Sequence[TaskItem]) -> list[tuple[bool, bool]]:
+    """(exact, choice) of each item."""
+    batch = padded([example(tokenizer, item.prompt, choice) for item in items for choice in item.choices])
+    logits_BTV, targets_BT = model.logits(batch), host_tensor.to_torch(batch.targets).long()
+    counted_BT = targets_BT != IGNORED
+    # Greedy decoding gives a text if and only if every id of it is the likeliest after those before it.
+    greedy_BC = ((logits_BTV.argmax(-1) == targets_BT) | ~counted_BT).all(1).view(-1, CHOICES)
+    chances_BT = logits_BTV.log_softmax(-1).gather(2, targets_BT.clamp(min=0)[:, :, None])[:, :, 0]
+    likeliest_B = (chances_BT * counted_BT).sum(1).view(-1, CHOICES).argmax(1)
+    return [(bool(greedy_BC[row, one.answer]), int(likeliest_B[row]) == one.answer) for row, one in enumerate(items)]
+
+
+@torch.no_grad()
+def replica_divergence(directories: Sequence[Path], batches: Sequence[Batch]) -> float:
+    """Jensen-Shannon divergence of two replicas' next-token distributions, nats, the mean over all pairs and all
+    positions: from 0, where they are equal, to ln 2 (Lin 1991, "Divergence measures based on the Shannon entropy").
+
+    ValueError for fewer than two.
+    """
+    models = [ExportedModel.load(directory, "cpu") for directory in directories]
+    found = []
+    for batch in batches:
+        chances_RBTV = [model.logits(batch).double().softmax(-1) for model in models]
+        found += [
+            float(_entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2) for p, q in combinations(chances_RBTV, 2)
+        ]
+    return fmean(found)
+
+
+def _entropy(chances_BTV: Tensor) -> Tensor:
+    """Of the distributions, nats, the mean over positions."""
+    entropy: Tensor = torch.special.entr(chances_BTV).sum(-1).mean()
+    return entropy

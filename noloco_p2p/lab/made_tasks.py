@@ -1,0 +1,155 @@
+"""`noloco tasks`: five small tasks that are made, not collected: addition, sorting, brackets, copying, recall.
+
+An item is a prompt and its completion, and four choices of equal length of which the completion is one, so that an
+answer can be judged twice: is the text that a model gives exactly right, and does it find the right one likeliest.
+Everything is ASCII and, with the end of text, at most MOST_BYTES bytes long. The items of a task are all different,
+and follow from the seed.
+"""
+
+import json
+import string
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import yaml
+
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.errors import LocalError
+
+CHOICES, MOST_BYTES = 4, 64
+TRAIN = "train.jsonl"
+LETTERS = "abcdefgh"
+PAIRS = {"(": ")", "[": "]", "{": "}", "<": ">"}
+
+
+class TaskItem(NamedTuple):
+    """One question."""
+
+    prompt: str
+    completion: str
+    choices: tuple[str, ...]
+    answer: int
+    """Which of the choices is the completion."""
+
+
+Drawn = tuple[str, str, str]
+"""Input, answer, and the characters that an answer consists of."""
+
+
+def _addition(chance: Random) -> Drawn:
+    left, right = chance.randrange(1000), chance.randrange(10)
+    return f"{left}+{right}", str(left + right), string.digits
+
+
+def _sorting(chance: Random) -> Drawn:
+    letters = chance.choices(LETTERS, k=chance.randint(3, 6))
+    return "".join(letters), "".join(sorted(letters)), LETTERS
+
+
+def _brackets(chance: Random) -> Drawn:
+    """Opened and partly closed; what closes the rest is asked for."""
+    opened, text = "", ""
+    while len(text) < 8 or len(opened) < 2:
+        if opened and chance.random() < 0.4:
+            text, opened = text + PAIRS[opened[-1]], opened[:-1]
+        else:
+            opened += chance.choice(list(PAIRS))
+            text += opened[-1]
+    return text, "".join(PAIRS[one] for one in reversed(opened)), "".join(PAIRS.values())
+
+
+def _copying(chance: Random) -> Drawn:
+    letters = "".join(chance.choices(LETTERS, k=chance.randint(3, 6)))
+    return letters, letters, LETTERS
+
+
+def _recall(chance: Random) -> Drawn:
+    """Of three keys with their values one is asked for; the fourth choice was not stored."""
+    keys, values = chance.sample(LETTERS, 3), "".join(chance.sample(string.digits, 4))
+    stored = " ".join(f"{key}={value}" for key, value in zip(keys, values, strict=False))
+    asked = chance.randrange(3)
+    return f"{stored} {keys[asked]}", values[asked], values
+
+
+TASKS: Mapping[str, Callable[[Random], Drawn]] = {
+    "addition": _addition,
+    "sorting": _sorting,
+    "brackets": _brackets,
+    "copying": _copying,
+    "recall": _recall,
+}
+
+
+def items(task: str, seed: int, count: int) -> list[TaskItem]:
+    """So many different ones; a longer list begins with the shorter one. ValueError when there are not as many."""
+    chance, found = generator(seed, "task", task), dict[str, TaskItem]()
+    for _ in range(10 * count):
+        given, right, alphabet = TASKS[task](chance)
+        if given not in found:
+            choices = _choices(chance, right, alphabet)
+            found[given] = TaskItem(f"{task} {given}=", right, choices, choices.index(right))
+        if len(found) == count:
+            return list(found.values())
+    raise ValueError(f"{task} has only about {len(found):,} different items, not {count:,}")
+
+
+def _choices(chance: Random, right: str, alphabet: str) -> tuple[str, ...]:
+    """The right one and others with one character changed, in random order."""
+    found = [right]
+    while len(found) < CHOICES:
+        at = chance.randrange(len(right))
+        wrong = right[:at] + chance.choice(alphabet) + right[at + 1 :]
+        if wrong not in found:
+            found.append(wrong)
+    chance.shuffle(found)
+    return tuple(found)
+
+
+def write_tasks(out: Path, seed: int, train: int, test: int) -> dict[str, list[TaskItem]]:
+    """Write TRAIN, with `train` items of every task in turn, for `noloco finetune`, and each task's other `test`
+    items with two tasks of lm-evaluation-harness, NAME and NAME_choice. Returns the latter items by task.
+
+    Raises LocalError when the disk refuses.
+    """
+    made = {task: items(task, seed, train + test) for task in TASKS}
+    tested = {task: found[:test] for task, found in made.items()}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        trained = zip(*(found[test:] for found in made.values()), strict=True)
+        _write_lines(out / TRAIN, [one for same in trained for one in same])
+        for task, found in tested.items():
+            _write_lines(out / f"{task}.jsonl", found)
+            for name, settings in _harness_tasks(task, found).items():
+                (out / f"{name}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise LocalError(f"{out} cannot be written: {error.strerror or error}") from error
+    return tested
+
+
+def _write_lines(path: Path, found: Sequence[TaskItem]) -> None:
+    path.write_text("".join(json.dumps(one._asdict()) + "\n" for one in found), encoding="utf-8")
+
+
+def _harness_tasks(task: str, found: Sequence[TaskItem]) -> dict[str, dict[str, Any]]:
+    """Exact match by greedy decoding, and choice by likelihood. Paths are relative to the directory."""
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": f"{task}.jsonl"}},
+        "test_split": "test",
+        "doc_to_text": "{{prompt}}",
+        "target_delimiter": "",
+    }
+    longest = max(len(one.completion) for one in found) + 1
+    exact = {
+        "output_type": "generate_until",
+        "doc_to_target": "{{completion}}",
+        "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": longest},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
+    return {
+        task: {"task": task, **shared, **exact},
+        f"{task}_choice": {"task": f"{task}_choice", **shared, **choice, "metric_list": [{"metric": "acc"}]},
+    }

@@ -1,0 +1,144 @@
+"""`noloco finetune`: supervised fine-tuning of an exported model on this machine.
+
+AdamW with the settings of the run (`inner`), but for the peak learning rate: warm-up and cosine, clipped
+gradients. The loss of a step is the mean over the tokens of its completions. Everything follows from the model, the
+data and the seed.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from noloco_p2p import __version__, humanize
+from noloco_p2p.config import InnerSettings, RunManifest
+from noloco_p2p.core.messages import Batch
+from noloco_p2p.core.schedule import learning_rate
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.launch import export, run_files
+from noloco_p2p.launch.examples import Example, padded, read_examples
+
+if TYPE_CHECKING:
+    from noloco_p2p.compute.exported_model import ExportedModel
+
+REPORTS = 20
+"""Progress lines of a whole run."""
+RATE_SHARE = 0.1
+"""Peak learning rate over that of the run, unless one is given: a trained model is changed with care."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a model is fine-tuned."""
+
+    learning_rate: float | None = None
+    """Peak; none: RATE_SHARE of the run's."""
+    batch_size: int = 32
+    """Examples of an optimizer step."""
+    epochs: int = 3
+    """Passes over the examples."""
+    steps: int | None = None
+    """Optimizer steps, instead of epochs."""
+    held_out: float = 0.05
+    """Share of the examples that are not trained on."""
+    seed: int = 0
+    """Of what is held out, and of the order of the examples in each pass."""
+
+
+def run_finetune(
+    model: Path, data: Sequence[str], out: Path, recipe: Recipe, *, device: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Train the exported directory `model` on files of JSON lines, write it to `out`, return its figures.
+
+    Figures: `steps`, `examples`, `too_long` (left out), `held_out_before` and `held_out_loss` (nats per token of the
+    completions; None without held-out examples). Raises ConfigError, LocalError.
+    """
+    export.refuse_existing(out)
+    manifest, _ = export.read_record(model)
+    trained, held, too_long = _split(read_examples(data, export.exported_tokenizer(manifest, model)), manifest, recipe)
+    if too_long:
+        say(f"left out, longer than the run's {manifest.sequence_length} tokens: {too_long:,} examples")
+    steps = recipe.steps or recipe.epochs * math.ceil(len(trained) / recipe.batch_size)
+    say(f"{len(trained):,} examples, {len(held):,} held out; steps of {recipe.batch_size}: {steps:,}")
+    peak = recipe.learning_rate or RATE_SHARE * manifest.inner.peak_learning_rate
+    inner = manifest.inner.model_copy(update={"peak_learning_rate": peak})
+
+    from noloco_p2p.compute import exported_model
+
+    exported_model.silence_transformers()
+    loaded = exported_model.ExportedModel.load(model, device)
+    before = _held_out_loss(loaded, held, recipe.batch_size)
+    _train(loaded, islice(_batches(trained, recipe), steps), steps, inner, say)
+    after = _held_out_loss(loaded, held, recipe.batch_size)
+    figures: dict[str, Any] = {"steps": steps, "examples": len(trained), "too_long": too_long}
+    figures |= {"held_out_before": before, "held_out_loss": after}
+    with export.replaced(out) as fresh:
+        loaded.causal.save_pretrained(fresh)
+        exported_model.write_tokenizer(str(model), fresh)
+        record = json.loads((model / export.RECORD).read_text(encoding="utf-8"))
+        record |= {"replicas": 0, "version": __version__, "finetuned": {**asdict(recipe), **figures}}
+        run_files.write_json(fresh / export.RECORD, record)
+    return figures
+
+
+def _split(
+    examples: Sequence[Example], manifest: RunManifest, recipe: Recipe
+) -> tuple[list[Example], list[Example], int]:
+    """Those to train on, those held out, and how many are too long for the run's sequences."""
+    fitting = [one for one in examples if len(one.ids) - 1 <= manifest.sequence_length]
+    generator(recipe.seed, "finetune", "held out").shuffle(fitting)
+    held = round(recipe.held_out * len(fitting))
+    if held == len(fitting):
+        raise ConfigError(
+            f"nothing to train on: of {len(examples):,} examples {len(fitting):,} fit into the run's"
+            f" {manifest.sequence_length} tokens, and {held:,} are held out"
+        )
+    return fitting[held:], fitting[:held], len(examples) - len(fitting)
+
+
+def _batches(examples: list[Example], recipe: Recipe) -> Iterator[Batch]:
+    """Endlessly, pass after pass, each in an order of its own; the last one of a pass may be smaller."""
+    for number in count():
+        order = list(examples)
+        generator(recipe.seed, "finetune", "pass", number).shuffle(order)
+        yield from _in_order(order, recipe.batch_size)
+
+
+def _in_order(examples: Sequence[Example], size: int) -> Iterator[Batch]:
+    return (padded(examples[at : at + size]) for at in range(0, len(examples), size))
+
+
+def _train(
+    model: "ExportedModel", batches: Iterator[Batch], steps: int, inner: InnerSettings, say: Callable[[str], None]
+) -> None:
+    """One optimizer step for each batch. Raises LocalError when a loss is not finite."""
+    from torch.autograd import backward
+    from torch.nn.utils import clip_grad_norm_
+
+    from noloco_p2p.compute.inner_optimizer import InnerOptimizer
+
+    parameters = dict(model.causal.named_parameters())
+    optimizer, began, every = InnerOptimizer(parameters, inner), time.monotonic(), math.ceil(steps / REPORTS)
+    for step, batch in enumerate(batches, 1):
+        loss, tokens = model.nats(batch)
+        mean = float(loss.detach()) / tokens
+        if not math.isfinite(mean):
+            raise LocalError(f"the loss is not finite at step {step}: try a lower --learning-rate")
+        backward(loss / tokens)
+        clip_grad_norm_(parameters.values(), inner.clip_norm)
+        rate = learning_rate(step, steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction)
+        optimizer.step(rate)
+        model.causal.zero_grad()
+        if step % every == 0 or step == steps:
+            left_s = (time.monotonic() - began) / step * (steps - step)
+            say(f"step {step:,}/{steps:,}  loss {mean:.4f}  rate {rate:.2e}  {humanize.elapsed(left_s)} left")
+
+
+def _held_out_loss(model: "ExportedModel", examples: Sequence[Example], size: int) -> float | None:
+    sums = [model.loss(batch) for batch in _in_order(examples, size)]
+    return sum(one.loss_sum for one in sums) / sum(one.tokens for one in sums) if sums else None

@@ -1,0 +1,182 @@
+"""`noloco finetune`: what it learns, what it writes, and what it refuses before torch is loaded."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpointed import exported, make_replica, save, save_swarm, small_run
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from noloco_p2p.cli.main import app
+from noloco_p2p.compute.exported_model import ExportedModel
+from noloco_p2p.compute.stage import IGNORED
+from noloco_p2p.core.schedule import learning_rate
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data.tokenizers import BYTES
+from noloco_p2p.launch.evaluation import run_eval, run_generate
+from noloco_p2p.launch.examples import example, padded, read_examples
+from noloco_p2p.launch.export import read_record
+from noloco_p2p.launch.finetuning import Recipe, run_finetune
+
+ANSWERS = {"a=": "x1", "b=": "y2", "c=": "z3"}
+
+
+def written(path: Path, pairs: Sequence[tuple[str, str]] | None = None) -> str:
+    """A file of JSON lines."""
+    lines = [json.dumps({"prompt": p, "completion": c, "id": 1}) for p, c in pairs or list(ANSWERS.items()) * 8]
+    path.write_text("\n".join([*lines, "", ""]))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported model with the mean of two replicas."""
+    home = tmp_path_factory.mktemp("model")
+    save_swarm(small_run(), home / "run", [2, 2])
+    return exported(home / "run", home / "out")
+
+
+def tuned(model: Path, data: str, out: Path, said: list[str] | None = None, **recipe: Any) -> dict[str, Any]:
+    say = (said if said is not None else []).append
+    return run_finetune(model, [data], out, Recipe(**recipe), device="cpu", say=say)
+
+
+def test_it_learns_its_completions_and_loads_as_an_exported_model(tmp_path: Path, model: Path) -> None:
+    data, out, said = written(tmp_path / "data.jsonl"), tmp_path / "tuned", list[str]()
+    figures = tuned(model, data, out, said, learning_rate=1e-2, batch_size=8, steps=60, held_out=0.25)
+    assert figures["held_out_loss"] < 0.05 < 2 < figures["held_out_before"]
+    assert (figures["steps"], figures["examples"], figures["too_long"]) == (60, 18, 0)
+    for prompt, completion in ANSWERS.items():
+        assert run_generate(out, prompt, tokens=9, temperature=0.0, seed=0, device="cpu") == completion
+    assert read_record(out) == (read_record(model)[0], 0)
+    assert run_eval(out, (), held_out=False, microbatches=1, device="cpu")["tokens"] == 32
+    tokens = AutoTokenizer.from_pretrained(out)("a=", add_special_tokens=False, return_tensors="pt")
+    said_by_it = AutoModelForCausalLM.from_pretrained(out).generate(**tokens, max_new_tokens=9, do_sample=False)
+    assert AutoTokenizer.from_pretrained(out).decode(said_by_it[0], skip_special_tokens=True) == "a=x1"
+    assert len(said) == 1 + 20
+    assert said[0] == "18 examples, 6 held out; steps of 8: 60"
+    assert "step 60/60" in said[-1]
+    assert "rate 1.00e-03" in said[-1]
+    assert "0.0 s left" in said[-1]
+
+
+def test_equal_seeds_give_equal_bytes(tmp_path: Path, model: Path) -> None:
+    data = written(tmp_path / "data.jsonl")
+
+    def made(name: str, seed: int) -> bytes:
+        tuned(model, data, tmp_path / name, batch_size=4, epochs=1, seed=seed)
+        return (tmp_path / name / "model.safetensors").read_bytes()
+
+    assert made("one", 1) == made("two", 1) != made("three", 2)
+
+
+def test_a_step_is_adamw_on_the_mean_over_the_completions(tmp_path: Path, model: Path) -> None:
+    """Against torch alone, example by example and without padding: two steps, with warm-up and clipping."""
+    pairs = [("ab=", "x"), ("c=", "yyyy")]
+    out = tmp_path / "tuned"
+    tuned(model, written(tmp_path / "data.jsonl", pairs), out, learning_rate=0.01, batch_size=2, steps=2, held_out=0.0)
+    inner = read_record(model)[0].inner
+    causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adam = torch.optim.AdamW(causal.parameters(), betas=(inner.beta1, inner.beta2), weight_decay=inner.weight_decay)
+    for step in (1, 2):
+        nats, tokens = torch.zeros(()), 0
+        for prompt, completion in pairs:
+            ids = torch.tensor([*(b + 3 for b in (prompt + completion).encode()), 1])
+            chances = causal(input_ids=ids[None, :-1]).logits[0].log_softmax(-1)
+            for at in range(len(prompt) - 1, len(ids) - 1):
+                nats, tokens = nats - chances[at, ids[at + 1]], tokens + 1
+        adam.param_groups[0]["lr"] = learning_rate(step, 2, 0.01, inner.warmup_steps, inner.final_fraction)
+        adam.zero_grad()
+        torch.autograd.backward(nats / tokens)
+        torch.nn.utils.clip_grad_norm_(causal.parameters(), inner.clip_norm)
+        adam.step()
+    found = load_file(out / "model.safetensors")
+    for name, theta in causal.named_parameters():
+        torch.testing.assert_close(found[name], theta.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_prompts_and_padding_do_not_count() -> None:
+    batch = padded([example(BYTES, "ab", "c"), example(BYTES, "", "de")])
+    assert np.frombuffer(batch.inputs.data, "<i4").reshape(2, 3).tolist() == [[100, 101, 102], [1, 103, 104]]
+    targets = np.frombuffer(batch.targets.data, "<i4").reshape(2, 3).tolist()
+    assert targets == [[IGNORED, 102, 1], [103, 104, 1]]
+
+
+def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path, model: Path) -> None:
+    pairs, said = [("a=", "x"), ("b" * 10, "c" * 6), ("b" * 10, "c" * 7)], list[str]()
+    data = written(tmp_path / "data.jsonl", pairs)
+    figures = tuned(model, data, tmp_path / "out", said, steps=1, held_out=0.0)
+    assert (figures["examples"], figures["too_long"]) == (2, 1)
+    assert said[0] == "left out, longer than the run's 16 tokens: 1 examples"
+    with pytest.raises(ConfigError, match="of 1 examples 0 fit into the run's 16 tokens"):
+        tuned(model, written(tmp_path / "long.jsonl", pairs[2:]), tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"}', "no `completion`"),
+        ('{"completion": "a"}', "no `prompt`"),
+        ('{"prompt": "a", "completion": 3}', "no `completion`"),
+        ('["a"]', "no `prompt`"),
+        ('{"prompt"', "Expecting"),
+    ],
+)
+def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n\n' + line + "\n")
+    with pytest.raises(ConfigError, match=f"data.jsonl, line 3: {message}"):
+        read_examples([str(path)], BYTES)
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="no line has a prompt"):
+        read_examples([str(path)], BYTES)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_examples([str(path)], BYTES)
+
+
+def test_errors_come_before_torch(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "noloco_p2p.compute", None)
+    data, full = written(tmp_path / "data.jsonl"), written(tmp_path / "full")
+    for directory, file, out, message in [
+        (tmp_path / "nowhere", data, tmp_path / "out", "there is no directory"),
+        (tmp_path, data, tmp_path / "out", "is not what `noloco export` writes"),
+        (model, str(tmp_path / "nowhere.jsonl"), tmp_path / "out", "no file matches"),
+        (model, data, Path(full), "is not empty"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            tuned(directory, file, out)
+    with pytest.raises(ImportError):
+        tuned(model, data, tmp_path / "out")
+
+
+def test_a_loss_that_is_not_finite_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    manifest = small_run(stages=1)
+    replica = make_replica(manifest, 0, "a")
+    save(manifest, tmp_path / "a", replica, "a", 3)
+    out = exported(tmp_path / "a", tmp_path / "model")
+    loaded = ExportedModel.load(out, "cpu")
+    with torch.no_grad():
+        next(iter(loaded.causal.parameters())).fill_(float("nan"))
+    loaded.causal.save_pretrained(out)
+    with pytest.raises(LocalError, match="not finite at step 1: try a lower --learning-rate"):
+        tuned(out, written(tmp_path / "data.jsonl"), tmp_path / "tuned")
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_the_command_says_what_it_did(tmp_path: Path, model: Path) -> None:
+    options = ["--data", written(tmp_path / "data.jsonl"), "--out", str(tmp_path / "out"), "--epochs", "1"]
+    done = CliRunner().invoke(app, ["finetune", str(model), *options, "--device", "cpu"])
+    lines = done.output.splitlines()
+    assert lines[0] == "23 examples, 1 held out; steps of 32: 1"
+    # The last step's: a tenth of the peak, which is a tenth of the run's.
+    assert "rate 1.00e-05" in lines[1]
+    assert lines[2].startswith("held out: ")
+    assert lines[3] == f"wrote {tmp_path / 'out'}"
