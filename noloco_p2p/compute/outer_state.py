@@ -4,17 +4,19 @@ All of it is held in compute_dtype, which is at least float32.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, replica_tensors
+from noloco_p2p.compute.dct_tiles import DctTiles
 from noloco_p2p.compute.lattice_pull import ReplicaDistances
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core import agreement, outer_update
 from noloco_p2p.core.lattice_format import LATTICE_BITS
-from noloco_p2p.core.outer_rules import Offer
+from noloco_p2p.core.outer_rules import Dct, Offer, OuterRule
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
 
 ByName = dict[str, Tensor]
@@ -29,7 +31,8 @@ class OuterState:
     def __init__(self, fast: Mapping[str, Tensor], settings: OuterSettings) -> None:
         self._fast = fast
         self._settings = settings
-        self.rule = settings.update
+        rule = settings.update
+        self.rule: OuterRule = replace(rule, transform=DctTiles()) if isinstance(rule, Dct) else rule
         self.kinds: dict[str, ByName] = {kind: {} for kind in self.rule.kinds}
         """What the rule keeps, by kind and name. Tensors are replaced, never written to: captured states share them."""
         thetas = {name: host_tensor.copy(theta) for name, theta in fast.items()}

@@ -3,17 +3,21 @@
 Any thread may `encode` and `decode`: frozen rounds are never written to.
 """
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, replica_tensors
+from noloco_p2p.compute.dct_tiles import SparseVector
 from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import LatticePull
 from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.agreement import GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
-from noloco_p2p.core.messages import HostTensor, PeerId
+from noloco_p2p.core.messages import HostTensor, PeerId, TensorSpec
 from noloco_p2p.core.outer_rules import vector_size
 from noloco_p2p.core.snapshots import (
     FrozenRound,
@@ -32,14 +36,18 @@ WIDTHS = ("bfloat16", "float32", "float64")
 
 
 class SnapshotCodec:
-    """Of one stage with `parameters` parameters of a run."""
+    """Of one stage of a run, with these parameters."""
 
-    def __init__(self, run: RunManifest, stage: int, parameters: int) -> None:
-        self._seed, self._stage, self._parameters = run.seed, stage, parameters
+    def __init__(self, run: RunManifest, stage: int, parameters: Sequence[TensorSpec]) -> None:
+        shapes = [spec.shape for spec in parameters]
+        count = sum(map(prod, shapes))
+        self._seed, self._stage, self._parameters = run.seed, stage, count
         self._dtype = host_tensor.DTYPES[run.compute_dtype]
-        self._offered = vector_size(run.outer.update, parameters)
+        self._offered = vector_size(run.outer.update, count)
+        self._sparse = SparseVector(shapes) if run.outer.update.sparse else None
+        kept = None if self._sparse is None else self._sparse.kept
         self._common, self._gradients = bool(run.outer.update.common), run.outer.update.gradients
-        self.specs, self.lattice = snapshot_specs(run.outer.codec, parameters, self._offered, run.compute_dtype)
+        self.specs, self.lattice = snapshot_specs(run.outer.codec, count, self._offered, run.compute_dtype, kept)
         """What travels to a partner, and its format in a codec that has bounds."""
         self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype) if self.lattice else None
 
@@ -78,6 +86,9 @@ class SnapshotCodec:
         if (asked is None) != (self._lattice is None):
             raise Violation(f"in this run vectors travel {'with' if self._lattice else 'without'} bounds")
         sample = host_tensor.from_torch("sample", self._sample(frozen, frozen.round))
+        if self._sparse is not None:
+            values, places = self._sparse.split(host_tensor.to_torch(frozen.vector))
+            return host_tensor.from_torch("vector", values), host_tensor.from_torch("places", places), sample
         if self._lattice is None or asked is None:
             return _as_type(frozen.vector, self.specs[0].dtype), sample
         vector, bounds_C = host_tensor.to_torch(frozen.vector), _bounds(frozen)
@@ -97,6 +108,9 @@ class SnapshotCodec:
         sample = theirs.tensors[-1] if before is None else before.sample
         if self._lattice is None or asked is None:
             sent = theirs.tensors[0]
+            if self._sparse is not None:
+                values, places = map(host_tensor.to_torch, theirs.tensors[:2])
+                sent = host_tensor.from_torch("vector", self._sparse.join(values, places, whose))
             if self._gradients and not (tokens := float(host_tensor.to_torch(sent)[-1])) == abs(int(tokens)):
                 raise Violation(f"{whose} are gradients of {tokens} tokens")
             vector = _as_type(sent, mine.vector.dtype) if self._common else _beside(mine.vector, sent)

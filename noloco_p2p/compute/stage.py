@@ -74,7 +74,7 @@ class TorchStage:
         matrices = part.layer_matrices() if manifest.inner.optimizer == "muon" else frozenset[str]()
         self._optimizer = InnerOptimizer(part.parameters, manifest.inner, matrices)
         self._outer = OuterState(part.parameters, manifest.outer)
-        self._codec = SnapshotCodec(manifest, part.index, part.counts[part.index])
+        self._codec = SnapshotCodec(manifest, part.index, self._outer.parameters)
         self.encode, self.decode = self._codec.encode, self._codec.decode
         """As in the port; any thread may call them."""
         self._inner_steps = self._frozen_after = 0

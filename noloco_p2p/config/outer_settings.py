@@ -15,7 +15,8 @@ class OuterSettings(Settings):
 
     rule: RuleName = "noloco"
     """What replicas give each other, and make of it: `noloco` (the paper), `gossip` (θ, often), `averaged` (φ, δ),
-    and of all replicas of the stage `diloco` (Δ) and `sync` (gradients, before every inner step)."""
+    and of all replicas of the stage `diloco` (Δ), `dct` (some coefficients of a momentum) and `sync` (gradients, before
+    every inner step)."""
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """α, the outer momentum."""
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
@@ -53,6 +54,8 @@ class OuterSettings(Settings):
         """What all replicas merge alike travels as it is, or rounded to the nearest."""
         if self.update.common and self.codec not in ("full", "bfloat16"):
             raise ValueError(f"with rule {self.rule} all merge the same values: codec {self.codec} depends on who asks")
+        if self.update.sparse and self.codec != "full":
+            raise ValueError(f"rule {self.rule} offers few values, and their places: codec full, not {self.codec}")
         if self.update.gradients and (self.codec, self.inner_steps, self.overlap) != ("full", 1, False):
             raise ValueError(f"rule {self.rule} adds up gradients: codec full, inner_steps 1, overlap false")
         return self

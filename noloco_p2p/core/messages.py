@@ -15,6 +15,7 @@ ITEM_BYTES = {
     "float16": 2,
     "int64": 8,
     "int32": 4,
+    "int16": 2,
     "uint8": 1,
 }
 """The element types that may travel, by torch's names, with bytes per element."""

@@ -6,12 +6,13 @@ with + - *. Nothing else in a node knows which rule is set.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from noloco_p2p.core import outer_update
+from noloco_p2p.core.tiles import Transform, Untransformed
 
-RuleName = Literal["noloco", "averaged", "gossip", "diloco", "sync"]
+RuleName = Literal["noloco", "averaged", "gossip", "diloco", "dct", "sync"]
 Values = Mapping[str, Any]
 """Of one parameter, by kind."""
 Offer = tuple[Any, ...]
@@ -25,12 +26,14 @@ class OuterRule(Protocol):
     """What it keeps of every parameter beside θ: of `slow` (φ) and `momentum` (δ)."""
     offered: ClassVar[int]
     """Values in an offer, each of the parameter's size."""
-    common: ClassVar[tuple[str, ...]]
+    common: ClassVar[tuple[str, ...]] = ()
     """Of `fast` and its kinds, what is equal on all replicas of a stage, for the rule takes from all of them; empty: it
     takes from one peer."""
-    gradients: ClassVar[bool]
+    gradients: ClassVar[bool] = False
     """What is offered is the `gradient` of the step's microbatches, summed, before the inner step, and not weights
     after it."""
+    sparse: ClassVar[bool] = False
+    """Most of what is offered is 0, and only the rest travels (`core.tiles`)."""
 
     @property
     def instability(self) -> str | None:
@@ -56,7 +59,7 @@ def _slow_and_momentum(theta: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Noloco:
+class Noloco(OuterRule):
     """N1 and N2 of the paper (arXiv 2506.10911), with one vector in place of two."""
 
     alpha: float
@@ -64,8 +67,6 @@ class Noloco:
     gamma: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 1
-    common: ClassVar[tuple[str, ...]] = ()
-    gradients: ClassVar[bool] = False
 
     @property
     def instability(self) -> str | None:
@@ -92,15 +93,13 @@ class Noloco:
 
 
 @dataclass(frozen=True, slots=True)
-class Averaged:
+class Averaged(OuterRule):
     """φ and the outer momentum are averaged over the pair: both replicas leave the round with the same φ and δ."""
 
     alpha: float
     beta: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 2
-    common: ClassVar[tuple[str, ...]] = ()
-    gradients: ClassVar[bool] = False
 
     @property
     def instability(self) -> str | None:
@@ -123,7 +122,7 @@ class Averaged:
 
 
 @dataclass(frozen=True, slots=True)
-class Gossip:
+class Gossip(OuterRule):
     """Replicas average θ in pairs, often: θ_i ← θ_i + w·(θ_j − θ_i), with no slow weights and no momentum.
 
     CHOCO-SGD (arXiv 1902.00340) and Moniqua (arXiv 2002.11787): what travels may be few bits of the difference. The
@@ -134,8 +133,6 @@ class Gossip:
     inner_steps: int
     kinds: ClassVar[tuple[str, ...]] = ()
     offered: ClassVar[int] = 1
-    common: ClassVar[tuple[str, ...]] = ()
-    gradients: ClassVar[bool] = False
 
     @property
     def instability(self) -> str | None:
@@ -162,7 +159,7 @@ class Gossip:
 
 
 @dataclass(frozen=True, slots=True)
-class Diloco:
+class Diloco(OuterRule):
     """Δ is averaged over all replicas of the stage; outer SGD with Nesterov's momentum (arXiv 2311.08105).
 
     As torch.optim.SGD(nesterov=True) on φ with the gradient −mean Δ; δ is its momentum buffer, with the other sign.
@@ -173,7 +170,6 @@ class Diloco:
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 1
     common: ClassVar[tuple[str, ...]] = ("slow", "momentum")
-    gradients: ClassVar[bool] = False
 
     @property
     def instability(self) -> str | None:
@@ -197,7 +193,33 @@ class Diloco:
 
 
 @dataclass(frozen=True, slots=True)
-class Sync:
+class Dct(Diloco):
+    """Decoupled momentum (arXiv 2510.03371): of the momentum's DCT only the largest coefficients are exchanged.
+
+    δ is kept as its coefficients, and is each replica's own: φ moves by what all share (METHOD.md, "Outer rules").
+    """
+
+    transform: Transform = field(default_factory=Untransformed)
+    common: ClassVar[tuple[str, ...]] = ("slow",)
+    sparse: ClassVar[bool] = True
+
+    def offer(self, own: Values) -> Offer:
+        """q, the largest coefficients of α·δ + Δ."""
+        return (self.transform.largest(self._momentum(own)),)
+
+    def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
+        """δ ← α·δ + Δ − q + mean q, φ ← φ + β·(mean q)."""
+        shared = _mean([offer[0] for offer in members])
+        (sent,) = members[mine] if mine >= 0 else self.offer(own)
+        slow = own["slow"] + self.transform.inverse(shared) * self.beta
+        return {"slow": slow, "momentum": self._momentum(own) - sent + shared, "fast": slow}
+
+    def _momentum(self, own: Values) -> Any:
+        return own["momentum"] * self.alpha + self.transform.forward(own["fast"] - own["slow"])
+
+
+@dataclass(frozen=True, slots=True)
+class Sync(OuterRule):
     """Data parallel: gradients of all replicas of the stage are added up before every inner step."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
@@ -239,6 +261,7 @@ DEFAULTS: Mapping[RuleName, Mapping[str, Any]] = {
     "averaged": {"alpha": 0.5, "beta": 0.7, "gamma": 0.0, "inner_steps": 10},
     "gossip": {"alpha": 0.0, "beta": 0.0, "gamma": 0.5, "inner_steps": 1, "max_stale_rounds": 16},
     "diloco": {"alpha": 0.9, "beta": 0.7, "gamma": 0.0, "inner_steps": 500, "max_stale_rounds": 0, "overlap": False},
+    "dct": {"alpha": 0.95, "beta": 0.7, "gamma": 0.0, "inner_steps": 128, "max_stale_rounds": 0, "overlap": False},
     "sync": {"alpha": 0.0, "beta": 0.0, "gamma": 0.0, "inner_steps": 1, "max_stale_rounds": 0, "overlap": False},
 }
 """Settings of a rule, by name (config.OuterSettings), where nobody sets them; 0 for those that it does not have."""
@@ -265,5 +288,7 @@ def make_rule(name: RuleName, *, alpha: float, beta: float, gamma: float, inner_
             return Gossip(gamma, inner_steps)
         case "diloco":
             return Diloco(alpha, beta)
+        case "dct":
+            return Dct(alpha, beta)
         case "sync":
             return Sync()

@@ -20,6 +20,7 @@ from noloco_p2p.core.lattice_format import (
 )
 from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, PeerId, TensorSpec
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.tiles import PLACE
 
 SAMPLED_SHARE = 256
 FEWEST_SAMPLED, MOST_SAMPLED = 1024, 16_384
@@ -140,13 +141,15 @@ def round_group(mine: FrozenRound, theirs: Sequence[PartnerVector], counted: boo
 
 
 def snapshot_specs(
-    codec: OuterCodec, parameters: int, offered: int, dtype: str
+    codec: OuterCodec, parameters: int, offered: int, dtype: str, kept: int | None = None
 ) -> tuple[tuple[TensorSpec, ...], LatticeFormat | None]:
     """What travels of a frozen round in a codec, in order, and its format if it has bounds.
 
-    `offered`: values of its vector; `dtype`: compute_dtype.
+    `offered`: values of its vector; `dtype`: compute_dtype; `kept`: how many of them travel, if not all (`core.tiles`).
     """
     sample = TensorSpec("sample", dtype, (sample_size(parameters),))
+    if kept is not None:
+        return (TensorSpec("vector", dtype, (kept,)), TensorSpec("places", PLACE, (kept,)), sample), None
     if codec not in LATTICE_BITS:
         return (TensorSpec("vector", dtype if codec == "full" else codec, (offered,)), sample), None
     lattice = LatticeFormat(LATTICE_BITS[codec], offered, ITEM_BYTES[dtype])
@@ -154,9 +157,9 @@ def snapshot_specs(
     return answer_specs((sample, sample), lattice, asked), lattice
 
 
-def partner_bytes(codec: OuterCodec, parameters: int, offered: int, dtype: str) -> int:
+def partner_bytes(codec: OuterCodec, parameters: int, offered: int, dtype: str, kept: int | None = None) -> int:
     """What a partner's vector weighs, with the question for it, where nothing has to be asked for again."""
-    specs, lattice = snapshot_specs(codec, parameters, offered, dtype)
+    specs, lattice = snapshot_specs(codec, parameters, offered, dtype, kept)
     return sum(spec.nbytes for spec in specs) + (chunk_count(offered) if lattice else 0)
 
 

@@ -11,6 +11,7 @@ from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.core.outer_rules import state_kinds, vector_size
 from noloco_p2p.core.snapshots import GUARDED_DTYPE, partner_bytes
+from noloco_p2p.core.tiles import kept_of
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.links import (
@@ -72,7 +73,10 @@ def sizes_of(scenario: Scenario) -> MessageSizes:
     return MessageSizes(
         activation_bytes=wire_spec("hidden", work.wire.forward, shape_BTD).nbytes + tokens * ITEM_BYTES["int32"],
         gradient_bytes=wire_spec("grad", work.wire.backward, shape_BTD).nbytes,
-        snapshot_bytes=tuple(snapshot(count, offered=vector_size(rule, count)) for count in counts),
+        snapshot_bytes=tuple(
+            snapshot(count, offered=vector_size(rule, count), kept=kept_of(count) if rule.sparse else None)
+            for count in counts
+        ),
         weights_bytes=tuple(ITEM_BYTES[GUARDED_DTYPE] * count for count in counts),
         state_bytes=tuple(len(state_kinds(rule)) * number_bytes * count for count in counts),
         control=MEASURED,

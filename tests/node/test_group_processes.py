@@ -1,4 +1,4 @@
-"""`diloco` and `sync` between real processes: all replicas of a stage end with the same, bit for bit."""
+"""`diloco`, `dct` and `sync` between real processes: all replicas of a stage end with the same, bit for bit."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ from processes import NOLOCO, SMALL, node_processes, settings
 
 from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
-KINDS = {"diloco": ("slow", "momentum"), "sync": ("fast", "adam_mean", "adam_square")}
+KINDS = {"diloco": ("slow", "momentum"), "dct": ("slow",), "sync": ("fast", "adam_mean", "adam_square")}
 STEPS = 40
 
 
 def of_rule(rule: str) -> list[str]:
     """A swarm of 2 stages × 3 replicas."""
     run = ["--stages", "2", "--replicas", "3", "--steps", str(STEPS), *SMALL]
-    steps = "10" if rule == "diloco" else "1"
+    steps = "1" if rule == "sync" else "10"
     return [
         *run,
         *settings(outer__rule=rule, outer__inner_steps=steps, directory__refresh_s="0.5", routing="balanced"),
@@ -34,7 +34,7 @@ def test_all_replicas_end_the_same(tmp_path: Path, rule: str) -> None:
         swarm = nodes.start(*of_rule(rule), command=(*NOLOCO, "swarm"), own_dir="run")
         assert swarm.end() == 0, swarm.logged() + swarm.printed()
         nodes.nothing_left()
-    last = 4 if rule == "diloco" else STEPS
+    last = STEPS if rule == "sync" else 4
     for stage in range(2):
         found = [common(tmp_path / "run" / f"{stage}-{replica}", rule) for replica in range(3)]
         assert [round for round, _ in found] == [last] * 3

@@ -13,6 +13,7 @@ from noloco_p2p.sim.world import SimPlan
 
 RULES: dict[str, dict[str, Any]] = {
     "diloco": {"rule": "diloco", "inner_steps": 4, "deadline_s": 3.0},
+    "dct": {"rule": "dct", "inner_steps": 4, "deadline_s": 3.0},
     "sync": {"rule": "sync", "deadline_s": 3.0},
 }
 each_rule = pytest.mark.parametrize("rule", RULES)
@@ -26,8 +27,8 @@ def plan(rule: str, replicas: tuple[int, ...] = (3, 3), **changes: Any) -> SimPl
 def common(process: SimProcess) -> tuple[float, ...]:
     """What replicas of a stage have in common."""
     stage = process.linear_stage
-    kinds = stage.kept or {"fast": stage.theta}
-    return tuple(value for values in kinds.values() for value in values)
+    kinds = stage.kept | {"fast": stage.theta}
+    return tuple(value for kind in stage._rule.common for value in kinds[kind])
 
 
 def results(outcome: Outcome, peer: PeerId) -> list[tuple[int, str]]:
