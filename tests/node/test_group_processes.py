@@ -38,5 +38,5 @@ def test_all_replicas_end_the_same(tmp_path: Path, rule: str) -> None:
     for stage in range(2):
         found = [common(tmp_path / "run" / f"{stage}-{replica}", rule) for replica in range(3)]
         assert [round for round, _ in found] == [last] * 3
-        assert len(found[0][1]) > 10
+        assert len(found[0][1]) >= 10
         assert found[0] == found[1] == found[2], f"stage {stage}"
