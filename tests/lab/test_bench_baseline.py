@@ -182,6 +182,11 @@ def test_muon_is_refused() -> None:
         baseline.make_plan("ddp", 4, RunManifest(inner=InnerSettings(optimizer="muon")), CPU)
 
 
+def test_another_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inner\.optimizer is muon"):
+        baseline.make_plan("ddp", 2, RunManifest(inner={"optimizer": "muon"}), CPU)  # type: ignore[arg-type]
+
+
 def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baseline, "pick_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
