@@ -53,21 +53,24 @@ class OuterState:
         }
 
     def freeze(self, gradients: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(what is offered, θ_f) of this round, both flat; nothing writes to them later.
+        """(what is offered, θ_f) of this round, both flat; nothing writes to them later. Where θ_f is what is offered
+        they are one.
 
         Where `gradients` are given they are what is offered.
         """
         frozen = torch.empty(self.count, dtype=self._dtype)
+        vector, offered = frozen, dict[str, Offer]()
         for name, theta in self.by_name(frozen).items():
             theta.copy_(self._fast[name].detach())
-        if gradients is not None:
-            return gradients, frozen
-        vector = torch.empty(self.rule.offered * self.count, dtype=self._dtype)
-        offered = self.offers(vector)
-        for name, theta in self.by_name(frozen).items():
-            for into, value in zip(offered[name], self.rule.offer(self._own(name, theta)), strict=True):
+            values = self.rule.offer(self._own(name, theta)) if gradients is None else (theta,)
+            if len(values) == 1 and values[0] is theta:
+                continue
+            if vector is frozen:
+                vector = torch.empty(self.rule.offered * self.count, dtype=self._dtype)
+                offered = self.offers(vector)
+            for into, value in zip(offered[name], values, strict=True):
                 into.copy_(value)
-        return vector, frozen
+        return vector if gradients is None else gradients, frozen
 
     def offers(self, vector: Tensor) -> dict[str, Offer]:
         """What a flat vector offers of each parameter: views of it."""
@@ -107,7 +110,11 @@ class OuterState:
         for name, theta_frozen in thetas_frozen.items():
             own = self._own(name, theta_frozen)
             after = self.rule.merge(own, [offer[name] for offer in offers], mine, lag)
-            base, theta = after.pop("fast"), host_tensor.copy(self._fast[name])
+            base = after.pop("fast")
+            if base is theta_frozen:  # The round moves nothing: nor does it round what was trained.
+                self._set(name, after)
+                continue
+            theta = host_tensor.copy(self._fast[name])
             if not torch.equal(theta, theta_frozen):  # Where it has not moved it becomes `base`, bit for bit.
                 base = outer_update.carried_over(base, theta, theta_frozen)
             self._set(name, after, base)

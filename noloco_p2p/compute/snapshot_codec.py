@@ -52,18 +52,19 @@ class SnapshotCodec:
         self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype) if self.lattice else None
 
     def frozen(
-        self, peer: PeerId, round: int, step: int, outer: OuterState, gradients: Tensor | None = None
+        self, peer: PeerId, place: tuple[int, int, int], outer: OuterState, gradients: Tensor | None = None
     ) -> FrozenRound:
         """A round of these weights, frozen; `gradients` are what is offered where the rule wants them.
 
-        What all are to merge alike is kept as it travels.
+        `place`: round, step and inner steps taken. What all are to merge alike is kept as it travels.
         """
         vector, theta = outer.freeze(gradients)
         if self._common:
             vector = vector.to(host_tensor.DTYPES[self.specs[0].dtype]).to(self._dtype)
         kept, weights = map(host_tensor.from_torch, ("vector", "weights"), (vector, theta))
         view = GroupView((), outer.digest(theta)) if self._common else None
-        return FrozenRound(peer, round, step, kept, weights, outer.bounds(vector), view)
+        round, step, inner_steps = place
+        return FrozenRound(peer, round, step, kept, weights, inner_steps, outer.bounds(vector), view)
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for.

@@ -77,8 +77,8 @@ class TorchStage:
         self._codec = SnapshotCodec(manifest, part.index, self._outer.parameters)
         self.encode, self.decode = self._codec.encode, self._codec.decode
         """As in the port; any thread may call them."""
-        self._inner_steps = self._frozen_after = 0
-        """Inner steps that these weights have seen, and had seen at the newest snapshot."""
+        self._inner_steps = 0
+        """Inner steps that these weights have seen."""
         shape_BT = (manifest.microbatch_size, manifest.sequence_length)
         shape_BTD = (*shape_BT, part.hidden_size)
         self._hidden = ActivationCodec("hidden", manifest.wire.forward, shape_BTD, self._compute)
@@ -171,9 +171,8 @@ class TorchStage:
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """Freeze what the rule offers, and θ, as in the port."""
-        self._frozen_after = self._inner_steps
         gradients = self._sums.flat() if self._outer.rule.gradients else None
-        return self._codec.frozen(self._peer_id, round, step, self._outer, gradients)
+        return self._codec.frozen(self._peer_id, (round, step, self._inner_steps), self._outer, gradients)
 
     def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """The outer rule and N3, as in the port; the optimizer's moments stay."""
@@ -191,7 +190,8 @@ class TorchStage:
         if self._audit is not None and record is not None:
             record |= {f"{kind}_after": named for kind, named in self._outer.kinds.items()}
             record |= self._optimizer.moments()
-            self._audit.round(mine.round, theirs, (self._frozen_after, self._inner_steps), record, self._manifest.outer)
+            steps = (mine.inner_steps, self._inner_steps)
+            self._audit.round(mine.round, theirs, steps, record, self._manifest.outer)
         return result
 
     def adopt(self, theirs: Snapshot) -> None:

@@ -34,6 +34,8 @@ class OuterRule(Protocol):
     after it."""
     sparse: ClassVar[bool] = False
     """Most of what is offered is 0, and only the rest travels (`core.tiles`)."""
+    lasting: ClassVar[bool] = False
+    """Alone it moves nothing: a round may last until the partner's vector is there, beyond others that are due."""
 
     @property
     def instability(self) -> str | None:
@@ -133,6 +135,7 @@ class Gossip(OuterRule):
     inner_steps: int
     kinds: ClassVar[tuple[str, ...]] = ()
     offered: ClassVar[int] = 1
+    lasting: ClassVar[bool] = True
 
     @property
     def instability(self) -> str | None:

@@ -5,8 +5,10 @@ Vectors of a whole stage are flat: the values of its parameters one after anothe
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import sqrt
 from statistics import fmean
+from struct import unpack
 from typing import NamedTuple
 
 from noloco_p2p.core.agreement import GroupView
@@ -43,6 +45,8 @@ class FrozenRound:
     gradients comes their number of tokens."""
     weights: HostTensor
     """`weights`: θ_f, flat, in compute_dtype."""
+    inner_steps: int = 0
+    """How many the replica had taken when it was frozen."""
     bounds: bytes = b""
     """Of each chunk, how far others' vectors may be from this one (`core.lattice_format`); empty in other codecs."""
     view: GroupView | None = None
@@ -181,6 +185,7 @@ def sample_size(parameters: int) -> int:
     return min(parameters, max(FEWEST_SAMPLED, min(MOST_SAMPLED, parameters // SAMPLED_SHARE)))
 
 
+@lru_cache(maxsize=4)
 def sampled_coordinates(seed: int, stage: int, round: int, parameters: int) -> list[int]:
     """The places in a flat vector of `parameters` values that stand for all of them, in order.
 
@@ -189,8 +194,9 @@ def sampled_coordinates(seed: int, stage: int, round: int, parameters: int) -> l
     an unbiased estimate of its mean over all. All replicas of a stage draw the same ones.
     """
     count, rng = sample_size(parameters), generator(seed, "sampled coordinates", stage, round)
+    drawn = unpack(f"<{count}I", rng.randbytes(DRAW_BITS // 8 * count))
     length = count << DRAW_BITS
-    return [((place << DRAW_BITS) + rng.getrandbits(DRAW_BITS)) * parameters // length for place in range(count)]
+    return [((place << DRAW_BITS) + one) * parameters // length for place, one in enumerate(drawn)]
 
 
 def pair_std(square: float, count: int) -> float:

@@ -17,7 +17,7 @@ from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
 from noloco_p2p.launch.bootstrap import NullTelemetry, observing
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say, progress_bar
-from noloco_p2p.node.outer_round import KEPT_ROUNDS
+from noloco_p2p.node.frozen_rounds import KEPT_ROUNDS
 
 ATTEMPTS = 6
 """Common outer rounds that are tried before the best of them is used."""

@@ -19,18 +19,16 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.outer_rules import OuterRule
-from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
+from noloco_p2p.core.snapshots import FrozenRound
 from noloco_p2p.core.status import ForRound, Resource
-from noloco_p2p.errors import Declined, PeerError, Violation
+from noloco_p2p.errors import PeerError, Violation
+from noloco_p2p.node.frozen_rounds import FrozenRounds
 from noloco_p2p.node.group_pull import GroupPull
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.vector_pull import Pull, VectorPuller
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
-
-KEPT_ROUNDS, KEPT_STEPS = 2, 4
-"""Frozen rounds that stay fetchable; of gradients, for a newcomer's state is some steps old when it is there."""
 
 
 class PartnerChoice(NamedTuple):
@@ -48,7 +46,7 @@ class OpenRound:
     mine: FrozenRound
     pull: asyncio.Task[Pull]
     pulled_in: int
-    """The round in which the pull began."""
+    """The round in which the pull began; that of `mine` under a rule that is `lasting`."""
     frozen_at: float
     inner_steps: int
     """How many had been taken when it was frozen."""
@@ -63,10 +61,10 @@ class OuterRounds:
         self._waits = waits
         self._puller = VectorPuller(node, waits, transport)
         self._group = GroupPull(node, swarm, self._puller)
-        self._kept: dict[int, FrozenRound] = {}
-        self._given_at: dict[PeerId, float] = {}
-        """When those of the last `deadline_s` were given a vector: after that they have it, or will not."""
+        self.frozen = FrozenRounds(node, waits, self._group.gives)
         self._open: OpenRound | None = None
+        self._pulling: asyncio.Task[Pull] | None = None
+        """The pull under way, also while its round is being ended."""
         self._step_busy_s = 0.0
         self.ahead: tuple[PeerId, ...] = ()
         """Replicas from which this one was found to differ in the newest round, where the rule takes from all."""
@@ -77,10 +75,7 @@ class OuterRounds:
             mine = await self._node.stage.snapshot(round, self._node.step)
         if self._rule.common:
             mine = self._group.with_view(mine)
-        self._kept[round] = mine
-        for old in sorted(self._kept)[: -KEPT_STEPS if self._rule.gradients else -KEPT_ROUNDS]:
-            del self._kept[old]
-        self._waits.pulse()
+        self.frozen.keep(mine)
         return mine
 
     def inner_step_took(self, busy_s: float) -> None:
@@ -104,7 +99,9 @@ class OuterRounds:
         if self._rule.gradients:
             node.publish(outer_round=node.step)
             return
-        done, is_last = opened.mine.round if opened else node.advert.outer_round, node.step >= node.manifest.steps
+        done, is_last = node.advert.outer_round, node.step >= node.manifest.steps
+        if opened is not None:
+            done = max(done, opened.mine.round)
         due = schedule.due_round(node.step, outer.inner_steps, done, node.manifest.steps)
         begins = due is not None and not (outer.overlap and node.draining)
         going_on = None
@@ -112,7 +109,8 @@ class OuterRounds:
             useful = due is not None and due - opened.pulled_in <= outer.max_stale_rounds
             if begins and useful and not opened.pull.done():
                 going_on = opened
-            await self.end("late", wait=due is None or bool(self._rule.common), cancel=going_on is None)
+            if going_on is None or not self._rule.lasting:
+                await self.end("late", wait=due is None or bool(self._rule.common), cancel=going_on is None)
         if due is not None and begins:
             await self._begin(due, going_on, outer.overlap and not is_last, close_intake)
 
@@ -133,15 +131,17 @@ class OuterRounds:
             close_intake()
         with node.span("outer"):
             frozen_at, mine = node.now(), await self.freeze(due)
-        if going_on is not None:
+        if self._rule.lasting:
+            node.publish(outer_round=due)
+        if going_on is not None and not self._rule.lasting:
             self._open = replace(going_on, mine=mine, frozen_at=frozen_at, inner_steps=node.inner_steps)
-        else:
+        elif going_on is None:
             if mine.view is not None:
                 pulled, anybody = self._group.pull(mine, goes_on), set(mine.view.peers) > {node.me}
             else:
                 choice = self._choose_partner(due)
                 pulled, anybody = self._pull(mine, choice, goes_on), choice.partner is not None
-            pull = asyncio.create_task(pulled, name=f"outer round {due}")
+            self._pulling = pull = asyncio.create_task(pulled, name=f"outer round {due}")
             pull.add_done_callback(self._pull_ended)
             self._open = OpenRound(mine, pull, due, frozen_at, node.inner_steps)
             goes_on &= anybody
@@ -170,14 +170,16 @@ class OuterRounds:
 
     async def forget(self) -> None:
         """Give the open round up, if there is one: it is due again where training goes on."""
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened.pull.cancel()
-            with self._waits.waiting("outer round", Resource.SWARM, why=ForRound(opened.mine.round)):
-                await asyncio.wait([opened.pull])
+        self._open = None
+        if self._pulling is not None:
+            self._pulling.cancel()
+            with self._waits.waiting("outer round", Resource.SWARM):
+                await asyncio.wait([self._pulling])
 
     def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
         """A bug is not kept until the next border, which may never come."""
+        if self._pulling is pull:
+            self._pulling = None
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._node.fail(error)
 
@@ -191,7 +193,7 @@ class OuterRounds:
         with self._waits.computing("merge"):
             merged = await node.stage.merge(mine, pull.theirs, pull.counted)
         if not self._rule.gradients:
-            node.publish(outer_round=mine.round)
+            node.publish(outer_round=max(mine.round, node.advert.outer_round))
         found = {"asked_again": pull.asked_again, "trained": trained, "left_out": pull.left_out}
         node.event(
             "outer_round",
@@ -257,43 +259,9 @@ class OuterRounds:
             return outer.partner_wait_s
         return 2 * (median(took) if goes_on and took else self._step_busy_s)
 
-    # --- the other side ---------------------------------------------------------------------------------------------
-
-    def pullers(self) -> set[PeerId]:
-        """Who was given a vector and may not have all of it yet."""
-        self._forget_pullers()
-        return set(self._given_at)
-
-    def _forget_pullers(self) -> None:
-        since = self._node.now() - self._node.manifest.outer.deadline_s
-        self._given_at = {peer: at for peer, at in self._given_at.items() if at > since}
-
-    async def serve(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
-        """See ports.Handler.fetch_snapshot."""
-        round, whole_group = request.round, bool(self._rule.common) and request.weights is None
-        if round is not None:
-            longest_s = min(request.wait_s, self._node.manifest.outer.deadline_s)
-            await self._waits.until(
-                lambda: any(kept >= round for kept in self._kept) or (whole_group and not self._group.gives(round)),
-                "outer round",
-                Resource.INNER_STEP,
-                longest_s,
-                why=ForRound(round, asked=True),
-                idle=True,
-            )
-        if whole_group and round not in self._kept:
-            raise Declined(f"this replica gives nothing of round {round}: it has come to {max(self._kept, default=0)}")
-        if not self._kept:
-            raise Declined("this replica has no snapshot yet")
-        frozen = self._kept.get(round if round is not None else -1) or self._kept[max(self._kept)]
-        self._forget_pullers()
-        self._given_at[caller] = self._node.now()
-        with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
-            return await self._node.stage.encode(frozen, request, caller)
-
     async def go_on_from(self, round: int) -> None:
         """This replica's weights have become those of `round`; the snapshots kept are no longer its own."""
         await self.forget()
         self._node.update(outer_round=round)
-        self._kept.clear()
+        self.frozen.clear()
         await self.freeze(round)

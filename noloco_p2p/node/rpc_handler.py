@@ -51,7 +51,7 @@ class RpcHandler:
         if not (request.wait_s >= 0):
             raise Violation("a snapshot needs a wait of 0 s or more")
         if request.stage == self._node.chosen_stage:
-            return await self._rounds.serve(caller, request)
+            return await self._rounds.frozen.serve(caller, request)
         guarded = self._guardian.snapshot_of(request.stage)
         if guarded is None or request.weights != guarded.tensors[0].dtype:
             raise Declined(f"this node guards no {request.weights or 'vector'} of stage {request.stage}")

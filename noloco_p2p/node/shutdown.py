@@ -88,7 +88,7 @@ class Shutdown:
             return all(a.evaluated for a in members.of_stage(0, {"finished"})) and not others(lambda s: s == 0)
 
         def all_pulled() -> bool:
-            pullers = self._rounds.pullers()
+            pullers = self._rounds.frozen.pullers()
             return not any(a.peer_id in pullers for a in members.of_stage(node.index, at_work))
 
         async def stay(

@@ -156,7 +156,8 @@ class LinearStage:
             vector.append(sum(one.tokens for one in self._used))
         common = [array("d", (self.kept | {"fast": self.theta})[kind]).tobytes() for kind in self._rule.common]
         flat, weights = _flat(self.state.snapshot[0], vector), _flat(WEIGHTS, self.theta)
-        return FrozenRound(self._me, round, step, flat, weights, view=GroupView((), digest(common)) if common else None)
+        view = GroupView((), digest(common)) if common else None
+        return FrozenRound(self._me, round, step, flat, weights, self.inner_steps, view=view)
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """See `ports.Stage`. All weights are sampled, for they are few."""

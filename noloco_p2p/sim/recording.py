@@ -13,6 +13,8 @@ from noloco_p2p.sim.linear_stage import LinearStage
 
 Values = tuple[float, ...]
 """One for each weight."""
+FROZEN_ROUNDS = 64
+"""Rounds of which a stage remembers how they were frozen: more than one stays open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,17 @@ class MergedSnapshot:
     """When its round was frozen, and the partner chosen."""
     round: int
     partner: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenProgress:
+    """A replica when it froze a round, each of (gain, bias)."""
+
+    at_s: float
+    trained: Values
+    """What inner steps had added to θ that no merge has had."""
+    delta: Values
+    """Δ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +120,10 @@ class RecordingStage(LinearStage):
         self.merged: list[MergedSnapshot] = []
         self.progress: list[MergedProgress] = []
         """Of every merge."""
-        self._frozen_at_s = 0.0
         self._trained: Values = (0.0, 0.0)
-        self._trained_frozen: Values = (0.0, 0.0)
-        """What inner steps added to θ that no merge has had; and as much of it as the newest snapshot has."""
-        self._delta_frozen: Values = (0.0, 0.0)
-        """Δ of the newest snapshot."""
+        """What inner steps added to θ that no merge has had."""
+        self._at_freeze: dict[int, FrozenProgress] = {}
+        """By round, the newest ones."""
         self._frozen = frozen
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
@@ -129,8 +140,9 @@ class RecordingStage(LinearStage):
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """Recorded."""
-        self._frozen_at_s, self._trained_frozen = now_s(), self._trained
-        self._delta_frozen = (*map(sub, self.theta, self.base),)
+        self._at_freeze[round] = FrozenProgress(now_s(), self._trained, (*map(sub, self.theta, self.base),))
+        for old in sorted(self._at_freeze)[:-FROZEN_ROUNDS]:
+            del self._at_freeze[old]
         self._frozen.snapshots.setdefault((self.peer, self.state.index, round, step), set()).add((*self.theta,))
         return super().snapshot(round, step)
 
@@ -165,13 +177,13 @@ class RecordingStage(LinearStage):
 
     def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """Recorded."""
+        frozen = self._at_freeze[mine.round]
         for one in theirs:
-            self.merged.append(MergedSnapshot(now_s(), self._frozen_at_s, mine.round, one.peer))
+            self.merged.append(MergedSnapshot(now_s(), frozen.at_s, mine.round, one.peer))
         result = super().merge(mine, theirs, counted)
-        delta, trained = self._delta_frozen, self._trained_frozen
-        self._trained = tuple(map(sub, self._trained, trained))
+        self._trained = tuple(map(sub, self._trained, frozen.trained))
         kept = tuple(map(sub, self.theta, self.base))
-        self.progress.append(MergedProgress(mine.round, delta, trained, kept, self._trained))
+        self.progress.append(MergedProgress(mine.round, frozen.delta, frozen.trained, kept, self._trained))
         return result
 
 

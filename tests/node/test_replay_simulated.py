@@ -22,11 +22,11 @@ from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import LatticePull
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
-from noloco_p2p.core import outer_update
+from noloco_p2p.core import outer_rules, outer_update
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.lattice_format import OuterCodec
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
-from noloco_p2p.core.outer_rules import RuleName
+from noloco_p2p.core.outer_rules import Gossip, RuleName
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult
 from noloco_p2p.sim.process import Outcome
@@ -41,12 +41,7 @@ PEERS = {peer_id(stage, replica): stage for stage in range(STAGES) for replica i
 
 
 def lockstep(
-    family: str,
-    wire: WireSettings = EXACT,
-    *,
-    overlap: bool = True,
-    codec: OuterCodec = "full",
-    inner: Mapping[str, Any] = MappingProxyType({}),
+    family: str, wire: WireSettings = EXACT, *, inner: Mapping[str, Any] = MappingProxyType({}), **outer: Any
 ) -> RunManifest:
     """Three outer rounds of three steps, all members there before the first one, the clip binding now and then."""
     return RunManifest(
@@ -59,7 +54,7 @@ def lockstep(
         microbatches_per_step=3,
         steps=9,
         inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7, **inner),
-        outer=OuterSettings(inner_steps=3, partner_wait_s=60.0, overlap=overlap, codec=codec),
+        outer=OuterSettings.model_validate({"inner_steps": 3, "partner_wait_s": 60.0} | outer),
         routing="balanced",
         wire=wire,
         compute_dtype="float64",
@@ -182,6 +177,34 @@ def test_a_run_with_narrow_outer_rounds_computes_the_algorithm(tmp_path: Path, c
     assert max(report.deviations.values()) <= TOLERANCE
     with pytest.raises(AssertionError, match="deviates by"):
         replayed(lockstep("llama"), tmp_path)
+
+
+@pytest.mark.parametrize(("rule", "codec"), [*product(["averaged", "gossip"], ["full", "int4"])])
+def test_a_run_under_another_rule_computes_it(tmp_path: Path, rule: str, codec: OuterCodec) -> None:
+    manifest = lockstep("llama", rule=rule, codec=codec)
+    simulate(manifest, tmp_path)
+    report = replayed(manifest, tmp_path)
+    require_variety(report)
+    assert report.deviations.keys() >= {"frozen", "fast", "partner_vector", "adam_mean", "adam_square", "loss"}
+    assert max(report.deviations.values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("codec", ["full", "int4"])
+def test_a_round_of_gossip_lasts_until_the_vector_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: OuterCodec
+) -> None:
+    """What is merged is the difference of the two when the pull began, however many rounds were due since then."""
+    manifest = lockstep("llama", rule="gossip", codec=codec, inner_steps=1)
+    narrow(monkeypatch, 0.05)  # Of a lattice chunks are asked for again, rounds later.
+    hold_up(monkeypatch, 0.3)
+    outcome = simulate(manifest, tmp_path)
+    report = replayed(manifest, tmp_path)
+    assert max(report.deviations.values()) <= TOLERANCE
+    assert {0, 1} < report.delays
+    assert max(report.delays) >= 2
+    rounds = outcome.trace.of("outer_round")
+    assert {str(event.get("reason")) for event in rounds} == {"matched", "odd"}
+    assert any(event.get("asked_again") for event in rounds) == (codec == "int4")
 
 
 def narrow(patch: pytest.MonkeyPatch, safety: float) -> None:
@@ -337,6 +360,36 @@ def progress_lost(patch: pytest.MonkeyPatch) -> None:
 
 def progress_counted_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(outer_update, "carried_over", lambda phi_after, theta, frozen: phi_after + 2 * (theta - frozen))
+
+
+def away_from_the_partner(patch: pytest.MonkeyPatch) -> None:
+    """The two of a pair are taken for each other."""
+    right = Gossip.merge
+    patch.setattr(Gossip, "merge", lambda self, own, members, mine, lag: right(self, own, members[::-1], mine, lag))
+
+
+def first_of_the_pair(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(outer_rules, "_mean", lambda values: values[0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "plant"),
+    [
+        ("gossip", away_from_the_partner),
+        ("averaged", first_of_the_pair),
+        *(("gossip", plant) for plant in (progress_lost, adam_reset)),
+    ],
+)
+def test_a_fault_planted_under_another_rule_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    manifest = lockstep("llama", rule=rule)
+    hold_up(monkeypatch, 0.15)
+    plant(monkeypatch)
+    simulate(manifest, tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError, match="deviates by"):
+        replayed(manifest, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from elastic import plan_of
 
+from noloco_p2p.config import RunManifest
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.links import Link, MessageSizes, Uniform
@@ -57,6 +58,20 @@ def test_a_pull_that_takes_longer_than_an_interval_serves_a_later_round(quick: O
         events = outcome.trace.of("outer_round", process.peer)
         assert {e.get("reason") for e in events if e.get("result") == "alone"} <= {"late", "too old"}
         assert all(_trained(e) > 0 for e in events[:-1])
+
+
+@pytest.mark.parametrize("intervals", [1.5, 4.5])
+def test_a_round_of_gossip_lasts_as_long_as_its_pull(quick: Outcome, intervals: float) -> None:
+    """Rounds that are due meanwhile are frozen for others; each that is done merges, and nothing sent is lost."""
+    slow = plan(intervals * interval_s(quick))
+    fields = slow.manifest.model_dump() | {"outer": {"rule": "gossip", "inner_steps": M, "deadline_s": 100.0}}
+    swarm = FaultySwarm(replace(slow, manifest=RunManifest.model_validate(fields)))
+    outcome = check(swarm)
+    assert lost(swarm) == 0
+    for process in outcome.processes:
+        assert set(results(outcome, process.peer)) <= {"partner", "stale"}
+        assert 2 <= len(process.rounds) <= 1 + STEPS / M / (intervals - 0.5)
+        assert any(_trained(e) > M for e in outcome.trace.of("outer_round", process.peer)[:-1])
 
 
 def test_a_pull_that_would_come_too_old_is_given_up(quick: Outcome) -> None:

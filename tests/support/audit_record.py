@@ -14,6 +14,8 @@ from safetensors import safe_open
 
 Manifest = dict[str, Any]
 Route = tuple[str, ...]
+LASTING = ("gossip",)
+"""Rules under which a round lasts until the partner's vector is there, beyond others that are due."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -52,6 +54,8 @@ class Round:
     """Inner steps that it had taken when it froze θ_f."""
     merged_after: int
     """The same when it merged: later where it trained on while the partner's snapshot was on its way."""
+    partner_round: int = 0
+    """Which of the partner's was taken."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,13 @@ def read_record(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Reco
     steps, m = manifest["steps"], manifest["outer"]["inner_steps"]
     rounds = range(0) if manifest["outer"]["rule"] == "sync" else range(1, -(-steps // m) + 1)
     expected = {f"initial-{peer}.safetensors" for peer in stages} | {f"steps-{peer}.jsonl" for peer in stages}
-    expected |= {f"round-{number:06}-{peer}.safetensors" for number in rounds for peer in stages}
+    if manifest["outer"]["rule"] not in LASTING:  # Else `read_rounds` says which there must be.
+        expected |= {f"round-{number:06}-{peer}.safetensors" for number in rounds for peer in stages}
     origins = [peer for peer, stage in stages.items() if stage == 0]
     expected |= {f"batches-{peer}-{k:06}.safetensors" for peer in origins for k in range(1, steps + 1)}
     found = {path.name for path in audit.iterdir() if path.is_file()}
+    if manifest["outer"]["rule"] in LASTING:
+        found = {name for name in found if not name.startswith("round-")}
     require(found == expected, f"missing files {sorted(expected - found)}, unexpected ones {sorted(found - expected)}")
     record = Record(audit, stages, {peer: read_steps(audit / f"steps-{peer}.jsonl") for peer in stages})
     for peer, lines in record.steps.items():
@@ -187,47 +194,70 @@ def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round
     """Number → peer → what it did in that round.
 
     AssertionError unless the partners are perfect, symmetric matchings, stage by stage, each replica froze a round when
-    it was due, and merged it before the next one was frozen; the last one at once.
+    it was due, and merged it before the next one was frozen; the last one at once. Where rounds last, unless each
+    replica did just the rounds that fell due while it had none open.
     """
-    steps, m, rounds = manifest["steps"], manifest["outer"]["inner_steps"], dict[int, dict[str, Round]]()
-    constants = tuple(manifest["outer"][name] for name in ("alpha", "beta", "gamma"))
-    for number in range(1, -(-steps // m) + 1 if manifest["outer"]["rule"] != "sync" else 1):
+    outer, steps, rounds = manifest["outer"], manifest["steps"], dict[int, dict[str, Round]]()
+    m, lasting, merged_after = outer["inner_steps"], outer["rule"] in LASTING, dict.fromkeys(record.stages, 0)
+    for number in range(1, -(-steps // m) + 1 if outer["rule"] != "sync" else 1):
         due, next_due = min(number * m, steps), min((number + 1) * m, steps)
-        latest = next_due if manifest["outer"].get("overlap") else due
-        rounds[number] = read_round(record, number, constants, manifest["outer"]["rule"] == "diloco")
-        for peer, one in rounds[number].items():
-            where = f"round {number}, {peer} (stage {record.stages[peer]})"
+        latest = next_due if outer.get("overlap") else due
+        rounds[number] = read_round(record, number, outer)
+        if not lasting and outer["rule"] != "diloco":
+            check_matching(record, number, rounds[number])
+        for peer in record.stages:
+            where, one = f"round {number}, {peer} (stage {record.stages[peer]})", rounds[number].get(peer)
+            # At the end of the run an earlier one is waited for after the last one was frozen, if it is still open.
+            either = lasting and due == merged_after[peer] == steps
+            open_then = merged_after[peer] > due or (either and one is None)
+            require((one is None) == open_then, f"{where}: an earlier one was merged after {merged_after[peer]}")
+            if one is None:
+                continue
             require(one.frozen_after == due, f"{where}: frozen after {one.frozen_after} inner steps, due after {due}")
-            require(due <= one.merged_after <= latest, f"{where}: merged after {one.merged_after}, due after {due}")
+            in_time = due <= one.merged_after <= (steps if lasting else latest)
+            require(in_time, f"{where}: merged after {one.merged_after}, due after {due}")
+            merged_after[peer] = one.merged_after
     return rounds
 
 
-def read_round(record: Record, number: int, constants: tuple[float, ...], of_all: bool) -> dict[str, Round]:
-    """Peer → what it did in one round; AssertionError unless the partners are a matching, stage by stage, or, `of_all`,
-    each replica took from all others of its stage: then none is named."""
+def read_round(record: Record, number: int, outer: Manifest) -> dict[str, Round]:
+    """Peer → what it did in one round, for the peers that did it.
+
+    AssertionError unless, under `diloco`, each took from all others of its stage: then no partner is named.
+    """
     rounds: dict[str, Round] = {}
     for peer in record.stages:
         where = f"round {number}, {peer} (stage {record.stages[peer]})"
-        with safe_open(record.audit / f"round-{number:06}-{peer}.safetensors", framework="pt") as file:
+        path = record.audit / f"round-{number:06}-{peer}.safetensors"
+        if not path.exists():
+            continue
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
         require((metadata["round"], metadata["peer_id"]) == (str(number), peer), f"{where}: says it is {metadata}")
-        used = tuple(float(metadata[key]) for key in ("alpha", "beta", "gamma"))
-        require(used == constants, f"{where}: α, β, γ were {used}, the manifest has {constants}")
-        taken = (int(metadata[f"{event}_after"]) for event in ("frozen", "merged"))
-        if of_all:
+        for key in ("alpha", "beta", "gamma"):
+            require(float(metadata[key]) == outer[key], f"{where}: {key} was {metadata[key]}, not {outer[key]}")
+        frozen_after, merged_after = (int(metadata[f"{event}_after"]) for event in ("frozen", "merged"))
+        partner, round = metadata["partner_id"] or None, metadata["partner_round"]
+        if outer["rule"] == "diloco":
             others = sorted(set(record.replicas(record.stages[peer])) - {peer})
-            require(metadata["partner_id"] == ",".join(others), f"{where}: took from {metadata['partner_id']}")
-            rounds[peer] = Round(None, *taken)
+            require(metadata["partner_id"] == ",".join(others), f"{where}: took from {partner}")
+            rounds[peer] = Round(None, frozen_after, merged_after, 0)
             continue
-        rounds[peer] = Round(metadata["partner_id"] or None, *taken)
-        if rounds[peer].partner is not None:
-            round = metadata["partner_round"]
-            require(int(round) == number, f"{where}: partner's snapshot is of {round}")
-    for stage in range(0 if of_all else record.depth):
+        rounds[peer] = Round(partner, frozen_after, merged_after, int(round or 0))
+        if partner is not None:
+            other = partner != peer and record.stages.get(partner) == record.stages[peer]
+            require(other, f"{where}: {partner} is no other replica of its stage")
+            same = int(round) == number or outer["rule"] in LASTING
+            require(same, f"{where}: partner's snapshot is of {round}")
+    return rounds
+
+
+def check_matching(record: Record, number: int, rounds: dict[str, Round]) -> None:
+    """AssertionError unless the partners of a round are a matching, stage by stage."""
+    for stage in range(record.depth):
         own = {peer: rounds[peer].partner for peer in record.replicas(stage)}
         for peer, partner in own.items():
             matched = partner is None or (partner != peer and own.get(partner) == peer)
             require(matched, f"round {number}, stage {stage}: {peer} took {partner}, which is no matching")
         alone = [peer for peer, partner in own.items() if partner is None]
         require(len(alone) == len(own) % 2, f"round {number}, stage {stage}: {len(alone)} of {len(own)} alone")
-    return rounds

@@ -22,6 +22,13 @@ DRAIN_S, TTL_S = 5.0, 6.0
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 SHAPES = ((3, 3, 3), (3, 3, 3), (2, 2), (3, 2, 3), (1, 2, 3), (2, 2, 2), (3, 1, 2), (2, 3), (3, 3, 1), (2, 1, 3))
+RULES = (
+    {"rule": "noloco", "inner_steps": 4},
+    {"rule": "averaged", "inner_steps": 4},
+    {"rule": "gossip", "inner_steps": 1},
+    {"rule": "gossip", "inner_steps": 2},
+)
+"""Each for as many seeds in turn as there are shapes."""
 COSTS = Costs(forward_s=0.05, backward_s=0.1, inner_step_s=0.02, outer_s=0.02, spread=0.2)
 
 
@@ -55,7 +62,11 @@ def drawn(seed: int) -> tuple[SimPlan, tuple[Fault, ...]]:
     rng = random.Random(seed)
     replicas = SHAPES[seed % len(SHAPES)]
     manifest = manifest_for(
-        replicas, seed=seed, steps=rng.randint(14, 20), routing=rng.choice(["random", "weighted", "balanced"])
+        replicas,
+        seed=seed,
+        steps=rng.randint(14, 20),
+        routing=rng.choice(["random", "weighted", "balanced"]),
+        outer={"deadline_s": 3.0} | RULES[seed // len(SHAPES) % len(RULES)],
     )
     plan = SimPlan(
         manifest,
@@ -129,7 +140,10 @@ def main(seed: int) -> int:
     swarm = FaultySwarm(plan, faults)
     failure = broken(swarm)
     lines = [f"{fault.at_s:8.3f} planned: {fault}" for fault in faults] + timeline(swarm)
-    run = f"{plan.replicas}, {plan.manifest.routing}, {plan.manifest.steps} steps"
+    outer = plan.manifest.outer
+    run = (
+        f"{plan.replicas}, {plan.manifest.routing}, {outer.rule} every {outer.inner_steps}, {plan.manifest.steps} steps"
+    )
     lines.append(f"seed {seed}: {run}: {failure or 'all laws hold'}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if failure else 0

@@ -17,8 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from audit_record import InnerStep, Manifest, Record, Round, Route, check_routes, read_record, read_rounds, require
-from lattice_reference import as_decoded
+from audit_record import (
+    LASTING,
+    InnerStep,
+    Manifest,
+    Record,
+    Round,
+    Route,
+    check_routes,
+    read_record,
+    read_rounds,
+    require,
+)
+from outer_reference import FrozenReplica, decoded, merged, merged_with_all
 from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -42,12 +53,8 @@ class Replica:
     square: Tensors
     """Of what AdamW moves."""
     updates: int = 0
-    frozen: dict[int, Tensors] = field(default_factory=dict)
-    """Round → θ_f."""
-    delta: dict[int, Tensors] = field(default_factory=dict)
-    """Round → Δ = θ_f − φ, as the replica and its partner use it."""
-    slow_of: dict[int, Tensors] = field(default_factory=dict)
-    """Round → φ when it was frozen."""
+    frozen: dict[int, FrozenReplica] = field(default_factory=dict)
+    """By round; every replica freezes every round, also where an earlier one is still open."""
 
 
 @dataclass
@@ -119,7 +126,8 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
                 inner_step(line, peer, replica, gradients, manifest, report)
             outer_rounds(record, replicas, rounds, number, manifest, report)
     for stage in range(record.depth):
-        partners = [{peer: pairs[peer].partner for peer in record.replicas(stage)} for pairs in rounds.values()]
+        own = record.replicas(stage)
+        partners = [{p: pairs[p].partner for p in own if p in pairs} for pairs in rounds.values()]
         report.pairs[stage] = partners
     return report
 
@@ -280,17 +288,20 @@ def outer_rounds(
     manifest: Manifest,
     report: Report,
 ) -> None:
-    """What happens after inner step `number`: rounds that were open are merged, then others frozen, and merged."""
-    for frozen_before in (True, False):
+    """What happens after inner step `number`: rounds that were open are merged, then others frozen, and merged.
+
+    At the end of the run those that are open still, and last, are merged after what falls due there is frozen.
+    """
+    m, steps = manifest["outer"]["inner_steps"], manifest["steps"]
+    waited = {peer for peer in replicas if number == steps and rounds and peer not in rounds[max(rounds)]}
+    for before in (True, False):
+        for round in rounds:
+            if number == min(round * m, steps) and not before:
+                for replica in replicas.values():
+                    replica.frozen[round] = FrozenReplica(replica.fast, replica.slow, replica.momentum)
         for round, by_peer in rounds.items():
-            for peer, replica in replicas.items():
-                one = by_peer[peer]
-                if one.frozen_after == number and not frozen_before:
-                    replica.frozen[round], replica.slow_of[round] = replica.fast, replica.slow
-                    replica.delta[round] = {name: replica.fast[name] - phi for name, phi in replica.slow.items()}
-            for peer in replicas:
-                one = by_peer[peer]
-                if one.merged_after == number and (one.frozen_after < number) == frozen_before:
+            for peer, one in by_peer.items():
+                if one.merged_after == number and (one.frozen_after < number and peer not in waited) == before:
                     report.delays.add(number - one.frozen_after)
                     merge(record, replicas, peer, (round, one), manifest, report)
 
@@ -303,40 +314,36 @@ def merge(
     manifest: Manifest,
     report: Report,
 ) -> None:
-    """N1 to N3 (METHOD.md, "Outer round") for one replica, and the comparison with its round file."""
+    """The rule and N3 (METHOD.md, "Outer rules") for one replica, and the comparison with its round file."""
     (number, one), replica, outer = which, replicas[peer], manifest["outer"]
-    alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
-    group = [replica] if one.partner is None else [replica, replicas[one.partner]]
-    if outer["rule"] == "diloco":
-        group = [replicas[each] for each in record.replicas(replica.stage)]
-    before, frozen, momentum, after = replica.slow, replica.frozen[number], Tensors(), Tensors()
-    for name, phi in before.items():
-        mean_delta = sum(member.delta[number][name] for member in group) / len(group)
-        mean_phi = sum(member.slow_of[number][name] for member in group) / len(group)
-        momentum[name] = alpha * replica.momentum[name] + beta * mean_delta + gamma * (mean_phi - phi)  # N1
-        after[name] = phi + momentum[name]  # N2
-        if outer["rule"] == "diloco":  # METHOD.md, "Outer rules"
-            momentum[name] = alpha * replica.momentum[name] + mean_delta
-            after[name] = phi + beta * (mean_delta + alpha * momentum[name])
-    computed = {"slow": before, "momentum": replica.momentum, "frozen": frozen, "fast": replica.fast}
-    computed |= {"slow_after": after, "momentum_after": momentum}
-    computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
+    frozen, has_slow = replica.frozen[number], outer["rule"] not in LASTING
     recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")
+    computed = {"frozen": frozen.fast, "fast": replica.fast}
+    computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
+    theirs, lag = None, 0
     if one.partner is not None:
-        mine, theirs = (
-            {name: beta * member.delta[number][name] + gamma * phi for name, phi in member.slow_of[number].items()}
-            for member in group
+        partner = replicas[one.partner].frozen[one.partner_round]
+        used = [
+            {name: recorded[f"partner_vector{at or ''}/{name}"] for name in replica.fast}
+            for at in range(len(partner.offered(outer)))
+        ]
+        theirs = partner, decoded(frozen, partner, used, outer)
+        computed |= {f"partner_vector{at or ''}": part for at, part in enumerate(theirs[1])}
+        lag = abs(min(one.partner_round * outer["inner_steps"], manifest["steps"]) - one.frozen_after)
+    after = merged(frozen, theirs, lag, outer)
+    if outer["rule"] == "diloco":
+        after = merged_with_all(
+            [replicas[each].frozen[number] for each in record.replicas(replica.stage)], frozen, outer
         )
-        used = {name: recorded[f"partner_vector/{name}"] for name in theirs}
-        computed["partner_vector"] = decoded = as_decoded(mine, theirs, used, outer["codec"])
-        for name, vector in decoded.items():
-            momentum[name] += (vector - theirs[name]) / 2
-            after[name] = before[name] + momentum[name]
+    if has_slow:
+        computed |= {"slow": replica.slow, "momentum": replica.momentum}
+        computed |= {"slow_after": after["slow"], "momentum_after": after["momentum"]}
     expected = {f"{kind}/{name}" for kind, tensors in computed.items() for name in tensors}
     where = f"round {number}, {peer} (stage {replica.stage})"
     require(recorded.keys() == expected, f"{where}: tensors {sorted(recorded.keys() ^ expected)}")
     for kind, tensors in computed.items():
         for name, tensor in tensors.items():
             report.compare(kind, f"{where}: {kind}/{name}", recorded[f"{kind}/{name}"], tensor)
-    replica.fast = {name: phi + (replica.fast[name] - frozen[name]) for name, phi in after.items()}  # N3
-    replica.slow, replica.momentum = after, momentum
+    replica.fast = {name: base + (replica.fast[name] - frozen.fast[name]) for name, base in after["fast"].items()}  # N3
+    if has_slow:
+        replica.slow, replica.momentum = after["slow"], after["momentum"]

@@ -1,0 +1,80 @@
+"""The frozen rounds that a replica keeps for others, and gives them (ARCHITECTURE.md, "An outer round")."""
+
+from collections.abc import Callable
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
+from noloco_p2p.core.status import ForRound, Resource
+from noloco_p2p.errors import Declined
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+
+KEPT_ROUNDS, KEPT_STEPS = 2, 4
+"""The newest frozen rounds, which stay fetchable; of gradients, for a newcomer's state is some steps old when it is
+there."""
+GIVEN_ROUNDS = 3
+"""Older ones that others were given of late in a codec with bounds: they may ask again for chunks of them."""
+
+
+class FrozenRounds:
+    """Of one replica. `gives`: it may still give what its whole group wants of a round."""
+
+    def __init__(self, node: NodeState, waits: Waits, gives: Callable[[int], bool]) -> None:
+        self._node = node
+        self._waits = waits
+        self._gives = gives
+        self._kept: dict[int, FrozenRound] = {}
+        self._given: dict[PeerId, tuple[float, int]] = {}
+        """When those of the last `deadline_s` were given a vector, and of which round: after that they have it, or will
+        not."""
+
+    def keep(self, mine: FrozenRound) -> None:
+        """A new one, beside those that others may still ask for. A vector without bounds comes whole or not at all."""
+        outer = self._node.manifest.outer
+        self._kept[mine.round] = mine
+        rounds, given = sorted(self._kept), set[int]()
+        newest = KEPT_STEPS if outer.update.gradients else KEPT_ROUNDS
+        if self._node.stage.state.lattice is not None:
+            given = {round for _, round in self._given.values() if round >= rounds[-1] - outer.max_stale_rounds}
+        older = [round for round in rounds[:-newest] if round in given][-GIVEN_ROUNDS:]
+        self._kept = {round: self._kept[round] for round in (*older, *rounds[-newest:])}
+        self._waits.pulse()
+
+    def clear(self) -> None:
+        """They are not of this replica's weights any more."""
+        self._kept.clear()
+
+    def pullers(self) -> set[PeerId]:
+        """Who was given a vector and may not have all of it yet."""
+        self._forget_pullers()
+        return set(self._given)
+
+    def _forget_pullers(self) -> None:
+        since = self._node.now() - self._node.manifest.outer.deadline_s
+        self._given = {peer: given for peer, given in self._given.items() if given[0] > since}
+
+    async def serve(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
+        """See ports.Handler.fetch_snapshot."""
+        outer, round = self._node.manifest.outer, request.round
+        whole_group = bool(outer.update.common) and request.weights is None
+        if round is not None:
+            await self._waits.until(
+                lambda: any(kept >= round for kept in self._kept) or (whole_group and not self._gives(round)),
+                "outer round",
+                Resource.INNER_STEP,
+                min(request.wait_s, outer.deadline_s),
+                why=ForRound(round, asked=True),
+                idle=True,
+            )
+        if whole_group and round not in self._kept:
+            raise Declined(f"this replica gives nothing of round {round}: it has come to {max(self._kept, default=0)}")
+        if not self._kept:
+            raise Declined("this replica has no snapshot yet")
+        newest = max(self._kept)
+        frozen = self._kept[min(self._kept, key=lambda kept: abs(kept - (newest if round is None else round)))]
+        with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
+            found = await self._node.stage.encode(frozen, request, caller)
+        # Only now: a request that makes no sense names nobody.
+        self._forget_pullers()
+        self._given[caller] = self._node.now(), frozen.round
+        return found

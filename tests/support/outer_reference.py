@@ -1,0 +1,115 @@
+"""What an outer round makes of a replica under each rule, written from METHOD.md, "Outer rules".
+
+Nothing of the package may be imported here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lattice_reference import as_decoded
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FrozenReplica:
+    """θ, φ and δ of a replica when it froze a round; without φ and δ where the rule has none."""
+
+    fast: Tensors
+    slow: Tensors
+    momentum: Tensors
+
+    def offered(self, outer: Mapping[str, Any]) -> list[Tensors]:
+        """The parts of its vector."""
+        alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
+        match outer["rule"]:
+            case "noloco":
+                return [{name: beta * (self.fast[name] - phi) + gamma * phi for name, phi in self.slow.items()}]
+            case "averaged":
+                moved = {
+                    name: alpha * self.momentum[name] + beta * (self.fast[name] - phi)
+                    for name, phi in self.slow.items()
+                }
+                return [self.slow, moved]
+            case "gossip":
+                return [self.fast]
+            case rule:
+                raise AssertionError(f"no reference for the rule {rule}")
+
+
+def decoded(
+    mine: FrozenReplica, theirs: FrozenReplica, used: Sequence[Tensors], outer: Mapping[str, Any]
+) -> list[Tensors]:
+    """What the parts of `theirs` may come to at the replica `mine`, which `used` these; see `as_decoded`."""
+    vectors = [mine.offered(outer), theirs.offered(outer), used]
+    own, other, found = (_joined(parts) for parts in vectors)
+    joined = as_decoded(own, other, found, outer["codec"])
+    return [{name: joined[f"{at}/{name}"] for name in part} for at, part in enumerate(used)]
+
+
+def _joined(parts: Sequence[Tensors]) -> Tensors:
+    """One part after another, as in the vector that travels."""
+    return {f"{at}/{name}": tensor for at, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def merged(
+    mine: FrozenReplica, theirs: tuple[FrozenReplica, list[Tensors]] | None, lag: int, outer: Mapping[str, Any]
+) -> dict[str, Tensors]:
+    """(`slow`, `momentum`, `fast`) after a round with a partner and its vector as it was decoded; `fast` is θ_f′."""
+    match outer["rule"]:
+        case "noloco":
+            return _noloco(mine, theirs, outer)
+        case "averaged":
+            return _averaged(mine, theirs, outer)
+        case "gossip":
+            if theirs is None:
+                return {"slow": {}, "momentum": {}, "fast": mine.fast}
+            weight = outer["gamma"] / (1 + lag / outer["inner_steps"])
+            (vector,) = theirs[1]
+            fast = {name: theta + weight * (vector[name] - theta) for name, theta in mine.fast.items()}
+            return {"slow": {}, "momentum": {}, "fast": fast}
+        case _:
+            return {}
+
+
+def merged_with_all(
+    group: Sequence[FrozenReplica], mine: FrozenReplica, outer: Mapping[str, Any]
+) -> dict[str, Tensors]:
+    """`diloco`: δ ← α·δ + mean Δ; φ ← φ + β·(mean Δ + α·δ)."""
+    slow, momentum = Tensors(), Tensors()
+    for name, phi in mine.slow.items():
+        mean_delta = torch.stack([member.fast[name] - member.slow[name] for member in group]).mean(0)
+        momentum[name] = outer["alpha"] * mine.momentum[name] + mean_delta
+        slow[name] = phi + outer["beta"] * (mean_delta + outer["alpha"] * momentum[name])
+    return {"slow": slow, "momentum": momentum, "fast": slow}
+
+
+def _noloco(
+    mine: FrozenReplica, theirs: tuple[FrozenReplica, list[Tensors]] | None, outer: Mapping[str, Any]
+) -> dict[str, Tensors]:
+    """N1 and N2 with φ and Δ of both; what coding has changed of the partner's u comes on top."""
+    alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
+    group = [mine] if theirs is None else [mine, theirs[0]]
+    slow, momentum = Tensors(), Tensors()
+    for name, phi in mine.slow.items():
+        mean_delta = sum(member.fast[name] - member.slow[name] for member in group) / len(group)
+        mean_phi = sum(member.slow[name] for member in group) / len(group)
+        momentum[name] = alpha * mine.momentum[name] + beta * mean_delta + gamma * (mean_phi - phi)
+        if theirs is not None:
+            ((vector,), (exact,)) = theirs[1], theirs[0].offered(outer)
+            momentum[name] += (vector[name] - exact[name]) / 2
+        slow[name] = phi + momentum[name]
+    return {"slow": slow, "momentum": momentum, "fast": slow}
+
+
+def _averaged(
+    mine: FrozenReplica, theirs: tuple[FrozenReplica, list[Tensors]] | None, outer: Mapping[str, Any]
+) -> dict[str, Tensors]:
+    """δ ← mean (α·δ + β·Δ); φ ← mean φ + δ."""
+    own = mine.offered(outer)
+    both = [own] if theirs is None else [own, theirs[1]]
+    momentum = {name: torch.stack([parts[1][name] for parts in both]).mean(0) for name in mine.slow}
+    slow = {name: torch.stack([parts[0][name] for parts in both]).mean(0) + momentum[name] for name in mine.slow}
+    return {"slow": slow, "momentum": momentum, "fast": slow}
