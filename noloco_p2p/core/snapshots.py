@@ -67,7 +67,7 @@ class SnapshotRequest:
     """The outer round wanted; None: the newest one held, at once."""
     wait_s: float = 0.0
     """How long the peer may wait until it has reached that round; then it gives the newest one held. One that
-    is past it gives the nearest."""
+    is past it gives the nearest where rounds last (METHOD.md, "Outer rules")."""
     weights: str | None = None
     """θ_f is wanted, in this element type, for whoever guards it or takes it over; None: the vector, for a partner."""
     lattice: LatticeRequest | None = None

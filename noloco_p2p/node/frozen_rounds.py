@@ -70,8 +70,11 @@ class FrozenRounds:
             raise Declined(f"this replica gives nothing of round {round}: it has come to {max(self._kept, default=0)}")
         if not self._kept:
             raise Declined("this replica has no snapshot yet")
-        newest = max(self._kept)
-        frozen = self._kept[min(self._kept, key=lambda kept: abs(kept - (newest if round is None else round)))]
+        at = max(self._kept)
+        if round is not None and (outer.update.lasting or round in self._kept):
+            # A round that lasts is merged as it was frozen: the nearest of another's is the best of those kept.
+            at = min(self._kept, key=lambda kept: abs(kept - round))
+        frozen = self._kept[at]
         with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
             found = await self._node.stage.encode(frozen, request, caller)
         # Only now: a request that makes no sense names nobody.

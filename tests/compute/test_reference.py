@@ -112,7 +112,9 @@ def test_a_run_without_variety_proves_too_little() -> None:
         require_variety(Report(clip_norm=1.0, grad_norms={0: [0.5, 2.0]}, tokens={3, 4}, pairs=pairs))
 
 
-@pytest.mark.parametrize("module", ["reference", "audit_record", "lattice_reference", "wire_reference"])
+@pytest.mark.parametrize(
+    "module", ["reference", "audit_record", "lattice_reference", "outer_reference", "wire_reference"]
+)
 def test_the_reference_imports_nothing_of_the_package(module: str) -> None:
     tree = ast.parse((Path(__file__).parents[1] / "support" / f"{module}.py").read_text(encoding="utf-8"))
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
@@ -124,6 +126,7 @@ def test_the_reference_imports_nothing_of_the_package(module: str) -> None:
         "safetensors",
         "audit_record",
         "lattice_reference",
+        "outer_reference",
         "wire_reference",
         *sys.stdlib_module_names,
     }

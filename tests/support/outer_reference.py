@@ -110,6 +110,8 @@ def _averaged(
     """δ ← mean (α·δ + β·Δ); φ ← mean φ + δ."""
     own = mine.offered(outer)
     both = [own] if theirs is None else [own, theirs[1]]
-    momentum = {name: torch.stack([parts[1][name] for parts in both]).mean(0) for name in mine.slow}
-    slow = {name: torch.stack([parts[0][name] for parts in both]).mean(0) + momentum[name] for name in mine.slow}
+    mean_slow, momentum = (
+        {name: torch.stack([parts[at][name] for parts in both]).mean(0) for name in mine.slow} for at in (0, 1)
+    )
+    slow = {name: mean + momentum[name] for name, mean in mean_slow.items()}
     return {"slow": slow, "momentum": momentum, "fast": slow}

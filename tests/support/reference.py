@@ -318,9 +318,7 @@ def merge(
     (number, one), replica, outer = which, replicas[peer], manifest["outer"]
     frozen, has_slow = replica.frozen[number], outer["rule"] not in LASTING
     recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")
-    computed = {"frozen": frozen.fast, "fast": replica.fast}
-    computed |= {"adam_mean": replica.mean, "adam_square": replica.square}
-    theirs, lag = None, 0
+    theirs, lag, taken = None, 0, dict[str, Tensors]()
     if one.partner is not None:
         partner = replicas[one.partner].frozen[one.partner_round]
         used = [
@@ -328,16 +326,17 @@ def merge(
             for at in range(len(partner.offered(outer)))
         ]
         theirs = partner, decoded(frozen, partner, used, outer)
-        computed |= {f"partner_vector{at or ''}": part for at, part in enumerate(theirs[1])}
+        taken = {f"partner_vector{at or ''}": part for at, part in enumerate(theirs[1])}
         lag = abs(min(one.partner_round * outer["inner_steps"], manifest["steps"]) - one.frozen_after)
     after = merged(frozen, theirs, lag, outer)
     if outer["rule"] == "diloco":
-        after = merged_with_all(
-            [replicas[each].frozen[number] for each in record.replicas(replica.stage)], frozen, outer
-        )
+        group = [replicas[each].frozen[number] for each in record.replicas(replica.stage)]
+        after = merged_with_all(group, frozen, outer)
+    computed = {"frozen": frozen.fast, "fast": replica.fast}
     if has_slow:
         computed |= {"slow": replica.slow, "momentum": replica.momentum}
         computed |= {"slow_after": after["slow"], "momentum_after": after["momentum"]}
+    computed |= {"adam_mean": replica.mean, "adam_square": replica.square} | taken
     expected = {f"{kind}/{name}" for kind, tensors in computed.items() for name in tensors}
     where = f"round {number}, {peer} (stage {replica.stage})"
     require(recorded.keys() == expected, f"{where}: tensors {sorted(recorded.keys() ^ expected)}")
