@@ -19,7 +19,7 @@ EXPERIMENTS = {
     "staleness": ("staleness", "pairing, stale snapshots and lost partners"),
     "overlap": ("overlap", "outer rounds that are merged inner steps after they were frozen"),
     "codecs": ("codecs", "loss and bytes: hidden states, gradients and outer rounds in fewer bits"),
-    "convergence": ("convergence", "loss at equal tokens: one process, data parallel, NoLoCo, nothing"),
+    "convergence": ("convergence", "loss at equal tokens, and bytes: data parallel, the outer rules, nothing"),
     "downstream": ("downstream", "fine-tuning and tasks after pre-training: data parallel, NoLoCo, gossip, nothing"),
 }
 """Every experiment by its name: its module, and what it is about."""

@@ -4,24 +4,22 @@ of all at every step, when everybody reads the same number of tokens, and how ma
 A byte-level Llama (full size: about a million parameters) in {STAGES} stages on the text of the standard library;
 {REPLICAS} replicas of each stage, one microbatch of 4 × 64 tokens for each and inner step; the node's own code in the
 simulator over real torch stages. *Synchronous data parallel*: one replica that takes its steps on the microbatches of
-{REPLICAS}, which is what replicas compute that average their gradients (order of additions apart); its bytes are
-those of a ring all-reduce in float32. *One process*: a single replica, the same microbatches one after the other,
-{REPLICAS} times the optimizer steps. The outer rules (METHOD.md, "Outer rules") have their defaults where the table
-does not say otherwise, matched pairs, balanced routes, and rounds that are waited for, unless they are *overlapped*.
-*No communication*: {REPLICAS} swarms of one replica that never meet, the weights of all of them averaged at the end
-for the merged model. The data streams, the schedule (a tenth warm-up, cosine to a tenth) and the clip over each stage
-are the same for all. Losses in nats per byte on the same held-out text; mean ± standard deviation over seeds, and
-differences of runs with the same seed. Bytes between replicas are those that a replica takes, questions and chunks
-asked again included, per parameter and inner step. The learning rate of each method is the best of the same geometric
-grid with the first seed, which is continued while the best is at its end; the other seeds use it, and so do the runs
-of {LONG_FACTOR} times as many steps, of one seed.
+{REPLICAS}, which is what replicas compute that average their gradients (order of additions apart); its bytes are those
+of a ring all-reduce in float32. The inner optimizer is AdamW, or Muon where the table says so. The outer rules
+(METHOD.md, "Outer rules") have their defaults where the table does not say otherwise, matched pairs, balanced routes,
+and rounds that are waited for, unless they are *overlapped*. *No communication*: {REPLICAS} swarms of one replica that
+never meet, the weights of all of them averaged at the end for the merged model. The data streams, the schedule (a
+tenth warm-up, cosine to a tenth) and the clip over each stage are the same for all. Losses in nats per byte on the
+same held-out text; mean ± standard deviation over seeds, and differences of runs with the same seed. Bytes between
+replicas are those that a replica takes, questions and chunks asked again included, per parameter and inner step. The
+learning rate of each method is the best of the same geometric grid with the first seed, which is continued while the
+best is at its end; the other seeds use it, and so do the runs of {LONG_FACTOR} times as many steps, of one seed.
 
 Limits: A model of this size after a few hundred steps is far from converged, and its batch is far below the size at
 which more parallelism stops to pay: the order of the methods can be seen here, and whether the replicas form one
-model; the size of the gaps at 25,000 steps and a hundred times the parameters cannot. The one process takes eight
-times the optimizer steps, so it shows what small batches give, not what communication costs. Rates were chosen with
-one seed on the held-out text that is reported, and other settings not at all. Nothing here is about seconds: what a
-line makes of the bytes is the simulator's to say.
+model; the size of the gaps at 25,000 steps and a hundred times the parameters cannot. Rates were chosen with one seed
+on the held-out text that is reported, and other settings not at all. Nothing here is about seconds: what a line makes
+of the bytes is the simulator's to say.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,21 +61,26 @@ class Method:
     """Microbatches of an optimizer step, in units of one replica's."""
     outer: Mapping[str, Any] = field(default_factory=lambda: {"pairing": "none"})
     """What is set of the outer round."""
+    inner: Mapping[str, Any] = field(default_factory=dict)
+    """What is set of the inner optimizer."""
     long: bool = False
     """Also run for LONG_FACTOR times as many steps."""
 
 
-GOSSIP = {"rule": "gossip"}
-INT4 = GOSSIP | {"codec": "int4", "overlap": True}
+INT4 = {"rule": "gossip", "codec": "int4", "overlap": True}
+MUON = {"optimizer": "muon"}
 METHODS = {
-    "one": Method("one process", 1),
     "parallel": Method("synchronous data parallel", 1, share=REPLICAS, long=True),
     "noloco": Method("NoLoCo, m = 10", outer={"rule": "noloco"}),
     "averaged": Method("averaged φ and δ, m = 10", outer={"rule": "averaged"}),
-    "gossip": Method("gossip, m = 1", outer=GOSSIP),
+    "diloco": Method("DiLoCo, H = 20", outer={"rule": "diloco", "inner_steps": 20}),
+    "dct": Method("DCT momentum, H = 20", outer={"rule": "dct", "inner_steps": 20}),
+    "gossip": Method("gossip, m = 1", outer={"rule": "gossip"}),
     "gossip-int4": Method("gossip, m = 1, int4, overlapped", outer=INT4, long=True),
     "gossip-int4-2": Method("gossip, m = 2, int4, overlapped", outer=INT4 | {"inner_steps": 2}),
     "apart": Method("no communication", 1),
+    "parallel-muon": Method("synchronous data parallel, Muon", 1, share=REPLICAS, inner=MUON, long=True),
+    "gossip-int4-muon": Method("gossip, m = 1, int4, overlapped, Muon", outer=INT4, inner=MUON, long=True),
 }
 
 
@@ -122,10 +125,10 @@ def plan_of(settings: Mapping[str, Any]) -> TrainingPlan:
         settings["layers"],
         microbatch_size=4,
         microbatches_per_step=method.share,
-        steps=settings["steps"] * (REPLICAS if settings["method"] == "one" else 1),
+        steps=settings["steps"],
         routing="fixed" if method.replicas == 1 else "balanced",
         # Longer than any run: the warm-up is a tenth of the steps for all methods (METHOD.md, "Inner step").
-        inner={"peak_learning_rate": settings["rate"], "warmup_steps": 10**6},
+        inner={"peak_learning_rate": settings["rate"], "warmup_steps": 10**6, **method.inner},
         outer=method.outer,
         evaluation={"every_steps": None, "microbatches": HELD_OUT},
     )
@@ -145,7 +148,7 @@ def measure(case: Case) -> Figures:
     losses = [loss for swarm in swarms for loss in swarm.final_losses]
     first = swarms[0]
     per_token = first.bytes_per_token
-    between = _ring_bytes(first) if name == "parallel" else per_token["snapshot"]
+    between = _ring_bytes(first) if name.startswith("parallel") else per_token["snapshot"]
     figures = {
         "validation_loss": fmean(losses),
         "merged_loss": merged,
@@ -156,7 +159,7 @@ def measure(case: Case) -> Figures:
         "rounds": dict(first.rounds),
         "asked_again": first.asked_again,
         "curve": curve(swarms),
-        "between_stages": 0.0 if name == "one" else per_token["activation"] + per_token["gradient"],
+        "between_stages": per_token["activation"] + per_token["gradient"],
         "per_parameter_step": between * first.tokens / (sum(first.parameters) * REPLICAS * case.settings["steps"]),
     }
     return dict(finite(figures))
@@ -202,9 +205,7 @@ def report(results: Results) -> list[Block]:
     axes, title = ("tokens, all replicas", "training loss, nats per byte"), "Training loss at equal tokens"
     plot = Plot("convergence", f"{title}, each at its best rate", axes, curves)
     blocks: list[Block] = [_table(best, gaps), *_findings(best, gaps), plot, _frontier(best)]
-    if any(long.values()):
-        blocks.append(_long(long))
-    return [*blocks, _tried(results), _paper(gaps["noloco"])]
+    return [*blocks, *([_long(long)] if any(long.values()) else []), _tried(results), _paper(gaps["noloco"])]
 
 
 def _gaps(runs: Sequence[Result], parallel: Sequence[Result]) -> list[float]:
@@ -224,7 +225,7 @@ def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
         "bytes between replicas, per parameter and inner step": lambda runs: f"{runs[0]['per_parameter_step']:.3g}",
         "bytes/token between stages": "between_stages",
     }
-    first, seeds = best["one"][0], len(best["noloco"])
+    first, seeds = best["parallel"][0], len(best["noloco"])
     caption = f"{first['parameters']:,} parameters, {first['tokens']:,} tokens in each run, {seeds} seeds."
     return table(columns, best.values(), caption)
 
@@ -248,7 +249,7 @@ def _frontier(best: Best) -> Plot:
     points = {
         name: (runs[0]["per_parameter_step"], fmean(known(runs, "validation_loss")))
         for name, runs in best.items()
-        if name != "one" and runs[0]["per_parameter_step"] > 0 and known(runs, "validation_loss")
+        if runs[0]["per_parameter_step"] > 0 and known(runs, "validation_loss")
     }
     line: list[tuple[float, float]] = []
     for point in sorted(points.values()):
@@ -262,18 +263,16 @@ def _frontier(best: Best) -> Plot:
 
 def _findings(best: Best, gaps: Mapping[str, list[float]]) -> list[str]:
     """In words, with the numbers."""
-    above = {name: mean_std(gap, 3) for name, gap in gaps.items()}
     merged = {
         name: mean_std(differences((one["merged_loss"], one["validation_loss"]) for one in runs), 2)
         for name, runs in best.items()
     }
-    parts = [f"{method.title} {above[name]}" for name, method in METHODS.items() if name != "parallel"]
-    together = [f"{method.title} {merged[name]}" for name, method in METHODS.items() if name not in ("one", "parallel")]
+    parts = [f"{method.title} {mean_std(gaps[name], 3)}" for name, method in METHODS.items() if name != "parallel"]
+    together = [f"{METHODS[name].title} {gap}" for name, gap in merged.items() if not name.startswith("parallel")]
     return [
         "Above synchronous data parallel at equal tokens, in nats: " + "; ".join(parts) + ".",
         "The model whose weights are the mean over the replicas, against the replicas themselves, in nats: "
-        + "; ".join(together)
-        + ". Near zero or below it the replicas are one model; above it they are several.",
+        f"{'; '.join(together)}. Near zero or below it the replicas are one model; above it they are several.",
     ]
 
 
