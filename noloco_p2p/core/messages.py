@@ -188,7 +188,7 @@ class ReplicaState:
     number: int = 0
     """64 bits drawn by the donor when it froze this copy: two parts of a transfer with one number fit together."""
     spent: tuple[MicrobatchId, ...] = ()
-    """Ids counted recently, oldest first. In checkpoints only; they do not travel."""
+    """Ids counted recently, oldest first: whoever goes on from these weights does not count them again."""
 
 
 @dataclass(frozen=True, slots=True)

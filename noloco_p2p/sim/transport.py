@@ -102,7 +102,7 @@ class SimTransport:
         async def invoke(handler: Handler, call: SimCall[ReplicaState]) -> ReplicaState:
             async with handler.lend_state(self._me, None) as state:
                 await call.stream("state", self._network.payload_bytes("state", state.tensors, state.stage))
-                return replace(state, tensors=tuple(map(_copy, state.tensors)), spent=())
+                return replace(state, tensors=tuple(map(_copy, state.tensors)))
 
         state = await self._call(peer, invoke, deadline_s, "fetch_state", silence_s=(CAPTURE_S, RESUMES_S))
         if state.stage != peer.stage:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from sim_transport_fixture import (
     CALLEE,
+    ID,
     LATENCY_S,
     SNAPSHOT_SPECS,
     Serving,
@@ -40,7 +41,7 @@ def test_a_state_takes_its_time_and_is_lent_meanwhile() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         state = await _fetches_state(transport)
         assert now() == pytest.approx(10.0 + 2 * LATENCY_S)
-        assert (state.number, state.step, state.spent, state.tensors) == (7, 40.5, (), (floats("slow/w", 1.0),))
+        assert (state.number, state.step, state.spent, state.tensors) == (7, 40.5, (ID,), (floats("slow/w", 1.0),))
         with pytest.raises(Violation, match="tensors"):
             await transport.fetch_state(CALLEE, 60.0, STATE_SPECS * 2)
         with pytest.raises(Declined, match="stage 1 now"):

@@ -9,7 +9,7 @@ from link_fixture import Fault, Proxy
 from transport_fixture import Node, Pair, hang, pair, tensor
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import PeerId, ReplicaState
+from noloco_p2p.core.messages import MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.errors import Declined
 
 MIB = 1 << 20
@@ -21,7 +21,8 @@ TENSORS = tuple(
 """25 MiB."""
 SPECS = tuple(t.spec for t in TENSORS)
 NUMBER = (1 << 64) - 5
-STATE = ReplicaState("B", 1, 7, 70.25, 66, 65, TENSORS, NUMBER)
+SPENT = tuple(MicrobatchId("origin", 2**63 + at, at) for at in range(3))
+STATE = ReplicaState("B", 1, 7, 70.25, 66, 65, TENSORS, NUMBER, SPENT)
 LONG = replace(STATE, tensors=(tensor("slow/all", "uint8", (16 * MIB,)), *TENSORS))
 """It begins with a tensor of many chunks, so that a cut falls into it."""
 LONG_SPECS = tuple(t.spec for t in LONG.tensors)

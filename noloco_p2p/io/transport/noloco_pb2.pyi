@@ -789,6 +789,7 @@ class StateHeader(_message.Message):
     INNER_STEPS_FIELD_NUMBER: _builtins.int
     ADAM_STEPS_FIELD_NUMBER: _builtins.int
     SPECS_FIELD_NUMBER: _builtins.int
+    SPENT_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     """Peer id of the replica whose state it is."""
     number: _builtins.int
@@ -807,6 +808,10 @@ class StateHeader(_message.Message):
     def specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """All tensors of the state, in order, also when only the last ones follow."""
 
+    @_builtins.property
+    def spent(self) -> _containers.RepeatedCompositeFieldContainer[Global___MicrobatchId]:
+        """Ids of microbatches that these weights have counted of late, oldest first."""
+
     def __init__(
         self,
         *,
@@ -818,10 +823,11 @@ class StateHeader(_message.Message):
         inner_steps: _builtins.int = ...,
         adam_steps: _builtins.int = ...,
         specs: _abc.Iterable[Global___TensorSpec] | None = ...,
+        spent: _abc.Iterable[Global___MicrobatchId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adam_steps", b"adam_steps", "inner_steps", b"inner_steps", "number", b"number", "peer", b"peer", "round", b"round", "specs", b"specs", "stage", b"stage", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adam_steps", b"adam_steps", "inner_steps", b"inner_steps", "number", b"number", "peer", b"peer", "round", b"round", "specs", b"specs", "spent", b"spent", "stage", b"stage", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

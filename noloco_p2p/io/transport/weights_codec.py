@@ -19,6 +19,8 @@ PEER_ID_CHARACTERS = 128
 """Longest peer id that is believed; an Ed25519 one has 52."""
 LARGEST_COUNT = 2**53
 """Counts of rounds and steps beyond this are none: a clock in steps could not hold them."""
+MOST_SPENT = 16_384
+"""Spent ids that a state travels with, the newest: four times those that a replica keeps at least."""
 
 
 def from_request(message: pb.SnapshotRequest) -> SnapshotRequest:
@@ -57,6 +59,7 @@ def to_state(state: ReplicaState, tensor: int, offset: int, message_bytes: int =
         inner_steps=state.inner_steps,
         adam_steps=state.adam_steps,
         specs=[message_codec.to_spec(one.spec) for one in state.tensors],
+        spent=[pb.MicrobatchId(**one._asdict()) for one in state.spent[-MOST_SPENT:]],
     )
     rest = state.tensors[tensor:]
     digests = (message_codec.digest(one.data) for one in rest)
@@ -161,6 +164,8 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
                 f"a state at step {header.step} after {header.adam_steps} of {header.inner_steps} steps makes no sense"
             )
         wire.check_same(tuple(message_codec.from_spec(spec) for spec in header.specs), self._expected, "state")
+        if len(header.spent) > MOST_SPENT or not all(_is_peer_id(one.peer) for one in header.spent):
+            raise Violation(f"the state names more than {MOST_SPENT} microbatches, or one without an origin's id")
         self._head = header
         return self._expected
 
@@ -168,7 +173,8 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
         head = self._head
         assert head is not None
         counts = (head.stage, head.round, head.step, head.inner_steps, head.adam_steps)
-        return ReplicaState(head.peer, *counts, tensors, head.number)
+        spent = tuple(map(message_codec.from_microbatch, head.spent))
+        return ReplicaState(head.peer, *counts, tensors, head.number, spent)
 
 
 def _is_peer_id(text: str) -> bool:
