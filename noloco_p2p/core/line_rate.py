@@ -33,6 +33,12 @@ UNSENT_BYTES, MORE_UNSENT_BYTES = 1 << 17, 1 << 20
 FAST_BYTES_PER_S = 100e6
 """So much may wait unsent in the socket of a connection: little, for it goes before all that is written later. On a
 line this fast more of it is gone in 10 ms, and its sender is not woken for every 128 KiB."""
+CONNECTIONS = 2
+FAR_S, FAR_BYTES = 0.01, 1 << 16
+"""A body goes over so many connections at once to a peer that is so far away, where so much of it would be under way:
+what one has under way begins with 15 KB after a rest, and ends with what its buffers hold."""
+LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 16
+"""It is cut into so many messages at least, if these are not too small: so both end at about the same time."""
 PEERS = 256
 """Peers whose round trips are remembered."""
 
@@ -125,6 +131,11 @@ class MeasuredLine:
             return True
         return nbytes / rate > max(SMALL_S, self.round_trip_s(peer) or 0.0)
 
+    def needs_more(self, peer: PeerId) -> bool:
+        """Whether one connection to a peer may have less under way than the line would carry."""
+        rate, round_trip_s = self.up.bytes_per_s, self.round_trip_s(peer)
+        return bool(rate and round_trip_s and round_trip_s >= FAR_S and rate * round_trip_s > FAR_BYTES)
+
     def asks_for(self, asked: int) -> bool:
         """Whether to ask for one more place while `asked` activations have been asked for, or are leaving."""
         body_s = self.up.seconds(("activation",))
@@ -143,6 +154,11 @@ class MeasuredLine:
 def unsent_bytes(bytes_per_s: float | None) -> int:
     """How much may wait in the socket of a connection over which so much goes; None: nobody knows."""
     return MORE_UNSENT_BYTES if bytes_per_s is not None and bytes_per_s >= FAST_BYTES_PER_S else UNSENT_BYTES
+
+
+def stripe_bytes(nbytes: int) -> int:
+    """The most in one message of a body that goes over several connections."""
+    return max(LEAST_STRIPE_BYTES, nbytes // STRIPES)
 
 
 def _quantile(parts: Iterable[tuple[float, float]], share: float) -> float:

@@ -104,7 +104,7 @@ def _end_with_the_command() -> None:
 def _serve(connection: Connection, serve: Callable[..., Awaitable[None]], args: tuple[Any, ...]) -> None:
     import uvloop
 
-    from noloco_p2p.io.transport.grpc_transport import tune_allocator
+    from noloco_p2p.io.transport.allocator import tune_allocator
 
     _as_a_worker()
     tune_allocator()

@@ -30,7 +30,8 @@ from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.log import start as start_log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
-from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
+from noloco_p2p.io.transport.allocator import tune_allocator
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.launch import bootstrap, join_file, run_files
 from noloco_p2p.launch.bootstrap import NodeOptions

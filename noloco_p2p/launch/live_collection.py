@@ -14,7 +14,8 @@ from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
-from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
+from noloco_p2p.io.transport.allocator import tune_allocator
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch.bootstrap import NullTelemetry, observing
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say, progress_bar
 from noloco_p2p.node.frozen_rounds import KEPT_ROUNDS

@@ -173,7 +173,10 @@ class SimCall(Generic[T]):
         """The tensors of an answer go before it; a stream has sent its own."""
         nbytes = self.network.payload_bytes("gradient", (outcome.grad,)) if isinstance(outcome, Gradient) else 0
         if isinstance(outcome, Gradient) and nbytes:
-            self._reply = payload = Payload(self.callee, self.caller, "gradient", nbytes, outcome.microbatch)
+            connections = self.body.connections if self.body is not None else 1
+            self._reply = payload = Payload(
+                self.callee, self.caller, "gradient", nbytes, outcome.microbatch, connections
+            )
             self.network.traffic.depart(payload)
             if payload.gone_at is None:
                 payload.on_gone = lambda: self._send(outcome)

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import unsent_bytes
+from noloco_p2p.core.line_rate import CONNECTIONS, unsent_bytes
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
-from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, Link, ceiling_bytes_per_s
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, Link, connection_bytes_per_s
 
 LEAST_HANDED_BYTES, HANDED_BYTES = 32 << 10, 128 << 10
 QUICK_WRITE_S, SLOW_WRITE_S = 0.1, 1.0
@@ -18,24 +18,32 @@ and shrinks while it is slow (`Chttp2WriteSizePolicy`)."""
 
 
 class Connection:
-    """The connection for bodies, one way between two nodes.
+    """The connections for bodies, one way between two nodes. A body takes all of them, or one.
 
-    In its first round trip it sends `FIRST_WINDOW_BYTES`, and in each one that follows twice as much, until something
+    In its first round trip each sends `FIRST_WINDOW_BYTES`, and in each one that follows twice as much, until something
     else limits it. From then on it gets whatever share comes free at once, which TCP would take some round trips to
     find. While it sends nothing its window is halved each time that its retransmission timer would have run out (RFC
     2861, `tcp_cwnd_restart` of Linux).
     """
 
     def __init__(
-        self, bandwidth: Bandwidth, ceiling: float, fastest: float, round_trip_s: float, forgets: bool = True
+        self,
+        bandwidth: Bandwidth,
+        ceilings: tuple[float, float],
+        fastest: float,
+        round_trip_s: float,
+        forgets: bool = True,
     ) -> None:
-        """`ceiling` is that of the connection in bytes per second, `fastest` that of all of its way.
+        """`ceilings` are those of one and of all, in bytes per second, `fastest` that of all of their way.
 
-        One that never `forgets` has started slowly once, before all that is simulated.
+        Connections that never `forgets` have started slowly once, before all that is simulated.
         """
-        self.segment = Segment(ceiling)
-        """Of the way, what only this connection limits."""
-        self._bandwidth, self._ceiling, self._fastest = bandwidth, ceiling, fastest
+        self._each, self._ceiling = ceilings
+        self.segment = Segment(self._ceiling)
+        """Of the way, what only these limit."""
+        self._bandwidth, self._fastest = bandwidth, fastest
+        self._used = 1
+        """How many the last body takes, or took."""
         self._round_trip_s, self._forgets = round_trip_s, forgets
         self._moving: dict[Flow, float] = {}
         """With what had left of each when it was set in motion."""
@@ -49,23 +57,25 @@ class Connection:
         """Messages, each with how many bytes of bodies leave before it."""
         self._next: asyncio.TimerHandle | None = None
 
-    def wake(self) -> None:
-        """A body will start now."""
+    def wake(self, connections: int) -> None:
+        """A body will start now, on so many."""
+        self._used = connections
         timer_s = self._round_trip_s + LEAST_TIMER_S
         rested = (asyncio.get_running_loop().time() - self._used_at) / timer_s
         if self._moving or rested < 1 or not self._round_trip_s or not self._forgets:
             return
-        least = FIRST_WINDOW_BYTES / self._round_trip_s
+        least = connections * FIRST_WINDOW_BYTES / self._round_trip_s
         window = max(least, self._reached / 2 ** int(min(rested, 64)))
         self._bandwidth.resize(self.segment, window if window < self._fastest else self._ceiling)
 
-    def start(self, flow: Flow, path: tuple[Segment, ...]) -> None:
-        """Set a body in motion."""
+    def start(self, flow: Flow, path: tuple[Segment, ...], connections: int) -> None:
+        """Set a body in motion, on so many."""
         loop = asyncio.get_running_loop()
         if self.segment.bytes_per_s < self._ceiling and self._growth is None:
             self._growth = loop.call_later(self._round_trip_s, self._grow)
         self._moving[flow] = flow.moved(loop.time())
-        self._bandwidth.start(flow, path)
+        alone = (Segment(self._each),) if connections == 1 and self._each < self._ceiling else ()
+        self._bandwidth.start(flow, path + alone)
 
     def stop(self, flow: Flow) -> None:
         """Stop a body, or note that it has left."""
@@ -82,10 +92,10 @@ class Connection:
         if not self._moving:
             return False
         now = asyncio.get_running_loop().time()
-        left, rate = sum([flow.nbytes - flow.moved(now) for flow in self._moving]), self._rate
+        left, rate = sum([flow.nbytes - flow.moved(now) for flow in self._moving]), self._rate / self._used
         quick, slow = min(wire.CHUNK_BYTES, QUICK_WRITE_S * rate), min(HANDED_BYTES, SLOW_WRITE_S * rate)
         ahead = max(LEAST_HANDED_BYTES, quick, slow) + min(unsent_bytes(rate), self._round_trip_s * rate)
-        self._waiting.append((self._moved_by(now) + min(left, ahead), send))
+        self._waiting.append((self._moved_by(now) + min(left, self._used * ahead), send))
         self._release()
         return True
 
@@ -146,17 +156,20 @@ class Ways:
         return tuple([segment for segment in segments if segment is not None])
 
     def connection(self, sender: PeerId, receiver: PeerId) -> Connection:
-        """The one for bodies, this way."""
+        """Those for bodies, this way."""
         pair = (sender, receiver)
         found = self._connections.get(pair)
         if found is None:
             link = self._link_of(sender, receiver)
             round_trip_s = link.latency_s + self._link_of(receiver, sender).latency_s
-            ceiling = min(link.bytes_per_s or math.inf, ceiling_bytes_per_s(link.loss, round_trip_s))
+            each = connection_bytes_per_s(link, round_trip_s)
+            ceiling = min(link.bytes_per_s or math.inf, CONNECTIONS * each)
             ends = (self._access_of(sender)[0], self._access_of(receiver)[1])
             fastest = min([ceiling, *(end.bytes_per_s for end in ends if end is not None)])
             forgets = link.slow_start_after_idle
-            found = self._connections[pair] = Connection(self._bandwidth, ceiling, fastest, round_trip_s, forgets)
+            found = self._connections[pair] = Connection(
+                self._bandwidth, (each, ceiling), fastest, round_trip_s, forgets
+            )
         return found
 
     def forget(self, sender: PeerId, receiver: PeerId) -> None:

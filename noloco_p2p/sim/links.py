@@ -35,6 +35,12 @@ def ceiling_bytes_per_s(loss: float, round_trip_s: float) -> float:
     return RENO * MSS_BYTES / (round_trip_s * math.sqrt(loss))
 
 
+def connection_bytes_per_s(link: "Link", round_trip_s: float) -> float:
+    """What one connection over this link reaches at most: its window in each round trip, and what losses leave it."""
+    ceiling = ceiling_bytes_per_s(link.loss, round_trip_s)
+    return min(ceiling, link.window_bytes / round_trip_s) if link.window_bytes and round_trip_s > 0 else ceiling
+
+
 def resend_s(loss: float, round_trip_s: float, rng: random.Random) -> float:
     """How much later a message's last packet arrives: 0 unless it is lost, else the timers, each twice the one before.
 
@@ -65,6 +71,8 @@ class Link:
     """Chance that a packet is lost: TCP sends it again, which costs time."""
     slow_start_after_idle: bool = True
     """A connection that has rested starts slowly again, as Linux has it by default."""
+    window_bytes: float | None = None
+    """Most that one connection has under way; none: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +184,8 @@ class Regions:
     """Chance that a packet is lost, on every link."""
     slow_start_after_idle: bool = True
     """See `Link`."""
+    window_bytes: float | None = None
+    """See `Link`."""
     each: Access = Access()
     """Of every node."""
 
@@ -184,7 +194,8 @@ class Regions:
         row, column = self._index(sender), self._index(receiver)
         speed = self.bytes_per_s[row][column] if self.bytes_per_s else None
         latency_s, slow = self.round_trip_ms[row][column] / 2000.0, self.slow_start_after_idle
-        return Link(latency_s, self.spread, speed, loss=self.loss, slow_start_after_idle=slow)
+        window = self.window_bytes
+        return Link(latency_s, self.spread, speed, loss=self.loss, slow_start_after_idle=slow, window_bytes=window)
 
     def access(self, peer: PeerId) -> Access:
         """See `Geography`."""

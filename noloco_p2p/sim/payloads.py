@@ -43,6 +43,8 @@ class Payload:
     nbytes: int
     microbatch: MicrobatchId | None = None
     """Of a gradient: what it answers."""
+    connections: int = 1
+    """It travels over so many at once."""
     sent_at: float | None = None
     """When it began to leave; None: nobody has asked for it."""
     over: bool = False

@@ -149,6 +149,8 @@ class NetworkSettings(Settings):
     """Chance that a packet is lost and sent again, which costs time and bandwidth."""
     slow_start_after_idle: bool = True
     """Connections that have rested start slowly, as on Linux unless `net.ipv4.tcp_slow_start_after_idle` is 0."""
+    window_mbit: Above | None = None
+    """What one connection has under way at most, megabits: its rate is this in each round trip; none: no limit."""
     call_loss: Chance = 0.0
     """Chance that a call or its answer never arrives."""
     view_age_s: NotNegative = 0.0

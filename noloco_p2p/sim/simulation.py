@@ -96,12 +96,16 @@ def geography_of(scenario: Scenario, seed: int) -> Geography:
     net, regions = scenario.network, scenario.network.regions
     access = Access(_bytes(net.access.up_mbit_per_s), _bytes(net.access.down_mbit_per_s))
     slow = net.slow_start_after_idle
+    window = _bytes(net.window_mbit)
     if regions.names:
         speeds = tuple(tuple(speed * BYTES_PER_MEGABIT for speed in row) for row in regions.mbit_per_s) or None
-        found: Geography = Regions(regions.names, regions.round_trip_ms, speeds, net.spread, net.loss, slow, access)
+        found: Geography = Regions(
+            regions.names, regions.round_trip_ms, speeds, net.spread, net.loss, slow, window, access
+        )
     else:
         speed = _bytes(net.link.mbit_per_s)
-        link = Link(net.link.latency_s, net.spread, speed, loss=net.loss, slow_start_after_idle=slow)
+        latency_s = net.link.latency_s
+        link = Link(latency_s, net.spread, speed, loss=net.loss, slow_start_after_idle=slow, window_bytes=window)
         found = Uniform(link, access)
     if net.access.spread:
         found = VariedAccess(found, access, net.access.spread, seed)
@@ -111,5 +115,5 @@ def geography_of(scenario: Scenario, seed: int) -> Geography:
     return LossyCalls(found, net.call_loss) if net.call_loss else found
 
 
-def _bytes(mbit_per_s: float | None) -> float | None:
-    return None if mbit_per_s is None else mbit_per_s * BYTES_PER_MEGABIT
+def _bytes(mbit: float | None) -> float | None:
+    return None if mbit is None else mbit * BYTES_PER_MEGABIT

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from noloco_p2p.core import routing
+from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.sim.fault_plan import slowness
 from noloco_p2p.sim.job_server import Action, JobServer, Priority, Timeline
-from noloco_p2p.sim.links import Geography, MessageSizes, ceiling_bytes_per_s
+from noloco_p2p.sim.links import Geography, MessageSizes, connection_bytes_per_s
 from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.simulation import costs_of, geography_of, sizes_of
 from noloco_p2p.sim.stage import Costs
@@ -239,8 +240,8 @@ class _Pipeline:
         pair = sender.peer, receiver.peer
         if pair not in self._links:
             link, back = self._geography.link(*pair), self._geography.link(*reversed(pair))
-            ceiling = ceiling_bytes_per_s(link.loss, link.latency_s + back.latency_s)
-            speed = min(link.bytes_per_s or math.inf, ceiling)
+            each = connection_bytes_per_s(link, link.latency_s + back.latency_s)
+            speed = min(link.bytes_per_s or math.inf, CONNECTIONS * each)
             self._links[pair] = link.latency_s, self._line(None if speed == math.inf else speed)
         latency_s, link_server = self._links[pair]
         return latency_s, [part for part in (sender.up, link_server, receiver.down) if part is not None]

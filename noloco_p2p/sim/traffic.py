@@ -213,12 +213,12 @@ class Traffic:
             return
         body = payload.kind != "control"
         if body:
-            self._ways.connection(sender, receiver).wake()
+            self._ways.connection(sender, receiver).wake(payload.connections)
         path = self._ways.path(sender, receiver)
         if not path or (not body and payload.nbytes < SHORT_S * min([part.bytes_per_s for part in path])):
             self._has_left(payload)
         elif body:
-            self._ways.connection(sender, receiver).start(payload.flow, path)
+            self._ways.connection(sender, receiver).start(payload.flow, path, payload.connections)
             self.lines.moves(payload.transfer, payload.flow.moved(self._now()), self._now())
         else:
             self._bandwidth.start(payload.flow, path)

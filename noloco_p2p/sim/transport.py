@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -153,9 +154,11 @@ class SimTransport:
         """A call with an activation. Small tensors follow their header at once, large ones when they are asked for."""
         self._check_alive()
         nbytes = self._network.payload_bytes("activation", sent.tensors)
-        payload = Payload(self._me, peer.peer_id, "activation", nbytes)
+        whole = claim is None and nbytes <= wire.PACK_BYTES
+        connections = CONNECTIONS if not whole and self.line.needs_more(peer.peer_id) else 1
+        payload = Payload(self._me, peer.peer_id, "activation", nbytes, connections=connections)
         body, began = _SimBody(self._network, sent, payload, claim or ALONE), asyncio.get_running_loop().time()
-        if claim is None and nbytes <= wire.PACK_BYTES:
+        if whole:
             self._network.traffic.depart(payload)
 
         def invoke(handler: Handler, _: SimCall[T]) -> Coroutine[Any, Any, T]:

@@ -7,6 +7,7 @@ import pytest
 from sim_transport_fixture import CALLEE, ID, LATENCY_S, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -232,3 +233,45 @@ def test_reading_the_directory_takes_bytes_of_ones_own_lines() -> None:
         assert network.byte_counts["a"]["control"] == ByteCounts(sent=1000, received=1000)
 
     run(main())
+
+
+@pytest.mark.parametrize(("connections", "windows_s"), [(1, 1), (CONNECTIONS, CONNECTIONS)])
+def test_a_body_has_a_window_of_each_of_its_connections_under_way(connections: int, windows_s: int) -> None:
+    """In each round trip; another body beside it has its own, and both together no more than all connections have."""
+
+    async def main() -> None:
+        link = Link(LATENCY_S, window_bytes=float(MIB), slow_start_after_idle=False)
+        network = Network(1, Uniform(link, Access(100 * FAST, None)))
+        body = Payload("a", "b", "activation", 40 * MIB, connections=connections)
+        network.traffic.depart(body)
+        await asyncio.sleep(10 * ROUND_TRIP_S)
+        alone = body.moved_bytes(now())
+        assert alone == pytest.approx(10 * windows_s * MIB, rel=1e-3)
+        snapshot = Payload("a", "b", "snapshot", 40 * MIB)
+        network.traffic.depart(snapshot)
+        await asyncio.sleep(10 * ROUND_TRIP_S)
+        both = body.moved_bytes(now()) - alone, snapshot.moved_bytes(now())
+        assert both == pytest.approx((10 * MIB, 10 * MIB), rel=1e-3)
+
+    run(main())
+
+
+def test_far_bodies_and_their_gradients_take_all_connections() -> None:
+    sizes = MessageSizes(8 * MIB, 8 * MIB, (300, 600), (150, 300), (900, 1800))
+    used: list[int] = []
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = sizes
+        depart = network.traffic.depart
+
+        def noted(payload: Payload) -> None:
+            used.append(payload.connections)
+            depart(payload)
+
+        network.traffic.depart = noted  # type: ignore[method-assign]
+        await transport.propagate(CALLEE, activation())
+        await transport.progress(CALLEE, [], 9.0)
+        await transport.propagate(CALLEE, activation())
+
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST), longest_s=60.0)
+    assert used == [1, 1, CONNECTIONS, CONNECTIONS]

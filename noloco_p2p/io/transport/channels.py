@@ -14,11 +14,12 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
 
-CHANNELS_PER_PEER = 2
-"""A second connection is opened while the first one is in use: over long links each is limited by its send buffer."""
+CHANNELS_PER_PEER = CONNECTIONS
+"""A second connection is opened while the first one is in use, or when a body goes over both."""
 CONTROL_SLOT = CHANNELS_PER_PEER
 """The number of the connection for short questions."""
 MAX_CHANNELS = 64
@@ -63,7 +64,7 @@ class PeerChannel:
         return self.channel.unary_unary(f"{SERVICE}/{method}")(message, **options)
 
     def send_stream(self, method: str, **options: Any) -> Any:
-        """Propagate or Evaluate with any number of messages both ways."""
+        """Propagate, Evaluate or Stripe with any number of messages both ways."""
         return self.channel.stream_stream(f"{SERVICE}/{method}")(**options)
 
     def fetch(self, method: str, request: Message, **options: Any) -> Any:
@@ -84,15 +85,17 @@ class Turns:
         """With the number of bodies that use it or wait for it."""
 
     @asynccontextmanager
-    async def of(self, peer: PeerId, nbytes: int) -> AsyncIterator[None]:
-        """Wait for the turn of a body of so many bytes; a small one goes at once."""
+    async def of(self, peer: PeerId, nbytes: int, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
+        """Wait for the turn of a body of so many bytes, and call `begins`; a small one goes at once."""
         if nbytes <= wire.PACK_BYTES:
+            begins()
             yield
             return
         lock, users = self._queues.get(peer, (asyncio.Lock(), 0))
         self._queues[peer] = lock, users + 1
         try:
             async with lock:
+                begins()
                 yield
         finally:
             users = self._queues[peer][1] - 1
@@ -121,12 +124,14 @@ class ChannelPool:
         self._closed = False
 
     @asynccontextmanager
-    async def acquire(self, peer: Advert, seconds: float, *, control: bool = False) -> AsyncIterator[PeerChannel]:
+    async def acquire(
+        self, peer: Advert, seconds: float, *, control: bool = False, beside: PeerChannel | None = None
+    ) -> AsyncIterator[PeerChannel]:
         """A connection to the peer for one call; for `control` one on which no body is sent, so that nothing delays it.
 
-        Raises Unreachable when no address accepts one in time.
+        It is not `beside`. Raises Unreachable when no address accepts one in time.
         """
-        key = (peer.peer_id, CONTROL_SLOT) if control else self._key(peer)
+        key = (peer.peer_id, CONTROL_SLOT) if control else self._key(peer, beside)
         channel = self._kept.pop(key, None)
         if channel is not None and not (channel.ready and channel.address in peer.addresses):
             if channel.calls == 0:
@@ -161,13 +166,14 @@ class ChannelPool:
             self._close(channel)
         await asyncio.gather(*self._closing)
 
-    def _key(self, peer: Advert) -> ChannelKey:
+    def _key(self, peer: Advert, beside: PeerChannel | None) -> ChannelKey:
         """The peer's least used connection; a further one only while all others are in use."""
-        for slot in range(CHANNELS_PER_PEER):
-            channel = self._kept.get((peer.peer_id, slot))
+        keys = [(peer.peer_id, slot) for slot in range(CHANNELS_PER_PEER)]
+        kept = [(key, self._kept.get(key)) for key in keys if beside is None or self._kept.get(key) is not beside]
+        for key, channel in kept:
             if channel is None or channel.calls == 0:
-                return peer.peer_id, slot
-        return min(((peer.peer_id, slot) for slot in range(CHANNELS_PER_PEER)), key=lambda key: self._kept[key].calls)
+                return key
+        return min(kept, key=lambda one: one[1].calls if one[1] else 0)[0]
 
     async def _opened(self, key: ChannelKey, peer: Advert, seconds: float) -> PeerChannel:
         """Waits for a connection that is being opened, or opens one. Whoever waits may be cancelled."""

@@ -1,9 +1,9 @@
-"""How the messages of one call are written and read."""
+"""How the messages of one call are written and read, and of those that carry a part of it over other connections."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
@@ -12,9 +12,14 @@ from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.io.transport.stripes import NO_MORE
 from noloco_p2p.ports import Claim
 
 T = TypeVar("T")
+Ways = tuple[Write, Read]
+"""Write and read the messages of a call."""
+Announced = tuple[bytes, Callable[[int], Iterator[bytes]]]
+"""A header, and what gives the messages of the body, as long as the peer would like them (0: of any size)."""
 
 
 def to_grant(message_bytes: int) -> bytes:
@@ -31,49 +36,110 @@ def from_grant(raw: bytes) -> int | None:
     return reply.grant.message_bytes if reply.HasField("grant") else None
 
 
-async def send_when_granted(
-    call: Any,
-    sent: tuple[bytes, Callable[[int], Iterator[bytes]]],
-    turn: AbstractAsyncContextManager[None],
-    claim: Claim,
-    feed: Callable[[bytes], T | None],
-    ways: tuple[Write, Read],
-) -> T:
-    """The header, and in its `turn` the body once the peer has granted it a place, while the reply is read.
+class AnnouncedActivation(Generic[T]):
+    """An activation whose body follows when its peer has granted it a place, and the reply.
 
-    `sent` is the header, and what gives the messages of the body, as long as the peer would like them (0: of any size).
-    `ways` write and read the messages of `call`.
     When the reply is whole, or a refusal, what was still to send is not sent. A peer that replies early does not read
     on before its reply is out, so flow control bounds what is sent in vain.
     """
 
-    header, body = sent
-    write, read = ways
+    def __init__(
+        self,
+        sent: Announced,
+        turn: AbstractAsyncContextManager[None],
+        claim: Claim,
+        feed: Callable[[bytes], T | None],
+        stripe: AbstractAsyncContextManager[Ways] | None,
+    ) -> None:
+        """The body leaves in its `turn`; `feed` gets the reply. `stripe` opens a call that carries a part of both."""
+        self._header, self._body = sent
+        self._turn, self._claim, self._feed, self._stripe = turn, claim, feed, stripe
+        self._messages: Iterator[bytes] = iter(())
+        """What is left of the body."""
+        self._reply: T | None = None
+        self._replies = asyncio.Event()
+        """The first message of the reply has come."""
+        self._writing = 0
+        self._sent = asyncio.Event()
+        """All of the body is written."""
 
-    async def write_body(message_bytes: int) -> None:
-        async with turn:
-            for message in body(message_bytes):
-                await write(message)
-        claim.left()
+    async def exchange(self, call: Any, ways: Ways) -> T:
+        """Sends it over `call`, which ends then; the reply."""
+        write, read = ways
+        tasks: list[asyncio.Task[None]] = []
 
-    writing: asyncio.Task[None] | None = None
-    try:
-        await write(header)
-        result = None
-        while result is None:
+        def start(part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+            tasks.append(asyncio.create_task(part))
+            return tasks[-1]
+
+        try:
+            await write(self._header)
             message = _some(await read())
-            if writing is None and (message_bytes := from_grant(message)) is not None:
-                if not claim.take():
+            if (message_bytes := from_grant(message)) is not None:
+                if not self._claim.take():
                     raise Busy("another replica has granted a place first")
-                writing = asyncio.create_task(write_body(message_bytes))
+                self._messages = self._body(message_bytes)
+                start(self._send(write))
             else:
-                result = feed(message)
-        return result
-    finally:
-        call.cancel()
-        if writing is not None:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
+                self._take(message)
+            if self._stripe is None or not tasks:
+                await self._receive(read)
+            else:
+                await self._until_whole({start(self._receive(read)), start(self._carry_beside(self._stripe))})
+            if self._reply is None:
+                raise Violation("the reply ended early")
+            return self._reply
+        finally:
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_whole(self, reading: set[asyncio.Task[None]]) -> None:
+        while reading and self._reply is None:
+            done, reading = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    async def _send(self, write: Write) -> None:
+        async with self._turn:
+            await self._carry(write)
+            await self._sent.wait()
+        self._claim.left()
+        if self._stripe is not None:
+            await write(NO_MORE)
+
+    async def _carry(self, write: Write) -> None:
+        """Write what nobody has written, until nothing is left."""
+        for message in self._messages:
+            self._writing += 1
+            await write(message)
+            self._writing -= 1
+        if not self._writing:
+            self._sent.set()
+
+    async def _carry_beside(self, stripe: AbstractAsyncContextManager[Ways]) -> None:
+        """What another connection carries; nothing, when there is none. One that is lost later ends all."""
+        opened = False
+        try:
+            async with stripe as (write, read):
+                opened = True
+                await self._carry(write)
+                await write(NO_MORE)
+                await self._replies.wait()
+                await self._receive(read)
+        except Unreachable:
+            if opened:
+                raise
+
+    async def _receive(self, read: Read) -> None:
+        """What comes over one call, until the reply is whole, or nothing more comes here."""
+        while self._reply is None and (message := await read()) is not grpc.aio.EOF:
+            self._take(message)
+
+    def _take(self, message: bytes) -> None:
+        self._reply = self._feed(message)
+        self._replies.set()
 
 
 async def next_message(call: Any, what: str, peer: PeerId, seconds: float) -> bytes:

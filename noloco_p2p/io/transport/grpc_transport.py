@@ -5,11 +5,11 @@ goes first, and the tensors follow when the peer has granted them a place.
 """
 
 import asyncio
-import ctypes
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import grpc
@@ -17,10 +17,12 @@ import grpc.aio
 
 from noloco_p2p.config import LimitSettings, ListenSettings
 from noloco_p2p.core.line_cap import Precedence
+from noloco_p2p.core.line_rate import stripe_bytes
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
     Gradient,
+    Header,
     LossSum,
     MicrobatchId,
     NodeDescription,
@@ -31,13 +33,14 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import LocalError, Unreachable, Violation
-from noloco_p2p.io.transport import message_codec, servicer, weights_codec
+from noloco_p2p.io.transport import message_codec, service, servicer, stripes, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OwnersLine, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
-from noloco_p2p.io.transport.exchange import next_message, send_when_granted
+from noloco_p2p.io.transport.exchange import AnnouncedActivation, Ways, next_message
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
 DESCRIBE_S = 5.0
@@ -56,19 +59,6 @@ RESUME_PAUSE_S = 0.5
 
 T = TypeVar("T")
 Weights = TypeVar("Weights", Snapshot, ReplicaState)
-
-
-def tune_allocator() -> None:
-    """Keeps freed message buffers in the process instead of giving them back to the system page by page.
-
-    Doubles the transfer rate (else every message is mapped and page-faulted again). For the entry point of a process;
-    does nothing where the C library is not glibc.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        mmap_threshold, trim_threshold = -3, -1
-        libc.mallopt(mmap_threshold, 256 << 20)
-        libc.mallopt(trim_threshold, (2 << 30) - 1)
 
 
 class GrpcTransport:
@@ -96,6 +86,7 @@ class GrpcTransport:
         self._channels = ChannelPool(self._line.grpc_options, self._line.unsent.set)
         self._turns = Turns()
         self._server: Any = None
+        self._stripes = count(1)
         self._closed = False
 
     async def listen(self) -> None:
@@ -104,7 +95,7 @@ class GrpcTransport:
             return
         options = (*servicer.OPTIONS, *self._line.grpc_options)
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=servicer.MAX_CALLS)
-        server.add_generic_rpc_handlers((self._servicer.methods(),))
+        server.add_generic_rpc_handlers((service.methods(self._servicer),))
         host, port = self._listen.host, self._listen.grpc_port
         try:
             self.port = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -131,15 +122,13 @@ class GrpcTransport:
 
     def announces(self, activation: Activation, peer: Advert) -> bool:
         """See `ports.Transport`."""
-        size, now = sum(tensor.data.nbytes for tensor in activation.tensors), asyncio.get_running_loop().time()
-        return not self._fits(activation) or self.line.worth_asking(peer.peer_id, size, now)
-
-    def _fits(self, activation: Activation) -> bool:
-        return message_codec.fits_one_message(activation, self._line.whole_bytes)
+        fits = message_codec.fits_one_message(activation, self._line.whole_bytes)
+        size = sum(tensor.data.nbytes for tensor in activation.tensors)
+        return not fits or self.line.worth_asking(peer.peer_id, size, asyncio.get_running_loop().time())
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
-        reader = message_codec.GradientReader(activation)
+        reader = GradientReader(activation)
         gradient = await self._exchange(peer, "Propagate", "gradient", activation, claim, reader.feed)
         self._count(direction="in", kind="gradient", bytes=gradient.grad.data.nbytes)
         self.line.down.carries("gradient", gradient.grad.data.nbytes)
@@ -251,17 +240,21 @@ class GrpcTransport:
     ) -> T:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
+        whole = claim is None and message_codec.fits_one_message(activation, self._line.whole_bytes)
+        number = next(self._stripes) if not whole and self.line.needs_more(peer.peer_id) else 0
         async with self._calling(peer, what, LONGEST_CALL_S) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
-            whole = claim is None and self._fits(activation)
             self.line.up.carries("activation", size)
             if not whole:
-                call, turn = channel.send_stream(method, **options), self._body_turn(peer.peer_id, size)
-                there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
-                ways = line.sender(call.write, there), line.receiver(call.read, back, first_at_once=True)
-                header, body = message_codec.announced(activation)
-                sent = header, lambda wanted_bytes: body(line.agreed(wanted_bytes))
-                return await send_when_granted(call, sent, turn, claim or ALONE, feed, ways)
+                stripe = self._stripe(peer, what, seconds, channel, number, activation.header) if number else None
+                leaves = partial(self._count, direction="out", kind="activation", bytes=size)
+                turn = self._turns.of(peer.peer_id, size, leaves)
+                call = channel.send_stream(method, **options)
+                most = stripe_bytes(size) if number else line.message_bytes
+                header, body = message_codec.announced(activation, number)
+                sent = header, lambda wanted_bytes: body(min(most, line.agreed(wanted_bytes)))
+                announced = AnnouncedActivation(sent, turn, claim or ALONE, feed, stripe)
+                return await announced.exchange(call, self._ways(call, activation.header))
             self._count(direction="out", kind="activation", bytes=size)
             [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
@@ -273,14 +266,27 @@ class GrpcTransport:
             return result
 
     @asynccontextmanager
-    async def _body_turn(self, peer: PeerId, size: int) -> AsyncIterator[None]:
-        async with self._turns.of(peer, size):
-            self._count(direction="out", kind="activation", bytes=size)
-            yield
+    async def _stripe(
+        self, peer: Advert, what: str, seconds: float, beside: PeerChannel, number: int, header: Header
+    ) -> AsyncIterator[Ways]:
+        """A call on another connection than `beside`, which carries part of the activation with this number."""
+        async with self._calling(peer, what, seconds, beside=beside) as (channel, left_s):
+            call = channel.send_stream("Stripe", timeout=left_s, metadata=self._metadata)
+            try:
+                ways = self._ways(call, header)
+                await ways[0](stripes.to_stripe(number))
+                yield ways
+            finally:
+                call.cancel()
+
+    def _ways(self, call: Any, header: Header) -> Ways:
+        """Write and read a call in the turns of its microbatch."""
+        there, back = (rank_of(header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
+        return self._line.sender(call.write, there), self._line.receiver(call.read, back, first_at_once=True)
 
     @asynccontextmanager
     async def _calling(
-        self, peer: Advert, what: str, seconds: float, *, control: bool = False
+        self, peer: Advert, what: str, seconds: float, *, control: bool = False, beside: PeerChannel | None = None
     ) -> AsyncIterator[tuple[PeerChannel, float]]:
         """A connection, and the seconds left once there is one; errors of gRPC become ours here and only here."""
         if self._closed:
@@ -289,6 +295,6 @@ class GrpcTransport:
             raise Unreachable(f"no time is left to wait for a {what} from {peer.peer_id}")
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + seconds
-        async with self._channels.acquire(peer, seconds, control=control) as channel:
+        async with self._channels.acquire(peer, seconds, control=control, beside=beside) as channel:
             with translated_errors(peer.peer_id, what, seconds, give_up_at):
                 yield channel, max(0.001, give_up_at - clock())

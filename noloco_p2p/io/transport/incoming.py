@@ -14,6 +14,7 @@ from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read
 from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
 
 CANCEL_GRACE_S = 0.5
 """A cancelled call first looks like a finished stream; its cancellation gets this long to arrive."""
@@ -41,29 +42,41 @@ class IncomingActivation:
         self.complete = False
         """All of it has been received."""
         self._context = context
-        self._header = header
+        self.header = header
         self._first: list[wire.Frame] | None = first
         self._count = count
         self._read = read
         self._grant = grant
+        self.stripes: Stripes | None = None
+        """Other calls that may bring some of it."""
 
     async def __call__(self) -> Activation:
         """See `ports.Body`."""
-        size = sum(spec.nbytes for spec in self._header.specs)
-        assembler = message_codec.assembler(self._header.specs)
+        size = sum(spec.nbytes for spec in self.header.specs)
+        stripes = self.stripes
+        assembler = message_codec.assembler(self.header.specs, scattered=stripes is not None)
         frames, self._first = self._first, None
         message: Any = grpc.aio.EOF if frames is None else None
+
+        def take(message: bytes) -> bool:
+            self.received += len(message)
+            message_codec.feed(assembler, unpacked(message, pb.ActivationMessage)[1])
+            return assembler.complete
+
         try:
+            if stripes is not None:
+                stripes.expect(take)
             if frames == []:
                 await self._context.write(self._grant)
             message_codec.feed(assembler, frames or ())
             frames = None  # frees the bytes of the first message
-            while not assembler.complete and message is not grpc.aio.EOF:
+            while message is not grpc.aio.EOF and not (assembler.complete if stripes is None else message == NO_MORE):
                 message = await self._read()
                 if message is not grpc.aio.EOF:
-                    self.received += len(message)
-                    message_codec.feed(assembler, unpacked(message, pb.ActivationMessage)[1])
-            activation = Activation(self._header, *assembler.finish(self._header.digest))
+                    (take if stripes is None else stripes.take)(message)
+            if stripes is not None and message is not grpc.aio.EOF:
+                await stripes.body()
+            activation = Activation(self.header, *assembler.finish(self.header.digest))
         except Violation:
             if message is grpc.aio.EOF:
                 await asyncio.sleep(CANCEL_GRACE_S)

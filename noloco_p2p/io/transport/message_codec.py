@@ -6,7 +6,7 @@ without the tensors' bytes. Shape legend: B microbatch, T sequence, D hidden siz
 
 from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy
 import xxhash
@@ -16,7 +16,6 @@ from noloco_p2p.core.messages import (
     Activation,
     Gradient,
     Header,
-    HostTensor,
     LossSum,
     MicrobatchId,
     NodeDescription,
@@ -24,6 +23,7 @@ from noloco_p2p.core.messages import (
     Progress,
     TensorSpec,
 )
+from noloco_p2p.core.scattered import ScatteredAssembler
 from noloco_p2p.errors import Busy, Declined, NolocoError, PeerError, Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.frame_codec import packed, unpacked
@@ -41,8 +41,6 @@ KINDS: dict[type[NolocoError], pb.Refusal.Kind.ValueType] = {
 
 Streamed = TypeVar("Streamed", pb.ActivationMessage, pb.Reply, pb.SnapshotMessage, pb.StateMessage)
 """The messages that carry frames."""
-ReplyMessage = TypeVar("ReplyMessage", pb.Reply, pb.SnapshotMessage, pb.StateMessage)
-V = TypeVar("V")
 
 digest: Callable[[memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 """xxh3 of 64 bits: 1.8 ms for 64 MiB."""
@@ -53,9 +51,10 @@ def allocate(length: int) -> memoryview:
     return numpy.empty(length, numpy.uint8).data
 
 
-def assembler(specs: tuple[TensorSpec, ...]) -> wire.Assembler:
-    """Receives these tensors, whose sizes have been checked. Raises Violation as `wire.Assembler`."""
-    return wire.Assembler(specs, sum(spec.nbytes for spec in specs), digest, allocate)
+def assembler(specs: tuple[TensorSpec, ...], *, scattered: bool = False) -> wire.Assembler:
+    """Receives these tensors, whose sizes have been checked; `scattered`: over several calls. Raises Violation."""
+    kind = ScatteredAssembler if scattered else wire.Assembler
+    return kind(specs, sum(spec.nbytes for spec in specs), digest, allocate)
 
 
 def to_refusal(error: NolocoError) -> pb.Refusal:
@@ -112,9 +111,13 @@ def to_activation(activation: Activation, message_bytes: int = wire.PACK_BYTES, 
     return streamed(*_head_and_frames(activation), message_bytes, head_alone=head_alone)
 
 
-def announced(activation: Activation) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
-    """An activation's header alone, and what gives the messages of its body, of at most so many tensor bytes each."""
+def announced(activation: Activation, stripe: int = 0) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
+    """An activation's header alone, and what gives the messages of its body, of at most so many tensor bytes each.
+
+    With a number for `stripe` other calls may carry some of them.
+    """
     head, stream = _head_and_frames(activation)
+    head.header.stripe = stripe
     body = pb.ActivationMessage()
     return packed(head, ()), lambda message_bytes: streamed(body, stream, message_bytes, head_alone=False)
 
@@ -236,59 +239,3 @@ def from_loss(raw: bytes) -> LossSum:
     if not reply.HasField("loss"):
         raise Violation("the reply to an evaluation is no loss")
     return LossSum(reply.loss.loss_sum, reply.loss.tokens)
-
-
-class ReplyReader(Generic[ReplyMessage, V]):
-    """Puts a reply together from its messages: a refusal, or a header and the tensors that it declares.
-
-    Nothing is allocated before the header has been checked, and nothing is returned before all tensors have come whole.
-    """
-
-    def __init__(self, kind: type[ReplyMessage]) -> None:
-        self._kind: type[ReplyMessage] = kind
-        self._header_due = True
-        self._assembler: wire.Assembler | None = None
-
-    def feed(self, raw: bytes) -> V | None:
-        """The reply, once all of it has come. Raises what a refusal means, Violation unless it is as expected."""
-        message, frames = unpacked(raw, self._kind)
-        if self._header_due:
-            if message.HasField("refusal"):
-                raise to_error(message.refusal)
-            specs = self._begin(message)
-            self._assembler = self._assembler or assembler(specs)
-            self._header_due = False
-        assert self._assembler is not None
-        feed(self._assembler, frames)
-        return self._finish(self._assembler.finish()) if self._assembler.complete else None
-
-    def _begin(self, message: ReplyMessage) -> tuple[TensorSpec, ...]:
-        """Keeps the header of the first message; the tensors that must follow it. Raises Violation, Declined."""
-        raise NotImplementedError
-
-    def _finish(self, tensors: tuple[HostTensor, ...]) -> V:
-        """The reply, made of its header and its tensors."""
-        raise NotImplementedError
-
-
-class GradientReader(ReplyReader[pb.Reply, Gradient]):
-    """Puts the reply to an activation together."""
-
-    def __init__(self, activation: Activation) -> None:
-        super().__init__(pb.Reply)
-        self._microbatch = activation.header.microbatch
-        self._spec = activation.reply_spec
-        self._head = pb.GradientHeader()
-
-    def _begin(self, message: pb.Reply) -> tuple[TensorSpec, ...]:
-        self._head = message.gradient
-        if from_microbatch(self._head.microbatch) != self._microbatch:
-            raise Violation("the reply is no gradient of the microbatch that was sent")
-        spec = from_spec(self._head.spec)
-        if spec != self._spec:
-            raise Violation(f"the gradient is {spec}, not {self._spec}"[:MESSAGE_CHARACTERS])
-        return (spec,)
-
-    def _finish(self, tensors: tuple[HostTensor, ...]) -> Gradient:
-        head = self._head
-        return Gradient(self._microbatch, tensors[0], head.loss_sum, head.tokens, tuple(head.served), head.finite)

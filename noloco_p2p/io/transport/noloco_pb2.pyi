@@ -4,8 +4,8 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
-(the version of this file, "3"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
-closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
+(the version of this file, "4"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order where no Stripe
+carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
 `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 """
 
@@ -223,6 +223,7 @@ class ActivationHeader(_message.Message):
     SPECS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     PATIENT_FIELD_NUMBER: _builtins.int
+    STRIPE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that it belongs to."""
     stage: _builtins.int
@@ -233,6 +234,8 @@ class ActivationHeader(_message.Message):
     """Digest over specs and tensors."""
     patient: _builtins.bool
     """The sender would rather wait in line for a place than hear Busy."""
+    stripe: _builtins.int
+    """Not 0: calls of Stripe with this number may carry parts of the tensors."""
     @_builtins.property
     def microbatch(self) -> Global___MicrobatchId:
         """Which microbatch this is."""
@@ -256,10 +259,11 @@ class ActivationHeader(_message.Message):
         specs: _abc.Iterable[Global___TensorSpec] | None = ...,
         digest: _builtins.int = ...,
         patient: _builtins.bool = ...,
+        stripe: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "time_left_s", b"time_left_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +277,9 @@ class ActivationMessage(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
+    STRIPE_FIELD_NUMBER: _builtins.int
+    stripe: _builtins.int
+    """In the first message of a Stripe only: what the caller's header said."""
     @_builtins.property
     def header(self) -> Global___ActivationHeader:
         """In the first message only."""
@@ -286,10 +293,11 @@ class ActivationMessage(_message.Message):
         *,
         header: Global___ActivationHeader | None = ...,
         frames: _abc.Iterable[Global___Frame] | None = ...,
+        stripe: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "header", b"header", "stripe", b"stripe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

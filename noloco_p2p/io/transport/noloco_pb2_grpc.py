@@ -45,6 +45,11 @@ class NodeStub:
                 request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.SerializeToString,
                 response_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.FromString,
                 _registered_method=True)
+        self.Stripe = channel.stream_stream(
+                '/noloco.v1.Node/Stripe',
+                request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.SerializeToString,
+                response_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.FromString,
+                _registered_method=True)
         self.FetchSnapshot = channel.unary_stream(
                 '/noloco.v1.Node/FetchSnapshot',
                 request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.SnapshotRequest.SerializeToString,
@@ -82,6 +87,14 @@ class NodeServicer:
 
     def Evaluate(self, request_iterator, context):
         """Sends one held-out activation as Propagate does; the reply is its summed loss.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stripe(self, request_iterator, context):
+        """Carries parts of the tensors of a Propagate or Evaluate, and of its reply, over another connection: all draw from
+        one stream of frames, whose chunks may come in any order then. An empty message ends the part of each call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +138,11 @@ def add_NodeServicer_to_server(servicer, server):
             ),
             'Evaluate': grpc.stream_stream_rpc_method_handler(
                     servicer.Evaluate,
+                    request_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.FromString,
+                    response_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.SerializeToString,
+            ),
+            'Stripe': grpc.stream_stream_rpc_method_handler(
+                    servicer.Stripe,
                     request_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.FromString,
                     response_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.SerializeToString,
             ),
@@ -202,6 +220,33 @@ class Node:
             request_iterator,
             target,
             '/noloco.v1.Node/Evaluate',
+            noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.SerializeToString,
+            noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stripe(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/noloco.v1.Node/Stripe',
             noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.SerializeToString,
             noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.FromString,
             options,

@@ -4,8 +4,8 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
-(the version of this file, "3"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order, each tensor
-closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
+(the version of this file, "4"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order where no Stripe
+carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
 `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 """
 
@@ -46,6 +46,10 @@ class NodeStub:
     """
     Evaluate: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
+    Stripe: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
+    """Carries parts of the tensors of a Propagate or Evaluate, and of its reply, over another connection: all draw from
+    one stream of frames, whose chunks may come in any order then. An empty message ends the part of each call.
+    """
     FetchSnapshot: _grpc.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]
     """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
     FetchState: _grpc.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]
@@ -67,6 +71,10 @@ class NodeAsyncStub(NodeStub):
     """
     Evaluate: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
+    Stripe: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
+    """Carries parts of the tensors of a Propagate or Evaluate, and of its reply, over another connection: all draw from
+    one stream of frames, whose chunks may come in any order then. An empty message ends the part of each call.
+    """
     FetchSnapshot: _aio.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]  # type: ignore[assignment]
     """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
     FetchState: _aio.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]  # type: ignore[assignment]
@@ -97,6 +105,16 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_noloco_pb2.Reply], _abc.AsyncIterator[_noloco_pb2.Reply]]:
         """Sends one held-out activation as Propagate does; the reply is its summed loss."""
+
+    @_abc_1.abstractmethod
+    def Stripe(
+        self,
+        request_iterator: _MaybeAsyncIterator[_noloco_pb2.ActivationMessage],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_noloco_pb2.Reply], _abc.AsyncIterator[_noloco_pb2.Reply]]:
+        """Carries parts of the tensors of a Propagate or Evaluate, and of its reply, over another connection: all draw from
+        one stream of frames, whose chunks may come in any order then. An empty message ends the part of each call.
+        """
 
     @_abc_1.abstractmethod
     def FetchSnapshot(

@@ -6,8 +6,8 @@ body comes only when the handler asks for it, so a waiting call costs little mem
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import grpc.aio
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import Precedence
+from noloco_p2p.core.line_rate import stripe_bytes
 from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
 from noloco_p2p.errors import Declined, NolocoError, Violation
 from noloco_p2p.io.transport import message_codec, weights_codec
@@ -26,9 +27,10 @@ from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS, Turns
 from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
+from noloco_p2p.io.transport.stripes import NO_MORE, Stripes, from_stripe
 from noloco_p2p.ports import Body, Handler, Telemetry
 
-PROTOCOL = "3"
+PROTOCOL = "4"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set; a call without one could hold memory for ever."""
@@ -42,7 +44,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
-ReplyParts = tuple[Callable[[int], Iterable[bytes]], str, int]
+Messages = Callable[[int], Iterable[bytes]]
+ReplyParts = tuple[Messages, str, int]
 """The messages of a reply, of at most so many tensor bytes each, their kind in the count of bytes, and the bytes."""
 Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
 """Serves an activation."""
@@ -95,39 +98,74 @@ class GrpcServicer:
         """Those that are being sent, or wait for their turn."""
         self._turns = Turns()
         self._grant = to_grant(line.wanted_bytes)
+        self._striped: dict[tuple[PeerId, int], tuple[Stripes, Header]] = {}
+        """The activations that may come over several calls, by their callers and the numbers that these gave them."""
         self.handler: Handler | None = None
 
-    async def _serve_activation(self, serve: Serve, request_iterator: Any, context: Any) -> None:
+    async def serve_activation(self, serve: Serve, request_iterator: Any, context: Any) -> None:
         """Propagate and Evaluate: the header is checked, and `serve` decides on it before the body is read.
 
         Writes instead of yielding: so a call that is cancelled gives its turn back at once.
         """
-        try:
-            caller, handler = self._admit(context)
-            header, incoming = await self._incoming(context)
-            messages_of, kind, size = await serve(handler, caller, header, incoming)
-        except NolocoError as error:
-            await _refuse(self._line.sender(context.write), message_codec.to_refused(error))
-            await _drain(context)
-            return
-        reply = _Reply(caller, header.microbatch)
-        write = self._line.sender(context.write, rank_of(header, Precedence.GRADIENT))
-        self._replies[reply] = None
-        try:
-            async with self._turns.of(caller, size):
-                for message in messages_of(wire.PACK_BYTES if incoming.whole else self._message_bytes(context)):
-                    await write(message)
-                    reply.sent += len(message)
-        except grpc.aio.InternalError:
-            # gRPC could not write: the link to the caller is broken.
-            return
-        finally:
-            del self._replies[reply]
+        with ExitStack() as leaving:
+            try:
+                caller, handler = self._admit(context)
+                header, incoming = await self._incoming(context, caller, leaving)
+                messages_of, kind, size = await serve(handler, caller, header, incoming)
+            except NolocoError as error:
+                await _refuse(self._line.sender(context.write), message_codec.to_refused(error))
+                await _drain(context)
+                return
+            reply = _Reply(caller, header.microbatch)
+            self._replies[reply] = None
+            leaving.callback(self._replies.pop, reply)
+            try:
+                async with self._turns.of(caller, size):
+                    await self._send(context, incoming, reply, messages_of, size)
+            except grpc.aio.BaseError:
+                # gRPC could not write: a link to the caller is broken.
+                if incoming.stripes is not None:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection was lost that carried the reply")
+                return
         self._count(direction="out", kind=kind, bytes=size)
         self._line.measured.up.carries(kind, size)
         self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
             await _drain(context)
+
+    async def _send(
+        self, context: Any, incoming: IncomingActivation, reply: _Reply, messages_of: Messages, size: int
+    ) -> None:
+        write = self._line.sender(context.write, rank_of(incoming.header, Precedence.GRADIENT))
+        most, stripes = wire.PACK_BYTES if incoming.whole else self._message_bytes(context), incoming.stripes
+
+        def counted(messages: Iterable[bytes]) -> Iterator[bytes]:
+            for message in messages:
+                yield message
+                reply.sent += len(message)
+
+        if stripes is not None:
+            await stripes.reply(counted(messages_of(min(most, stripe_bytes(size)))), write)
+            return
+        for message in counted(messages_of(most)):
+            await write(message)
+
+    async def stripe(self, request_iterator: Any, context: Any) -> None:
+        """Carry part of an activation that another call has announced, and of its reply."""
+        try:
+            caller, _ = self._admit(context)
+            first = await self._line.receiver(context.read, AT_THE_DOOR)()
+            found = None if first is grpc.aio.EOF else self._striped.get((caller, from_stripe(first)))
+        except NolocoError:
+            found = None
+        if found is not None:
+            stripes, header = found
+            write = self._line.sender(context.write, rank_of(header, Precedence.GRADIENT))
+            if await stripes.carry(write, self._line.receiver(context.read, rank_of(header, Precedence.ACTIVATION))):
+                return
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if message != NO_MORE:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody here expects this part of a body")
 
     async def fetch_snapshot(self, request: pb.SnapshotRequest, context: Any) -> None:
         """Send a snapshot."""
@@ -225,7 +263,7 @@ class GrpcServicer:
         wanted = dict(context.invocation_metadata()).get("noloco-message-bytes", "")
         return self._line.agreed(int(wanted) if re.fullmatch("[0-9]{1,9}", wanted) else 0)
 
-    async def _incoming(self, context: Any) -> tuple[Header, IncomingActivation]:
+    async def _incoming(self, context: Any, caller: PeerId, leaving: ExitStack) -> tuple[Header, IncomingActivation]:
         first = await self._line.receiver(context.read, AT_THE_DOOR)()
         if first is grpc.aio.EOF:
             await asyncio.sleep(CANCEL_GRACE_S)
@@ -233,42 +271,13 @@ class GrpcServicer:
         head, frames = unpacked(first, pb.ActivationMessage)
         header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
         read = self._line.receiver(context.read, rank_of(header, Precedence.ACTIVATION))
-        return header, IncomingActivation(context, header, frames, self._count, read, self._grant)
-
-    def methods(self) -> Any:
-        """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
-        # gRPC looks through `partial` to see that the function is a coroutine's; through a method it would not.
-        serve_activation = partial(partial, GrpcServicer._serve_activation, self)
-        return grpc.method_handlers_generic_handler(
-            "noloco.v1.Node",
-            {
-                "Propagate": grpc.stream_stream_rpc_method_handler(serve_activation(_propagate)),
-                "Evaluate": grpc.stream_stream_rpc_method_handler(serve_activation(_evaluate)),
-                "FetchSnapshot": grpc.unary_stream_rpc_method_handler(
-                    self.fetch_snapshot, request_deserializer=pb.SnapshotRequest.FromString
-                ),
-                "FetchState": grpc.unary_stream_rpc_method_handler(
-                    self.fetch_state, request_deserializer=pb.StateRequest.FromString
-                ),
-                "Progress": grpc.unary_unary_rpc_method_handler(
-                    self.progress,
-                    request_deserializer=pb.ProgressRequest.FromString,
-                    response_serializer=pb.ProgressReply.SerializeToString,
-                ),
-                "Describe": grpc.unary_unary_rpc_method_handler(
-                    self.describe,
-                    request_deserializer=pb.DescribeRequest.FromString,
-                    response_serializer=pb.DescribeReply.SerializeToString,
-                ),
-            },
-        )
-
-
-async def _propagate(handler: Handler, caller: PeerId, header: Header, body: Body) -> ReplyParts:
-    gradient = await handler.propagate(caller, header, body)
-    return partial(message_codec.to_gradient, gradient), "gradient", gradient.grad.data.nbytes
-
-
-async def _evaluate(handler: Handler, caller: PeerId, header: Header, body: Body) -> ReplyParts:
-    reply = message_codec.to_loss(await handler.evaluate(caller, header, body))
-    return lambda _: [reply], "control", len(reply)
+        incoming = IncomingActivation(context, header, frames, self._count, read, self._grant)
+        key = caller, head.header.stripe
+        if head.header.stripe and not frames:
+            if key in self._striped:
+                raise Violation("the numbers of two activations are equal")
+            incoming.stripes = stripes = Stripes()
+            self._striped[key] = stripes, header
+            leaving.callback(self._striped.pop, key)
+            leaving.callback(stripes.end)
+        return header, incoming

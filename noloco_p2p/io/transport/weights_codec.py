@@ -14,6 +14,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.reply_reader import ReplyMessage, ReplyReader, V
 
 PEER_ID_CHARACTERS = 128
 """Longest peer id that is believed; an Ed25519 one has 52."""
@@ -67,7 +68,7 @@ def to_state(state: ReplicaState, tensor: int, offset: int, message_bytes: int =
     return message_codec.streamed(pb.StateMessage(header=header), stream, message_bytes, head_alone=True)
 
 
-class WeightsReader(message_codec.ReplyReader[message_codec.ReplyMessage, message_codec.V]):
+class WeightsReader(ReplyReader[ReplyMessage, V]):
     """Reads the reply to a call that fetches weights."""
 
     method: str

@@ -17,7 +17,7 @@ from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.messages import Advert, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
-from noloco_p2p.io.transport.grpc_transport import tune_allocator
+from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.lab.bench.transport import PEER, RUN, BenchPeer, make_transport
 from noloco_p2p.lab.processes import peer_process
 from noloco_p2p.lab.sample_stats import Stopwatch

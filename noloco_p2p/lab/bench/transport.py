@@ -32,7 +32,8 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError
-from noloco_p2p.io.transport.grpc_transport import GrpcTransport, tune_allocator
+from noloco_p2p.io.transport.allocator import tune_allocator
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.lab.processes import peer_process, workers
 from noloco_p2p.lab.sample_stats import Stopwatch
 from noloco_p2p.launch.bootstrap import NullTelemetry

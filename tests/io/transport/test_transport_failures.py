@@ -35,7 +35,7 @@ from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.exchange import send_when_granted, to_grant
+from noloco_p2p.io.transport.exchange import AnnouncedActivation, to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.probe import probe
@@ -349,7 +349,9 @@ def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
         call = Full()
         sent = b"header", lambda message_bytes: iter([b"body"])
         sending = asyncio.create_task(
-            send_when_granted(call, sent, nullcontext(), ALONE, lambda reply: reply, (call.write, call.read))
+            AnnouncedActivation(sent, nullcontext(), ALONE, lambda reply: reply, None).exchange(
+                call, (call.write, call.read)
+            )
         )
         await asyncio.sleep(0)
         sending.cancel()

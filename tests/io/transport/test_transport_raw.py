@@ -30,6 +30,7 @@ from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.io.transport import message_codec, servicer
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.ports import Body
 
 MIDDLE = (3, 333, 777)
@@ -226,7 +227,7 @@ def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> No
         async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
             odd = (("noloco-peer", "raw"), ("noloco-run", RUN), ("noloco-protocol", "99"))
             reply = await NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5, metadata=odd)
-            assert "protocol '99', this node speaks '3'" in reply.refusal.message
+            assert "protocol '99', this node speaks '4'" in reply.refusal.message
             assert (reply.peer_id, reply.run_id) == ("B", RUN)
         assert node.calls == []
 
@@ -240,7 +241,7 @@ def test_an_activation_of_one_message_is_the_same_stream_to_the_contract() -> No
             await call.write(messages(sent)[0])
             reply = await call.read()
             assert await call.read() is grpc.aio.EOF
-        gradient = message_codec.GradientReader(sent).feed(reply.SerializeToString())
+        gradient = GradientReader(sent).feed(reply.SerializeToString())
         assert gradient is not None
         assert gradient.grad.data == sent.hidden.data
 

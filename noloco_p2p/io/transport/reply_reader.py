@@ -1,0 +1,71 @@
+"""Puts together the replies that carry tensors, of messages that are anything but trusted."""
+
+from typing import Generic, TypeVar
+
+from noloco_p2p.core import wire
+from noloco_p2p.core.messages import Activation, Gradient, HostTensor, TensorSpec
+from noloco_p2p.errors import Violation
+from noloco_p2p.io.transport import message_codec
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.frame_codec import unpacked
+
+ReplyMessage = TypeVar("ReplyMessage", pb.Reply, pb.SnapshotMessage, pb.StateMessage)
+V = TypeVar("V")
+
+
+class ReplyReader(Generic[ReplyMessage, V]):
+    """Puts a reply together from its messages: a refusal, or a header and the tensors that it declares.
+
+    Nothing is allocated before the header has been checked, and nothing is returned before all tensors have come whole.
+    """
+
+    def __init__(self, kind: type[ReplyMessage], *, scattered: bool = False) -> None:
+        """`scattered`: several calls may carry it."""
+        self._kind: type[ReplyMessage] = kind
+        self._scattered = scattered
+        self._header_due = True
+        self._assembler: wire.Assembler | None = None
+
+    def feed(self, raw: bytes) -> V | None:
+        """The reply, once all of it has come. Raises what a refusal means, Violation unless it is as expected."""
+        message, frames = unpacked(raw, self._kind)
+        if self._header_due:
+            if message.HasField("refusal"):
+                raise message_codec.to_error(message.refusal)
+            specs = self._begin(message)
+            self._assembler = self._assembler or message_codec.assembler(specs, scattered=self._scattered)
+            self._header_due = False
+        assert self._assembler is not None
+        message_codec.feed(self._assembler, frames)
+        return self._finish(self._assembler.finish()) if self._assembler.complete else None
+
+    def _begin(self, message: ReplyMessage) -> tuple[TensorSpec, ...]:
+        """Keeps the header of the first message; the tensors that must follow it. Raises Violation, Declined."""
+        raise NotImplementedError
+
+    def _finish(self, tensors: tuple[HostTensor, ...]) -> V:
+        """The reply, made of its header and its tensors."""
+        raise NotImplementedError
+
+
+class GradientReader(ReplyReader[pb.Reply, Gradient]):
+    """Puts the reply to an activation together."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__(pb.Reply, scattered=True)
+        self._microbatch = activation.header.microbatch
+        self._spec = activation.reply_spec
+        self._head = pb.GradientHeader()
+
+    def _begin(self, message: pb.Reply) -> tuple[TensorSpec, ...]:
+        self._head = message.gradient
+        if message_codec.from_microbatch(self._head.microbatch) != self._microbatch:
+            raise Violation("the reply is no gradient of the microbatch that was sent")
+        spec = message_codec.from_spec(self._head.spec)
+        if spec != self._spec:
+            raise Violation(f"the gradient is {spec}, not {self._spec}"[: message_codec.MESSAGE_CHARACTERS])
+        return (spec,)
+
+    def _finish(self, tensors: tuple[HostTensor, ...]) -> Gradient:
+        head = self._head
+        return Gradient(self._microbatch, tensors[0], head.loss_sum, head.tokens, tuple(head.served), head.finite)

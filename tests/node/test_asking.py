@@ -1,0 +1,105 @@
+"""Places are asked for as many bodies as the line sends soon; the others wait until one has left."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from noloco_p2p.core.line_rate import ASKED_S, LEAST_ASKED, MeasuredLine
+from noloco_p2p.core.messages import MicrobatchId
+from noloco_p2p.node.pipeline.asking import Asking
+from noloco_p2p.node.waits import Waits
+
+ID = MicrobatchId("a", 1, 1)
+
+
+@dataclass
+class Node:
+    """What of a node decides who waits."""
+
+    routing: str = "random"
+    draining: bool = False
+    manifest: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.manifest = SimpleNamespace(routing=self.routing)
+
+
+def line(body_s: float | None) -> MeasuredLine:
+    """One on which an activation takes so long; None: nothing was measured."""
+    measured = MeasuredLine()
+    measured.up.carries("activation", 1000)
+    if body_s is not None:
+        measured.up.ended(measured.up.began(0.0), 1000, body_s)
+    return measured
+
+
+def asking(body_s: float | None, node: Node | None = None) -> Asking:
+    return Asking(node or Node(), Waits(), SimpleNamespace(line=line(body_s)))  # type: ignore[arg-type]
+
+
+def most(of: Asking, tried: int = 100) -> int:
+    """How many may ask one after the other, of so many."""
+    asked = 0
+    while asked < tried and of.may_ask():
+        of.begin()
+        asked += 1
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("body_s", "expected"), [(ASKED_S / 10, 10), (ASKED_S, LEAST_ASKED), (60.0, LEAST_ASKED), (None, 100)]
+)
+def test_as_many_ask_as_the_line_sends_soon(body_s: float | None, expected: int) -> None:
+    assert most(asking(body_s)) == expected
+
+
+@pytest.mark.parametrize("node", [Node("balanced"), Node("fixed"), Node(draining=True)])
+def test_nobody_waits_where_the_policy_names_the_replica_or_the_node_leaves(node: Node) -> None:
+    assert most(asking(60.0, node)) == 100
+
+
+def test_one_that_has_left_makes_room_once() -> None:
+    of = asking(60.0)
+    left = of.begin()
+    of.begin()
+    assert not of.may_ask()
+    left()
+    left()
+    assert of.may_ask()
+    of.begin()
+    assert not of.may_ask(), "the second word of the same body made no room"
+
+
+def test_one_of_those_who_wait_asks_for_each_that_has_left() -> None:
+    async def scenario() -> None:
+        of = asking(60.0)
+        lefts = [of.begin() for _ in range(LEAST_ASKED)]
+
+        async def one() -> None:
+            assert await of.until_may_ask(ID, 1e6)
+            of.begin()
+
+        waiting = {asyncio.create_task(one()) for _ in range(LEAST_ASKED + 1)}
+        for left in lefts:
+            left()
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            assert len(done) == 1
+        assert not of.may_ask()
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_who_has_waited_without_any_leaving_gives_up() -> None:
+    async def scenario() -> None:
+        of = asking(60.0)
+        for _ in range(LEAST_ASKED):
+            of.begin()
+        assert not await of.until_may_ask(ID, 0.01)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
