@@ -155,9 +155,9 @@ class LinearStage:
         if self._rule.gradients:
             vector.append(sum(one.tokens for one in self._used))
         common = [array("d", (self.kept | {"fast": self.theta})[kind]).tobytes() for kind in self._rule.common]
-        flat, weights = _flat(self.state.snapshot[0], vector), _flat(WEIGHTS, self.theta)
+        tensors = (_flat(self.state.snapshot[0], vector), _flat(WEIGHTS, self.theta))
         view = GroupView((), digest(common)) if common else None
-        return FrozenRound(self._me, round, step, flat, weights, self.inner_steps, view=view)
+        return FrozenRound(self._me, round, step, *tensors, self.inner_steps, view=view)
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """See `ports.Stage`. All weights are sampled, for they are few."""
@@ -186,8 +186,8 @@ class LinearStage:
                 continue
             self.base[at] = after.pop("fast")
             self.theta[at] = carried_over(self.base[at], self.theta[at], theta_frozen)
-            for kind, value in after.items():
-                self.kept[kind][at] = value
+            for kind in after:
+                self.kept[kind][at] = after[kind]
         self.version += 1
         squares = [sum((a - b) ** 2 for a, b in zip(frozen, one.sample.data.cast("d"), strict=True)) for one in theirs]
         return MergeResult(fmean(pair_std(square, len(NAMES)) for square in squares) if squares else None)
@@ -219,8 +219,6 @@ class LinearStage:
         self.base = list(self.kept.get("slow", self.theta))
         self.inner_steps = theirs.inner_steps
         self._restart(theirs.spent)
-
-    # --- inside ---------------------------------------------------------------------------------------------------
 
     def _own(self, at: int, theta_frozen: float) -> dict[str, float]:
         known = {"fast": theta_frozen, "gradient": self._sums[at]}
