@@ -3,12 +3,13 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from noloco_p2p.compute.factory import stage_sizes
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.launch import settings
 from noloco_p2p.launch.yaml_entries import KnownKeys
 
@@ -94,3 +95,20 @@ def test_the_parameter_counts_in_the_comments(name: str) -> None:
 def test_c4_and_reddit_differ_in_their_data_only(size: str) -> None:
     c4, reddit = (loaded(f"{size}-{data}.yaml")[0].model_dump() for data in ("c4", "reddit"))
     assert {key for key in c4 if c4[key] != reddit[key]} == {"name", "data"}
+
+
+@pytest.mark.parametrize(
+    ("outer", "least", "most"),
+    [
+        ({}, 4.0, 4.1),
+        ({"codec": "int4"}, 0.5, 0.56),
+        ({"rule": "averaged"}, 8.0, 8.1),
+        ({"rule": "gossip", "codec": "int4"}, 0.5, 0.56),
+        ({"rule": "dct"}, 0.04, 0.1),  # 32 values of 4096, each with its place; and the sample
+        ({"rule": "sync"}, 4.0, 4.1),
+    ],
+)
+def test_bytes_that_one_replica_gives_another_per_parameter(outer: dict[str, Any], least: float, most: float) -> None:
+    count = 1_000_000
+    given = OuterSettings(**outer).vector_bytes(count, "float32") / count
+    assert least <= given <= most

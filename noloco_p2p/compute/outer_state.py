@@ -59,10 +59,14 @@ class OuterState:
         Where `gradients` are given they are what is offered.
         """
         frozen = torch.empty(self.count, dtype=self._dtype)
-        vector, offered = frozen, dict[str, Offer]()
-        for name, theta in self.by_name(frozen).items():
+        thetas = self.by_name(frozen)
+        for name, theta in thetas.items():
             theta.copy_(self._fast[name].detach())
-            values = self.rule.offer(self._own(name, theta)) if gradients is None else (theta,)
+        if gradients is not None:
+            return gradients, frozen
+        vector, offered = frozen, dict[str, Offer]()
+        for name, theta in thetas.items():
+            values = self.rule.offer(self._own(name, theta))
             if len(values) == 1 and values[0] is theta:
                 continue
             if vector is frozen:
@@ -70,7 +74,7 @@ class OuterState:
                 offered = self.offers(vector)
             for into, value in zip(offered[name], values, strict=True):
                 into.copy_(value)
-        return vector if gradients is None else gradients, frozen
+        return vector, frozen
 
     def offers(self, vector: Tensor) -> dict[str, Offer]:
         """What a flat vector offers of each parameter: views of it."""

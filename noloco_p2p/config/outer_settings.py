@@ -7,7 +7,9 @@ from pydantic import Field, model_validator
 
 from noloco_p2p.config.base import Finite, Positive, Seconds, Settings
 from noloco_p2p.core.lattice_format import OuterCodec
-from noloco_p2p.core.outer_rules import DEFAULTS, OuterRule, RuleName, make_rule
+from noloco_p2p.core.outer_rules import DEFAULTS, OuterRule, RuleName, make_rule, vector_size
+from noloco_p2p.core.snapshots import partner_bytes
+from noloco_p2p.core.tiles import kept_of
 
 
 class OuterSettings(Settings):
@@ -64,3 +66,10 @@ class OuterSettings(Settings):
     def update(self) -> OuterRule:
         """The rule, with these settings."""
         return make_rule(self.rule, alpha=self.alpha, beta=self.beta, gamma=self.gamma, inner_steps=self.inner_steps)
+
+    def vector_bytes(self, parameters: int, dtype: str) -> int:
+        """What the vector of one other replica weighs, of a stage of so many parameters computed in `dtype`, with the
+        question for it."""
+        rule = self.update
+        kept = kept_of(parameters) if rule.sparse else None
+        return partner_bytes(self.codec, parameters, vector_size(rule, parameters), dtype, kept)

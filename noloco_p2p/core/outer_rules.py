@@ -24,7 +24,7 @@ class OuterRule(Protocol):
 
     kinds: ClassVar[tuple[str, ...]]
     """What it keeps of every parameter beside θ: of `slow` (φ) and `momentum` (δ)."""
-    offered: ClassVar[int]
+    offered: ClassVar[int] = 1
     """Values in an offer, each of the parameter's size."""
     common: ClassVar[tuple[str, ...]] = ()
     """Of `fast` and its kinds, what is equal on all replicas of a stage, for the rule takes from all of them; empty: it
@@ -40,9 +40,11 @@ class OuterRule(Protocol):
     @property
     def instability(self) -> str | None:
         """Why replicas would drift apart with these settings, in one line; None: they do not."""
+        return None
 
     def start(self, theta: Any) -> dict[str, Any]:
         """Its kinds for weights that are new: φ = θ, δ = 0."""
+        return {kind: theta if kind == "slow" else theta - theta for kind in self.kinds}
 
     def offer(self, own: Values) -> Offer:
         """What a replica freezes of a parameter for others."""
@@ -56,10 +58,6 @@ class OuterRule(Protocol):
         """
 
 
-def _slow_and_momentum(theta: Any) -> dict[str, Any]:
-    return {"slow": theta, "momentum": theta - theta}
-
-
 @dataclass(frozen=True, slots=True)
 class Noloco(OuterRule):
     """N1 and N2 of the paper (arXiv 2506.10911), with one vector in place of two."""
@@ -68,7 +66,6 @@ class Noloco(OuterRule):
     beta: float
     gamma: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
-    offered: ClassVar[int] = 1
 
     @property
     def instability(self) -> str | None:
@@ -76,10 +73,6 @@ class Noloco(OuterRule):
         if self.beta <= 0:
             return f"beta {self.beta:g} is no outer learning rate: it must be above 0"
         return outer_update.instability(alpha=self.alpha, gamma=self.gamma)
-
-    def start(self, theta: Any) -> dict[str, Any]:
-        """See `OuterRule`."""
-        return _slow_and_momentum(theta)
 
     def offer(self, own: Values) -> Offer:
         """u = β·Δ + γ·φ."""
@@ -96,21 +89,15 @@ class Noloco(OuterRule):
 
 @dataclass(frozen=True, slots=True)
 class Averaged(OuterRule):
-    """φ and the outer momentum are averaged over the pair: both replicas leave the round with the same φ and δ."""
+    """φ and the outer momentum are averaged over the pair: both replicas leave the round with the same φ and δ.
+
+    Stable: δ is bounded for α < 1, which settings are checked for.
+    """
 
     alpha: float
     beta: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 2
-
-    @property
-    def instability(self) -> str | None:
-        """δ is bounded for α < 1, which settings are checked for; φ of a pair is equal after every meeting."""
-        return None
-
-    def start(self, theta: Any) -> dict[str, Any]:
-        """See `OuterRule`."""
-        return _slow_and_momentum(theta)
 
     def offer(self, own: Values) -> Offer:
         """φ, and α·δ + β·Δ."""
@@ -134,7 +121,6 @@ class Gossip(OuterRule):
     gamma: float
     inner_steps: int
     kinds: ClassVar[tuple[str, ...]] = ()
-    offered: ClassVar[int] = 1
     lasting: ClassVar[bool] = True
 
     @property
@@ -143,10 +129,6 @@ class Gossip(OuterRule):
         if 0 < self.gamma < 1:
             return None
         return f"gamma {self.gamma:g} drives the two of a pair apart: it must lie between 0 and 1 (½: they meet)"
-
-    def start(self, theta: Any) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
     def offer(self, own: Values) -> Offer:
         """θ_f."""
@@ -171,17 +153,12 @@ class Diloco(OuterRule):
     alpha: float
     beta: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
-    offered: ClassVar[int] = 1
     common: ClassVar[tuple[str, ...]] = ("slow", "momentum")
 
     @property
     def instability(self) -> str | None:
         """φ is the same on all replicas: nothing drifts apart."""
         return None if self.beta > 0 else f"beta {self.beta:g} is no outer learning rate: it must be above 0"
-
-    def start(self, theta: Any) -> dict[str, Any]:
-        """See `OuterRule`."""
-        return _slow_and_momentum(theta)
 
     def offer(self, own: Values) -> Offer:
         """Δ."""
@@ -226,18 +203,8 @@ class Sync(OuterRule):
     """Data parallel: gradients of all replicas of the stage are added up before every inner step."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
-    offered: ClassVar[int] = 1
     common: ClassVar[tuple[str, ...]] = ("fast",)
     gradients: ClassVar[bool] = True
-
-    @property
-    def instability(self) -> str | None:
-        """All take the same step."""
-        return None
-
-    def start(self, theta: Any) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
     def offer(self, own: Values) -> Offer:
         """The summed gradient."""

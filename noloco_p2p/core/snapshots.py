@@ -187,7 +187,7 @@ def sample_size(parameters: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def sampled_coordinates(seed: int, stage: int, round: int, parameters: int) -> list[int]:
+def sampled_coordinates(seed: int, stage: int, round: int, parameters: int) -> tuple[int, ...]:
     """The places in a flat vector of `parameters` values that stand for all of them, in order.
 
     One is drawn in each of `sample_size` strata of equal length. Strata may end within a coordinate; over its strata
@@ -197,7 +197,7 @@ def sampled_coordinates(seed: int, stage: int, round: int, parameters: int) -> l
     count, rng = sample_size(parameters), generator(seed, "sampled coordinates", stage, round)
     drawn = unpack(f"<{count}I", rng.randbytes(DRAW_BITS // 8 * count))
     length = count << DRAW_BITS
-    return [((place << DRAW_BITS) + one) * parameters // length for place, one in enumerate(drawn)]
+    return tuple(((place << DRAW_BITS) + one) * parameters // length for place, one in enumerate(drawn))
 
 
 def pair_std(square: float, count: int) -> float:

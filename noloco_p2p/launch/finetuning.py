@@ -65,7 +65,9 @@ def run_finetune(
         say(f"left out, longer than the run's {manifest.sequence_length} tokens: {too_long:,} examples")
     steps = recipe.steps or recipe.epochs * math.ceil(len(trained) / recipe.batch_size)
     say(f"{len(trained):,} examples, {len(held):,} held out; steps of {recipe.batch_size}: {steps:,}")
-    peak = recipe.learning_rate or RATE_SHARE * manifest.inner.peak_learning_rate
+    peak = recipe.learning_rate
+    if peak is None:
+        peak = RATE_SHARE * manifest.inner.peak_learning_rate
     inner = manifest.inner.model_copy(update={"peak_learning_rate": peak})
 
     from noloco_p2p.compute import exported_model

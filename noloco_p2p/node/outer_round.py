@@ -5,8 +5,10 @@ where no graph is open: what is due is frozen, a task of its own pulls, and the 
 Until then φ and δ are those before the round: whatever is captured meanwhile says that the round is still due, so that
 an open round needs no place in states and checkpoints, and is given up by forgetting it. Weights that are replaced, a
 move and a pause do that. When the next round is due the open one merges alone, and the pull goes on for the next: what
-is on its way is not thrown away. Nothing else is left to train at the end of the run: there it is waited for, one
-partner at most, and for a while.
+is on its way is not thrown away. Under a rule that is `lasting` a round alone would move nothing: the open one lasts
+until its vector is there, and rounds that fall due meanwhile are left out. Under a rule that takes from all replicas
+(`common`) they are pulled as a group (`node.group_pull`). Nothing else is left to train at the end of the run: there
+the open round is waited for, and for a while.
 """
 
 import asyncio
@@ -62,6 +64,7 @@ class OuterRounds:
         self._puller = VectorPuller(node, waits, transport)
         self._group = GroupPull(node, swarm, self._puller)
         self.frozen = FrozenRounds(node, waits, self._group.gives)
+        self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
         self._pulling: asyncio.Task[Pull] | None = None
         """The pull under way, also while its round is being ended."""
@@ -81,10 +84,6 @@ class OuterRounds:
     def inner_step_took(self, busy_s: float) -> None:
         """Device-busy seconds of an inner step: the unit in which a partner is waited for."""
         self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
-
-    @property
-    def _rule(self) -> OuterRule:
-        return self._node.manifest.outer.update
 
     async def at_border(self, close_intake: Callable[[], None]) -> None:
         """Between two inner steps, nothing in flight: merge what has come, and begin the round that is due.

@@ -4,14 +4,11 @@ swarm = build(Scenario(), seed=3)
 outcome = swarm.run()
 """
 
-from functools import partial
-
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES
-from noloco_p2p.core.outer_rules import state_kinds, vector_size
-from noloco_p2p.core.snapshots import GUARDED_DTYPE, partner_bytes
-from noloco_p2p.core.tiles import kept_of
+from noloco_p2p.core.outer_rules import state_kinds
+from noloco_p2p.core.snapshots import GUARDED_DTYPE
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.links import (
@@ -68,15 +65,11 @@ def sizes_of(scenario: Scenario) -> MessageSizes:
     shape_BTD = (work.microbatch_size, work.sequence_length, work.hidden_size)
     number_bytes = ITEM_BYTES[work.compute_dtype]
     rule = scenario.run.outer.update
-    snapshot = partial(partner_bytes, scenario.run.outer.codec, dtype=work.compute_dtype)
     counts = [int(of_stage(work.parameters_per_stage, stage)) for stage in range(len(scenario.replicas))]
     return MessageSizes(
         activation_bytes=wire_spec("hidden", work.wire.forward, shape_BTD).nbytes + tokens * ITEM_BYTES["int32"],
         gradient_bytes=wire_spec("grad", work.wire.backward, shape_BTD).nbytes,
-        snapshot_bytes=tuple(
-            snapshot(count, offered=vector_size(rule, count), kept=kept_of(count) if rule.sparse else None)
-            for count in counts
-        ),
+        snapshot_bytes=tuple(scenario.run.outer.vector_bytes(count, work.compute_dtype) for count in counts),
         weights_bytes=tuple(ITEM_BYTES[GUARDED_DTYPE] * count for count in counts),
         state_bytes=tuple(len(state_kinds(rule)) * number_bytes * count for count in counts),
         control=MEASURED,

@@ -24,15 +24,15 @@ def test_the_sample_is_small_in_order_and_within_the_stage(parameters: int, seed
     assert size == min(parameters, FEWEST_SAMPLED) or size <= min(MOST_SAMPLED, parameters // SAMPLED_SHARE)
     places = sampled_coordinates(seed, stage, round, parameters)
     assert len(places) == size
-    assert places == sorted(places) == sampled_coordinates(seed, stage, round, parameters)
+    assert places == tuple(sorted(places)) == sampled_coordinates(seed, stage, round, parameters)
     assert 0 <= places[0] <= places[-1] < parameters
     length = parameters / size
     assert all(n * length - 1 <= place <= (n + 1) * length for n, place in enumerate(places)), "one in each stratum"
 
 
 def test_all_of_a_tiny_stage_and_others_by_seed_stage_and_round() -> None:
-    assert sampled_coordinates(1, 0, 3, FEWEST_SAMPLED) == list(range(FEWEST_SAMPLED))
-    assert sampled_coordinates(1, 0, 3, 5) == [0, 1, 2, 3, 4]
+    assert sampled_coordinates(1, 0, 3, FEWEST_SAMPLED) == tuple(range(FEWEST_SAMPLED))
+    assert sampled_coordinates(1, 0, 3, 5) == (0, 1, 2, 3, 4)
     drawn = [sampled_coordinates(*which, 10**6) for which in ((1, 0, 3), (2, 0, 3), (1, 1, 3), (1, 0, 4))]
     assert all(one != other for n, one in enumerate(drawn) for other in drawn[:n])
 

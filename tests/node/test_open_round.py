@@ -189,3 +189,22 @@ def test_a_bug_in_a_pull_ends_the_node_before_the_next_border(monkeypatch: pytes
     for process in outcome.processes:
         assert str(process.error) == "planted"
         assert process.step < M + 2
+
+
+def test_a_node_that_ends_while_it_waits_for_its_partner_leaves_no_pull_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told to leave it has `limits.drain_s`, and the pull takes longer. That of its partner goes on."""
+    hold_up(monkeypatch, 60.0)
+    swarm, pulls = FaultySwarm(plan((1, 2), steps=M + 1, overlap=False)), list[int]()
+
+    def look() -> None:
+        pulls.append(sum(task.get_name().startswith("outer round") for task in asyncio.all_tasks()))
+
+    def leave() -> None:
+        look()
+        swarm.process(WHO).node.drain()
+
+    swarm.at(M * 1.5, leave)
+    swarm.at(45.0, look)
+    swarm.run(tolerate=True)
+    assert not swarm.process(WHO).running
+    assert pulls == [2, 1]

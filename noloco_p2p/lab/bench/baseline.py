@@ -86,8 +86,6 @@ def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfi
     for name, number in (("--replicas", processes), ("microbatches_per_step", manifest.microbatches_per_step)):
         if number % manifest.stages:
             raise ConfigError(f"{name} is {number}: it must be a multiple of stages, which is {manifest.stages}")
-    if manifest.inner.optimizer != "adamw":
-        raise ConfigError(f"inner.optimizer is {manifest.inner.optimizer}, but the baselines have only adamw")
     gpus = visible_gpus() if pick_device(local.device).type == "cuda" else None
     if gpus is not None and len(gpus) < processes:
         raise LocalError(f"{processes} processes need a GPU each, torch sees {len(gpus)}: --set device=cpu, or fewer")

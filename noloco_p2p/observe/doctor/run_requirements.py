@@ -221,7 +221,8 @@ class RunRequirements:
         self.report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate * tokens}
         expected = f"at stage {stage} about {rate * tokens:,.0f} tokens/s are to be expected, bounded by {bound}"
         self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of the device per microbatch, {origin}")
-        snapshot_bytes = parameters * ITEM_BYTES[run.compute_dtype]
+        others = max(1, len(replicas)) if run.outer.update.common else 1
+        snapshot_bytes = others * run.outer.vector_bytes(parameters, run.compute_dtype)
         took_s = None if mates is None else round_seconds(snapshot_bytes, mates)
         if took_s is not None and run.outer.pairing != "none":
             self.report.figures["expected_s_per_outer_round"] = took_s
