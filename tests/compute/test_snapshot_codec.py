@@ -48,7 +48,7 @@ def test_the_pair_compares_the_same_coordinates_also_of_another_round() -> None:
     found = []
     for their_round in (4, 3):
         theirs = vector_of(other, other.snapshot(their_round, 10 * their_round))
-        places = sampled_coordinates(0, 0, their_round, count)
+        places = list(sampled_coordinates(0, 0, their_round, count))
         assert 1024 == len(places) < count
         expected = (0.5 * float(gap[places].square().sum()) / (2 * len(places))) ** 0.5
         found.append(one.merge(one.snapshot(4, 40), [theirs]).replica_std)
