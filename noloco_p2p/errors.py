@@ -2,6 +2,7 @@
 
     NolocoError
     ├── ConfigError      the configuration or the command line is wrong: tell the user, exit code 2
+    │   └── OtherRun     the node's directory is of another run: use another directory
     ├── LocalError       this machine cannot do what was asked (a port in use, a full disk, no memory): exit code 2
     └── PeerError        another node is the reason; the run goes on without that one call
         ├── Unreachable  no answer, a broken link or a passed deadline: set the peer aside, use another one
@@ -20,6 +21,10 @@ class NolocoError(Exception):
 
 class ConfigError(NolocoError):
     """The configuration or the command line is wrong. Nothing has been started."""
+
+
+class OtherRun(ConfigError):
+    """A node's directory belongs to another run than the one that is asked for, or that was joined."""
 
 
 class LocalError(NolocoError):

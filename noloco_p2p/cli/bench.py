@@ -137,7 +137,9 @@ def bench_links(
     """
     from noloco_p2p.lab.bench import links
     from noloco_p2p.lab.bench.churn import shape_of
+    from noloco_p2p.launch import homes
 
+    homes.require("--out ", out, homes.Home.LINKS, homes.Home.EMPTY)
     lines = links.QUICK_LINES if quick else links.LINES
     mbit, ms = (
         default if text is None else links.numbers(option, text)

@@ -13,8 +13,10 @@ from typer import Context, Exit, Option, Typer
 from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.options import NodeConfigFile, Settings, SwarmAddresses
+from noloco_p2p.errors import OtherRun
 
 if TYPE_CHECKING:
+    from noloco_p2p.launch.bootstrap import NodeOptions
     from noloco_p2p.launch.settings import Overrides
 
 app = Typer(add_completion=False, rich_markup_mode=None)
@@ -61,12 +63,29 @@ def node(
     join_file.check(join or ())
     if not join:
         overrides.manifest()
-    with closing(run_files.own_identity(dir)) as identity:
-        from noloco_p2p.launch.bootstrap import NodeOptions
-        from noloco_p2p.launch.compose import run_to_end
+    for identity in run_files.own_identities(dir):
+        with closing(identity):
+            from noloco_p2p.launch.bootstrap import NodeOptions
 
-        options = NodeOptions(tuple(join or ()), run, identity, watch_stdin, overrides, address_file)
-        run_to_end(options, json_lines=log_json)
+            options = NodeOptions(tuple(join or ()), run, identity, watch_stdin, overrides, address_file)
+            if _ran(options, log_json, first=dir is None):
+                return
+
+
+def _ran(options: "NodeOptions", json_lines: bool, *, first: bool) -> bool:
+    """Run the node to its end; False when its directory is of another run, and was only the `first` that was free."""
+    from noloco_p2p.launch import run_files
+    from noloco_p2p.launch.compose import run_to_end
+
+    try:
+        if not options.join and options.overrides.names_the_run:
+            run_files.refuse_other_run(options.dir, options.overrides.manifest())
+        run_to_end(options, json_lines=json_lines)
+    except OtherRun:
+        if not first:
+            raise
+        return False
+    return True
 
 
 @app.command()

@@ -17,6 +17,8 @@ import yaml
 
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import LocalError
+from noloco_p2p.launch import homes
+from noloco_p2p.launch.homes import Home
 
 CHOICES, MOST_BYTES = 4, 64
 TRAIN = "train.jsonl"
@@ -113,6 +115,7 @@ def write_tasks(out: Path, seed: int, train: int, test: int) -> dict[str, list[T
 
     Raises LocalError when the disk refuses.
     """
+    homes.require("", out, Home.TASKS, Home.EMPTY)
     made = {task: items(task, seed, train + test) for task in TASKS}
     tested = {task: found[:test] for task, found in made.items()}
     try:

@@ -20,6 +20,7 @@ from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.lab import scenario_files, sim_output
 from noloco_p2p.lab.processes import peak_bytes, workers
 from noloco_p2p.lab.sim_progress import ProgressLine, SwarmPosition
+from noloco_p2p.launch import homes
 from noloco_p2p.observe import terminal
 from noloco_p2p.sim import figures, laws
 from noloco_p2p.sim.figures import RunFigures
@@ -88,9 +89,13 @@ def _check(options: SimOptions) -> None:
                 raise ConfigError(f"--{name} is for one run: leave out --seeds")
     if options.check and options.plots is not None:
         raise ConfigError("--check makes no plots: leave out --plots")
-    for path in (options.trace, options.plots):
-        if path is not None and not path.absolute().parent.is_dir():
+    for path in filter(None, (options.trace, options.plots)):
+        if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no directory {path.parent}")
+    if options.plots is not None:
+        homes.require("--plots ", options.plots, homes.Home.PLOTS, homes.Home.EMPTY)
+    if options.trace is not None:
+        homes.require_page("--trace ", options.trace, sim_output.TRACE_MARK, "trace")
 
 
 # --- the runs ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+TRACE_MARK = b" membership counts="
+"""Near the beginning of every trace."""
 BINS = 60
 """Points of a curve over time."""
 

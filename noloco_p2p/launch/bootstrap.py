@@ -140,6 +140,7 @@ async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConf
 
 def _check_agrees(options: NodeOptions, local: NodeConfig, manifest: RunManifest) -> None:
     """Raises ConfigError when the run is not the one that the command line names, or does not have its stage."""
+    run_files.refuse_other_run(options.dir, manifest)
     if options.run_id is not None and manifest.run_id != options.run_id:
         raise ConfigError(
             f"--run {options.run_id}: the manifest hashes to {manifest.run_id}; join a node of the run that you mean"

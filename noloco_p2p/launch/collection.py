@@ -14,7 +14,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, read_tensors, stored_checkpoints
-from noloco_p2p.launch import run_files
+from noloco_p2p.launch import homes, run_files
 
 ATTEMPTS = 3
 """A running node may remove a checkpoint before it is read; then the newer ones are tried."""
@@ -113,8 +113,7 @@ def _found(directories: Sequence[Path]) -> list[CheckpointFiles]:
     """All checkpoints, each once. Raises ConfigError when a directory has none or they are of several runs."""
     found: dict[Path, CheckpointFiles] = {}
     for directory in directories:
-        if not directory.is_dir():
-            raise ConfigError(f"--from {directory}: there is no such directory")
+        homes.require_run("--from ", directory)
         here = stored_checkpoints(directory)
         if not here:
             raise ConfigError(f"--from {directory}: there is no complete checkpoint in it or below it")

@@ -13,7 +13,8 @@ from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.data.tokenizers import Tokenizer, load_tokenizer
-from noloco_p2p.launch import run_files, settings
+from noloco_p2p.launch import homes, run_files, settings
+from noloco_p2p.launch.homes import Home
 
 if TYPE_CHECKING:
     from noloco_p2p.launch.collection import CollectedWeights
@@ -111,8 +112,8 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
 
 def read_record(directory: Path) -> tuple[RunManifest, int]:
     """The manifest and the number of single replicas of an exported directory. Raises ConfigError."""
-    if not directory.is_dir():
-        raise ConfigError(f"there is no directory {directory}")
+    advice = f"noloco export --from {directory} --out DIR makes one" if homes.has_run(directory) else "name another one"
+    homes.require("", directory, Home.MODEL, advice=advice)
     path = directory / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -132,8 +133,7 @@ def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
 
 def refuse_existing(out: Path) -> None:
     """Raises ConfigError unless `out` can be written to without loss."""
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ConfigError(f"--out {out} is not empty: name a directory that does not exist yet")
+    homes.require("--out ", out, Home.EMPTY, advice="name a directory that does not exist yet")
 
 
 @contextlib.contextmanager

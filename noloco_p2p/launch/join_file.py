@@ -103,9 +103,12 @@ def read(path: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove what an earlier process wrote there. Raises LocalError when `write` would fail as well."""
+    """Remove what an earlier process wrote there. Raises LocalError when `write` would fail as well,
+    ConfigError when it is something else."""
     if not path.parent.is_dir():
         raise LocalError(f"--address-file {path}: there is no directory {path.parent}")
+    if path.is_file():
+        read(path)  # what is no list of addresses is not ours to remove
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

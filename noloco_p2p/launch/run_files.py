@@ -5,16 +5,17 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from noloco_p2p.config import ListenSettings, RunManifest
-from noloco_p2p.errors import LocalError, Violation
+from noloco_p2p.errors import LocalError, OtherRun, Violation
 from noloco_p2p.io.dht.addresses import from_here, reserve_port
 from noloco_p2p.io.dht.identity import KEY, Identity
-from noloco_p2p.launch import node_probe, settings
+from noloco_p2p.launch import homes, node_probe, settings
+from noloco_p2p.launch.homes import Home
 
 if TYPE_CHECKING:
     from noloco_p2p.core.messages import Advert
@@ -27,12 +28,19 @@ MANIFEST = "manifest.json"
 """The run that a node's directory belongs to, as JSON; its checkpoints are of that run."""
 
 
-def own_identity(home: Path | None) -> Identity:
-    """The identity in a node's directory; without one, in the first `node-<n>` that no running node holds."""
+def own_identities(home: Path | None) -> Iterator[Identity]:
+    """The identity in a node's directory; without one, one after the other, of each `node-<n>` that no node holds.
+
+    The next is for when a directory is of another run. Raises ConfigError for a directory that is something else.
+    """
     if home is not None:
-        return Identity.open(home / KEY)
-    keys = (node_probe.HOME / f"node-{number}" / KEY for number in itertools.count(1))
-    return next(filter(None, map(Identity.open_if_free, keys)))
+        homes.require_own("--dir ", home, Home.NODE)
+        yield Identity.open(home / KEY)
+        return
+    for number in itertools.count(1):
+        path = node_probe.HOME / f"node-{number}"
+        if homes.kind_of(path) in (Home.NODE, Home.EMPTY) and (free := Identity.open_if_free(path / KEY)) is not None:
+            yield free
 
 
 def stored_manifest(directory: Path) -> RunManifest | None:
@@ -59,6 +67,14 @@ def stored_run(directory: Path) -> tuple[str, RunManifest] | None:
         raise LocalError(f"{path} is damaged: {error}; name another directory") from error
     except OSError as error:
         raise LocalError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def refuse_other_run(directory: Path, manifest: RunManifest) -> None:
+    """Raises OtherRun when a node's directory belongs to a run with other settings."""
+    stored = stored_manifest(directory)
+    if stored is not None and stored != manifest:
+        keys = ", ".join(k for k in RunManifest.model_fields if getattr(stored, k) != getattr(manifest, k))
+        raise OtherRun(f"{directory} belongs to the run {stored.name} with other settings ({keys}); name another --dir")
 
 
 def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
@@ -122,7 +138,22 @@ def store_summary(directory: Path, node: "Node", telemetry: "PrometheusTelemetry
         "evaluation_s": node.state.evaluated_s,
     }
     found |= {} if advert.stage == 0 else {"first_loss": None, "final_loss": None}
-    write_json(directory / node_probe.SUMMARY, found)
+    store_unless_less(directory / node_probe.SUMMARY, found)
+
+
+def store_unless_less(path: Path, summary: Mapping[str, object]) -> bool:
+    """Write a summary, of a node or of a swarm, unless the one that is there knows more; whether it was written.
+
+    What has finished knows more than what has not, then what took inner steps more than what took none.
+    """
+
+    def knows(one: Mapping[str, object]) -> tuple[bool, bool]:
+        return bool(one.get("completed") or one.get("state") == "finished"), bool(one.get("inner_steps"))
+
+    if knows(node_probe.read_json(path) or {}) > knows(summary):
+        return False
+    write_json(path, summary)
+    return True
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -74,7 +74,6 @@ class LocalSwarm:
     def run(self) -> int:
         """Start, watch, end, write the summary; returns the exit code."""
         began = time.monotonic()
-        self._path.unlink(missing_ok=True)
         carried = None
         try:
             self._start()
@@ -92,8 +91,8 @@ class LocalSwarm:
         summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
         summary["completed"] = summary["completed"] and not self._signals
         summary["link"] = carried
-        run_files.write_json(self._path, summary)
-        for line in summary_lines(summary, self._path):
+        stored = run_files.store_unless_less(self._path, summary)
+        for line in summary_lines(summary, self._path if stored else None):
             self._display.say(line)
         return self._exit_code(bool(summary["completed"]))
 

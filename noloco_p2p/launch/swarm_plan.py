@@ -17,9 +17,10 @@ from typing import NamedTuple
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Holding
 from noloco_p2p.core.resume import least_newest
-from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.errors import LocalError
 from noloco_p2p.io.dht.identity import locked
-from noloco_p2p.launch import node_probe, run_files, settings
+from noloco_p2p.launch import homes, node_probe, run_files, settings
+from noloco_p2p.launch.homes import Home
 from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
 
 SETTINGS, LOCK = "swarm.json", "swarm.lock"
@@ -75,12 +76,12 @@ def make_plan(overrides: settings.Overrides, run_dir: Path | None) -> SwarmPlan:
 
     Raises ConfigError, also when the directory holds a finished run, or an unfinished one with another manifest.
     """
+    if run_dir is not None:
+        homes.require_own("--dir ", run_dir, Home.SWARM)
+        homes.refuse_finished("", run_dir)
     if run_dir is None or not (stored_path := run_dir / SETTINGS).exists():
         plan = SwarmPlan(overrides.manifest(), overrides.node(), resumes=False)
     else:
-        old = node_probe.read_json(run_dir / node_probe.SUMMARY)
-        if old is not None and old.get("completed"):
-            raise ConfigError(f"{run_dir} holds a finished run; name another --dir")
         stored = settings.read(stored_path, {}, [])
         manifest = stored.manifest()
         overrides.check_agrees(manifest, f"in the unfinished run of {run_dir}: leave it out, or name another --dir")
@@ -94,13 +95,7 @@ def _check_nodes(plan: SwarmPlan, run_dir: Path) -> None:
     """Raises ConfigError when a node's directory belongs to another run, LocalError when it does not say to which."""
     for stage, replica in plan.nodes:
         node_dir = run_dir / f"{stage}-{replica}"
-        found = run_files.stored_manifest(node_dir)
-        if found is not None and found != plan.manifest:
-            keys = ", ".join(
-                sorted(k for k in RunManifest.model_fields if getattr(found, k) != getattr(plan.manifest, k))
-            )
-            where = node_dir / run_files.MANIFEST
-            raise ConfigError(f"{where} is of a run with other settings ({keys}); name another --dir")
+        run_files.refuse_other_run(node_dir, plan.manifest)
 
 
 def make_run_dir(name: str, directory: Path | None) -> Path:

@@ -163,8 +163,8 @@ def perplexity(loss: float | None) -> float | None:
     return None if loss is None or not loss < OVERFLOW_NATS else exp(loss)
 
 
-def summary_lines(summary: dict[str, Any], path: Path) -> list[str]:
-    """The summary for a person."""
+def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
+    """The summary for a person; `path`: where it was written."""
     loss, rate = summary["validation_loss"], summary["tokens_per_s"]
     found = [
         f"{'completed' if summary['completed'] else 'not completed'}: {summary['inner_steps'] or 0} inner steps, "
@@ -174,7 +174,7 @@ def summary_lines(summary: dict[str, Any], path: Path) -> list[str]:
         found.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")
     if rate is not None:
         found.append(f"{rate:,.0f} tokens/s while training")
-    return [*found, f"summary: {path}"]
+    return [*found, "the summary of before stays: it has more" if path is None else f"summary: {path}"]
 
 
 def _known(summaries: Iterable[Mapping[str, Any]], figure: str) -> list[float]:

@@ -127,8 +127,10 @@ def test_greedy_generation_is_that_of_the_whole_context(tmp_path: Path) -> None:
 
 
 def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "noloco.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"noloco\.json cannot be read"):
-        run_eval(tmp_path, (), held_out=False, microbatches=None, device="cpu")
+        run_eval(tmp_path / "odd", (), held_out=False, microbatches=None, device="cpu")
     manifest = small_run(stages=1)
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     out = exported(tmp_path, tmp_path / "out")

@@ -149,7 +149,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     assert sorted(found.name for found in tmp_path.iterdir()) == ["other", "run"]
     out.mkdir()
     (out / "something").touch()
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="is not empty: name"):
         exported(run, out)
     (out / "something").unlink()
     assert exported(run, out).is_dir()

@@ -146,10 +146,10 @@ def test_errors_come_before_torch(tmp_path: Path, model: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "noloco_p2p.compute", None)
     data, full = written(tmp_path / "data.jsonl"), written(tmp_path / "full")
     for directory, file, out, message in [
-        (tmp_path / "nowhere", data, tmp_path / "out", "there is no directory"),
-        (tmp_path, data, tmp_path / "out", "is not what `noloco export` writes"),
+        (tmp_path / "nowhere", data, tmp_path / "out", "there is no such directory"),
+        (tmp_path, data, tmp_path / "out", "holds files that are not an exported model"),
         (model, str(tmp_path / "nowhere.jsonl"), tmp_path / "out", "no file matches"),
-        (model, data, Path(full), "is not empty"),
+        (model, data, Path(full), "is a file: name"),
     ]:
         with pytest.raises(ConfigError, match=message):
             tuned(directory, file, out)

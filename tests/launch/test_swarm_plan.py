@@ -123,7 +123,7 @@ def test_a_node_of_another_run_is_refused(tmp_path: Path) -> None:
     make_plan(NOTHING, tmp_path / "run", {})
     other = manifest.model_copy(update={"seed": 1})
     (tmp_path / "run/1-0/manifest.json").write_bytes(other.canonical_json())
-    with pytest.raises(ConfigError, match=r"1-0/manifest.json is of a run with other settings \(seed\)"):
+    with pytest.raises(ConfigError, match=r"1-0 belongs to the run tiny with other settings \(seed\)"):
         make_plan(NOTHING, tmp_path / "run", {})
 
 

@@ -348,7 +348,7 @@ def test_without_a_journal_one_line_says_what_to_do(
 def test_a_page_that_cannot_be_written_is_an_error_of_one_line(recorded: Recorded, tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="cannot be written"):
         make([recorded.directory], tmp_path / "nowhere" / "report.html")
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="no such directory"):
         make([tmp_path / "nowhere"], tmp_path / "report.html")
 
 

@@ -19,6 +19,8 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.experiments import markdown_page
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
 from noloco_p2p.lab.processes import workers
+from noloco_p2p.launch import homes
+from noloco_p2p.launch.homes import Home
 from noloco_p2p.launch.run_files import write_json
 from noloco_p2p.observe.plotting import plots
 
@@ -32,6 +34,7 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
     thread each. Raises ConfigError when the directory holds another experiment's results, LocalError when it cannot be
     written, and what `measure` raises, with what was measured before kept on disk.
     """
+    homes.require("--out ", out, Home.EXPERIMENT, Home.EMPTY)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

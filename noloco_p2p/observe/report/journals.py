@@ -13,6 +13,7 @@ from typing import Any
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.telemetry.journal import NAME, oldest_first
+from noloco_p2p.launch import homes
 
 LONGEST_LINE = 1 << 18
 MOST_CHARACTERS = 300
@@ -47,8 +48,7 @@ def node_dirs(paths: Sequence[Path]) -> list[Path]:
     """Directories with a journal: those given, or one level below. Raises ConfigError for one without any."""
     found: dict[Path, None] = {}
     for directory in paths:
-        if not directory.is_dir():
-            raise ConfigError(f"{directory} is no directory; name that of a node, or of noloco swarm")
+        homes.require_run("", directory)
         here = [each for each in (directory, *sorted(directory.iterdir())) if each.is_dir() and oldest_first(each)]
         if not here:
             raise ConfigError(

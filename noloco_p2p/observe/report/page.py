@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from noloco_p2p import __version__, humanize
+from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
 from noloco_p2p.launch.swarm_summary import perplexity
 from noloco_p2p.observe.plotting.svg import DARK, LIGHT, stylesheet
@@ -18,6 +19,8 @@ from noloco_p2p.observe.report.journals import number
 from noloco_p2p.observe.report.recorded_run import NodeHistory, RecordedRun, read_run
 
 TEMPLATE = "page.html"
+MARK = b": report of a run</title>"
+"""Near the beginning of every page."""
 MOST_RUNS = 5
 MOST_NODES = 300
 """Rows of the table of nodes."""
@@ -36,6 +39,7 @@ def make(directories: Sequence[Path], out: Path) -> int:
 
     Raises ConfigError when there is no journal, LocalError when it cannot be written.
     """
+    homes.require_page("--out ", out, MARK, "page")
     page = render(read_run(directories)).encode()
     write_whole(out, page)
     return len(page)
