@@ -54,15 +54,12 @@ def node(
     from noloco_p2p.launch import settings
 
     overrides = settings.read(config, os.environ, set or (), {"--stage": ("stage", stage)})
+    from noloco_p2p.launch import foreseen, run_files
+
+    foreseen.check_node(overrides, join or (), address_file, runs=not describe)
     if describe:
         _describe(overrides)
         return
-    from noloco_p2p.launch import join_file, run_files
-
-    overrides.node()
-    join_file.check(join or ())
-    if not join:
-        overrides.manifest()
     for identity in run_files.own_identities(dir):
         with closing(identity):
             from noloco_p2p.launch.bootstrap import NodeOptions

@@ -193,4 +193,7 @@ def checked_config(manifest: RunManifest) -> Any:
             f"sequence_length is {manifest.sequence_length}, but the model has {longest} positions: "
             "raise model.config.max_position_embeddings"
         )
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise ConfigError(f"model.config: num_attention_heads {heads} is no multiple of num_key_value_heads {shared}")
     return config

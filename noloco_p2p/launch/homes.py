@@ -65,7 +65,7 @@ def require(named: str, directory: Path, *wanted: Home, advice: str = "name anot
     if kind is Home.OTHER:
         holds = "is not empty" if wanted[0] is Home.EMPTY else f"holds files that are not {_of(own)}"
         raise ConfigError(f"{named}{directory} {holds}: {advice}")
-    if not directory.exists():
+    if kind is Home.EMPTY and not directory.exists():
         raise ConfigError(f"{named}{directory}: there is no such directory")
     wrong = "" if wanted[0] is Home.EMPTY else f", not {_of(own) if _of(own) != own else own}"
     raise ConfigError(f"{named}{directory} is {kind.words}{wrong}: {advice}")

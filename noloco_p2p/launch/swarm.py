@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.errors import LocalError
-from noloco_p2p.launch import cpu_seconds, node_probe, run_files
+from noloco_p2p.launch import cpu_seconds, foreseen, node_probe, run_files
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
@@ -185,6 +185,7 @@ def run_swarm(overrides: Overrides, directory: Path | None, plain: bool, link: s
     if link is not None:
         LineSpec.parse(link)
     plan = planning.make_plan(overrides, directory)
+    foreseen.check_swarm(plan.manifest, plan.local, directory or node_probe.HOME, lambda line: print(line, flush=True))
     run_dir = planning.make_run_dir(plan.manifest.name, directory)
     with planning.held(run_dir):
         planning.wait_for_old_nodes([run_dir / f"{stage}-{replica}" for stage, replica in plan.nodes])

@@ -181,7 +181,7 @@ def test_a_node_that_dies_is_shown_and_the_others_are_stopped(tmp_path: Path) ->
 
 
 def test_a_node_that_refuses_its_settings_gives_exit_code_2(tmp_path: Path) -> None:
-    nothing = size(1, 1, 8, data__kind="text", data_files=f"[{tmp_path}/*.nothing]")
+    nothing = size(1, 1, 8, data__tokenizer="no/nothing")
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*nothing, command=FORKED, own_dir="run")
         assert swarm.end() == 2

@@ -1,0 +1,136 @@
+"""Mistakes that can be known before any process starts, so that nobody waits for a node to find them.
+
+What is checked is what a node checks, by the same functions. torch is imported only for a model or a device of which
+it is not plain that they are right.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from noloco_p2p import humanize
+from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data.threaded_batches import make_batches
+from noloco_p2p.io.data.tokenizers import load_tokenizer
+from noloco_p2p.io.dht.addresses import reserve_port
+from noloco_p2p.launch import join_file
+from noloco_p2p.launch.settings import Overrides
+
+PLAIN_FAMILY = "llama"
+PLAIN_FIELDS = (
+    *("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size"),
+    "max_position_embeddings",
+)
+"""Of a model that can be judged without its class: they are whole numbers, and nothing else is set."""
+MOST_PLAIN_LAYERS = 1024
+ITEM_BYTES = {"float32": 4, "float64": 8}
+
+
+def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Callable[[str], None]) -> None:
+    """All that a swarm on this machine needs: data, tokenizer, device, model, disk; `say` hears what takes a while.
+
+    Raises ConfigError, LocalError.
+    """
+    check_vocabulary(manifest, local)
+    parameters = _plain_parameters(manifest)
+    if parameters is None or local.device not in ("auto", "cpu"):
+        say("checks model and device: importing torch …")
+        from noloco_p2p.compute.factory import check_model, stage_sizes
+        from noloco_p2p.compute.hardware import pick_device
+
+        pick_device(local.device)
+        check_model(manifest)
+        parameters = sum(stage.parameters for stage in stage_sizes(manifest))
+    if not _from_the_hub(manifest, local):
+        make_batches(manifest, local, "")
+    every = local.checkpoint.every_steps is not None
+    check_disk(run_dir, parameters * _state_bytes(manifest) * manifest.start_replicas if every else 0)
+
+
+def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | None, *, runs: bool) -> None:
+    """What the command line of a node says; `runs`: it is to listen, and not only to describe the run.
+
+    Raises ConfigError, LocalError.
+    """
+    local = overrides.node()
+    join_file.check(join)
+    if not join:
+        manifest = overrides.manifest()
+        check_vocabulary(manifest, local)
+        if local.stage is not None and local.stage >= manifest.stages:
+            raise ConfigError(f"stage {local.stage}: the run has stages 0 to {manifest.stages - 1}")
+    if runs:
+        check_ports(local.listen)
+        if address_file is not None:
+            join_file.remove(address_file)
+
+
+def check_vocabulary(manifest: RunManifest, local: NodeConfig) -> None:
+    """The tokenizer against the model, unless it would come from the hub, or is not known. Raises ConfigError."""
+    vocabulary = manifest.model.config.get("vocab_size")
+    known = manifest.data.tokenizer == "bytes" or local.tokenizer_dir is not None
+    if manifest.data.kind != "parquet" and known and isinstance(vocabulary, int):
+        load_tokenizer(manifest.data.tokenizer, local.tokenizer_dir, vocabulary)
+
+
+def check_ports(listen: ListenSettings) -> None:
+    """The ports that were chosen are free, and differ. Raises ConfigError, LocalError."""
+    chosen = {name: port for name in ListenSettings.model_fields if (port := getattr(listen, name)) and "port" in name}
+    with ExitStack() as held:
+        for name, port in chosen.items():
+            same = [other for other, number in chosen.items() if number == port and other != name]
+            if same:
+                raise ConfigError(f"listen.{name} and listen.{same[0]} are both {port}: give each a port of its own")
+            held.enter_context(reserve_port(listen.host, port, f"listen.{name}"))
+        held.enter_context(reserve_port(listen.host, 0))
+
+
+def check_disk(directory: Path, checkpoint_bytes: int) -> None:
+    """Something can be written where the directory is or will be: at least one checkpoint of every node.
+
+    Raises LocalError.
+    """
+    where = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    advice = "name another --dir"
+    if not where.is_dir() or not os.access(where, os.W_OK):
+        reason = os.strerror(errno.EACCES if where.is_dir() else errno.ENOTDIR)
+        raise LocalError(f"nothing can be written to {where} ({reason}): {advice}")
+    free = shutil.disk_usage(where).free
+    if free <= checkpoint_bytes:
+        room, needed = humanize.size_text(free), humanize.size_text(checkpoint_bytes)
+        raise LocalError(f"{where} has {room} free, one checkpoint of all nodes needs {needed}: free some, {advice}")
+
+
+def _from_the_hub(manifest: RunManifest, local: NodeConfig) -> bool:
+    """Data or tokenizer come from the network, which only a node asks."""
+    tokenizer = manifest.data.tokenizer != "bytes" and local.tokenizer_dir is None and manifest.data.kind != "parquet"
+    return tokenizer or (manifest.data.dataset is not None and not local.data_files)
+
+
+def _state_bytes(manifest: RunManifest) -> int:
+    """Of one parameter in a checkpoint."""
+    return len(manifest.state_kinds) * ITEM_BYTES[manifest.compute_dtype]
+
+
+def _plain_parameters(manifest: RunManifest) -> int | None:
+    """Parameters of a model that is plainly right for its stages; None for all others, whether right or wrong."""
+    given: Mapping[str, object] = manifest.model.config
+    values = [given.get(name) for name in PLAIN_FIELDS]
+    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0]
+    others = set(given) - {*PLAIN_FIELDS, "tie_word_embeddings"}
+    if len(numbers) < len(values) or others or given.get("tie_word_embeddings") is not False:
+        return None
+    hidden, layers, wide, heads, vocabulary, positions = numbers
+    right = (
+        manifest.model.family == PLAIN_FAMILY
+        and manifest.inner.optimizer == "adamw"
+        and hidden % (2 * heads) == 0  # the rotation of positions takes the values of a head in pairs
+        and manifest.stages <= layers <= MOST_PLAIN_LAYERS
+        and manifest.sequence_length <= positions
+    )
+    layer = 4 * hidden**2 + 3 * hidden * wide + 2 * hidden
+    return 2 * vocabulary * hidden + layers * layer + hidden if right else None

@@ -1,0 +1,116 @@
+"""Mistakes that can be known are told in one line that says what to do, before any process starts."""
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizer_files import save_tokenizer
+from typer import Typer
+
+from noloco_p2p.cli import main as noloco_main
+from noloco_p2p.cli import node as node_main
+from noloco_p2p.compute.factory import stage_sizes
+from noloco_p2p.config import ModelSettings, RunManifest
+from noloco_p2p.errors import NolocoError
+from noloco_p2p.launch import compose, foreseen
+
+SWARM, NODE = "swarm", "noloco-node"
+MISTAKES = [
+    (SWARM, "--stages 5", "stages is 5, but the model has only 4 layers: at least one layer a stage"),
+    (SWARM, "--set model.config.num_attention_heads=3", "hidden size (128).*multiple.*attention heads (3)"),
+    (
+        SWARM,
+        "--set model.config.num_key_value_heads=3",
+        "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+    ),
+    (SWARM, "--set model.family=lama", "knows no causal language model 'lama' (did you mean 'llama'?)"),
+    (SWARM, "--set model.config.num_hidden_layer=4", "did you mean 'num_hidden_layers'?"),
+    (SWARM, "--set model.config.tie_word_embeddings=true", "tie_word_embeddings is true, which needs one stage"),
+    (SWARM, "--set sequence_length=4096", "has 128 positions: raise model.config.max_position_embeddings"),
+    (SWARM, "--set model.config.vocab_size=300", "the byte tokenizer has 384 ids, the model's vocab_size is 300"),
+    (NODE, "--set model.config.vocab_size=300 --describe", "the byte tokenizer has 384 ids"),
+    (
+        SWARM,
+        "--set data.kind=text --set data.tokenizer=a/b --set tokenizer_dir={tok}",
+        "has 501 ids, .* is 384",
+    ),
+    (SWARM, "--set data.tokenizer=a/b --set tokenizer_dir=nowhere", "tokenizer_dir: there is no directory nowhere"),
+    (SWARM, "--set tokenizer_dir={tok}", "data.tokenizer is 'bytes', which has no files; unset one"),
+    (SWARM, "--set device=cuda:99", "cuda:99 is not here .*; set device to cpu or auto"),
+    (SWARM, "--set data.kind=text --set data_files=[{tmp}/*.txt]", "data_files: no file matches {tmp}/*.txt"),
+    (SWARM, "--set data.kind=text", "this kind of data needs data_files"),
+    (SWARM, "--set data.kind=text --set data_files=[{tmp}/small]", "too small: one piece to train on"),
+    (SWARM, "--set data_files=[{tmp}/small]", "data.kind 'stdlib' reads Python's own library; set data.kind: text"),
+    (
+        SWARM,
+        "--set checkpoint.every_steps=1",
+        "{tmp} has 1.05 MB free, .* needs 45.9 MB: free some",
+    ),
+    (SWARM, "--dir {tmp}/small/run", "--dir {tmp}/small/run is a file, not of a swarm: name another directory"),
+    (SWARM, "--link 200", "--link 200: "),
+    (SWARM, "--set outer.gamma=2", "outer: .*; set outer.allow_unstable to run it all the same"),
+    (SWARM, "--set outer.rule=adam", "outer.rule must be 'noloco'"),
+    (SWARM, "--set outer.codec=int3", "outer.codec must be"),
+    (SWARM, "--set inner.optimizer=moun", "inner.optimizer must be 'adamw' or 'muon', not 'moun'"),
+    (NODE, "--set listen.dht_port={port}", "port {port} .*in use"),
+    (NODE, "--set listen.dht_port=4101 --set listen.grpc_port=4101", "are both 4101: give each a port of its own"),
+    (NODE, "--set listen.host=203.0.113.7", "cannot listen on 203.0.113.7"),
+    (NODE, "--join 127.0.0.1:4101", "127.0.0.1:4101"),
+    (NODE, "--stage 2", "stage 2: the run has stages 0 to 1"),
+    (NODE, "--address-file {tmp}/none/address", "there is no directory {tmp}/none"),
+]
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+@pytest.mark.parametrize(("command", "options", "expected"), MISTAKES)
+def test_a_mistake_is_told_before_anything_starts(
+    command: str,
+    options: str,
+    expected: str,
+    port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    for what in ("Popen", "run"):
+        monkeypatch.setattr(subprocess, what, started)
+    monkeypatch.setattr(compose, "run_to_end", started)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").write_text("few words")
+    if "every_steps=1" in options:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    names = {"tmp": str(tmp_path), "port": str(port), "tok": str(tmp_path / "tok")}
+    if "{tok}" in options:
+        save_tokenizer(tmp_path / "tok", {chr(33 + i): i for i in range(90)} | {"<eos>": 500})
+    app: Typer = node_main.app if command == NODE else noloco_main.app
+    words = [word.format(**names) for word in options.split()]
+    with pytest.raises(NolocoError) as told:
+        app(args=words if command == NODE else [command, *words], standalone_mode=False)
+    line = str(told.value)
+    assert len(line.splitlines()) == 1, line
+    for part in expected.format(**names).split(".*"):
+        assert part in line
+    assert {path.name for path in tmp_path.iterdir()} <= {"small", "tok"}, "nothing is left behind"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_parameters_of_a_plain_model_need_no_torch(stages: int) -> None:
+    manifest = RunManifest(stages=stages)
+    sizes = stage_sizes(manifest)
+    assert foreseen._plain_parameters(manifest) == sum(stage.parameters for stage in sizes)
+    odd = ModelSettings(config={**manifest.model.config, "hidden_size": 124})
+    assert foreseen._plain_parameters(manifest.model_copy(update={"model": odd})) is None, "31 values a head"
