@@ -22,6 +22,15 @@ ITEM_BYTES = {
 
 PeerId = str
 """A libp2p peer id in base58 (`12D3KooW…`): it is the node's Ed25519 public key."""
+PEER_ID_CHARACTERS = 128
+"""Longest peer id that is believed; an Ed25519 one has 52."""
+LARGEST_COUNT = 2**53
+"""Counts of rounds and steps beyond this are none: a clock in steps could not hold them."""
+
+
+def is_peer_id(text: str) -> bool:
+    """Whether a peer may be called so: a short text without spaces that can be printed and kept."""
+    return 0 < len(text) <= PEER_ID_CHARACTERS and text.isascii() and text.isprintable() and " " not in text
 
 
 class TensorSpec(NamedTuple):

@@ -18,7 +18,9 @@ PACK_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 4)
 REPLYING = 2**62
 """Added to `Progress.events` of a microbatch whose reply is being sent; those of others are below it."""
 MAX_TENSORS = 65_536
-"""Most tensors in one stream; the frames that close them must fit one message even when all are empty."""
+"""Most tensors in one stream."""
+MOST_FRAMES = 4096
+"""Most frames in one message: a receiver looks at each before it does anything else."""
 MAX_DIMENSIONS = 8
 MAX_NAME_CHARACTERS = 512
 
@@ -70,7 +72,7 @@ def group_frames(stream: Iterable[Frame], most_bytes: int = PACK_BYTES) -> Itera
     size = 0
     for frame in stream if most_bytes >= CHUNK_BYTES else _cut(stream, most_bytes):
         length = len(frame.data) if isinstance(frame, Chunk) else 0
-        if group and size + length > most_bytes:
+        if group and (size + length > most_bytes or len(group) >= MOST_FRAMES):
             yield group
             group, size = [], 0
         group.append(frame)

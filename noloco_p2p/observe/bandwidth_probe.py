@@ -11,7 +11,7 @@ import grpc.aio
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.transport import message_codec, servicer
+from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import ChannelPool
 from noloco_p2p.io.transport.frame_codec import unpacked
@@ -42,7 +42,7 @@ class LinkProbe:
     """Measures the links to the peers of one run. Belongs to one event loop."""
 
     def __init__(self, me: PeerId, run_id: str) -> None:
-        self._metadata = servicer.metadata(me, run_id)
+        self._metadata = callers.metadata(me, run_id)
         self._channels = ChannelPool()
 
     async def close(self) -> None:

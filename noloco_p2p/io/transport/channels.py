@@ -4,7 +4,7 @@ A peer is reached at the first of its advertised addresses that accepts a connec
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,11 +81,11 @@ class Turns:
     """Large bodies to the same peer go one after the other: side by side, all of them would arrive late."""
 
     def __init__(self) -> None:
-        self._queues: dict[PeerId, tuple[asyncio.Lock, int]] = {}
+        self._queues: dict[Hashable, tuple[asyncio.Lock, int]] = {}
         """With the number of bodies that use it or wait for it."""
 
     @asynccontextmanager
-    async def of(self, peer: PeerId, nbytes: int, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
+    async def of(self, peer: Hashable, nbytes: int, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
         """Wait for the turn of a body of so many bytes, and call `begins`; a small one goes at once."""
         if nbytes <= wire.PACK_BYTES:
             begins()

@@ -23,6 +23,10 @@ CHUNK, END = 0x0A, 0x12
 TENSOR, OFFSET, LENGTH, DATA, DIGEST = 0x08, 0x10, 0x10, 0x1A, 0x19
 """Tags of the fields of Chunk and End."""
 DIGEST_BYTES = 8
+HEAD_BYTES = {"ActivationMessage": 1 << 14, "Reply": 1 << 18}
+"""Longest headers of messages that do not name the tensors of a stage: peer ids of 128 letters for 1,024 stages."""
+MOST_HEADS = 8
+"""Fields of one message that are no frames."""
 HEADS_KEPT = 4096
 """What stands before a chunk's bytes is the same in each microbatch."""
 
@@ -85,6 +89,8 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
         while at < len(raw):
             begin = at
             found, at = _read_varint(raw, at)
+            if len(frames) > wire.MOST_FRAMES or len(head) > MOST_HEADS:
+                raise Violation(f"a message has more than {wire.MOST_FRAMES} frames, or {MOST_HEADS} other fields")
             if found & 7 != LENGTH_DELIMITED:
                 raise Violation("a message holds a field that no message of this protocol has")
             at, end = _read_size(raw, at, len(raw))
@@ -93,6 +99,8 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
             else:
                 head.append(view[begin:end])
             at = end
+        if sum(map(len, head)) > HEAD_BYTES.get(kind.DESCRIPTOR.name, len(raw)):
+            raise Violation(f"a {kind.DESCRIPTOR.name} of {len(raw)} bytes has too long a header")
         return kind.FromString(b"".join(head)), frames
     except (IndexError, DecodeError):
         raise Violation(f"{len(raw)} bytes came that are no {kind.DESCRIPTOR.name}") from None

@@ -42,6 +42,8 @@ def _translated(error: grpc.aio.AioRpcError, peer: PeerId, what: str, seconds: f
             return Violation(f"{peer}: {details}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Busy(f"{peer} has too many calls in flight")
+        case grpc.StatusCode.ABORTED:
+            return Declined(f"{peer}: {details}")
         case grpc.StatusCode.UNKNOWN | grpc.StatusCode.UNIMPLEMENTED:
             return Declined(f"{peer} failed to serve the call: {details}")
         case _:

@@ -5,15 +5,12 @@ goes first, and the tensors follow when the peer has granted them a place.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
-
-import grpc
-import grpc.aio
 
 from noloco_p2p.config import LimitSettings, ListenSettings
 from noloco_p2p.core.line_cap import Precedence
@@ -32,8 +29,8 @@ from noloco_p2p.core.messages import (
     TensorSpec,
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
-from noloco_p2p.errors import LocalError, Unreachable, Violation
-from noloco_p2p.io.transport import message_codec, service, servicer, stripes, weights_codec
+from noloco_p2p.errors import Unreachable, Violation
+from noloco_p2p.io.transport import callers, message_codec, service, servicer, stripes, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OwnersLine, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
@@ -78,11 +75,13 @@ class GrpcTransport:
         """TCP port of the server, once it listens."""
         self._listen = listen
         self._count = partial(telemetry.event, "bytes")
-        self._line = OwnersLine(limits or LimitSettings())
-        self._metadata = servicer.metadata(me, run_id, self._line.wanted_bytes)
+        limits = limits or LimitSettings()
+        self._line = OwnersLine(limits)
+        self._metadata = callers.metadata(me, run_id, self._line.wanted_bytes)
         self.line = self._line.measured
         """See `ports.Transport`."""
-        self._servicer = servicer.GrpcServicer(me, run_id, telemetry, max_body_bytes, self._line)
+        bounds = max_body_bytes, limits.microbatch_deadline_s
+        self._servicer = servicer.GrpcServicer(me, run_id, telemetry, self._line, bounds)
         self._channels = ChannelPool(self._line.grpc_options, self._line.unsent.set)
         self._turns = Turns()
         self._server: Any = None
@@ -93,17 +92,7 @@ class GrpcTransport:
         """Bind and answer; calls are declined until `serve` names a handler. Raises LocalError: the port is in use."""
         if self._server is not None:
             return
-        options = (*servicer.OPTIONS, *self._line.grpc_options)
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=servicer.MAX_CALLS)
-        server.add_generic_rpc_handlers((service.methods(self._servicer),))
-        host, port = self._listen.host, self._listen.grpc_port
-        try:
-            self.port = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        except RuntimeError:
-            raise LocalError(
-                f"cannot listen on {host} port {port}: it is in use, or {host} is no address of this machine;"
-                " set listen.grpc_port to another port (0 picks a free one)"
-            ) from None
+        server, self.port = service.bound(self._servicer, self._listen, self._line.grpc_options)
         self._server = server
         await server.start()
         self._line.unsent.set()
@@ -136,7 +125,8 @@ class GrpcTransport:
 
     async def evaluate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> LossSum:
         """Send a held-out activation, wait for its loss. Raises as propagate."""
-        return await self._exchange(peer, "Evaluate", "loss", activation, claim, message_codec.from_loss)
+        feed = partial(message_codec.from_loss, targets=activation.targets.spec)
+        return await self._exchange(peer, "Evaluate", "loss", activation, claim, feed)
 
     async def progress(
         self, peer: Advert, microbatches: Sequence[MicrobatchId], timeout_s: float
@@ -166,11 +156,13 @@ class GrpcTransport:
         """Fetch a replica's whole state. Raises Violation unless it is as `expected`, else as propagate.
 
         A transfer that is cut after its header resumes at the byte where it was, with the same copy: after a pause,
-        over a new connection, until RESUMES calls in a row brought nothing.
+        over a new connection, until RESUMES calls in a row brought nothing, or what comes would not be whole in time.
         """
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + deadline_s
         reader = weights_codec.StateReader(peer, expected)
+        rate = callers.least_rate(sum(spec.nbytes for spec in expected), deadline_s)
+        patience = callers.Patience(callers.STATE_RESERVE_S)
         futile = 0
         state = None
         try:
@@ -178,7 +170,10 @@ class GrpcTransport:
                 place = reader.place
                 try:
                     first_s = CAPTURE_S if place is None else SILENCE_S
-                    state, _ = await self._fetch(peer, reader, give_up_at - clock(), first_s=first_s)
+                    due = partial(patience.wait, least_bytes_per_s=rate)
+                    state, _ = await self._fetch(peer, reader, give_up_at - clock(), first_s=first_s, due=due)
+                except callers.Silent:
+                    raise
                 except Unreachable:
                     futile = 0 if reader.place != place else futile + 1
                     if reader.place is None or futile == RESUMES or clock() + RESUME_PAUSE_S >= give_up_at:
@@ -196,11 +191,12 @@ class GrpcTransport:
         *,
         first_s: float,
         rest_s: float | None = None,
+        due: Callable[[Awaitable[bytes]], Awaitable[bytes]] = lambda read: read,
     ) -> tuple[Weights, float]:
         """One call, whose reply `reader` puts together; with it the seconds since its first message.
 
         Raises Unreachable after `seconds` in all, `first_s` without a first message, `rest_s` after that message, or
-        a silence of SILENCE_S later.
+        a silence of SILENCE_S later, and when `due`, which gives what is read from then on, does.
         """
         what = reader.what
         async with self._calling(peer, what, seconds) as (channel, left_s):
@@ -213,7 +209,7 @@ class GrpcTransport:
                 began = asyncio.get_running_loop().time()
                 async with asyncio.timeout(rest_s):
                     while result is None:
-                        result = reader.feed(await read(SILENCE_S))
+                        result = reader.feed(await due(read(SILENCE_S)))
             except TimeoutError:
                 raise Unreachable(f"no whole {what} from {peer.peer_id} within {rest_s:g} s") from None
             finally:

@@ -1,7 +1,7 @@
 """The body of an activation that a peer sends, as the handler that serves it takes it in."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from noloco_p2p.core.messages import Activation, Header
 from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.capped_line import Read
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
@@ -25,28 +26,28 @@ class IncomingActivation:
 
     def __init__(
         self,
-        context: Any,
         header: Header,
         first: list[wire.Frame],
         count: Callable[..., None],
         read: Read,
-        grant: bytes,
+        ask: Callable[[], Awaitable[object]],
+        patience: Patience,
     ) -> None:
         """`first` are the frames that came with the header; `count` gets what has been received, as `bytes` events.
 
-        `read` gives the next message, `grant` asks for the body.
+        `read` gives the next message, `ask` asks for the body.
         """
         self.whole = bool(first)
         """It came with its header, and its reply is to be one message."""
         self.received = 0
         self.complete = False
         """All of it has been received."""
-        self._context = context
         self.header = header
         self._first: list[wire.Frame] | None = first
         self._count = count
         self._read = read
-        self._grant = grant
+        self._ask = ask
+        self._patience = patience
         self.stripes: Stripes | None = None
         """Other calls that may bring some of it."""
 
@@ -67,7 +68,7 @@ class IncomingActivation:
             if stripes is not None:
                 stripes.expect(take)
             if frames == []:
-                await self._context.write(self._grant)
+                await self._ask()
             message_codec.feed(assembler, frames or ())
             frames = None  # frees the bytes of the first message
             while message is not grpc.aio.EOF and not (assembler.complete if stripes is None else message == NO_MORE):
@@ -75,7 +76,7 @@ class IncomingActivation:
                 if message is not grpc.aio.EOF:
                     (take if stripes is None else stripes.take)(message)
             if stripes is not None and message is not grpc.aio.EOF:
-                await stripes.body()
+                await self._patience.wait(stripes.body())
             activation = Activation(self.header, *assembler.finish(self.header.digest))
         except Violation:
             if message is grpc.aio.EOF:

@@ -4,8 +4,9 @@ Snapshots and replica states are in `weights_codec`. What comes from a peer is c
 without the tensors' bytes. Shape legend: B microbatch, T sequence, D hidden size.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from math import isfinite
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
+from math import isfinite, prod
 from typing import TypeVar
 
 import numpy
@@ -13,6 +14,7 @@ import xxhash
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import (
+    LARGEST_COUNT,
     Activation,
     Gradient,
     Header,
@@ -22,6 +24,7 @@ from noloco_p2p.core.messages import (
     Origin,
     Progress,
     TensorSpec,
+    is_peer_id,
 )
 from noloco_p2p.core.scattered import ScatteredAssembler
 from noloco_p2p.errors import Busy, Declined, NolocoError, PeerError, Violation
@@ -30,6 +33,10 @@ from noloco_p2p.io.transport.frame_codec import packed, unpacked
 
 MESSAGE_CHARACTERS = 500
 """Longest text of a refusal that is sent, or believed."""
+LARGEST_LOSS = 1e5
+"""Nats per token; no language model is so wrong, and no mean of losses may be lost in one."""
+MOST_SPECS = 3
+"""Tensors of an activation."""
 HIDDEN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16", "uint8"})
 """uint8: codes with their scales (core.block_format)."""
 
@@ -85,6 +92,18 @@ def from_spec(spec: pb.TensorSpec) -> TensorSpec:
     return TensorSpec(spec.name, spec.dtype, tuple(spec.shape))
 
 
+def from_specs(specs: Collection[pb.TensorSpec], expected: tuple[TensorSpec, ...], what: str) -> tuple[TensorSpec, ...]:
+    """The declared tensors, which are these. Raises Violation; no more of them are looked at than there should be."""
+    wire.check_same([from_spec(spec) for spec in islice(specs, len(expected) + 1)], expected, what)
+    return expected
+
+
+def check_counts(*counts: int) -> None:
+    """Raises Violation: more than a clock in steps can hold."""
+    if max(counts) > LARGEST_COUNT:
+        raise Violation(f"a count of {max(counts)} rounds or steps makes no sense")
+
+
 def feed(into: wire.Assembler, frames: Iterable[wire.Frame]) -> None:
     """Hands received frames to an assembler. Raises Violation."""
     for frame in frames:
@@ -102,7 +121,9 @@ def streamed(head: Streamed, stream: Iterable[wire.Frame], message_bytes: int, *
 
 
 def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
-    """A microbatch's name."""
+    """A microbatch's name. Raises Violation: it may be kept for long."""
+    if not is_peer_id(message.peer):
+        raise Violation("a microbatch is of a peer whose id is no short printable text")
     return MicrobatchId(message.peer, message.incarnation, message.counter)
 
 
@@ -154,7 +175,10 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
         raise Violation(f"the activation is of run {sent.run_id[:64]!r}, this node works on {run_id!r}")
     if not (isfinite(sent.time_left_s) and sent.time_left_s > 0 and sent.stage > 0):
         raise Violation(f"an activation for stage {sent.stage} with {sent.time_left_s} s left makes no sense")
-    specs = tuple(from_spec(spec) for spec in sent.specs)
+    if not is_peer_id(sent.origin.peer):
+        raise Violation("an activation is of an origin whose id is no short printable text")
+    check_counts(sent.origin.step, sent.origin.index)
+    specs = tuple(from_spec(spec) for spec in sent.specs[: MOST_SPECS + 1])
     wire.total_bytes(specs, max_bytes)
     _check_specs(specs)
     return Header(
@@ -216,6 +240,12 @@ def from_progress(reply: pb.ProgressReply, count: int) -> list[Progress | None]:
     return [Progress(one.events, one.stuck_s) if one.known else None for one in reply.progress]
 
 
+def check_loss(loss_sum: float, tokens: int, spec: TensorSpec) -> None:
+    """Raises Violation: no loss of as many tokens as these targets have at most."""
+    if not (tokens <= prod(spec.shape) and abs(loss_sum) <= LARGEST_LOSS * max(1, tokens)):
+        raise Violation(f"a loss of {loss_sum:g} nats over {tokens} of {prod(spec.shape)} tokens makes no sense")
+
+
 def to_loss(loss: LossSum) -> bytes:
     """The one message of a loss."""
     return pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens)).SerializeToString()
@@ -231,11 +261,12 @@ def from_description(reply: pb.DescribeReply) -> NodeDescription:
     return NodeDescription(reply.peer_id, reply.run_id, d.stage, d.state, d.step, d.outer_round, d.version)
 
 
-def from_loss(raw: bytes) -> LossSum:
+def from_loss(raw: bytes, targets: TensorSpec) -> LossSum:
     """The reply to an evaluation. Raises what a refusal means, Violation for anything else."""
     reply, _ = unpacked(raw, pb.Reply)
     if reply.HasField("refusal"):
         raise to_error(reply.refusal)
     if not reply.HasField("loss"):
         raise Violation("the reply to an evaluation is no loss")
+    check_loss(reply.loss.loss_sum, reply.loss.tokens, targets)
     return LossSum(reply.loss.loss_sum, reply.loss.tokens)

@@ -7,8 +7,8 @@ import grpc.aio
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import PeerError
+from noloco_p2p.io.transport import callers
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport import servicer
 from noloco_p2p.io.transport.channels import OPTIONS, connect
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
@@ -23,7 +23,7 @@ async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) ->
             if reason is not None:
                 return reason
             call = NodeStub(channel).Describe(
-                pb.DescribeRequest(), timeout=timeout_s, metadata=servicer.metadata("", run_id)
+                pb.DescribeRequest(), timeout=timeout_s, metadata=callers.metadata("", run_id)
             )
             give_up_at = asyncio.get_running_loop().time() + timeout_s
             with translated_errors(peer_id, "description", timeout_s, give_up_at):

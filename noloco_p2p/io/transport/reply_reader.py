@@ -3,7 +3,7 @@
 from typing import Generic, TypeVar
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import Activation, Gradient, HostTensor, TensorSpec
+from noloco_p2p.core.messages import Activation, Gradient, HostTensor, TensorSpec, is_peer_id
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -11,6 +11,8 @@ from noloco_p2p.io.transport.frame_codec import unpacked
 
 ReplyMessage = TypeVar("ReplyMessage", pb.Reply, pb.SnapshotMessage, pb.StateMessage)
 V = TypeVar("V")
+MOST_SERVED = 1024
+"""Peers that one microbatch came through: a run has fewer stages."""
 
 
 class ReplyReader(Generic[ReplyMessage, V]):
@@ -55,6 +57,7 @@ class GradientReader(ReplyReader[pb.Reply, Gradient]):
         super().__init__(pb.Reply, scattered=True)
         self._microbatch = activation.header.microbatch
         self._spec = activation.reply_spec
+        self._targets = activation.targets.spec
         self._head = pb.GradientHeader()
 
     def _begin(self, message: pb.Reply) -> tuple[TensorSpec, ...]:
@@ -64,6 +67,9 @@ class GradientReader(ReplyReader[pb.Reply, Gradient]):
         spec = message_codec.from_spec(self._head.spec)
         if spec != self._spec:
             raise Violation(f"the gradient is {spec}, not {self._spec}"[: message_codec.MESSAGE_CHARACTERS])
+        message_codec.check_loss(self._head.loss_sum, self._head.tokens, self._targets)
+        if len(self._head.served) > MOST_SERVED or not all(map(is_peer_id, self._head.served)):
+            raise Violation(f"the reply names more than {MOST_SERVED} peers, or one without a short printable id")
         return (spec,)
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> Gradient:

@@ -1,45 +1,86 @@
 """The service of proto/noloco.proto: which method answers which call."""
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import grpc
+import grpc.aio
 
+from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Header, PeerId
+from noloco_p2p.errors import Busy, LocalError
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Callers
+from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
 from noloco_p2p.ports import Body, Handler
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    *KEEPALIVE,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    # Calls may be silent for minutes: no connection ends for too many pings.
+    ("grpc.http2.max_ping_strikes", 0),
+)
+"""Of the server."""
 
 
 def methods(servicer: GrpcServicer) -> Any:
     """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
-    # gRPC looks through `partial` to see that the function is a coroutine's; through a method it would not.
-    serve_activation = partial(partial, GrpcServicer.serve_activation, servicer)
+    serve, bounded = partial(partial, servicer.serve_activation), partial(_bounded, servicer.callers)
     return grpc.method_handlers_generic_handler(
         "noloco.v1.Node",
         {
-            "Propagate": grpc.stream_stream_rpc_method_handler(serve_activation(_propagate)),
-            "Evaluate": grpc.stream_stream_rpc_method_handler(serve_activation(_evaluate)),
-            "Stripe": grpc.stream_stream_rpc_method_handler(servicer.stripe),
+            "Propagate": grpc.stream_stream_rpc_method_handler(bounded(serve(_propagate))),
+            "Evaluate": grpc.stream_stream_rpc_method_handler(bounded(serve(_evaluate))),
+            "Stripe": grpc.stream_stream_rpc_method_handler(bounded(servicer.stripe)),
             "FetchSnapshot": grpc.unary_stream_rpc_method_handler(
-                servicer.fetch_snapshot, request_deserializer=pb.SnapshotRequest.FromString
+                bounded(servicer.fetch_snapshot), request_deserializer=pb.SnapshotRequest.FromString
             ),
             "FetchState": grpc.unary_stream_rpc_method_handler(
-                servicer.fetch_state, request_deserializer=pb.StateRequest.FromString
+                bounded(servicer.fetch_state), request_deserializer=pb.StateRequest.FromString
             ),
             "Progress": grpc.unary_unary_rpc_method_handler(
-                servicer.progress,
+                bounded(servicer.progress),
                 request_deserializer=pb.ProgressRequest.FromString,
                 response_serializer=pb.ProgressReply.SerializeToString,
             ),
             "Describe": grpc.unary_unary_rpc_method_handler(
-                servicer.describe,
+                bounded(servicer.describe),
                 request_deserializer=pb.DescribeRequest.FromString,
                 response_serializer=pb.DescribeReply.SerializeToString,
             ),
         },
     )
+
+
+def bound(servicer: GrpcServicer, listen: ListenSettings, options: tuple[tuple[str, int], ...]) -> tuple[Any, int]:
+    """A gRPC server that is to be started, and its port. Raises LocalError: the port is in use."""
+    server = grpc.aio.server(options=(*OPTIONS, *options), maximum_concurrent_rpcs=MAX_CALLS)
+    server.add_generic_rpc_handlers((methods(servicer),))
+    host, port = listen.host, listen.grpc_port
+    try:
+        return server, server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except RuntimeError:
+        raise LocalError(
+            f"cannot listen on {host} port {port}: it is in use, or {host} is no address of this machine;"
+            " set listen.grpc_port to another port (0 picks a free one)"
+        ) from None
+
+
+def _bounded(callers: Callers, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """The method, for as many calls at once as one caller may have."""
+
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            with callers.holding(CALLS, Caller.of(context)):
+                return await method(request, context)
+        except Busy as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+    return answer
 
 
 async def _propagate(handler: Handler, caller: PeerId, header: Header, body: Body) -> ReplyParts:

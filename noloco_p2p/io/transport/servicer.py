@@ -1,14 +1,14 @@
 """The answering half of the gRPC transport: calls of peers become calls of the node's handler.
 
 A call is cancelled by gRPC when its caller is gone or its deadline has passed; what it holds is freed with it. A large
-body comes only when the handler asks for it, so a waiting call costs little memory.
+body comes only when the handler asks for it, so a waiting call costs little memory. What callers may hold, and how long
+this node waits for them, is in `callers`.
 """
 
 import asyncio
-import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,42 +19,34 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import Precedence
 from noloco_p2p.core.line_rate import stripe_bytes
 from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
-from noloco_p2p.errors import Declined, NolocoError, Violation
-from noloco_p2p.io.transport import message_codec, weights_codec
+from noloco_p2p.errors import Declined, NolocoError, Unreachable, Violation
+from noloco_p2p.io.transport import callers, message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.callers import (
+    LONGEST_TRANSFER_S,
+    MAX_CALLS,
+    TRANSFERS,
+    Caller,
+    Callers,
+    Patience,
+    Silent,
+    admitted,
+    least_rate,
+    wanted_bytes,
+)
 from noloco_p2p.io.transport.capped_line import AT_THE_DOOR, OwnersLine, Write, rank_of
-from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS, Turns
+from noloco_p2p.io.transport.channels import Turns
 from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes, from_stripe
 from noloco_p2p.ports import Body, Handler, Telemetry
 
-PROTOCOL = "4"
-"""Version of proto/noloco.proto that this node speaks."""
-MAX_CALL_S = 3600.0
-"""Longest deadline that a caller may set; a call without one could hold memory for ever."""
-MAX_CALLS = 2048
-"""Calls served at once; a further one is refused as Busy."""
-OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.so_reuseport", 0),
-    *KEEPALIVE,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    # Calls may be silent for minutes: no connection ends for too many pings.
-    ("grpc.http2.max_ping_strikes", 0),
-)
-
 Messages = Callable[[int], Iterable[bytes]]
 ReplyParts = tuple[Messages, str, int]
 """The messages of a reply, of at most so many tensor bytes each, their kind in the count of bytes, and the bytes."""
 Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
 """Serves an activation."""
-
-
-def metadata(me: PeerId, run_id: str, wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
-    """What every call of a node carries, which would like to have messages of so many tensor bytes; 0: of any size."""
-    wanted = (("noloco-message-bytes", str(wanted_bytes)),) if wanted_bytes else ()
-    return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL), *wanted
 
 
 @dataclass(eq=False, slots=True)
@@ -67,18 +59,9 @@ class _Reply:
     """Bytes."""
 
 
-async def _drain(context: Any) -> None:
-    """Takes in what the caller sends until it has seen that it has its reply.
-
-    If the call ended before, gRPC would fail the caller's pending write, and with it drop a reply not yet read.
-    """
-    while await context.read() is not grpc.aio.EOF:
-        pass
-
-
 async def _refuse(write: Write, refusal: bytes) -> None:
     """Tell the caller, if it is still there."""
-    with suppress(grpc.aio.InternalError):
+    with suppress(grpc.aio.InternalError, Unreachable):
         await write(refusal)
 
 
@@ -88,17 +71,21 @@ class GrpcServicer:
     Errors of this package become refusals; any other is a bug, which gRPC logs and reports by a status.
     """
 
-    def __init__(self, me: PeerId, run_id: str, telemetry: Telemetry, max_body_bytes: int, line: OwnersLine) -> None:
+    def __init__(
+        self, me: PeerId, run_id: str, telemetry: Telemetry, line: OwnersLine, bounds: tuple[int, float]
+    ) -> None:
+        """`bounds` of an activation: the bytes of its tensors, and the seconds without progress that it may take."""
         self._me = me
         self._run_id = run_id
         self._count = partial(telemetry.event, "bytes")
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes, self._longest_s = bounds
         self._line = line
+        self.callers = Callers()
         self._replies: dict[_Reply, None] = {}
         """Those that are being sent, or wait for their turn."""
         self._turns = Turns()
         self._grant = to_grant(line.wanted_bytes)
-        self._striped: dict[tuple[PeerId, int], tuple[Stripes, Header]] = {}
+        self._striped: dict[tuple[Caller, int], tuple[Stripes, Header, Patience, float]] = {}
         """The activations that may come over several calls, by their callers and the numbers that these gave them."""
         self.handler: Handler | None = None
 
@@ -111,32 +98,34 @@ class GrpcServicer:
             try:
                 caller, handler = self._admit(context)
                 header, incoming = await self._incoming(context, caller, leaving)
-                messages_of, kind, size = await serve(handler, caller, header, incoming)
+                messages_of, kind, size = await serve(handler, caller.name, header, incoming)
+            except Silent as error:
+                await context.abort(grpc.StatusCode.ABORTED, str(error))
             except NolocoError as error:
-                await _refuse(self._line.sender(context.write), message_codec.to_refused(error))
-                await _drain(context)
+                await _refuse(self._line.sender(Patience().writing(context.write)), message_codec.to_refused(error))
+                await self.callers.drain(context)
                 return
-            reply = _Reply(caller, header.microbatch)
+            reply = _Reply(caller.name, header.microbatch)
             self._replies[reply] = None
             leaving.callback(self._replies.pop, reply)
             try:
                 async with self._turns.of(caller, size):
                     await self._send(context, incoming, reply, messages_of, size)
-            except grpc.aio.BaseError:
-                # gRPC could not write: a link to the caller is broken.
-                if incoming.stripes is not None:
+            except (grpc.aio.BaseError, Unreachable) as error:
+                # gRPC could not write: a link to the caller is broken, or it does not read.
+                if incoming.stripes is not None or isinstance(error, Unreachable):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection was lost that carried the reply")
                 return
         self._count(direction="out", kind=kind, bytes=size)
         self._line.measured.up.carries(kind, size)
         self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
-            await _drain(context)
+            await self.callers.drain(context)
 
     async def _send(
         self, context: Any, incoming: IncomingActivation, reply: _Reply, messages_of: Messages, size: int
     ) -> None:
-        write = self._line.sender(context.write, rank_of(incoming.header, Precedence.GRADIENT))
+        write = self._line.sender(Patience().writing(context.write), rank_of(incoming.header, Precedence.GRADIENT))
         most, stripes = wire.PACK_BYTES if incoming.whole else self._message_bytes(context), incoming.stripes
 
         def counted(messages: Iterable[bytes]) -> Iterator[bytes]:
@@ -154,37 +143,31 @@ class GrpcServicer:
         """Carry part of an activation that another call has announced, and of its reply."""
         try:
             caller, _ = self._admit(context)
-            first = await self._line.receiver(context.read, AT_THE_DOOR)()
+            first = await self._first_message(context)
             found = None if first is grpc.aio.EOF else self._striped.get((caller, from_stripe(first)))
+            if found is not None:
+                stripes, header, patience, rate = found
+                write = self._line.sender(Patience().writing(context.write), rank_of(header, Precedence.GRADIENT))
+                read = patience.reading(context.read, rate)
+                if await stripes.carry(write, self._line.receiver(read, rank_of(header, Precedence.ACTIVATION))):
+                    return
+        except Silent:
+            return
         except NolocoError:
-            found = None
-        if found is not None:
-            stripes, header = found
-            write = self._line.sender(context.write, rank_of(header, Precedence.GRADIENT))
-            if await stripes.carry(write, self._line.receiver(context.read, rank_of(header, Precedence.ACTIVATION))):
-                return
-        while (message := await context.read()) is not grpc.aio.EOF:
-            if message != NO_MORE:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody here expects this part of a body")
+            pass
+        if await self.callers.drain(context, NO_MORE.__ne__):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody here expects this part of a body")
 
     async def fetch_snapshot(self, request: pb.SnapshotRequest, context: Any) -> None:
         """Send a snapshot."""
         self._line.charge(sent=0, received=request.ByteSize())
-        write = self._line.sender(context.write)
-        try:
-            caller, handler = self._admit(context)
+        write = self._line.sender(Patience().writing(context.write))
+        async with self._transfer(context, write, pb.SnapshotMessage) as (caller, handler):
             wanted = weights_codec.from_request(request)
             snapshot = await handler.fetch_snapshot(caller, wanted)
-        except NolocoError as error:
-            await _refuse(write, pb.SnapshotMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
-            return
-        try:
             for message in weights_codec.to_snapshot(snapshot, self._message_bytes(context)):
                 await write(message)
-        except grpc.aio.InternalError:
-            # gRPC could not write: the link to the caller is broken.
-            return
-        self._count(direction="out", kind=wanted.kind, bytes=snapshot.nbytes)
+            self._count(direction="out", kind=wanted.kind, bytes=snapshot.nbytes)
 
     async def fetch_state(self, request: pb.StateRequest, context: Any) -> None:
         """Send this replica's state, or the rest of it.
@@ -193,20 +176,33 @@ class GrpcServicer:
         """
         resume = request.resume if request.HasField("resume") else None
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
-        write = self._line.sender(context.write)
-        try:
-            caller, handler = self._admit(context)
+        patience = Patience(callers.STATE_RESERVE_S)
+        refuse = self._line.sender(patience.writing(context.write))
+        async with self._transfer(context, refuse, pb.StateMessage) as (caller, handler):
             async with handler.lend_state(caller, resume.number if resume else None) as state:
+                size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
+                rate = least_rate(size, LONGEST_TRANSFER_S)
+                write = self._line.sender(patience.writing(context.write, rate))
                 for message in weights_codec.to_state(state, tensor, offset, self._message_bytes(context)):
                     await write(message)
-                size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
+            self._count(direction="out", kind="state", bytes=size)
+
+    @asynccontextmanager
+    async def _transfer(
+        self, context: Any, write: Write, kind: type[pb.SnapshotMessage] | type[pb.StateMessage]
+    ) -> AsyncIterator[tuple[PeerId, Handler]]:
+        """The caller and the handler for sending weights; what goes wrong meanwhile is told to the caller."""
+        try:
+            caller, handler = self._admit(context)
+            with self.callers.holding(TRANSFERS, caller):
+                yield caller.name, handler
+        except Unreachable as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except NolocoError as error:
-            await _refuse(write, pb.StateMessage(refusal=message_codec.to_refusal(error)).SerializeToString())
-            return
+            await _refuse(write, kind(refusal=message_codec.to_refusal(error)).SerializeToString())
         except grpc.aio.InternalError:
             # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.
             return
-        self._count(direction="out", kind="state", bytes=size)
 
     async def progress(self, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
         """Say how far this node is with microbatches of the caller; one whose reply is being sent is in hand, too."""
@@ -215,10 +211,10 @@ class GrpcServicer:
             if len(request.microbatches) > MAX_CALLS:
                 raise Violation(f"{len(request.microbatches)} microbatches are more than a node serves at once")
             microbatches = [message_codec.from_microbatch(one) for one in request.microbatches]
-            sent = {reply.microbatch: reply.sent for reply in self._replies if reply.caller == caller}
+            sent = {reply.microbatch: reply.sent for reply in self._replies if reply.caller == caller.name}
             reports = [
                 Progress(wire.REPLYING + sent[microbatch], 0.0) if microbatch in sent else report
-                for microbatch, report in zip(microbatches, handler.progress(caller, microbatches), strict=True)
+                for microbatch, report in zip(microbatches, handler.progress(caller.name, microbatches), strict=True)
             ]
         except NolocoError as error:
             return pb.ProgressReply(refusal=message_codec.to_refusal(error))
@@ -231,7 +227,7 @@ class GrpcServicer:
         reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
         try:
             caller, handler = self._admit(context)
-            d = handler.describe(caller)
+            d = handler.describe(caller.name)
         except NolocoError as error:
             reply.refusal.CopyFrom(message_codec.to_refusal(error))
         else:
@@ -241,43 +237,39 @@ class GrpcServicer:
         self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 
-    def _admit(self, context: Any) -> tuple[PeerId, Handler]:
+    def _admit(self, context: Any) -> tuple[Caller, Handler]:
         """The caller, and the handler. Raises Violation: a stranger to this run; Declined: there is no handler yet."""
-        sent = dict(context.invocation_metadata())
-        protocol, run_id = sent.get("noloco-protocol"), sent.get("noloco-run")
-        if protocol != PROTOCOL:
-            raise Violation(
-                f"the caller speaks protocol {protocol!r}, this node speaks {PROTOCOL!r}: use equal versions"
-            )
-        if run_id != self._run_id:
-            raise Violation(f"the caller works on run {run_id!r}, this node on run {self._run_id!r}")
-        seconds = context.time_remaining()
-        if seconds is None or seconds > MAX_CALL_S:
-            raise Violation(f"a call needs a deadline of at most {MAX_CALL_S:g} s")
+        caller = admitted(context, self._run_id)
         if self.handler is None:
             raise Declined("the node is starting")
-        return str(sent.get("noloco-peer", "")), self.handler
+        return caller, self.handler
 
     def _message_bytes(self, context: Any) -> int:
         """Most tensor bytes in one message to this caller."""
-        wanted = dict(context.invocation_metadata()).get("noloco-message-bytes", "")
-        return self._line.agreed(int(wanted) if re.fullmatch("[0-9]{1,9}", wanted) else 0)
+        return self._line.agreed(wanted_bytes(context))
 
-    async def _incoming(self, context: Any, caller: PeerId, leaving: ExitStack) -> tuple[Header, IncomingActivation]:
-        first = await self._line.receiver(context.read, AT_THE_DOOR)()
+    async def _first_message(self, context: Any) -> Any:
+        return await self._line.receiver(Patience().reading(context.read), AT_THE_DOOR)()
+
+    async def _incoming(self, context: Any, caller: Caller, leaving: ExitStack) -> tuple[Header, IncomingActivation]:
+        patience = leaving.enter_context(self.callers.sending(caller))
+        first = await self._first_message(context)
         if first is grpc.aio.EOF:
             await asyncio.sleep(CANCEL_GRACE_S)
             raise Violation("the call carries no header")
         head, frames = unpacked(first, pb.ActivationMessage)
         header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
-        read = self._line.receiver(context.read, rank_of(header, Precedence.ACTIVATION))
-        incoming = IncomingActivation(context, header, frames, self._count, read, self._grant)
+        header = replace(header, time_left_s=min(header.time_left_s, self._longest_s))
+        rate = least_rate(sum(spec.nbytes for spec in header.specs), header.time_left_s)
+        read = self._line.receiver(patience.reading(context.read, rate), rank_of(header, Precedence.ACTIVATION))
+        ask = partial(Patience().writing(context.write), self._grant)
+        incoming = IncomingActivation(header, frames, self._count, read, ask, patience)
         key = caller, head.header.stripe
         if head.header.stripe and not frames:
             if key in self._striped:
                 raise Violation("the numbers of two activations are equal")
             incoming.stripes = stripes = Stripes()
-            self._striped[key] = stripes, header
+            self._striped[key] = stripes, header, patience, rate
             leaving.callback(self._striped.pop, key)
             leaving.callback(stripes.end)
         return header, incoming

@@ -9,17 +9,13 @@ from google.protobuf.message import Message
 from noloco_p2p.core import wire
 from noloco_p2p.core.agreement import LARGEST_GROUP, GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
-from noloco_p2p.core.messages import Advert, HostTensor, ReplicaState, TensorSpec
+from noloco_p2p.core.messages import Advert, HostTensor, ReplicaState, TensorSpec, is_peer_id
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.reply_reader import ReplyMessage, ReplyReader, V
 
-PEER_ID_CHARACTERS = 128
-"""Longest peer id that is believed; an Ed25519 one has 52."""
-LARGEST_COUNT = 2**53
-"""Counts of rounds and steps beyond this are none: a clock in steps could not hold them."""
 MOST_SPENT = 16_384
 """Spent ids that a state travels with, the newest: four times those that a replica keeps at least."""
 
@@ -102,16 +98,14 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
 
     def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
         self._head = header = message.header
-        if not _is_peer_id(header.peer):
+        if not is_peer_id(header.peer):
             raise Violation("the snapshot is of a peer whose id is no short printable text")
-        if len(header.group) > LARGEST_GROUP or not all(map(_is_peer_id, header.group)):
+        if len(header.group) > LARGEST_GROUP or not all(map(is_peer_id, header.group)):
             raise Violation(f"the snapshot names more than {LARGEST_GROUP} peers, or one without a short printable id")
         if any(one >= other for one, other in pairwise(header.group)):
             raise Violation("the peers that the snapshot names do not ascend")
-        _check_counts(header.round, header.step)
-        specs = tuple(message_codec.from_spec(spec) for spec in header.specs)
-        wire.check_same(specs, self._expected, self.what)
-        return specs
+        message_codec.check_counts(header.round, header.step)
+        return message_codec.from_specs(header.specs, self._expected, self.what)
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> Snapshot:
         head = self._head
@@ -159,13 +153,13 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
             raise Violation(f"the state is of {header.peer[:64]!r}, not of {self._peer.peer_id!r}")
         if header.stage != self._peer.stage:
             raise Declined(f"{self._peer.peer_id} holds stage {header.stage} now, not {self._peer.stage}")
-        _check_counts(header.round, header.inner_steps)
+        message_codec.check_counts(header.round, header.inner_steps)
         if not (isfinite(header.step) and header.step >= 0 and header.adam_steps <= header.inner_steps):
             raise Violation(
                 f"a state at step {header.step} after {header.adam_steps} of {header.inner_steps} steps makes no sense"
             )
-        wire.check_same(tuple(message_codec.from_spec(spec) for spec in header.specs), self._expected, "state")
-        if len(header.spent) > MOST_SPENT or not all(_is_peer_id(one.peer) for one in header.spent):
+        message_codec.from_specs(header.specs, self._expected, "state")
+        if len(header.spent) > MOST_SPENT or not all(is_peer_id(one.peer) for one in header.spent):
             raise Violation(f"the state names more than {MOST_SPENT} microbatches, or one without an origin's id")
         self._head = header
         return self._expected
@@ -176,12 +170,3 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
         counts = (head.stage, head.round, head.step, head.inner_steps, head.adam_steps)
         spent = tuple(map(message_codec.from_microbatch, head.spent))
         return ReplicaState(head.peer, *counts, tensors, head.number, spent)
-
-
-def _is_peer_id(text: str) -> bool:
-    return 0 < len(text) <= PEER_ID_CHARACTERS and text.isascii() and text.isprintable()
-
-
-def _check_counts(*counts: int) -> None:
-    if max(counts) > LARGEST_COUNT:
-        raise Violation(f"a count of {max(counts)} rounds or steps makes no sense")

@@ -28,7 +28,7 @@ from transport_fixture import (
 from noloco_p2p.core.line_rate import FAR_BYTES, FAR_S, LEAST_STRIPE_BYTES, MeasuredLine, stripe_bytes
 from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Busy, Unreachable
-from noloco_p2p.io.transport import message_codec, servicer
+from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import PeerChannel
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
@@ -227,7 +227,7 @@ async def raw_stub(node: Node) -> AsyncIterator[Callable[[str], Any]]:
         calls = []
 
         def start(method: str) -> Any:
-            calls.append(getattr(NodeStub(channel), method)(timeout=10.0, metadata=servicer.metadata("raw", RUN)))
+            calls.append(getattr(NodeStub(channel), method)(timeout=10.0, metadata=callers.metadata("raw", RUN)))
             return calls[-1]
 
         try:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.exchange import AnnouncedActivation, to_grant
+from noloco_p2p.io.transport.callers import Patience
+from noloco_p2p.io.transport.exchange import AnnouncedActivation
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.probe import probe
@@ -298,8 +300,13 @@ def test_a_caller_that_is_gone_before_its_body_has_come_is_unreachable(over: Ove
     """As when another replica was faster, or this node leaves: gRPC cannot write to a call that is over, nor read."""
     sent = activation((3, 333, 777))
     header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
+
+    async def scenario() -> None:
+        ask = partial(over.write, b"")
+        await IncomingActivation(header, [], lambda *count: None, over.read, ask, Patience())()
+
     with pytest.raises(Unreachable, match="the caller was gone"):
-        asyncio.run(IncomingActivation(over, header, [], lambda *count: None, over.read, to_grant(0))())
+        asyncio.run(scenario())
 
 
 def test_a_body_that_is_asked_for_when_its_node_stops_is_unreachable() -> None:
@@ -368,12 +375,15 @@ def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers:
         async def read(self) -> Any:
             return await asyncio.get_running_loop().create_future()
 
+    async def ask() -> None:
+        raise AssertionError("it has begun to come")
+
     async def scenario() -> None:
         sent = activation((3, 333, 777))
         header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
         _, frames = unpacked(list(message_codec.to_activation(sent, head_alone=True))[1], pb.ActivationMessage)
         stalled = Stalled()
-        incoming = IncomingActivation(stalled, header, frames, lambda *count: None, stalled.read, b"")
+        incoming = IncomingActivation(header, frames, lambda *count: None, stalled.read, ask, Patience())
         reading = asyncio.create_task(incoming())
         await asyncio.sleep(0)
         assert alive(buffers) == 1

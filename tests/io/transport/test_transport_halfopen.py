@@ -8,7 +8,7 @@ from machine import in_time
 from transport_fixture import LARGE, SMALL, Node, activation, echo, hang, pair, run, soon
 
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.transport import channels, servicer
+from noloco_p2p.io.transport import channels, service
 
 PROBING = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
 
@@ -21,11 +21,11 @@ def hurried(options: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]
 @pytest.fixture(autouse=True)
 def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "OPTIONS", hurried(channels.OPTIONS))
-    monkeypatch.setattr(servicer, "OPTIONS", hurried(servicer.OPTIONS))
+    monkeypatch.setattr(service, "OPTIONS", hurried(service.OPTIONS))
 
 
 def test_the_real_probes_find_out_within_fifteen_seconds() -> None:
-    for options in (channels.OPTIONS, servicer.OPTIONS):
+    for options in (channels.OPTIONS, service.OPTIONS):
         found = dict(options)
         assert 0 < found["grpc.keepalive_time_ms"] + found["grpc.http2.ping_timeout_ms"] <= 15_000 // 12
 

@@ -27,7 +27,7 @@ from transport_fixture import (
 
 from noloco_p2p.core.messages import Activation, Gradient, Header
 from noloco_p2p.errors import Busy, Violation
-from noloco_p2p.io.transport import message_codec, servicer
+from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
@@ -60,7 +60,7 @@ class Bodies:
 async def raw_call(node: Node, run_id: str = RUN, seconds: float | None = 10.0) -> AsyncIterator[Any]:
     """A bare Propagate call to a server with `node`."""
     async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
-        call = NodeStub(channel).Propagate(timeout=seconds, metadata=servicer.metadata("raw", run_id))
+        call = NodeStub(channel).Propagate(timeout=seconds, metadata=callers.metadata("raw", run_id))
         try:
             yield call
         finally:

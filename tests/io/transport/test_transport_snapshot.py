@@ -1,7 +1,6 @@
 """Snapshots over gRPC: the tensors that were expected, bit for bit, or an error and nothing."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -152,9 +151,9 @@ def test_a_server_that_hangs_behind_a_sound_link_is_unreachable_soon(
     monkeypatch.setattr(grpc_transport, "SILENCE_S", 0.3)
     hung = asyncio.Event()
 
-    async def stalling(self: servicer.GrpcServicer, request: Any, context: Any) -> AsyncIterator[bytes]:
+    async def stalling(self: servicer.GrpcServicer, request: Any, context: Any) -> None:
         for message in islice(weights_codec.to_snapshot(Snapshot("B", 4, 40, BIG)), messages):
-            yield message
+            await context.write(message)
         hung.set()
         await asyncio.get_running_loop().create_future()
 

@@ -1,0 +1,206 @@
+"""What callers may hold of this node, and how long it waits for them (ARCHITECTURE.md, "What a stranger can do").
+
+Who calls is what a caller says of itself, so every share is one of a name at a host, and a larger one of the host.
+"""
+
+import asyncio
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
+
+import grpc.aio
+
+from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId, is_peer_id
+from noloco_p2p.errors import Busy, Unreachable, Violation
+
+PROTOCOL = "4"
+"""Version of proto/noloco.proto that this node speaks."""
+MAX_CALL_S = 3600.0
+"""Longest deadline that a caller may set; a call without one could hold memory for ever."""
+MAX_CALLS = 2048
+"""Calls served at once; a further one is refused as Busy."""
+LONGEST_TRANSFER_S = 1800.0
+"""In which a whole state has come."""
+RESERVE_S = 20.0
+"""How long a caller may neither take nor give bytes that are due, seconds: a message of 1 MiB at 0.5 Mbit/s."""
+STATE_RESERVE_S = 60.0
+"""The same of a state, whose bytes are due at an even rate until its deadline."""
+LEAST_BYTES_PER_S = 8192.0
+"""What is slower uses its reserve up, and is given up then."""
+
+T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """How many of something one caller may hold at once, and all callers of a host together."""
+
+    what: str
+    of_caller: int
+    of_host: int
+
+
+CALLS = Share("calls", 512, 1024)
+"""Half of those that a node serves at once."""
+ACTIVATIONS = Share("activations", 160, 192)
+"""Of the 256 headers that wait in line at most."""
+TRANSFERS = Share("transfers of weights", 4, 64)
+DRAINS = Share("refused calls that are drained", 128, 256)
+
+
+def metadata(me: PeerId, run_id: str, wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
+    """What every call of a node carries, which would like to have messages of so many tensor bytes; 0: of any size."""
+    wanted = (("noloco-message-bytes", str(wanted_bytes)),) if wanted_bytes else ()
+    return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL), *wanted
+
+
+class Caller(NamedTuple):
+    """Who calls."""
+
+    host: str
+    """IP address; of IPv6 the network of 64 bits, for all of its addresses are one subscriber's."""
+    name: PeerId
+    """What the caller says."""
+
+    @classmethod
+    def of(cls, context: Any) -> "Caller":
+        """Of a call."""
+        host = unquote(str(context.peer())).partition(":")[2].rpartition(":")[0].strip("[]")
+        if ":" in host:
+            host = str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+        return cls(host, str(dict(context.invocation_metadata()).get("noloco-peer", ""))[:PEER_ID_CHARACTERS])
+
+
+def admitted(context: Any, run_id: str) -> Caller:
+    """Who calls a node of this run. Raises Violation: a stranger to it."""
+    sent = dict(context.invocation_metadata())
+    protocol, theirs = str(sent.get("noloco-protocol"))[:64], str(sent.get("noloco-run"))[:64]
+    if protocol != PROTOCOL:
+        raise Violation(f"the caller speaks protocol {protocol!r}, this node speaks {PROTOCOL!r}: use equal versions")
+    if theirs != run_id:
+        raise Violation(f"the caller works on run {theirs!r}, this node on run {run_id!r}")
+    seconds = context.time_remaining()
+    if seconds is None or seconds > MAX_CALL_S:
+        raise Violation(f"a call needs a deadline of at most {MAX_CALL_S:g} s")
+    name = str(sent.get("noloco-peer", ""))
+    if name and not is_peer_id(name):
+        raise Violation("the caller's peer id is no short printable text")
+    return Caller.of(context)
+
+
+def wanted_bytes(context: Any) -> int:
+    """What `metadata` was given by the caller."""
+    wanted = str(dict(context.invocation_metadata()).get("noloco-message-bytes", ""))
+    return int(wanted) if re.fullmatch("[0-9]{1,9}", wanted) else 0
+
+
+def least_rate(nbytes: int, seconds: float) -> float:
+    """Bytes per second at which so many come in that time, and LEAST_BYTES_PER_S at least."""
+    return max(LEAST_BYTES_PER_S, nbytes / seconds)
+
+
+class Silent(Unreachable):
+    """A peer was given up; gRPC takes no further read or write for its call, for one is still under way."""
+
+
+class Patience:
+    """Waits for bytes that others are to take or give: while they do, at `LEAST_BYTES_PER_S`, and `RESERVE_S` more.
+
+    Waits side by side share the time. What this node itself delays does not count.
+    """
+
+    def __init__(self, reserve_s: float | None = None) -> None:
+        """`reserve_s` instead of `RESERVE_S`."""
+        self._reserve_s = self._left_s = reserve_s or RESERVE_S
+        self._at = 0.0
+        """When `_left_s` was right."""
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def wait(self, transfer: Awaitable[T], nbytes: int = 0, least_bytes_per_s: float = LEAST_BYTES_PER_S) -> T:
+        """What `transfer` gives; so many bytes are taken then, or those that it gives. Raises Unreachable."""
+        came_s = 0.0
+        self._settle(0.0)
+        try:
+            async with asyncio.timeout(self._left_s) as timeout:
+                self._waits.add(timeout)
+                result = await transfer
+                came_s = (len(result) if isinstance(result, bytes) else nbytes) / least_bytes_per_s
+                return result
+        except TimeoutError:
+            raise Silent(f"the peer took or gave nothing for {self._reserve_s:g} s, or next to nothing") from None
+        finally:
+            self._settle(came_s)
+            self._waits.discard(timeout)
+            for other in self._waits if came_s else ():
+                if not other.expired():
+                    other.reschedule(self._at + self._left_s)
+
+    def reading(
+        self, read: Callable[[], Awaitable[T]], least_bytes_per_s: float = LEAST_BYTES_PER_S
+    ) -> Callable[[], Awaitable[T]]:
+        """`read`, with this patience."""
+        return lambda: self.wait(read(), 0, least_bytes_per_s)
+
+    def writing(
+        self, write: Callable[[bytes], Awaitable[object]], least_bytes_per_s: float = LEAST_BYTES_PER_S
+    ) -> Callable[[bytes], Awaitable[object]]:
+        """`write`, with this patience."""
+        return lambda message: self.wait(write(message), len(message), least_bytes_per_s)
+
+    def _settle(self, came_s: float) -> None:
+        now = asyncio.get_running_loop().time()
+        spent_s = now - self._at if self._waits else 0.0
+        self._at, self._left_s = now, min(self._reserve_s, self._left_s - spent_s + came_s)
+
+
+class Callers:
+    """Who holds what."""
+
+    def __init__(self) -> None:
+        self._held: Counter[tuple[str, ...]] = Counter()
+        self._patience: dict[Caller, Patience] = {}
+
+    @property
+    def holds_nothing(self) -> bool:
+        """No call is here any more."""
+        return not self._held and not self._patience
+
+    @contextmanager
+    def holding(self, share: Share, caller: Caller) -> Iterator[None]:
+        """One more of these for as long as the `with` lasts. Raises Busy."""
+        of_host, of_caller = (share.what, caller.host), (share.what, *caller)
+        if self._held[of_host] >= share.of_host or self._held[of_caller] >= share.of_caller:
+            raise Busy(f"{caller.host} has as many {share.what} here as it may")
+        self._held.update((of_host, of_caller))
+        try:
+            yield
+        finally:
+            for key in (of_host, of_caller):
+                self._held[key] -= 1
+                if not self._held[key]:
+                    del self._held[key]
+
+    @contextmanager
+    def sending(self, caller: Caller) -> Iterator[Patience]:
+        """The patience with a caller's bodies, which leave it one after the other, for one activation of it."""
+        with self.holding(ACTIVATIONS, caller):
+            try:
+                yield self._patience.setdefault(caller, Patience())
+            finally:
+                if self._held[ACTIVATIONS.what, *caller] == 1:
+                    del self._patience[caller]
+
+    async def drain(self, context: Any, unwanted: Callable[[bytes], bool] = lambda message: False) -> bool:
+        """Take in what the caller sends until it has seen that it has its reply, for a while; True: it is `unwanted`.
+
+        If the call ended before, gRPC would fail the caller's pending write, and with it drop a reply not yet read.
+        """
+        with suppress(Busy, TimeoutError), self.holding(DRAINS, Caller.of(context)):
+            async with asyncio.timeout(RESERVE_S):
+                while (message := await context.read()) is not grpc.aio.EOF:
+                    if unwanted(message):
+                        return True
+        return False

@@ -1,0 +1,438 @@
+"""What strangers may hold of a node's transport: calls, places, copies of weights; and for how long."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from transport_fixture import LARGE, RUN, Node, Pair, activation, advert, echo, hang, pair, run, soon, tensor
+
+from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import LEAST_STRIPE_BYTES
+from noloco_p2p.core.messages import HostTensor, PeerId, ReplicaState, TensorSpec
+from noloco_p2p.errors import Busy, Unreachable, Violation
+from noloco_p2p.io.transport import callers, frame_codec, message_codec, weights_codec
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.callers import LEAST_BYTES_PER_S, RESERVE_S, Caller, Callers, Patience, Share
+from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.reply_reader import GradientReader
+from noloco_p2p.io.transport.servicer import GrpcServicer
+from noloco_p2p.sim import virtual_time
+
+MIDDLE = (3, 333, 777)
+"""3 MiB: some messages."""
+ME = callers.metadata("raw", RUN)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes lose patience after a second."""
+    monkeypatch.setattr(callers, "RESERVE_S", 1.0)
+    monkeypatch.setattr(callers, "STATE_RESERVE_S", 1.0)
+
+
+@asynccontextmanager
+async def server(node: Node) -> AsyncIterator[tuple[Pair, NodeStub]]:
+    """A server with `node`, a transport that it knows, and a bare stub."""
+    async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
+        yield both, NodeStub(channel)
+
+
+def announced(stripe: int = 0) -> tuple[pb.ActivationMessage, list[pb.ActivationMessage]]:
+    head, body = message_codec.announced(activation(MIDDLE), stripe)
+    return pb.ActivationMessage.FromString(head), list(map(pb.ActivationMessage.FromString, body(LEAST_STRIPE_BYTES)))
+
+
+async def nothing(call: Any, first: list[pb.ActivationMessage]) -> None:
+    """The header is all that comes."""
+
+
+async def drips(call: Any, body: list[pb.ActivationMessage]) -> None:
+    """A byte now and then."""
+    chunk = body[0].frames[0].chunk
+    for at in range(10_000):
+        one = pb.Chunk(tensor=0, offset=at, data=chunk.data[at : at + 1])
+        await call.write(pb.ActivationMessage(frames=[pb.Frame(chunk=one)]))
+        await asyncio.sleep(0.05)
+
+
+async def claims_the_end(call: Any, body: list[pb.ActivationMessage]) -> None:
+    """Of a body in parts, of which this call carried none, and no other will come."""
+    await call.write(pb.ActivationMessage())
+
+
+@pytest.mark.parametrize(("brings", "stripe"), [(nothing, 0), (drips, 0), (nothing, 7), (claims_the_end, 7)])
+def test_a_place_is_held_only_while_bytes_come(
+    brings: Callable[[Any, list[pb.ActivationMessage]], Coroutine[Any, Any, None]], stripe: int, hasty: None
+) -> None:
+    """Hole 2: eight calls that send a header and no body."""
+
+    async def scenario() -> None:
+        node = Node(echo)
+        async with server(node) as (_, stub):
+            calls = [stub.Propagate(timeout=60.0, metadata=callers.metadata(f"X{n}", RUN)) for n in range(8)]
+            bringing = list[asyncio.Task[None]]()
+            for number, call in enumerate(calls):
+                head, body = announced(stripe)
+                head.header.microbatch.counter = number
+                head.header.stripe = stripe and stripe + number
+                await call.write(head)
+                assert (await soon(call.read())).HasField("grant")
+                bringing.append(asyncio.create_task(brings(call, body)))
+            for call in calls:
+                # Who is just writing finds that it cannot.
+                expected = "Failed" if await soon(call.code()) is grpc.StatusCode.INTERNAL else "gave nothing"
+                assert expected in await call.details() or brings is drips
+            assert node.ends == ["Silent"] * 8
+            for task in bringing:
+                task.cancel()
+            await asyncio.gather(*bringing, return_exceptions=True)
+
+    run(scenario())
+
+
+def test_no_caller_bears_longer_without_progress_than_this_node() -> None:
+    async def scenario() -> None:
+        node = Node(echo)
+        async with pair(node) as both:
+            await both.a.propagate(both.peer, activation(time_left_s=1e300))
+        [(_, header)] = node.calls
+        assert header.time_left_s == 600.0
+
+    run(scenario())
+
+
+def test_512_calls_of_nobody_end_and_others_are_served_meanwhile(hasty: None) -> None:
+    """Hole 11: without run id and deadline; the refusals are not drained for ever."""
+
+    async def scenario() -> None:
+        async with server(Node(echo)) as (both, stub):
+            calls = [stub.Propagate() for _ in range(512)]
+            await asyncio.gather(*(soon(call.read()) for call in calls))
+            sent = activation(LARGE)
+            assert (await soon(both.a.propagate(both.peer, sent))).grad.data == sent.hidden.data
+            codes = await soon(asyncio.gather(*(call.code() for call in calls)))
+            assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert both.b._servicer.callers.holds_nothing
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("method", ["Propagate", "Evaluate", "Stripe"])
+def test_a_call_that_never_says_anything_ends(method: str, hasty: None) -> None:
+    async def scenario() -> None:
+        async with server(Node(echo)) as (both, stub):
+            call = getattr(stub, method)(timeout=60.0, metadata=ME)
+            assert await soon(call.code()) in (grpc.StatusCode.OK, grpc.StatusCode.ABORTED)
+            assert both.b._servicer.callers.holds_nothing
+
+    run(scenario())
+
+
+def test_one_caller_and_one_host_have_a_share_of_the_calls_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("noloco_p2p.io.transport.service.CALLS", Share("calls", 3, 5))
+
+    async def scenario() -> None:
+        node = Node(hang)
+
+        async def entered(count: int) -> None:
+            while len(node.calls) < count:
+                node.entered.clear()
+                await node.entered.wait()
+
+        async with server(node) as (both, stub):
+            head, _ = announced()
+
+            async def held(name: PeerId) -> Any:
+                call = stub.Propagate(timeout=60.0, metadata=callers.metadata(name, RUN))
+                await call.write(head)
+                return call
+
+            calls = [await held("X") for _ in range(3)]
+            await soon(entered(3))
+            assert await soon((await held("X")).code()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await both.a.describe(both.peer)).peer_id == "B", "others are served"
+            calls += [await held("Y") for _ in range(2)]
+            await soon(entered(5))
+            with pytest.raises(Busy):
+                await soon(both.a.describe(both.peer))
+            for call in calls:
+                call.cancel()
+
+    run(scenario())
+
+
+def test_a_reader_that_takes_nothing_gives_the_copy_of_the_weights_back(hasty: None) -> None:
+    """Hole 15."""
+    weights = tensor("slow/w", "float32", (1 << 24,))
+    free = asyncio.Event()
+
+    @asynccontextmanager
+    async def lend(caller: PeerId, number: int | None) -> AsyncIterator[ReplicaState]:
+        try:
+            yield ReplicaState("B", 1, 3, 30.0, 30, 30, (weights,), 7)
+        finally:
+            free.set()
+
+    async def scenario() -> None:
+        async with server(Node(echo, lend=lend)) as (both, stub):
+            call = stub.FetchState(pb.StateRequest(), timeout=60.0, metadata=ME)
+            assert (await soon(call.read())).HasField("header")
+            await soon(free.wait())
+            state = await soon(both.a.fetch_state(advert(*both.peer.addresses), 20.0, (weights.spec,)))
+            assert state.tensors[0].data == weights.data, "others get it"
+            call.cancel()
+
+    run(scenario())
+
+
+def test_a_donor_that_drips_is_given_up_long_before_the_deadline(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hole 15: each byte comes within the longest silence, and the newcomer would wait for 1,800 s."""
+    state = ReplicaState("B", 1, 3, 30.0, 30, 30, (tensor("slow/w", "float32", (1 << 20,)),), 7)
+    gone, calls = asyncio.Event(), list[object]()
+
+    async def dripping(self: Any, request: pb.StateRequest, context: Any) -> None:
+        calls.append(request)
+        try:
+            head, *body = weights_codec.to_state(state, 0, 0)
+            await context.write(head)
+            for at in range(100_000):
+                chunk = pb.Chunk(tensor=0, offset=at, data=body[0][at : at + 1])
+                await context.write(pb.StateMessage(frames=[pb.Frame(chunk=chunk)]).SerializeToString())
+                await asyncio.sleep(0.05)
+        finally:
+            gone.set()
+
+    monkeypatch.setattr(GrpcServicer, "fetch_state", dripping)
+
+    async def scenario() -> None:
+        async with pair(Node(hang)) as both:
+            with pytest.raises(Unreachable, match="next to nothing"):
+                await soon(both.a.fetch_state(both.peer, 1800.0, tuple(one.spec for one in state.tensors)))
+            await soon(gone.wait())
+        assert len(calls) == 1
+
+    run(scenario())
+
+
+# --- patience, in virtual time ---------------------------------------------------------------------------------------
+
+
+async def after(seconds: float, nbytes: int) -> bytes:
+    await asyncio.sleep(seconds)
+    return bytes(nbytes)
+
+
+async def take_for_ever(patience: Patience) -> None:
+    while True:
+        await patience.wait(after(1.0, int(LEAST_BYTES_PER_S / 2)))
+
+
+def test_patience_lasts_as_long_as_enough_comes_and_no_longer() -> None:
+    async def scenario() -> None:
+        now = asyncio.get_running_loop().time
+        fast, slow = Patience(), Patience()
+        for _ in range(100):
+            await fast.wait(after(10.0, int(10 * LEAST_BYTES_PER_S)))
+        began = now()
+        with pytest.raises(Unreachable):
+            await take_for_ever(slow)
+        assert RESERVE_S < now() - began <= 2 * RESERVE_S
+        began = now()
+        with pytest.raises(Unreachable):
+            await Patience().wait(after(1000.0, 1 << 20))
+        assert now() - began == pytest.approx(RESERVE_S)
+
+    virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_a_body_waits_for_those_of_its_caller_that_go_before_it_and_for_nobody_elses() -> None:
+    async def scenario() -> None:
+        here, now = Callers(), asyncio.get_running_loop().time
+        honest, silent = Caller("h", "A"), Caller("h", "X")
+        with here.sending(honest) as first, here.sending(honest) as second, here.sending(silent) as other:
+            assert first is second is not other
+            behind = asyncio.create_task(second.wait(after(60.0, 1 << 20)))
+            stranger = asyncio.create_task(other.wait(after(60.0, 1 << 20)))
+            for _ in range(6):
+                await first.wait(after(10.0, 1 << 20))
+            assert len(await behind) == 1 << 20
+            with pytest.raises(Unreachable):
+                await stranger
+        assert here.holds_nothing
+        assert now() == pytest.approx(60.0)
+
+    virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_what_this_node_itself_delays_does_not_count() -> None:
+    async def scenario() -> None:
+        patience = Patience()
+        for _ in range(10):
+            await patience.wait(after(1.0, 0))
+            await asyncio.sleep(10 * RESERVE_S)
+
+    virtual_time.run(scenario(), limit_s=10_000)
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.1.2.3:4102", "10.1.2.3"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:4102", "2001:db8:1:2::/64"),
+        ("ipv6:[::1]:4102", "::/64"),
+        ("ipv6:[fe80::1%25eth0]:4102", "fe80::/64"),
+    ],
+)
+def test_a_host_is_an_address_or_a_network_of_one_subscriber(peer: str, host: str) -> None:
+    class Context:
+        def peer(self) -> str:
+            return peer
+
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return (("noloco-peer", "A"),)
+
+    assert Caller.of(Context()) == (host, "A")
+
+
+# --- lengths and counts, before anything is parsed or kept -----------------------------------------------------------
+
+LONG = "A" * (3 << 20)
+
+
+def long_microbatch(header: pb.ActivationHeader) -> None:
+    header.microbatch.peer = LONG
+
+
+def long_origin(header: pb.ActivationHeader) -> None:
+    header.origin.peer = LONG
+
+
+def odd_microbatch(header: pb.ActivationHeader) -> None:
+    header.microbatch.peer = "12D3\x1b[2J"
+
+
+def odd_origin(header: pb.ActivationHeader) -> None:
+    header.origin.peer = "é"
+
+
+def nobody(header: pb.ActivationHeader) -> None:
+    header.microbatch.peer = ""
+
+
+def far_step(header: pb.ActivationHeader) -> None:
+    header.origin.step = 1 << 60
+
+
+def many_tensors(header: pb.ActivationHeader) -> None:
+    header.specs.extend([header.specs[0]] * 200)
+
+
+@pytest.mark.parametrize(
+    "fault", [long_microbatch, long_origin, odd_microbatch, odd_origin, nobody, far_step, many_tensors]
+)
+def test_names_and_counts_that_nobody_has_are_refused_on_the_header(
+    fault: Callable[[pb.ActivationHeader], None],
+) -> None:
+    """Hole 13: a name of 3 MiB would be kept with the spent ids, and no checkpoint could be read again."""
+
+    async def scenario() -> None:
+        node = Node(echo)
+        async with server(node) as (_, stub):
+            head, _ = announced()
+            fault(head.header)
+            call = stub.Propagate(timeout=60.0, metadata=ME)
+            await call.write(head)
+            assert (await soon(call.read())).refusal.kind == pb.Refusal.KIND_VIOLATION
+            call.cancel()
+        assert node.calls == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("name", ["A" * 1025, "A B"])
+def test_a_caller_with_such_a_name_is_refused(name: str) -> None:
+    async def scenario() -> None:
+        node = Node(hang)
+        async with server(node) as (_, stub):
+            reply = await stub.Describe(pb.DescribeRequest(), timeout=5.0, metadata=callers.metadata(name, RUN))
+            assert "peer id" in reply.refusal.message
+            long = {"noloco-run": "R" * 4000, "noloco-peer": "A", "noloco-protocol": callers.PROTOCOL}
+            reply = await stub.Describe(pb.DescribeRequest(), timeout=5.0, metadata=tuple(long.items()))
+            assert len(reply.refusal.message) < 250
+            asked = pb.ProgressRequest(microbatches=[pb.MicrobatchId(peer=name)])
+            assert (await stub.Progress(asked, timeout=5.0, metadata=ME)).refusal.kind == pb.Refusal.KIND_VIOLATION
+        assert node.calls == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"served": ["A" * 129]},
+        {"served": ["B"] * 1025},
+        {"loss_sum": float("nan")},
+        {"loss_sum": float("-inf")},
+        {"loss_sum": 1e9},
+        {"tokens": 17},
+        {"tokens": 1 << 63},
+    ],
+)
+def test_a_reply_with_such_names_or_losses_is_a_violation(changes: dict[str, Any]) -> None:
+    sent = activation()
+    spec = message_codec.to_spec(sent.reply_spec)
+    head = pb.GradientHeader(microbatch=pb.MicrobatchId(**sent.header.microbatch._asdict()), spec=spec, **changes)
+    with pytest.raises(Violation):
+        GradientReader(sent).feed(pb.Reply(gradient=head).SerializeToString())
+    if "served" not in changes:
+        with pytest.raises(Violation):
+            message_codec.from_loss(pb.Reply(loss=pb.LossSum(**changes)).SerializeToString(), sent.targets.spec)
+
+
+@pytest.mark.parametrize("kind", [pb.ActivationMessage, pb.Reply, pb.SnapshotMessage, pb.StateMessage])
+@pytest.mark.parametrize("inner", [b"\x0a\x00", b"\x12\x00", None])
+def test_a_message_full_of_next_to_nothing_is_refused_soon(
+    kind: type[Any], inner: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hole 12: a million empty frames in 4 MiB took 10 s of the event loop; here it looks at some thousands."""
+    tag = bytes([frame_codec.frames_field(kind) << 3 | 2]) if inner is not None else b"\x0a"
+    one = tag + bytes([len(inner or b"")]) + (inner or b"")
+    looked, read = list[int](), frame_codec._read_size
+
+    def counted(raw: bytes, at: int, within: int) -> tuple[int, int]:
+        looked.append(at)
+        return read(raw, at, within)
+
+    monkeypatch.setattr(frame_codec, "_read_size", counted)
+    with pytest.raises(Violation, match="frames, or"):
+        frame_codec.unpacked(one * ((4 << 20) // len(one)), kind)
+    assert len(looked) <= 2 * (wire.MOST_FRAMES + 2)
+
+
+def test_so_many_tensors_without_values_still_travel() -> None:
+    specs = [HostTensor(f"t{n}", "float32", (0,), memoryview(b"")) for n in range(3 * wire.MOST_FRAMES)]
+    groups = list(wire.group_frames(wire.frames(specs, [0] * len(specs))))
+    assert [len(group) for group in groups] == [wire.MOST_FRAMES] * 3
+    for group in groups:
+        assert frame_codec.unpacked(frame_codec.packed(pb.StateMessage(), group), pb.StateMessage)[1] == group
+
+
+def test_no_more_tensors_are_looked_at_than_the_stage_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = (TensorSpec("vector", "float32", (4,)),)
+    many = [message_codec.to_spec(expected[0])] * 50_000
+    looked, original = list[object](), message_codec.from_spec
+
+    def counted(spec: pb.TensorSpec) -> TensorSpec:
+        looked.append(spec)
+        return original(spec)
+
+    monkeypatch.setattr(message_codec, "from_spec", counted)
+    with pytest.raises(Violation, match="expected"):
+        message_codec.from_specs(many, expected, "snapshot")
+    assert len(looked) == 2
