@@ -29,8 +29,8 @@ LARGEST_COUNT = 2**53
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether a peer may be called so: a short text without spaces that can be printed and kept."""
-    return 0 < len(text) <= PEER_ID_CHARACTERS and text.isascii() and text.isprintable() and " " not in text
+    """Whether a peer may be called so: a short text that can be printed and kept."""
+    return 0 < len(text) <= PEER_ID_CHARACTERS and text.isascii() and text.isprintable()
 
 
 class TensorSpec(NamedTuple):

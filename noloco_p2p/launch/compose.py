@@ -26,6 +26,7 @@ from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.log import start as start_log
@@ -136,9 +137,9 @@ async def _open_ports(
         me,
         run_id,
         NO_STAGE,
-        (f"{host}:{transport.port}",),
-        metrics=f"http://{host}:{metrics_port}/metrics",
-        libp2p_metrics=f"http://{host}:{libp2p.metrics_port}/metrics" if libp2p.metrics_port else "",
+        (joined(host, transport.port),),
+        metrics=f"http://{joined(host, metrics_port)}/metrics",
+        libp2p_metrics=f"http://{joined(host, libp2p.metrics_port)}/metrics" if libp2p.metrics_port else "",
         version=__version__,
     )
     return NodePorts(advert, transport, directory, telemetry)

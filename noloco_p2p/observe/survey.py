@@ -17,6 +17,7 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import SeenPeer
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
 from noloco_p2p.humanize import short_id
+from noloco_p2p.io.dht.reach import Reach, endpoint
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
@@ -69,14 +70,21 @@ async def by_url(url: str) -> list[Report]:
     except Unreachable as error:
         raise Unreachable(f"{error}: give the metrics address that a running node prints") from None
     assert first.status is not None
-    return await by_adverts([_here(seen) for seen in first.status.seen], known=[first])
+    own = filter(None, map(endpoint, (base, *first.status.advert.addresses)))
+    reach = Reach(host for host, _ in own)
+    return await by_adverts(await reach.within(map(_here, first.status.seen)), known=[first], reach=reach)
 
 
-async def by_adverts(adverts: Iterable[Advert], known: Sequence[Report] = ()) -> list[Report]:
+async def by_adverts(
+    adverts: Iterable[Advert], known: Sequence[Report] = (), reach: Reach | None = None
+) -> list[Report]:
     """Reports of the nodes that these adverts are of, sorted by peer id; `known` ones are not asked again.
 
-    Nodes known to most of those that answered are asked too: one reading of a directory can miss a node.
+    Nodes known to most of those that answered are asked too, in the same networks (`reach`): one reading of a directory
+    can miss a node.
     """
+    adverts = list(adverts)
+    reach = reach or Reach(at[0] for advert in adverts for at in [endpoint(advert.metrics)] if at is not None)
     found = {report.peer: report for report in known}
     places = asyncio.Semaphore(AT_ONCE)
 
@@ -89,7 +97,7 @@ async def by_adverts(adverts: Iterable[Advert], known: Sequence[Report] = ()) ->
             found[advert.peer_id] = Report(advert.peer_id, advert, None, "not asked: there are too many nodes")
 
     await add(adverts)
-    await add(_known_to_most(found))
+    await add(await reach.within(_known_to_most(found)))
     return [found[peer] for peer in sorted(found)]
 
 

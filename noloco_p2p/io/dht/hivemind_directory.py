@@ -103,22 +103,25 @@ class HivemindDirectory:
             self._newest = None
 
     async def peers(self) -> list[Advert]:
-        """See `ports.Directory`. Of a peer with several records only the newest counts."""
+        """See `ports.Directory`. Of a peer with several records only the newest counts, without what is not dialled."""
         asked_at = dht_time()
         reading = self._dht.get_many(list(self._keys), sufficient_expiration_time=float("inf"))
-        found = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
+        entries = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
         announced = self._newest is not None and self._expires.get(self._newest.stage, 0.0) > asked_at + WAIT_TIMEOUT_S
-        if announced and not any(found.values()):
+        if announced and not any(entries.values()):
             raise Unreachable("the directory lost all adverts, this node's own too")
         records = adverts.newest_of_each(
             record
-            for key, entry in found.items()
+            for key, entry in entries.items()
             if entry is not None and isinstance(entry.value, dict)
             for record in self._records(self._keys[key], entry.value)
         )
-        self._met = {address.peer_id: address for record in records for address in adverts.libp2p_addresses(record)[:1]}
+        daemons = [address for record in records for address in adverts.libp2p_addresses(record)[:1]]
+        self._met = {address.peer_id: address for address in await self._libp2p.reach.joins(daemons)}
         now, unix_s = asyncio.get_running_loop().time(), dht_time()
-        return [replace(record.advert, announced_at=now - max(0.0, unix_s - record.announced_at)) for record in records]
+        return await self._libp2p.reach.within(
+            replace(record.advert, announced_at=now - max(0.0, unix_s - record.announced_at)) for record in records
+        )
 
     async def rejoin(self) -> None:
         """Dial some known peers that are not linked, make all linked ones known to the DHT, remember those that answer.
@@ -227,8 +230,7 @@ class HivemindDirectory:
 
     def _records(self, stage: int, subkeys: dict[object, Any]) -> list[AdvertRecord]:
         """The valid, living records of one stage. Replicas were checked on arrival; this reads what is left."""
-        records = []
-        now = dht_time()
+        records, now = [], dht_time()
         for peer_id in sorted(subkey for subkey in subkeys if isinstance(subkey, str))[:ADVERTS_PER_STAGE_LIMIT]:
             payload, expires = subkeys[peer_id]
             if expires <= now or not isinstance(payload, bytes):

@@ -15,6 +15,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.reach import endpoint, joined
 
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
 """Dials (`host:port`) and checks which peer answers: None when it is the expected one, else the reason."""
@@ -95,20 +96,24 @@ async def serve_dial_back(
 ) -> None:
     """Let linked peers ask whether their gRPC address can be reached from here; `probe` finds out.
 
-    A peer can only ask for itself: libp2p authenticates the caller. `probe` may raise Unreachable instead of returning
-    a reason.
+    A peer can only ask for itself: libp2p authenticates the caller; and for what this node dials anyway (`reach`).
+    `probe` may raise Unreachable instead of returning a reason.
     """
     allowed = DialRateLimit() if allowance is None else allowance
 
+    async def reached(host: str, port: int, caller: PeerId) -> str | None:
+        known = await libp2p.reach.addresses([host])
+        return await probe(joined(known[host], port), caller) if host in known else f"{host} is not dialled from there"
+
     async def answer(caller: PeerId, request: bytes) -> bytes:
         address = request[:_ADDRESS_LIMIT].decode("ascii", errors="replace")
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536 or not address.isprintable():
+        place = endpoint(address)
+        if place is None:
             raise Violation("the address is not of the form host:port")
         if not allowed.begin(now=asyncio.get_running_loop().time()):
             return json.dumps(_BUSY).encode()
         try:
-            reason = await asyncio.wait_for(probe(address, caller), PROBE_TIMEOUT_S)
+            reason = await asyncio.wait_for(reached(*place, caller), PROBE_TIMEOUT_S)
         except TimeoutError:
             reason = f"no answer within {PROBE_TIMEOUT_S:g} s"
         except Unreachable as error:

@@ -16,6 +16,7 @@ from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unre
 from noloco_p2p.io.dht import p2p_daemon
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, host_multiaddress, reserve_port
 from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.dht.reach import Reach
 
 T = TypeVar("T")
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
@@ -35,6 +36,8 @@ class Libp2pDaemon:
 
     p2p: Any
     """hivemind's `P2P`; for the DHT node only."""
+    reach: Reach
+    """Which addresses that others name are dialled from here."""
     failed: asyncio.Future[None]
     """Raises LocalError to whoever awaits it when the daemon has died; cancelled by `close`."""
 
@@ -73,6 +76,7 @@ class Libp2pDaemon:
             raise ConfigError(f"join address {targets[0]} is this node's own: give the address of another node")
         announced = announced_host(host, announce_host, others[0] if others else None)
         libp2p = cls(identity, host, JoinAddress(announced, port, identity.peer_id), metrics_port)
+        libp2p.reach = Reach([announced, *(target.host for target in others)])
         await libp2p._start()
         try:
             if others:

@@ -15,6 +15,7 @@ from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.launch.bootstrap import NullTelemetry
@@ -155,7 +156,7 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
 
 async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, host: str, port: int) -> None:
     """Let joined peers dial this machine's gRPC address, at which this process listens, back."""
-    address, failure = f"{host}:{port}", ""
+    address, failure = joined(host, port), ""
     for peer in (target.peer_id for target in libp2p.joined):
         try:
             with report.step(f"letting {short_id(peer)} dial {address} back"):

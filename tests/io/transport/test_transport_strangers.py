@@ -353,7 +353,7 @@ def test_names_and_counts_that_nobody_has_are_refused_on_the_header(
     run(scenario())
 
 
-@pytest.mark.parametrize("name", ["A" * 1025, "A B"])
+@pytest.mark.parametrize("name", ["A" * 1025, "A" * 129])
 def test_a_caller_with_such_a_name_is_refused(name: str) -> None:
     async def scenario() -> None:
         node = Node(hang)

@@ -1,0 +1,186 @@
+"""Which addresses that strangers name are dialled: hole 14."""
+
+import asyncio
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import STRANGER, daemon, node, run
+
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.io.dht import reach as reaching
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.join_handshake import ask_dial_back, serve_dial_back
+from noloco_p2p.io.dht.reach import Reach, endpoint, scope
+
+SCOPES = {
+    "8.8.8.8": "public",
+    "2606:4700::1": "public",
+    "10.1.2.3": "private",
+    "192.168.0.1": "private",
+    "100.64.0.1": "private",
+    "fd00::1": "private",
+    "::ffff:10.0.0.1": "private",
+    "169.254.169.254": "link",
+    "fe80::1%eth0": "link",
+    "127.0.0.2": "loopback",
+    "::1": "loopback",
+    "::ffff:127.0.0.1": "loopback",
+    "0.0.0.0": "nowhere",
+    "224.0.0.1": "nowhere",
+}
+
+
+def test_scopes() -> None:
+    assert {address: scope(address) for address in SCOPES} == SCOPES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unix:/run/secret.sock",
+        "unix:///run/secret.sock",
+        "dns:///inside:80",
+        "dns://8.8.8.8/inside:80",
+        "ipv4:10.0.0.1:80",
+        "vsock:1:2",
+        "host",
+        "host:0",
+        "host:65536",
+        "host:80,other:80",
+        "ho st:80",
+        "host:80\n",
+        "::1:80",
+        "user@host:80",
+        "",
+    ],
+)
+def test_what_is_no_host_and_port_is_none(text: str) -> None:
+    assert endpoint(text) is None
+
+
+def test_hosts_and_ports() -> None:
+    assert endpoint("10.0.0.1:80") == ("10.0.0.1", 80)
+    assert endpoint("[::1]:4102") == ("::1", 4102)
+    assert endpoint("node-1.example:9464") == ("node-1.example", 9464)
+    assert endpoint("http://[fd00::1]:9464/metrics") == ("fd00::1", 9464)
+
+
+NAMES = {"me.example": ["8.8.4.4"], "inside.example": ["10.0.0.7"], "both.example": ["127.0.0.1", "8.8.8.8"]}
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    asked = list[str]()
+
+    def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
+        asked.append(host)
+        if host not in NAMES:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 1)) for address in NAMES[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("own", "dialled"),
+    [
+        (["8.8.4.4"], {"8.8.8.8", "both.example"}),
+        (["me.example"], {"8.8.8.8", "both.example"}),
+        (["192.168.1.5"], {"8.8.8.8", "both.example", "10.0.0.1", "inside.example"}),
+        (["8.8.4.4", "inside.example"], {"8.8.8.8", "both.example", "10.0.0.1", "inside.example"}),
+        (["127.0.0.1"], {"8.8.8.8", "both.example", "127.0.0.9"}),
+        (["unknown.example"], {"8.8.8.8", "both.example"}),
+    ],
+)
+def test_private_hosts_are_dialled_where_the_owners_own_ones_are_private(
+    own: list[str], dialled: set[str], names: list[str]
+) -> None:
+    hosts = ["8.8.8.8", "10.0.0.1", "127.0.0.9", "169.254.169.254", "0.0.0.0", *NAMES, "nobody.example"]
+    hosts.remove("me.example")
+
+    async def scenario() -> None:
+        found = await Reach(own).addresses(hosts)
+        assert set(found) == dialled
+        assert found.get("inside.example", "10.0.0.7") == "10.0.0.7"
+        if "127.0.0.1" not in own:
+            assert found["both.example"] == "8.8.8.8", "the one that is allowed"
+
+    asyncio.run(scenario())
+
+
+def test_a_name_is_asked_for_once_a_minute_and_its_address_is_dialled(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        reach = Reach(["8.8.4.4"])
+        advert = Advert(STRANGER, "run", 0, ("both.example:4102",))
+        for _ in range(3):
+            [found] = await reach.within([advert])
+            assert found.addresses == ("8.8.8.8:4102",), "gRPC asks for no name again"
+        assert names == ["both.example"]
+        monkeypatch.setitem(NAMES, "both.example", ["10.0.0.9"])
+        monkeypatch.setattr(reaching, "KEPT_S", -1.0)
+        [found] = await reach.within([advert])
+        assert found.addresses == (), "a name that leads elsewhere now"
+
+    asyncio.run(scenario())
+
+
+def test_names_that_take_long_delay_a_reading_by_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaching, "LOOKUP_S", 0.1)
+
+    async def scenario() -> None:
+        reach, answer = Reach(["8.8.4.4"]), asyncio.Event()
+        asked = list[str]()
+
+        async def slow(self: Reach, host: str) -> None:
+            asked.append(host)
+            await answer.wait()
+
+        monkeypatch.setattr(Reach, "_ask", slow)
+        hosts = [f"n{n}.example" for n in range(1000)]
+        assert await reach.addresses([*hosts, "8.8.8.8"]) == {"8.8.8.8": "8.8.8.8"}
+        assert len(asked) == reaching.NAMES_AT_ONCE
+        answer.set()
+
+    asyncio.run(scenario())
+
+
+def test_adverts_in_the_directory_lead_nowhere_inside(tmp_path: Path) -> None:
+    """Over loopback: so these may be dialled, and nothing else that is private."""
+    bad = ("unix:/run/docker.sock", "dns:///localhost:22", "10.0.0.1:22", "169.254.169.254:80")
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            page = "http://10.0.0.1:80/metrics"
+            sent = b.advert(addresses=bad, metrics=page, libp2p_metrics="http://127.0.0.1:1/metrics")
+            await b.directory.announce(sent, 30.0)
+            [found] = await a.directory.peers()
+            assert replace(found, announced_at=0.0) == replace(sent, addresses=(), metrics="")
+            inside = JoinAddress("10.0.0.1", 22, STRANGER)
+            here = JoinAddress("127.0.0.1", 22, STRANGER)
+            assert await a.libp2p.reach.joins([inside, here]) == [here]
+
+    run(scenario)
+
+
+def test_a_dial_back_leads_nowhere_inside(tmp_path: Path) -> None:
+    dialled = list[str]()
+
+    async def probe(address: str, peer: str) -> str | None:
+        dialled.append(address)
+        return None
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            await serve_dial_back(a, probe)
+            reason = await ask_dial_back(b, a.peer_id, "192.168.0.1:22")
+            assert reason == "192.168.0.1 is not dialled from there"
+            assert await ask_dial_back(b, a.peer_id, "127.0.0.1:4102") is None
+        assert dialled == ["127.0.0.1:4102"]
+
+    run(scenario)
