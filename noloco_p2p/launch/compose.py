@@ -33,6 +33,7 @@ from noloco_p2p.io.telemetry.log import start as start_log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.peer_links import OpenLinks
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.launch import bootstrap, join_file, run_files
 from noloco_p2p.launch.bootstrap import NodeOptions
@@ -122,7 +123,8 @@ async def _open_ports(
     closing.callback(telemetry.close)
     closing.callback(asyncio.create_task(_watch_lag(telemetry)).cancel)
     me, run_id = libp2p.peer_id, manifest.run_id
-    transport = GrpcTransport(me, run_id, listen, telemetry, LARGEST_ACTIVATION_BYTES, local.limits)
+    links = OpenLinks(me, run_id)
+    transport = GrpcTransport(links, listen, telemetry, LARGEST_ACTIVATION_BYTES, local.limits)
     await transport.listen()
     closing.push_async_callback(transport.close)
     directory = await HivemindDirectory.open(
@@ -131,7 +133,7 @@ async def _open_ports(
     closing.push_async_callback(directory.close)
     # What peers may ask over libp2p streams comes last: one that is answered finds a DHT as well.
     await joining.serve_manifest(libp2p, manifest.canonical_json())
-    await joining.serve_dial_back(libp2p, lambda address, peer: probe(address, peer, run_id, joining.PROBE_TIMEOUT_S))
+    await joining.serve_dial_back(libp2p, lambda address, peer: probe(address, peer, links, joining.PROBE_TIMEOUT_S))
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
     advert = Advert(
         me,

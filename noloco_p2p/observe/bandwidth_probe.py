@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -17,6 +17,7 @@ from noloco_p2p.io.transport.channels import ChannelPool
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.peer_links import Links
 
 ANSWER_S = 3.0
 """Longest wait for a peer's answer, seconds."""
@@ -41,9 +42,9 @@ class SnapshotTransfer:
 class LinkProbe:
     """Measures the links to the peers of one run. Belongs to one event loop."""
 
-    def __init__(self, me: PeerId, run_id: str) -> None:
-        self._metadata = callers.metadata(me, run_id)
-        self._channels = ChannelPool()
+    def __init__(self, links: Links) -> None:
+        self._metadata = callers.metadata(links.me, links.run_id)
+        self._channels = ChannelPool(links)
 
     async def close(self) -> None:
         """Close every connection."""

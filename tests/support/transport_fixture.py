@@ -33,6 +33,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.peer_links import OpenLinks
 from noloco_p2p.ports import Body
 
 RUN = "run-1"
@@ -189,7 +190,7 @@ def transport(
     me: PeerId, events: Events | None = None, *, run_id: str = RUN, port: int = 0, limits: LimitSettings | None = None
 ) -> GrpcTransport:
     listen = ListenSettings(grpc_port=port)
-    return GrpcTransport(me, run_id, listen, events or Events(), MAX_BODY_BYTES, limits)
+    return GrpcTransport(OpenLinks(me, run_id), listen, events or Events(), MAX_BODY_BYTES, limits)
 
 
 def advert(*addresses: str, peer_id: PeerId = "B") -> Advert:

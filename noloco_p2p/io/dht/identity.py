@@ -60,7 +60,7 @@ class Identity:
     def __init__(self, path: Path, key: Ed25519PrivateKey, lock: int) -> None:
         self.path = path
         self.peer_id: PeerId = peer_id_of(key.public_key().public_bytes_raw())
-        self._key = key
+        self.key = key
         self._lock = lock
 
     @classmethod
@@ -99,7 +99,7 @@ class Identity:
 
     def sign(self, message: bytes) -> bytes:
         """Ed25519 signature over `message`, 64 bytes."""
-        return self._key.sign(message)
+        return self.key.sign(message)
 
     def close(self) -> None:
         """Let other processes use the identity. Harmless when called twice."""

@@ -63,7 +63,7 @@ class Caller(NamedTuple):
     host: str
     """IP address; of IPv6 the network of 64 bits, for all of its addresses are one subscriber's."""
     name: PeerId
-    """What the caller says."""
+    """What the caller says; until its certificate is checked, what that says where it has one."""
 
     @classmethod
     def of(cls, context: Any) -> "Caller":
@@ -71,7 +71,9 @@ class Caller(NamedTuple):
         host = unquote(str(context.peer())).partition(":")[2].rpartition(":")[0].strip("[]")
         if ":" in host:
             host = str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
-        return cls(host, str(dict(context.invocation_metadata()).get("noloco-peer", ""))[:PEER_ID_CHARACTERS])
+        [certified, *_] = context.auth_context().get("peer_dns", ()) or [b""]
+        said = str(dict(context.invocation_metadata()).get("noloco-peer", ""))[:PEER_ID_CHARACTERS]
+        return cls(host, certified.decode(errors="replace") or said)
 
 
 def admitted(context: Any, run_id: str) -> Caller:

@@ -17,6 +17,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.transport.peer_links import Links
 
 CHANNELS_PER_PEER = CONNECTIONS
 """A second connection is opened while the first one is in use, or when a body goes over both."""
@@ -111,8 +112,11 @@ ChannelKey = tuple[PeerId, int]
 class ChannelPool:
     """Owns every outgoing connection of a node. Used from one event loop."""
 
-    def __init__(self, options: tuple[tuple[str, int], ...] = (), on_open: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, links: Links, options: tuple[tuple[str, int], ...] = (), on_open: Callable[[], object] = lambda: None
+    ) -> None:
         """`options` of gRPC are added to those of every connection; `on_open` is called when there is one more."""
+        self._links = links
         self._on_open = on_open
         self._options = (*OPTIONS, *options)
         self._kept: dict[ChannelKey, PeerChannel] = {}
@@ -195,7 +199,7 @@ class ChannelPool:
         try:
             reasons = []
             for address in peer.addresses:
-                channel = PeerChannel(address, grpc.aio.insecure_channel(address, options=self._options))
+                channel = PeerChannel(address, self._links.channel(address, peer.peer_id, self._options))
                 self._open.add(channel)
                 reason = await connect(channel.channel, CONNECT_S)
                 if reason is None:

@@ -23,7 +23,6 @@ from noloco_p2p.core.messages import (
     LossSum,
     MicrobatchId,
     NodeDescription,
-    PeerId,
     Progress,
     ReplicaState,
     TensorSpec,
@@ -37,6 +36,7 @@ from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
 from noloco_p2p.io.transport.exchange import AnnouncedActivation, Ways, next_message
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
@@ -63,8 +63,7 @@ class GrpcTransport:
 
     def __init__(
         self,
-        me: PeerId,
-        run_id: str,
+        links: Links,
         listen: ListenSettings,
         telemetry: Telemetry,
         max_body_bytes: int,
@@ -77,12 +76,13 @@ class GrpcTransport:
         self._count = partial(telemetry.event, "bytes")
         limits = limits or LimitSettings()
         self._line = OwnersLine(limits)
-        self._metadata = callers.metadata(me, run_id, self._line.wanted_bytes)
+        self._links = links
+        self._metadata = callers.metadata(links.me, links.run_id, self._line.wanted_bytes)
         self.line = self._line.measured
         """See `ports.Transport`."""
         bounds = max_body_bytes, limits.microbatch_deadline_s
-        self._servicer = servicer.GrpcServicer(me, run_id, telemetry, self._line, bounds)
-        self._channels = ChannelPool(self._line.grpc_options, self._line.unsent.set)
+        self._servicer = servicer.GrpcServicer(links, telemetry, self._line, bounds)
+        self._channels = ChannelPool(links, self._line.grpc_options, self._line.unsent.set)
         self._turns = Turns()
         self._server: Any = None
         self._stripes = count(1)
@@ -92,7 +92,7 @@ class GrpcTransport:
         """Bind and answer; calls are declined until `serve` names a handler. Raises LocalError: the port is in use."""
         if self._server is not None:
             return
-        server, self.port = service.bound(self._servicer, self._listen, self._line.grpc_options)
+        server, self.port = service.bound(self._servicer, self._links, self._listen, self._line.grpc_options)
         self._server = server
         await server.start()
         self._line.unsent.set()

@@ -2,21 +2,20 @@
 
 import asyncio
 
-import grpc
-import grpc.aio
-
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import PeerError
+from noloco_p2p.io.security.certificates import Role
 from noloco_p2p.io.transport import callers
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import OPTIONS, connect
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.peer_links import Links
 
 
-async def probe(address: str, peer_id: PeerId, run_id: str, timeout_s: float) -> str | None:
-    """Whether the node `peer_id` of run `run_id` answers at `address` (`host:port`): None, or the reason in words."""
-    channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+async def probe(address: str, peer_id: PeerId, links: Links, timeout_s: float, role: Role = "member") -> str | None:
+    """Whether the node `peer_id` of our run answers at `address` (`host:port`): None, or the reason in words."""
+    run_id, channel = links.run_id, links.channel(address, peer_id, OPTIONS, role)
     try:
         async with asyncio.timeout(timeout_s):
             reason = await connect(channel, timeout_s)

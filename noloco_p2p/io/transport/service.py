@@ -14,6 +14,7 @@ from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Callers
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
+from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
 from noloco_p2p.ports import Body, Handler
 
@@ -56,13 +57,15 @@ def methods(servicer: GrpcServicer) -> Any:
     )
 
 
-def bound(servicer: GrpcServicer, listen: ListenSettings, options: tuple[tuple[str, int], ...]) -> tuple[Any, int]:
+def bound(
+    servicer: GrpcServicer, links: Links, listen: ListenSettings, options: tuple[tuple[str, int], ...]
+) -> tuple[Any, int]:
     """A gRPC server that is to be started, and its port. Raises LocalError: the port is in use."""
     server = grpc.aio.server(options=(*OPTIONS, *options), maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((methods(servicer),))
     host, port = listen.host, listen.grpc_port
     try:
-        return server, server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        return server, links.add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except RuntimeError:
         raise LocalError(
             f"cannot listen on {host} port {port}: it is in use, or {host} is no address of this machine;"

@@ -39,6 +39,7 @@ from noloco_p2p.io.transport.channels import Turns
 from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
+from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes, from_stripe
 from noloco_p2p.ports import Body, Handler, Telemetry
 
@@ -71,12 +72,11 @@ class GrpcServicer:
     Errors of this package become refusals; any other is a bug, which gRPC logs and reports by a status.
     """
 
-    def __init__(
-        self, me: PeerId, run_id: str, telemetry: Telemetry, line: OwnersLine, bounds: tuple[int, float]
-    ) -> None:
+    def __init__(self, links: Links, telemetry: Telemetry, line: OwnersLine, bounds: tuple[int, float]) -> None:
         """`bounds` of an activation: the bytes of its tensors, and the seconds without progress that it may take."""
-        self._me = me
-        self._run_id = run_id
+        self._links = links
+        self._me = links.me
+        self._run_id = links.run_id
         self._count = partial(telemetry.event, "bytes")
         self._max_body_bytes, self._longest_s = bounds
         self._line = line
@@ -162,7 +162,7 @@ class GrpcServicer:
         """Send a snapshot."""
         self._line.charge(sent=0, received=request.ByteSize())
         write = self._line.sender(Patience().writing(context.write))
-        async with self._transfer(context, write, pb.SnapshotMessage) as (caller, handler):
+        async with self._transfer(context, write, pb.SnapshotMessage, observers=True) as (caller, handler):
             wanted = weights_codec.from_request(request)
             snapshot = await handler.fetch_snapshot(caller, wanted)
             for message in weights_codec.to_snapshot(snapshot, self._message_bytes(context)):
@@ -189,11 +189,16 @@ class GrpcServicer:
 
     @asynccontextmanager
     async def _transfer(
-        self, context: Any, write: Write, kind: type[pb.SnapshotMessage] | type[pb.StateMessage]
+        self,
+        context: Any,
+        write: Write,
+        kind: type[pb.SnapshotMessage] | type[pb.StateMessage],
+        *,
+        observers: bool = False,
     ) -> AsyncIterator[tuple[PeerId, Handler]]:
         """The caller and the handler for sending weights; what goes wrong meanwhile is told to the caller."""
         try:
-            caller, handler = self._admit(context)
+            caller, handler = self._admit(context, observers=observers)
             with self.callers.holding(TRANSFERS, caller):
                 yield caller.name, handler
         except Unreachable as error:
@@ -226,7 +231,7 @@ class GrpcServicer:
         """Describe this node."""
         reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
         try:
-            caller, handler = self._admit(context)
+            caller, handler = self._admit(context, observers=True)
             d = handler.describe(caller.name)
         except NolocoError as error:
             reply.refusal.CopyFrom(message_codec.to_refusal(error))
@@ -237,9 +242,9 @@ class GrpcServicer:
         self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 
-    def _admit(self, context: Any) -> tuple[Caller, Handler]:
+    def _admit(self, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
         """The caller, and the handler. Raises Violation: a stranger to this run; Declined: there is no handler yet."""
-        caller = admitted(context, self._run_id)
+        caller = admitted(context, self._run_id)._replace(name=self._links.caller(context, observers=observers))
         if self.handler is None:
             raise Declined("the node is starting")
         return caller, self.handler

@@ -34,6 +34,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.peer_links import OpenLinks
 from noloco_p2p.lab.processes import peer_process, workers
 from noloco_p2p.lab.sample_stats import Stopwatch
 from noloco_p2p.launch.bootstrap import NullTelemetry
@@ -115,7 +116,7 @@ class BenchPeer:
 
 def make_transport(me: PeerId, largest_bytes: int = 1 << 20) -> GrpcTransport:
     """A transport of the bench's run."""
-    return GrpcTransport(me, RUN, ListenSettings(), NullTelemetry(), largest_bytes)
+    return GrpcTransport(OpenLinks(me, RUN), ListenSettings(), NullTelemetry(), largest_bytes)
 
 
 def _ones(specs: Sequence[TensorSpec]) -> tuple[messages.HostTensor, ...]:

@@ -16,6 +16,7 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.transport.peer_links import Links, OpenLinks
 from noloco_p2p.launch import join_file, node_probe, run_files
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe import survey
@@ -112,6 +113,7 @@ class Examination:
         manifest, ahead = await peers.ask_run(report, libp2p, self.given)
         if manifest is None:
             return
+        links = OpenLinks(me, manifest.run_id)
         directory = await peers.open_directory(report, libp2p, manifest, folder / "known-peers.json")
         if directory is not None:
             closing.push_async_callback(directory.close)
@@ -120,13 +122,13 @@ class Examination:
             report.add(finding)
         present = [] if directory is None else await peers.read_directory(report, directory)
         if not self.runs_here:
-            await peers.check_reached(report, libp2p, listen, manifest.run_id)
-        await peers.check_reaches(report, present, manifest.run_id)
+            await peers.check_reached(report, libp2p, listen, links)
+        await peers.check_reaches(report, present, links)
         if present:
             report.group("diagnosis")
             await self._diagnose(present, ahead.keys() | {me}, me)
         report.group("run")
-        await self._examine_run(me, manifest, present)
+        await self._examine_run(links, manifest, present)
 
     async def _diagnose(self, present: Sequence[Advert], compared: Set[PeerId], me: PeerId) -> None:
         """What the nodes wait for, and which is the cause. The clocks of `compared` have been judged already."""
@@ -142,13 +144,13 @@ class Examination:
         for finding in found:
             self.report.add(finding)
 
-    async def _examine_run(self, me: PeerId, manifest: RunManifest, present: Sequence[Advert]) -> None:
+    async def _examine_run(self, mine: Links, manifest: RunManifest, present: Sequence[Advert]) -> None:
         """What the swarm's run asks of this machine, and how fast it would be there."""
         needs = self.requirements(manifest)
         stage = needs.wanted_stage()
         if stage is None:  # the one that a node without a stage of its own would take
-            stage = choose_stage(Advert(me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
-        probe = LinkProbe(me, manifest.run_id)
+            stage = choose_stage(Advert(mine.me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
+        probe = LinkProbe(mine)
         try:
             links = [
                 await needs.measure_links(

@@ -17,6 +17,7 @@ from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.launch.bootstrap import NullTelemetry
 from noloco_p2p.launch.settings import Overrides, manifest_from_json
@@ -141,9 +142,9 @@ def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
     return wrong_clocks(ahead, CLOSE_S, ttl_s / 2) or [well]
 
 
-async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: ListenSettings, run_id: str) -> None:
+async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: ListenSettings, links: Links) -> None:
     """Listen where a node would, and let joined peers dial back."""
-    transport = GrpcTransport(libp2p.peer_id, run_id, listen, NullTelemetry(), 0)
+    transport = GrpcTransport(links, listen, NullTelemetry(), 0)
     try:
         await transport.listen()
         host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
@@ -206,7 +207,7 @@ async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> 
     return present
 
 
-async def check_reaches(report: DoctorReport, present: Sequence[Advert], run_id: str) -> None:
+async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: Links) -> None:
     """Whether this machine reaches the gRPC addresses of the nodes that are present."""
     dialled = [advert for advert in present if advert.addresses][:MOST_PROBED]
     if not dialled:
@@ -215,7 +216,7 @@ async def check_reaches(report: DoctorReport, present: Sequence[Advert], run_id:
     async def failure(advert: Advert) -> str | None:
         reasons = []
         for address in advert.addresses:
-            reason = await probe(address, advert.peer_id, run_id, PROBE_S)
+            reason = await probe(address, advert.peer_id, links, PROBE_S)
             if reason is None:
                 return None
             reasons.append(f"{address}: {reason}")

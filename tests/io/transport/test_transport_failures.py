@@ -40,6 +40,7 @@ from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.exchange import AnnouncedActivation
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import IncomingActivation
+from noloco_p2p.io.transport.peer_links import OpenLinks
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.ports import ALONE, Body
 
@@ -262,15 +263,15 @@ def test_probe_says_who_answers() -> None:
         try:
             with pytest.raises(Declined, match="starting"):
                 await starting.describe(advert(address))
-            assert await probe(address, "B", RUN, 2.0) is None
-            assert await probe(address, "C", RUN, 2.0) == "another node answers there: 'B'"
-            assert await probe(address, "B", "run-2", 2.0) == "the node there works on run 'run-1'"
+            assert await probe(address, "B", OpenLinks("A", RUN), 2.0) is None
+            assert await probe(address, "C", OpenLinks("A", RUN), 2.0) == "another node answers there: 'B'"
+            assert await probe(address, "B", OpenLinks("A", "run-2"), 2.0) == "the node there works on run 'run-1'"
         finally:
             await starting.close()
-        assert await probe(address, "B", RUN, 2.0) == "nothing accepts connections there"
+        assert await probe(address, "B", OpenLinks("A", RUN), 2.0) == "nothing accepts connections there"
         with socket.create_server(("127.0.0.1", 0)) as silent:
             assert "no answer within 0.3 s" in str(
-                await probe(f"127.0.0.1:{silent.getsockname()[1]}", "B", RUN, timeout_s=0.3)
+                await probe(f"127.0.0.1:{silent.getsockname()[1]}", "B", OpenLinks("A", RUN), timeout_s=0.3)
             )
 
     run(scenario())

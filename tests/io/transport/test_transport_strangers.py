@@ -295,6 +295,9 @@ def test_a_host_is_an_address_or_a_network_of_one_subscriber(peer: str, host: st
         def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
             return (("noloco-peer", "A"),)
 
+        def auth_context(self) -> dict[str, list[bytes]]:
+            return {}
+
     assert Caller.of(Context()) == (host, "A")
 
 

@@ -1,0 +1,192 @@
+"""Certificates of a members' run, in which one public key, that of its root, says who belongs to it.
+
+    root ──▶ issuer ──▶ member ──▶ leaf
+
+The root's public key is in the manifest; its private key signs issuers (and invitations) and may be kept offline. The
+key of an issuer and of a member is their node's Ed25519 key, of which the peer id is made. Leaves are ECDSA P-256, for
+gRPC's TLS takes no Ed25519 there; each node makes its own and replaces it. Names bind them: an issuer's certificate
+admits names below `<run>.p2p` only, a member's only its own, `<base32 of its key>.<run>.p2p`, an observer's
+`<base32>.observer.<run>.p2p`. TLS checks chain, times, path lengths and names (RFC 5280) in every handshake.
+"""
+
+import base64
+import functools
+import ipaddress
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import Violation
+from noloco_p2p.io.dht.identity import peer_id_of, public_key_of
+
+Role = Literal["member", "observer"]
+ROLES: tuple[Role, ...] = ("member", "observer")
+DAY_S = 86_400.0
+ISSUER_S = 365 * DAY_S
+LIFETIME_S: dict[Role, float] = {"member": 7 * DAY_S, "observer": 3_600.0}
+LEAF_S = DAY_S
+"""How long a certificate is good, seconds; none outlives the one above it."""
+BACKDATED_S = 3_600.0
+"""A certificate is good from so long before it is made, seconds: clocks differ."""
+CHAIN_LIMIT_BYTES = 1_200
+"""A member's and an issuer's certificate as PEM text; larger ones are not looked at."""
+_NAME = re.compile(r"([a-z2-7]{52})(?:\.(observer))?\.([0-9a-f]{32}\.p2p)")
+_NOTHING = (
+    x509.UniformResourceIdentifier("invalid"),
+    x509.RFC822Name("invalid"),
+    x509.IPAddress(ipaddress.ip_network("0.0.0.0/32")),
+)
+"""gRPC does not keep the kinds of names apart, and a constraint on one kind leaves the others free."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertifiedPeer:
+    """What a chain of certificates says, once it is verified."""
+
+    peer_id: PeerId
+    role: Role
+    issuer: PeerId
+    """The node that has signed it."""
+    begins: float
+    until: float
+    """From when to when it is good, unix seconds."""
+
+
+@dataclass(frozen=True)
+class RunTrust:
+    """What the members of a run believe: its id, and whom its root has signed."""
+
+    run_id: str
+    root_key: bytes
+    """The root's raw Ed25519 public key."""
+
+    @property
+    def suffix(self) -> str:
+        """What the names of all who belong to the run end with."""
+        return f"{self.run_id[:32]}.p2p"
+
+    @functools.cached_property
+    def anchor(self) -> bytes:
+        """The root as a certificate, PEM. Its signature means nothing: whoever trusts a key does not look at it."""
+        root = Ed25519PublicKey.from_public_bytes(self.root_key)
+        builder = _builder("root", "root", root, 0.0, 253_402_300_799.0).add_extension(*_authority(None))
+        return _pem(builder.sign(Ed25519PrivateKey.generate(), None))
+
+    def name_of(self, peer_id: PeerId, role: Role) -> str:
+        """The name under which a peer of this role is known to TLS."""
+        label = base64.b32encode(public_key_of(peer_id) or b"").decode().rstrip("=").lower()
+        return f"{label}.{self.suffix}" if role == "member" else f"{label}.{role}.{self.suffix}"
+
+    def owner_of(self, name: str) -> tuple[PeerId, Role]:
+        """Whose name it is, and as what. Raises Violation when it is nobody's of this run."""
+        found = _NAME.fullmatch(name)
+        if found is not None:
+            peer_id = peer_id_of(base64.b32decode(found[1].upper() + "===="))
+            role: Role = "observer" if found[2] else "member"
+            if self.name_of(peer_id, role) == name:
+                return peer_id, role
+        raise Violation("the name in the certificate is not that of a peer of this run")
+
+    def membership(self, chain: bytes) -> CertifiedPeer:
+        """What a chain says, PEM: the certificate of a member or observer, then its issuer's.
+
+        Whether it is good now is not looked at. Raises Violation when it does not come from the root of this run.
+        """
+        try:
+            if len(chain) > CHAIN_LIMIT_BYTES:
+                raise ValueError("too long")
+            one, issuer = x509.load_pem_x509_certificates(chain)
+            root = Ed25519PublicKey.from_public_bytes(self.root_key)
+            root.verify(issuer.signature, issuer.tbs_certificate_bytes)
+            one.verify_directly_issued_by(issuer)
+            peer_id, role = self.owner_of(_name_below(one))
+            if _peer_of(one) != peer_id or _name_below(issuer) != self.suffix:
+                raise ValueError("other names than keys")
+            signer = _peer_of(issuer)
+        except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
+            raise Violation("the certificate was not issued for this run") from error
+        begins = max(cert.not_valid_before_utc.timestamp() for cert in (one, issuer))
+        return CertifiedPeer(peer_id, role, signer, begins, expiry(chain))
+
+
+def issuer_certificate(root: Ed25519PrivateKey, trust: RunTrust, peer_id: PeerId, now: float) -> bytes:
+    """The certificate, PEM, by which a node may admit members."""
+    builder = _builder("issuer", "root", _key_of(peer_id), now - BACKDATED_S, now + ISSUER_S)
+    builder = builder.add_extension(*_authority(1)).add_extension(*_names(trust.suffix, *_NOTHING))
+    return _pem(builder.sign(root, None))
+
+
+def member_chain(
+    issuer: bytes, key: Ed25519PrivateKey, trust: RunTrust, peer_id: PeerId, role: Role, now: float
+) -> bytes:
+    """The certificate of a member or observer and its issuer's, PEM; `key` is the private key of the issuer."""
+    until = min(now + LIFETIME_S[role], expiry(issuer))
+    builder = _builder("member", "issuer", _key_of(peer_id), now - BACKDATED_S, until)
+    builder = builder.add_extension(*_authority(0)).add_extension(*_names(trust.name_of(peer_id, role)))
+    return _pem(builder.sign(key, None)) + issuer
+
+
+def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tuple[bytes, bytes]:
+    """(a fresh private key, its certificate for TLS under this name), PEM; `key` is that of the member."""
+    fresh = ec.generate_private_key(ec.SECP256R1())
+    builder = _builder("leaf", "member", fresh.public_key(), begins, until)
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), False)
+    private = fresh.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return private, _pem(builder.sign(key, None))
+
+
+@functools.lru_cache(4096)
+def expiry(chain: bytes) -> float:
+    """When the first of these certificates, PEM, ends, unix seconds. Raises Violation: they cannot be read."""
+    try:
+        return min(cert.not_valid_after_utc.timestamp() for cert in x509.load_pem_x509_certificates(chain))
+    except ValueError as error:
+        raise Violation("the certificate cannot be read") from error
+
+
+def _builder(
+    subject: str, issuer: str, key: Ed25519PublicKey | ec.EllipticCurvePublicKey, begins: float, until: float
+) -> x509.CertificateBuilder:
+    subject_name, issuer_name = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (subject, issuer))
+    start, end = (datetime.fromtimestamp(at, UTC) for at in (begins, until))
+    return x509.CertificateBuilder(issuer_name, subject_name, key, x509.random_serial_number(), start, end)
+
+
+def _authority(length: int | None) -> tuple[x509.BasicConstraints, bool]:
+    """It may sign others, with at most so many signing ones between it and a leaf."""
+    return x509.BasicConstraints(True, length), True
+
+
+def _names(below: str, *more: x509.GeneralName) -> tuple[x509.NameConstraints, bool]:
+    return x509.NameConstraints([x509.DNSName(below), *more], None), True
+
+
+def _name_below(cert: x509.Certificate) -> str:
+    """The one DNS name that all names below this certificate end with. Raises ValueError."""
+    found = cert.extensions.get_extension_for_class(x509.NameConstraints).value.permitted_subtrees or []
+    [name] = [str(one.value) for one in found if isinstance(one, x509.DNSName)]
+    return name
+
+
+def _key_of(peer_id: PeerId) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id) or b"")
+
+
+def _peer_of(cert: x509.Certificate) -> PeerId:
+    key = cert.public_key()
+    if not isinstance(key, Ed25519PublicKey):
+        raise TypeError("no node's key")
+    return peer_id_of(key.public_bytes_raw())
+
+
+def _pem(cert: x509.Certificate) -> bytes:
+    return cert.public_bytes(Encoding.PEM)

@@ -1,0 +1,80 @@
+"""How a node of a members' run shows who it is, and knows who its peers are."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import Declined, Violation
+from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.security import certificates
+from noloco_p2p.io.security.certificates import RunTrust
+
+AuthContext = Mapping[str, Sequence[bytes]]
+"""What gRPC says of the other end of a connection."""
+
+
+class Credentials:
+    """The certificate of this node, and the leaf below it, which is replaced at half of its life.
+
+    gRPC asks for the leaf from threads of its own.
+    """
+
+    def __init__(
+        self, trust: RunTrust, identity: Identity, chain: bytes, clock: Callable[[], float] = time.time
+    ) -> None:
+        """See `adopt`; `clock` gives unix seconds."""
+        self.trust = trust
+        self.clock = clock
+        self._identity = identity
+        self._lock = threading.Lock()
+        self.adopt(chain)
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This node's."""
+        return self._identity.peer_id
+
+    def adopt(self, chain: bytes) -> None:
+        """Use this certificate (PEM, with its issuer's) from now on. Raises Violation when it is not this node's."""
+        membership = self.trust.membership(chain)
+        if membership.peer_id != self.peer_id:
+            raise Violation(f"the certificate is that of {membership.peer_id}, not of this node")
+        with self._lock:
+            self.chain, self.membership = chain, membership
+            self._replaced_at = 0.0
+
+    @property
+    def renewal_at(self) -> float:
+        """When half of the certificate's life is over, unix seconds."""
+        return (self.membership.begins + self.membership.until) / 2
+
+    def leaf(self) -> tuple[bytes, bytes]:
+        """(private key, the chain from the leaf to the issuer), PEM: the same objects until they are replaced."""
+        now = self.clock()
+        with self._lock:
+            if now >= self._replaced_at:
+                mine = self.membership
+                until = min(now + certificates.LEAF_S, mine.until)
+                name = self.trust.name_of(self.peer_id, mine.role)
+                key, cert = certificates.leaf(self._identity.key, name, mine.begins, until)
+                self._leaf = key, cert + self.chain
+                self._replaced_at = max(now, (now + until) / 2)
+            return self._leaf
+
+    def caller(self, context: AuthContext, *, observers: bool) -> PeerId:
+        """Who is at the other end of a connection that TLS has accepted.
+
+        Raises Violation: its certificate has expired meanwhile, or names it in another way than members do;
+        Declined: it may only observe, and what it asks for is not open to `observers`.
+        """
+        names = context.get("x509_subject_alternative_name", ())
+        if len(names) != 1 or list(names) != list(context.get("peer_dns", ())):
+            raise Violation("a caller's certificate has one DNS name and no other")
+        peer, role = self.trust.owner_of(names[0].decode("ascii", errors="replace"))
+        chain = b"".join((*context.get("x509_pem_cert", ()), *context.get("x509_pem_cert_chain", ())))
+        if certificates.expiry(chain) <= self.clock():
+            raise Violation("the caller's certificate has expired: it has to be renewed")
+        if role == "observer" and not observers:
+            raise Declined("an observer may not ask for this: join with an invitation as a node")
+        return peer

@@ -1,0 +1,80 @@
+"""Who is at the other end of a connection: as it says, in an open run; as its certificate says, among members."""
+
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.io.security.certificates import Role
+from noloco_p2p.io.security.credentials import Credentials
+
+Options = tuple[tuple[str, Any], ...]
+
+
+class Links(Protocol):
+    """How a node of one run listens, connects, and knows its callers."""
+
+    me: PeerId
+    run_id: str
+
+    def add_port(self, server: Any, address: str) -> int:
+        """Let a gRPC server listen at `host:port`; its TCP port. Raises RuntimeError: it cannot be bound."""
+
+    def channel(self, address: str, peer: PeerId, options: Options, role: Role = "member") -> Any:
+        """A gRPC channel to `peer`, which has this role, at `host:port`."""
+
+    def caller(self, context: Any, *, observers: bool) -> PeerId:
+        """Who makes this call; `observers` may make it too. Raises Violation, Declined: it may not."""
+
+
+class OpenLinks:
+    """Neither authenticated nor encrypted: a caller is who it says."""
+
+    def __init__(self, me: PeerId, run_id: str) -> None:
+        self.me, self.run_id = me, run_id
+
+    def add_port(self, server: Any, address: str) -> int:
+        """See Links."""
+        return int(server.add_insecure_port(address))
+
+    def channel(self, address: str, peer: PeerId, options: Options, role: Role = "member") -> Any:
+        """See Links."""
+        return grpc.aio.insecure_channel(address, options=options)
+
+    def caller(self, context: Any, *, observers: bool) -> PeerId:
+        """See Links."""
+        return str(dict(context.invocation_metadata()).get("noloco-peer", ""))
+
+
+class MemberLinks:
+    """Mutual TLS: both ends show a certificate of the run (ARCHITECTURE.md, "Members")."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.me, self.run_id = credentials.peer_id, credentials.trust.run_id
+        self._credentials = credentials
+        self._served: tuple[bytes, bytes] | None = None
+        """The leaf that the server shows."""
+
+    def add_port(self, server: Any, address: str) -> int:
+        """See Links. The server asks for the leaf of now at each handshake."""
+        first = self._configuration()
+        return int(server.add_secure_port(address, grpc.dynamic_ssl_server_credentials(first, self._replaced, True)))
+
+    def channel(self, address: str, peer: PeerId, options: Options, role: Role = "member") -> Any:
+        """See Links. TLS compares the name of whoever answers with that of `peer`."""
+        trust, (key, chain) = self._credentials.trust, self._credentials.leaf()
+        named = (*options, ("grpc.ssl_target_name_override", trust.name_of(peer, role)))
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trust.anchor, key, chain), options=named)
+
+    def caller(self, context: Any, *, observers: bool) -> PeerId:
+        """See Links. What the call itself says is not looked at."""
+        return self._credentials.caller(context.auth_context(), observers=observers)
+
+    def _configuration(self) -> Any:
+        self._served = self._credentials.leaf()
+        return grpc.ssl_server_certificate_configuration([self._served], self._credentials.trust.anchor)
+
+    def _replaced(self) -> Any:
+        """What the server shows from now on; None: what it showed before."""
+        return None if self._credentials.leaf() is self._served else self._configuration()

@@ -1,0 +1,514 @@
+"""Who is no member of a run, and what he tries: what he holds, what he does with it, and which layer refuses him.
+
+`tls`: the handshake fails, so that no code of ours sees the call. `handler`: TLS accepts the certificate and our check
+of the caller does not. `itself`: the call is served, as one of the peer whose certificate it is, whatever it says.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
+from members import HOUR_S, Club, forged, private, public
+from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo, run
+
+from noloco_p2p.config import ListenSettings
+from noloco_p2p.core.messages import Advert, MicrobatchId
+from noloco_p2p.errors import Declined, Unreachable, Violation
+from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.io.security import certificates
+from noloco_p2p.io.transport import callers
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.peer_links import MemberLinks
+
+Shown = tuple[bytes, bytes] | None
+"""What an attacker shows: (private key, chain from leaf to issuer), PEM; None: no certificate."""
+
+
+@dataclass
+class Mallory:
+    """A member of the run who does not keep to the rules, and whom he would like to be."""
+
+    club: Club
+
+    def __post_init__(self) -> None:
+        self.key, self.leaf_key = Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP256R1())
+        self.peer_id = peer_id_of(public(self.key))
+        self.chain = self.club.chain(self.peer_id)
+        self.name = self.club.trust.name_of(self.peer_id, "member")
+        self.victim = self.club.credentials("victim")
+        self.victims_name = self.club.trust.name_of(self.victim.peer_id, "member")
+
+    def shows(self, *sans: x509.GeneralName, chain: bytes | None = None, **changes: Any) -> Shown:
+        """A leaf with these names, under his certificate or another chain."""
+        cert = forged(self.leaf_key.public_key(), changes.pop("signer", self.key), *sans, **changes)
+        return private(self.leaf_key), cert + (self.chain if chain is None else chain)
+
+    def elsewhere(self, run_id: str, root: Ed25519PrivateKey) -> Club:
+        """Another run, which has admitted him too."""
+        return Club(self.club.home, run_id, root)
+
+
+def words(value: object) -> str:
+    """What a case is called."""
+    return value if isinstance(value, str) else ""
+
+
+def dns(name: str) -> x509.DNSName:
+    return x509.DNSName(name)
+
+
+def uri(name: str) -> x509.UniformResourceIdentifier:
+    return x509.UniformResourceIdentifier(name)
+
+
+def mail(name: str) -> x509.RFC822Name:
+    return x509.RFC822Name(name)
+
+
+def address(text: str) -> x509.IPAddress:
+    return x509.IPAddress(ip_address(text))
+
+
+def below(name: str) -> tuple[x509.ExtensionType, bool]:
+    return x509.NameConstraints([dns(name)], None), True
+
+
+def signing(length: int | None) -> tuple[x509.ExtensionType, bool]:
+    return x509.BasicConstraints(True, length), True
+
+
+def self_made(m: Mallory, name: str) -> Shown:
+    """A whole chain of the right form below a root of his own."""
+    own = Club(m.club.home, m.club.run_id)
+    return m.shows(dns(name), chain=own.chain(m.peer_id))
+
+
+def self_made_whole(m: Mallory, name: str) -> Shown:
+    """The same with that root in the chain."""
+    own = Club(m.club.home, m.club.run_id)
+    return m.shows(dns(name), chain=own.chain(m.peer_id) + own.trust.anchor)
+
+
+def with_the_anchor_forged(m: Mallory, name: str) -> Shown:
+    """An issuer signed by a root that has the true root's name and key, and a signature of Mallory's."""
+    return m.shows(dns(name), chain=m.chain + m.club.trust.anchor)
+
+
+def friend(m: Mallory, name: Callable[[str], str]) -> Shown:
+    """A friend's certificate, signed by Mallory as if he were an issuer."""
+    pal = Ed25519PrivateKey.generate()
+    own = name(m.club.trust.name_of(peer_id_of(public(pal)), "member"))
+    cert = forged(pal.public_key(), m.key, subject="friend", more=[signing(0), below(own)])
+    return m.shows(dns(own), chain=cert + m.chain, signer=pal, issuer="friend")
+
+
+def leaf_signs(m: Mallory) -> Shown:
+    """A leaf's key signs another leaf."""
+    other = ec.generate_private_key(ec.SECP256R1())
+    middle = forged(other.public_key(), m.key, dns(m.name), subject="between")
+    return m.shows(dns(m.name), chain=middle + m.chain, signer=other, issuer="between")
+
+
+def of_another_run(m: Mallory, *, name_here: bool) -> Shown:
+    """A member of another run with the same root."""
+    there = m.elsewhere("cd" * 32, m.club.root)
+    return m.shows(dns(m.name if name_here else there.trust.name_of(m.peer_id, "member")), chain=there.chain(m.peer_id))
+
+
+def issuer_of_another_run(m: Mallory) -> Shown:
+    """An issuer of another run with the same root admits him to this one."""
+    there = m.elsewhere("cd" * 32, m.club.root)
+    chain = certificates.member_chain(there.issuer, there.door, m.club.trust, m.peer_id, "member", m.club.now)
+    return m.shows(dns(m.name), chain=chain)
+
+
+def observer(m: Mallory, role: certificates.Role) -> Shown:
+    """He has an observer's certificate, and shows a name of this role."""
+    chain = m.club.chain(m.peer_id, "observer")
+    return m.shows(dns(m.club.trust.name_of(m.peer_id, role)), chain=chain)
+
+
+def expired(m: Mallory) -> Shown:
+    return m.shows(dns(m.name), chain=m.club.chain(m.peer_id, now=m.club.now - 8 * certificates.DAY_S))
+
+
+def at(m: Mallory, begins_s: float, until_s: float) -> Shown:
+    return m.shows(dns(m.name), begins=m.club.now + begins_s, until=m.club.now + until_s)
+
+
+def nothing(m: Mallory) -> Shown:
+    return None
+
+
+def below_the_victim(m: Mallory) -> Shown:
+    return m.shows(dns(m.victims_name), chain=m.victim.chain)
+
+
+def label_below(m: Mallory) -> Shown:
+    return m.shows(dns(f"{m.victims_name.partition('.')[0]}.{m.name}"))
+
+
+def friend_below(m: Mallory) -> Shown:
+    return friend(m, lambda own: f"{own.partition('.')[0]}.{m.name}")
+
+
+CALLERS: list[tuple[str, str, Callable[[Mallory], Shown], str]] = [
+    ("nothing", "TLS without a certificate", nothing, "tls"),
+    ("nothing", "a leaf signed by himself", lambda m: m.shows(dns(m.victims_name), chain=b"", issuer="leaf"), "tls"),
+    ("nothing", "a chain below a root of his own", lambda m: self_made(m, m.name), "tls"),
+    ("nothing", "the same, and the root beside it", lambda m: self_made_whole(m, m.name), "tls"),
+    (
+        "a victim's chain, from its advert",
+        "his leaf below it",
+        below_the_victim,
+        "tls",
+    ),
+    ("membership of another run of this root", "its name", lambda m: of_another_run(m, name_here=False), "handler"),
+    (
+        "membership of another run of this root",
+        "a name of this run",
+        lambda m: of_another_run(m, name_here=True),
+        "tls",
+    ),
+    ("the issuer of another run of this root", "a membership of this one", issuer_of_another_run, "tls"),
+    ("an expired membership", "a fresh leaf below it", expired, "tls"),
+    ("membership", "an expired leaf", lambda m: at(m, -2 * HOUR_S, -HOUR_S), "tls"),
+    ("membership", "a leaf of tomorrow", lambda m: at(m, HOUR_S, 2 * HOUR_S), "tls"),
+    ("membership", "the victim's name", lambda m: m.shows(dns(m.victims_name)), "tls"),
+    ("membership", "both names", lambda m: m.shows(dns(m.name), dns(m.victims_name)), "tls"),
+    (
+        "membership",
+        "the victim's name as URI beside his own",
+        lambda m: m.shows(dns(m.name), uri(m.victims_name)),
+        "tls",
+    ),
+    ("membership", "the victim's name as URI alone", lambda m: m.shows(uri(m.victims_name)), "tls"),
+    ("membership", "a URI with the victim's host", lambda m: m.shows(dns(m.name), uri(f"x://{m.victims_name}")), "tls"),
+    ("membership", "the victim's name as e-mail address", lambda m: m.shows(mail(m.victims_name)), "tls"),
+    (
+        "membership",
+        "an e-mail address beside his name",
+        lambda m: m.shows(dns(m.name), mail(f"a@{m.victims_name}")),
+        "tls",
+    ),
+    ("membership", "an IP address beside his name", lambda m: m.shows(dns(m.name), address("127.0.0.1")), "tls"),
+    ("membership", "an IPv6 address beside his name", lambda m: m.shows(dns(m.name), address("::1")), "tls"),
+    ("membership", "no name, the victim's as common name", lambda m: m.shows(subject=m.victims_name[:64]), "tls"),
+    ("membership", "a name for all members", lambda m: m.shows(dns(f"*.{m.club.trust.suffix}")), "tls"),
+    ("membership", "a name for all below his", lambda m: m.shows(dns(f"*.{m.name}")), "handler"),
+    (
+        "membership",
+        "the victim's label below his name",
+        lambda m: m.shows(dns(f"{m.victims_name.partition('.')[0]}.{m.name}")),
+        "handler",
+    ),
+    ("membership", "his name twice", lambda m: m.shows(dns(m.name), dns(m.name)), "handler"),
+    ("membership", "his name and one below", lambda m: m.shows(dns(m.name), dns(f"a.{m.name}")), "handler"),
+    ("membership", "his name in capitals", lambda m: m.shows(dns(m.name.upper())), "handler"),
+    ("membership", "a friend whom he admits", lambda m: friend(m, lambda own: own), "tls"),
+    (
+        "membership",
+        "a friend below his name",
+        lambda m: friend(m, lambda own: f"{own.partition('.')[0]}.{m.name}"),
+        "tls",
+    ),
+    ("membership", "a leaf below a leaf", leaf_signs, "tls"),
+    ("membership", "the true root with a signature of his", lambda m: with_the_anchor_forged(m, m.victims_name), "tls"),
+    ("an observer's certificate", "the work of a member", lambda m: observer(m, "observer"), "handler"),
+    ("an observer's certificate", "a member's name", lambda m: observer(m, "member"), "tls"),
+    ("membership", "the victim's name in what the call says", lambda m: m.shows(dns(m.name)), "itself"),
+]
+SERVERS: list[tuple[str, str, Callable[[Mallory], Shown]]] = [
+    ("the victim's own key", "nothing wrong", lambda m: m.victim.leaf()),
+    ("nothing", "no TLS", nothing),
+    ("nothing", "a chain below a root of his own", lambda m: self_made(m, m.victims_name)),
+    (
+        "a victim's chain, from its advert",
+        "his leaf below it",
+        below_the_victim,
+    ),
+    ("membership", "his own name", lambda m: m.shows(dns(m.name))),
+    ("membership", "the victim's name", lambda m: m.shows(dns(m.victims_name))),
+    ("membership", "the victim's name as URI beside his own", lambda m: m.shows(dns(m.name), uri(m.victims_name))),
+    ("membership", "the victim's name as e-mail address", lambda m: m.shows(dns(m.name), mail(m.victims_name))),
+    ("membership", "no name, the victim's as common name", lambda m: m.shows(subject=m.victims_name[:64])),
+    ("membership", "a name for all members", lambda m: m.shows(dns(f"*.{m.club.trust.suffix}"))),
+    ("membership of another run of this root", "the victim's name", lambda m: of_another_run(m, name_here=True)),
+    ("an observer's certificate", "its name", lambda m: observer(m, "observer")),
+    ("an expired membership", "his own name", expired),
+]
+
+
+def transport(links: MemberLinks) -> GrpcTransport:
+    return GrpcTransport(links, ListenSettings(), Events(), MAX_BODY_BYTES)
+
+
+@asynccontextmanager
+async def honest(club: Club, node: Node) -> AsyncIterator[tuple[GrpcTransport, Advert]]:
+    """A member that serves, and its advert."""
+    credentials = club.credentials("honest")
+    mine = transport(MemberLinks(credentials))
+    await mine.serve(node)
+    try:
+        yield mine, Advert(credentials.peer_id, club.run_id, 1, (f"127.0.0.1:{mine.port}",))
+    finally:
+        await mine.close()
+
+
+def channel(club: Club, peer: Advert, shown: Shown) -> Any:
+    key, chain = shown or (None, None)
+    name = club.trust.name_of(peer.peer_id, "member")
+    options = (("grpc.ssl_target_name_override", name), ("grpc.use_local_subchannel_pool", 1))
+    return grpc.aio.secure_channel(
+        peer.addresses[0], grpc.ssl_channel_credentials(club.trust.anchor, key, chain), options=options
+    )
+
+
+@pytest.mark.parametrize(("holds", "tries", "made", "layer"), CALLERS, ids=words)
+def test_a_caller_who_is_no_member(
+    tmp_path: Path, holds: str, tries: str, made: Callable[[Mallory], Shown], layer: str
+) -> None:
+    club, node = Club(tmp_path), Node(echo)
+    mallory = Mallory(club)
+
+    async def ask() -> None:
+        says = callers.metadata(mallory.victim.peer_id, club.run_id)
+        async with honest(club, node) as (_, peer), channel(club, peer, made(mallory)) as link:
+            asking = NodeStub(link).Progress(
+                pb.ProgressRequest(microbatches=[pb.MicrobatchId(peer="a", incarnation=1, counter=1)]),
+                timeout=20.0,
+                metadata=says,
+            )
+            if layer == "tls":
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await asking
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert not seen
+                return
+            reply = await asking
+            assert reply.HasField("refusal") is (layer == "handler")
+            assert seen == ([] if layer == "handler" else [mallory.peer_id])
+
+    seen: list[str] = []
+
+    def progress(caller: str, microbatches: object) -> list[None]:
+        seen.append(caller)
+        return [None]
+
+    node.progress = progress  # type: ignore[assignment,method-assign]
+    run(ask())
+
+
+@pytest.mark.parametrize(("holds", "tries", "made"), SERVERS, ids=words)
+def test_a_server_who_is_not_the_one_that_is_called(
+    tmp_path: Path, holds: str, tries: str, made: Callable[[Mallory], Shown]
+) -> None:
+    club = Club(tmp_path)
+    mallory = Mallory(club)
+    seen: list[object] = []
+
+    def whom(port: int) -> Advert:
+        return Advert(mallory.victim.peer_id, club.run_id, 1, (f"127.0.0.1:{port}",))
+
+    async def listen(request: Any, context: Any) -> bytes:
+        seen.append(request)
+        return b""
+
+    async def ask() -> None:
+        server = grpc.aio.server()
+        handlers = {"Describe": grpc.unary_unary_rpc_method_handler(listen)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("noloco.v1.Node", handlers),))
+        shown = made(mallory)
+        if shown is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([shown]))
+        await server.start()
+        caller = transport(MemberLinks(club.credentials("caller")))
+        if tries == "nothing wrong":
+            with pytest.raises(Violation, match="describes nothing"):
+                await caller.describe(whom(port))
+            await caller.close()
+            await server.stop(None)
+            assert seen
+            return
+        with pytest.raises(Unreachable):
+            await caller.describe(whom(port))
+        await caller.close()
+        await server.stop(None)
+        assert not seen
+
+    run(ask())
+
+
+def test_without_tls_nobody_is_heard(tmp_path: Path) -> None:
+    club, node = Club(tmp_path), Node(echo)
+
+    async def ask() -> None:
+        async with honest(club, node) as (_, peer), grpc.aio.insecure_channel(peer.addresses[0]) as link:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await NodeStub(link).Describe(
+                    pb.DescribeRequest(), timeout=20.0, metadata=callers.metadata("A", club.run_id)
+                )
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(ask())
+
+
+def test_members_train_and_are_known_by_their_certificates(tmp_path: Path) -> None:
+    club, node = Club(tmp_path), Node(echo)
+
+    async def ask() -> None:
+        mine = club.credentials("mine")
+        caller = transport(MemberLinks(mine))
+        async with honest(club, node) as (_, peer):
+            sent = activation(run_id=club.run_id)
+            gradient = await caller.propagate(peer, sent)
+            assert bytes(gradient.grad.data) == bytes(sent.hidden.data)
+            assert await caller.progress(peer, [MicrobatchId("a", 1, 1)], 5.0) == [None]
+            assert [who for who, _ in node.calls] == [mine.peer_id]
+        await caller.close()
+
+    run(ask())
+
+
+def test_an_observer_may_look_and_nothing_else(tmp_path: Path) -> None:
+    club, node = Club(tmp_path), Node(echo)
+
+    async def ask() -> None:
+        caller = transport(MemberLinks(club.credentials("observer", "observer")))
+        async with honest(club, node) as (_, peer):
+            assert (await caller.describe(peer)).step == 7.5
+            with pytest.raises(Declined, match="observer"):
+                await caller.propagate(peer, activation(run_id=club.run_id))
+            with pytest.raises(Declined, match="observer"):
+                await caller.fetch_state(peer, 5.0, ())
+            assert not node.calls
+        await caller.close()
+
+    run(ask())
+
+
+def test_a_connection_that_lives_on_ends_with_the_certificate(tmp_path: Path) -> None:
+    club, node, later = Club(tmp_path), Node(echo), [0.0]
+
+    async def ask() -> None:
+        credentials = club.credentials("honest", clock=lambda: club.now + later[0])
+        server = transport(MemberLinks(credentials))
+        await server.serve(node)
+        peer = Advert(credentials.peer_id, club.run_id, 1, (f"127.0.0.1:{server.port}",))
+        caller = transport(MemberLinks(club.credentials("mine")))
+        assert (await caller.describe(peer)).step == 7.5
+        later[0] = certificates.LEAF_S - HOUR_S
+        assert (await caller.describe(peer)).step == 7.5
+        later[0] = certificates.LEAF_S + HOUR_S
+        with pytest.raises(Violation, match="expired"):
+            await caller.describe(peer)
+        await caller.close()
+        await server.close()
+
+    run(ask())
+
+
+def test_a_leaf_is_replaced_at_half_of_its_life_and_without_a_restart(tmp_path: Path) -> None:
+    club, node, later = Club(tmp_path), Node(echo), [0.0]
+
+    async def ask() -> None:
+        credentials = club.credentials("honest", clock=lambda: club.now + later[0])
+        server = transport(MemberLinks(credentials))
+        await server.serve(node)
+        peer = Advert(credentials.peer_id, club.run_id, 1, (f"127.0.0.1:{server.port}",))
+        shown = []
+        for hours in (0, 11, 13):
+            later[0] = hours * HOUR_S
+            caller = transport(MemberLinks(club.credentials("mine" + str(hours))))
+            assert (await caller.describe(peer)).step == 7.5
+            shown.append(credentials.leaf())
+            await caller.close()
+        assert shown[0] is shown[1]
+        assert shown[1] is not shown[2]
+        await server.close()
+
+    run(ask())
+
+
+MISUSED: list[tuple[str, str, Callable[[Mallory], bytes]]] = [
+    ("nothing", "no certificate", lambda m: b""),
+    ("nothing", "text that is none", lambda m: b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
+    ("nothing", "more than is looked at", lambda m: m.chain + b"\n" * 2000),
+    ("nothing", "a chain below a root of his own", lambda m: Club(m.club.home).chain(m.peer_id)),
+    ("membership", "his certificate without its issuer's", lambda m: m.chain[: m.chain.index(b"-----END") + 26]),
+    ("membership", "the order turned round", lambda m: m.club.issuer + m.chain.removesuffix(m.club.issuer)),
+    ("membership", "three certificates", lambda m: m.chain + m.club.trust.anchor),
+    (
+        "membership of another run of this root",
+        "its certificate",
+        lambda m: m.elsewhere("cd" * 32, m.club.root).chain(m.peer_id),
+    ),
+    (
+        "the issuer of another run of this root",
+        "a membership of this one",
+        lambda m: issuer_of_another_run(m)[1].partition(b"-----END CERTIFICATE-----\n")[2],  # type: ignore[index]
+    ),
+    (
+        "membership",
+        "a friend whom he admits",
+        lambda m: certificates.member_chain(
+            m.chain, m.key, m.club.trust, m.victim.peer_id, "member", m.club.now
+        ).removesuffix(m.club.issuer),
+    ),
+    (
+        "membership",
+        "the name of the victim above his own key",
+        lambda m: (
+            forged(
+                m.key.public_key(), m.key, subject="member", issuer="issuer", more=[signing(0), below(m.victims_name)]
+            )
+            + m.club.issuer
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("holds", "tries", "made"), MISUSED, ids=words)
+def test_a_chain_that_does_not_make_a_member(
+    tmp_path: Path, holds: str, tries: str, made: Callable[[Mallory], bytes]
+) -> None:
+    mallory = Mallory(Club(tmp_path))
+    assert mallory.club.trust.membership(mallory.chain).peer_id == mallory.peer_id
+    with pytest.raises(Violation):
+        mallory.club.trust.membership(made(mallory))
+
+
+def test_an_observer_s_chain_says_so(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    observer_id = peer_id_of(bytes(range(32)))
+    found = club.trust.membership(club.chain(observer_id, "observer"))
+    assert (found.peer_id, found.role, found.issuer) == (observer_id, "observer", peer_id_of(public(club.door)))
+    assert found.until - club.now == pytest.approx(certificates.LIFETIME_S["observer"], abs=1)
+
+
+def test_credentials_are_those_of_their_own_key(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    mine, other = club.credentials("mine"), club.credentials("other")
+    with pytest.raises(Violation, match="not of this node"):
+        mine.adopt(other.chain)
+    assert mine.membership.peer_id == mine.peer_id
+
+
+def test_the_anchor_is_of_the_root_s_key(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    assert x509.load_pem_x509_certificate(club.trust.anchor).public_key() == club.root.public_key()
+    assert x509.load_pem_x509_certificate(club.issuer).public_bytes(Encoding.PEM) == club.issuer
