@@ -87,6 +87,13 @@ def elapsed(seconds: float | None) -> str:
     return f"{min(seconds / 86_400.0, 99_999.0):.0f} d"
 
 
+def stopwatch(seconds: float) -> str:
+    """`1:12`, `1:02:03`."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
 def clock(at: float) -> str:
     """A Unix time as `2026-01-31 12:00:00`, UTC."""
     try:

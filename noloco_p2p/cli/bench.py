@@ -8,10 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from noloco_p2p.lab.processes import ended_by_signals
-from noloco_p2p.launch import settings
-
-bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
 
@@ -50,6 +47,7 @@ def bench_baseline(
     Data parallel, sharded data parallel, or DiLoCo with an outer step every outer.inner_steps.
     """
     from noloco_p2p.lab.bench import baseline
+    from noloco_p2p.launch import settings
 
     given = settings.read(config, os.environ, set or (), {"--steps": ("steps", steps)})
     plan = baseline.make_plan(kind, replicas, given.manifest(), given.node())
@@ -68,6 +66,7 @@ def bench_stage(
     Default: the run of noloco swarm. `stages_costs` of the JSON object is what `compute` of a scenario may name.
     """
     from noloco_p2p.lab.bench import stage
+    from noloco_p2p.launch import settings
 
     manifest = settings.load(config, os.environ, set or ())[0]
     _report(lambda: stage.run(device, manifest=manifest), as_json)
@@ -150,6 +149,8 @@ def bench_links(
 
 
 def _report(measure: Callable[[], Mapping[str, Any]], as_json: bool) -> None:
+    from noloco_p2p.lab.processes import ended_by_signals
+
     with ended_by_signals():
         figures = measure()
     for line in [json.dumps(figures, allow_nan=False)] if as_json else _lines(figures, ""):

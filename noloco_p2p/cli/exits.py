@@ -24,8 +24,12 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
             raise
         fail(str(error), USER_ERROR)
     except usage_error as error:
-        text = str(getattr(error, "format_message", error.__str__)()).rstrip(".")
-        fail(f"{text}; see {name} --help", USER_ERROR)
+        text = str(getattr(error, "format_message", error.__str__)()).rstrip(".").replace("Value error, ", "")
+        if text.startswith("Usage:"):  # a group of commands without one: this is its help
+            print(text)
+            sys.exit(0)
+        place = getattr(getattr(error, "ctx", None), "command_path", name)
+        fail(f"{text}; see {place} --help", USER_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except Exception as error:  # the last resort: a bug ends with one line, or a traceback with --debug

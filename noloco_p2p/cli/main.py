@@ -7,19 +7,37 @@ from typing import Annotated, Literal
 
 from typer import Argument, Exit, Option, Typer
 
+from noloco_p2p import __version__
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
 from noloco_p2p.cli.options import Device, ExportDir, Json, NodeConfigFile, NodeDir, Settings, SwarmAddresses
 
-app = Typer(help="Train a language model on a swarm of peers (NoLoCo).", add_completion=False, rich_markup_mode=None)
+app = Typer(
+    help="Train a language model on a swarm of peers (NoLoCo).",
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.add_typer(bench, name="bench")
 app.command("finetune")(finetune_model)
 app.command("tasks")(make_tasks)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise Exit
+
+
 @app.callback()
-def noloco(debug: Annotated[bool, Option(DEBUG, help="Show a traceback with an error.")] = False) -> None:
+def noloco(
+    debug: Annotated[bool, Option(DEBUG, help="Show a traceback with an error.")] = False,
+    version: Annotated[
+        bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version, and stop.")
+    ] = False,
+) -> None:
     """Train a language model on a swarm of peers (NoLoCo)."""
 
 
@@ -40,16 +58,19 @@ def swarm(
         ),
     ] = None,
     plain: Annotated[bool, Option("--plain", help="Lines instead of a live table.")] = False,
+    sample: Annotated[bool, Option("--sample/--no-sample", help="Let the model write a few lines at the end.")] = True,
 ) -> None:
     """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
 
     With the --dir of a run that has not ended, that run goes on, with the settings it had; --link is given anew.
     """
+    print(f"noloco {__version__}: a swarm on this machine, in {dir or 'a fresh noloco-runs/NAME-N'}", flush=True)
     from noloco_p2p.launch import settings
     from noloco_p2p.launch.swarm import run_swarm
 
     options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
-    raise Exit(run_swarm(settings.read(config, os.environ, set or (), options), dir, plain, link))
+    given = settings.read(config, os.environ, set or (), options)
+    raise Exit(run_swarm(given, dir, link, plain=plain, sample=sample))
 
 
 @app.command()

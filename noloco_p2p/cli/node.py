@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from noloco_p2p.launch.bootstrap import NodeOptions
     from noloco_p2p.launch.settings import Overrides
 
-app = Typer(add_completion=False, rich_markup_mode=None)
+app = Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @app.callback(invoke_without_command=True)

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from noloco_p2p.launch.homes import Home
 if TYPE_CHECKING:
     from noloco_p2p.launch.collection import CollectedWeights
 
+Say = Callable[[str], None]
+"""Takes a line for the user."""
 RECORD = "noloco.json"
 """In an exported directory: where the weights come from, and the run's manifest."""
 REPLICAS = "replicas"
@@ -28,9 +30,16 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def run_export(
-    join: Sequence[str], dirs: Sequence[Path], out: Path, *, merge: str, replicas: bool, tokenizer_dir: str | None
+    join: Sequence[str],
+    dirs: Sequence[Path],
+    out: Path,
+    *,
+    merge: str,
+    replicas: bool,
+    tokenizer_dir: str | None,
+    say: Say = print,
 ) -> None:
-    """Collect, merge, write, and say what was used. Raises ConfigError, LocalError, PeerError.
+    """Collect, merge, write, and `say` what was used. Raises ConfigError, LocalError, PeerError.
 
     From a swarm to `join`, or from the checkpoints in directories. `merge` is `mean`, of all replicas of each stage,
     of which `replicas` writes the single ones as well; or `one` replica of each.
@@ -38,30 +47,32 @@ def run_export(
     if bool(join) == bool(dirs):
         raise ConfigError("say where the weights are: either --join ADDR (a swarm that runs) or --from DIR")
     refuse_existing(out)
-    found = _collected(join, dirs, one=merge == "one")
+    found = _collected(join, dirs, one=merge == "one", say=say)
     with replaced(out) as fresh:
-        write(found, fresh, merge, tokenizer_dir, replicas)
+        write(found, fresh, merge, tokenizer_dir, replicas, say)
     for stage, mine in enumerate(found.stages):
         peers = ", ".join(f"{replica.peer} (step {replica.step})" for replica in mine)
-        print(f"stage {stage}: {'mean of ' if len(mine) > 1 else ''}{peers}")
-    print(f"run {found.run_id}, outer round {found.round} → {out}")
+        say(f"stage {stage}: {'mean of ' if len(mine) > 1 else ''}{peers}")
+    say(f"run {found.run_id}, outer round {found.round} → {out}")
 
 
-def _collected(join: Sequence[str], directories: Sequence[Path], *, one: bool) -> "CollectedWeights":
+def _collected(join: Sequence[str], directories: Sequence[Path], *, one: bool, say: Say) -> "CollectedWeights":
     if directories:
         from noloco_p2p.launch.collection import from_directories
 
-        return from_directories(directories, one=one, say=print)
+        return from_directories(directories, one=one, say=say)
     import uvloop
 
     from noloco_p2p.launch.live_collection import from_swarm
 
     logging.getLogger("hivemind").setLevel(logging.ERROR)
-    found: CollectedWeights = uvloop.run(from_swarm(join, one=one, say=print))
+    found: CollectedWeights = uvloop.run(from_swarm(join, one=one, say=say))
     return found
 
 
-def write(found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir: str | None, replicas: bool) -> None:
+def write(
+    found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir: str | None, replicas: bool, say: Say = print
+) -> None:
     """Model, tokenizer and record, and the single replicas of a mean, into an existing directory.
 
     Raises ConfigError, LocalError.
@@ -71,7 +82,7 @@ def write(found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir:
 
     exported_model.silence_transformers()
     manifest = found.manifest
-    eos = _write_tokenizer(manifest, tokenizer_dir, directory)
+    eos = _write_tokenizer(manifest, tokenizer_dir, directory, say)
     most = max(map(len, found.stages))
     chains = most if merge == "mean" and replicas and most > 1 else 0
     models = {directory: [exported_model.mean([r.weights for r in mine]) for mine in found.stages]}
@@ -95,13 +106,13 @@ def write(found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir:
     run_files.write_json(directory / RECORD, record)
 
 
-def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory: Path) -> int | None:
+def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory: Path, say: Say) -> int | None:
     """Its end-of-text id. Token ids that were given as such (parquet) have a tokenizer only if one is named here."""
     from noloco_p2p.compute import exported_model
 
     name, parquet = manifest.data.tokenizer, manifest.data.kind == "parquet"
     if parquet and tokenizer_dir is None and name == "bytes":
-        print("no tokenizer is written: the run read token ids; name theirs with --tokenizer-dir")
+        say("no tokenizer is written: the run read token ids; name theirs with --tokenizer-dir")
         return None
     if parquet and tokenizer_dir is not None:
         name = tokenizer_dir

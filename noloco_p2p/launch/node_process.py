@@ -138,9 +138,9 @@ def wait_all(nodes: Sequence[NodeProcess], seconds: float) -> bool:
     return True
 
 
-def end_all(nodes: Sequence[NodeProcess]) -> None:
+def end_all(nodes: Sequence[NodeProcess], kill_after_s: float | None = None) -> None:
     """No process of these is left afterwards: two requests stop a node at once, and what remains is killed."""
-    for seconds in (ASK_AGAIN_S, KILL_AFTER_S):
+    for seconds in (ASK_AGAIN_S, KILL_AFTER_S if kill_after_s is None else kill_after_s):
         for node in nodes:
             node.terminate()
         if wait_all(nodes, seconds):

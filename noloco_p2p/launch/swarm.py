@@ -5,30 +5,36 @@
 The launcher trains nothing and shares no memory with the nodes: it reads their files and their metrics.
 """
 
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from noloco_p2p.errors import LocalError
-from noloco_p2p.launch import cpu_seconds, foreseen, node_probe, run_files
+from noloco_p2p.launch import cpu_seconds, foreseen, node_probe, run_files, swarm_end
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.line_spec import LineSpec
-from noloco_p2p.launch.node_process import NodeProcess, end_all, wait_all
+from noloco_p2p.launch.node_process import NodeProcess, end_all
 from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
+from noloco_p2p.launch.swarm_display import Display, deserted, last_row, row
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
-from noloco_p2p.launch.swarm_summary import Display, deserted, last_row, row, summarise, summary_lines
+from noloco_p2p.launch.swarm_summary import summarise, summary_lines
 
 TICK_S = 0.2
+START_INTERVAL_S = 1.0
+"""From one look at nodes that start to the next, seconds."""
 LOG_LINES = 15
 """Lines of a failed node's log that are shown."""
 LEAVE_MARGIN_S = 10.0
 """Time beyond `limits.drain_s` for a node to close what it has open, seconds."""
+KILL_UNSTEPPED_S = 0.5
+"""Time to end for nodes that have taken no step: they have nothing to lose, seconds."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -69,6 +75,8 @@ class LocalSwarm:
         self._cut_off = False
         """The relay has died, so that no node reaches another one."""
         self._shown_at = 0.0
+        self._trains = False
+        """Some node has taken an inner step."""
         self._path = run_dir / node_probe.SUMMARY
 
     def run(self) -> int:
@@ -82,7 +90,7 @@ class LocalSwarm:
             self._display.show([last_row(node) for node in self._nodes], [])
             carried = self._carried()
         finally:
-            end_all(self._nodes)
+            end_all(self._nodes, None if self._trains else KILL_UNSTEPPED_S)
             if self._relay is not None:
                 self._relay.close()
             self._display.close()
@@ -108,6 +116,7 @@ class LocalSwarm:
         while (reached := first.endpoints) is None:
             if self._over() or not first.running:
                 return
+            self._show()
             time.sleep(TICK_S)
         for node in others:
             node.start([*self._arguments, "--join", reached.join[0]], environment)
@@ -116,13 +125,34 @@ class LocalSwarm:
         """Show the state of the nodes until all have ended, one has failed, or somebody asked to stop."""
         with ThreadPoolExecutor(len(self._nodes)) as pool:
             while any(node.running for node in self._nodes) and not self._over():
-                now = time.monotonic()
-                if now - self._shown_at >= self._display.interval_s:
-                    self._shown_at = now
-                    readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
-                    self._display.show([row(node) for node in self._nodes], deserted(readings))
+                self._show(pool)
                 time.sleep(TICK_S)
         self._over()
+
+    def _show(self, pool: Executor | None = None) -> None:
+        """The nodes, once in a while; with `pool` their metrics are read. What a start waits for, at once."""
+        now = time.monotonic()
+        if now - self._shown_at >= (self._display.interval_s if self._trains else START_INTERVAL_S):
+            self._shown_at = now
+            notes = self._read(pool) if pool is not None else []
+            self._display.show(list(map(row, self._nodes)), notes, "" if self._trains else self._waits_for())
+
+    def _read(self, pool: Executor) -> list[str]:
+        """Read the nodes' metrics; returns a line for each stage that nobody serves."""
+        readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
+        self._trains = self._trains or any(row(node).get("inner step") for node in self._nodes)
+        return deserted(readings)
+
+    def _waits_for(self) -> str:
+        """What is not yet so that the first inner step can be taken."""
+        there = [node for node in self._nodes if node.endpoints is not None]
+        if not there:
+            return f"importing torch: node {self._nodes[0].name} comes first, the others join it"
+        if len(there) < len(self._nodes):
+            return f"starting {len(self._nodes)} nodes: {len(there)} of {len(self._nodes)}"
+        ready = {node.stage for node in self._nodes if row(node).get("state") not in (None, "starting")}
+        missing = [str(stage) for stage in range(self._plan.manifest.stages) if stage not in ready]
+        return f"waiting for stage {', '.join(missing)}" if missing else "waiting for the first inner step"
 
     def _over(self) -> bool:
         """Somebody asked to stop, or a node or the relay has failed."""
@@ -148,16 +178,27 @@ class LocalSwarm:
         """
         if self._cut_off or not any(node.running for node in self._nodes):
             return
-        heard = len(self._signals)
-        self._display.say("stopping the nodes; once more to stop at once" if heard else "stopping the other nodes")
+        heard, nodes = len(self._signals), self._nodes
+        self._display.say("leaving in order, again: at once" if heard else "stopping the other nodes")
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            self._read(pool)
+        if not self._trains:
+            return
         give_up_at = time.monotonic() + self._plan.local.limits.drain_s + LEAVE_MARGIN_S
         for stage in range(self._plan.manifest.stages):
-            leaving = [node for node in self._nodes if node.stage == stage]
+            leaving = [node for node in nodes if node.stage == stage]
             for node in leaving:
                 node.terminate()
-            while not wait_all(leaving, TICK_S):
+            while any(node.running for node in leaving):
+                self._show_leaving()
                 if time.monotonic() >= give_up_at or len(self._signals) > heard:
                     return
+                time.sleep(TICK_S)
+        self._show_leaving()
+
+    def _show_leaving(self) -> None:
+        left = sum(not node.running for node in self._nodes)
+        self._display.show(list(map(row, self._nodes)), [], f"{left} of {len(self._nodes)} nodes have left")
 
     def _exit_code(self, completed: bool) -> int:
         if self._signals:
@@ -177,9 +218,12 @@ class LocalSwarm:
         return 0 if completed else 1
 
 
-def run_swarm(overrides: Overrides, directory: Path | None, plain: bool, link: str | None) -> int:
+def run_swarm(
+    overrides: Overrides, directory: Path | None, link: str | None, *, plain: bool = False, sample: bool = True
+) -> int:
     """Run a swarm to its end; returns the exit code. `link`: every node behind such a line (`line_spec.FORM`).
 
+    `sample`: the model writes a few lines at the end.
     Raises ConfigError or LocalError before any node is started.
     """
     if link is not None:
@@ -192,11 +236,19 @@ def run_swarm(overrides: Overrides, directory: Path | None, plain: bool, link: s
         resumed = planning.resume_point(plan, run_dir) if plan.resumes else None
         plan.write(run_dir)
         m = plan.manifest
-        display = Display(f"{m.name}: {m.stages} × {m.start_replicas} nodes, {m.steps} steps", plain)
+        display = Display(m.steps, plain)
         display.say(f"{m.stages} stages × {m.start_replicas} replicas, {m.steps} steps, in {run_dir}")
         if resumed is not None:
             display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
             display.say("starts again at step 0: nothing had been saved")
         with stop_signals() as signals:
-            return LocalSwarm(plan, run_dir, resumed, display, signals, link).run()
+            code = LocalSwarm(plan, run_dir, resumed, display, signals, link).run()
+        if signals:
+            display.say(f"go on with: noloco swarm --dir {shlex.quote(str(run_dir))}")
+        elif code == 0:
+            if sample:
+                display.say("importing torch, for a few lines of the model (--no-sample leaves them out)")
+                print("\n".join(swarm_end.sample_lines(run_dir)))
+            swarm_end.say_what_next(run_dir, display.say)
+        return code

@@ -18,7 +18,7 @@ from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
-from noloco_p2p.launch.swarm_summary import COLUMNS, Display, deserted, last_row, row
+from noloco_p2p.launch.swarm_display import COLUMNS, Display, deserted, last_row, row
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
 
@@ -37,7 +37,6 @@ def noloco(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
         (["swarm", "--set", "outer.inner_stepz=3"], "outer.inner_steps"),
         (["swarm", "--set", "outer.alpha=0.9"], "S1"),
         (["nope"], "nope"),
-        ([], "command"),
     ],
 )
 def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], expected: str, tmp_path: Path) -> None:
@@ -75,6 +74,7 @@ def reading(at: float, steps: float, tokens: float) -> MetricsReading:
             ("noloco_outer_rounds_total", {"result": "partner"}, 2.0),
             ("noloco_outer_rounds_total", {"result": "alone"}, 1.0),
             ("noloco_loss", {}, 2.5),
+            ("noloco_step", {}, 7.0),
             ("noloco_state", {"state": "waiting"}, 0.0),
             ("noloco_state", {"state": "training"}, 1.0),
             ("noloco_peers", {"stage": "0", "state": "training"}, 2.0),
@@ -84,20 +84,22 @@ def reading(at: float, steps: float, tokens: float) -> MetricsReading:
     )
 
 
-def line(*values: object) -> dict[str, object]:
+def line(*values: object, **more: object) -> dict[str, object]:
     """A node's line, in the order of the columns."""
-    return dict(zip(COLUMNS, values, strict=False))
+    return dict(zip(COLUMNS, values, strict=False)) | more
 
 
 def test_a_row_comes_from_readings(tmp_path: Path) -> None:
     node = NodeProcess(tmp_path, 0, 1)
     assert row(node) == last_row(node) == line("0-1", 0)
     node.readings.append(reading(10.0, 0.0, 0.0))
-    assert row(node) == line("0-1", 0, "training", 0, 3, None, None, 3)
+    assert row(node) == line("0-1", 0, "training", 0, 3, 2.5, None, 3, step=7.0)
     node.readings.append(reading(12.0, 4.0, 3000.0))
-    assert row(node) == last_row(node) == line("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3)
-    node = written(tmp_path, 0, 1, inner_steps=5, outer_rounds=4, final_loss=2.25)
-    assert last_row(node) == line("0-1", 0, "finished", 5, 4, 2.25)
+    assert row(node) == last_row(node) == line("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3, step=7.0)
+    node.readings.append(MetricsReading(14.0, (("noloco_inner_steps_total", {}, 1.0),)))
+    assert row(node)["loss"] is None, "a step without tokens has no loss, and no 0.000"
+    node = written(tmp_path, 0, 1, inner_steps=5, outer_rounds=4, final_loss=2.25, step=9)
+    assert last_row(node) == line("0-1", 0, "finished", 5, 4, 2.25, step=9)
 
 
 def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +109,7 @@ def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture
     notes = deserted([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
     assert notes == ["stage 1 has had no replica for 42 s"]
     assert deserted([seen(("0", 0.0))]) == []
-    Display("tiny", plain=True).show([line("0-0", 0), line("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
+    Display(1000, plain=True).show([line("0-0", 0), line("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "0-0  starting",

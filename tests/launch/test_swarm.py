@@ -17,8 +17,8 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import node_probe
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.swarm import LocalSwarm
+from noloco_p2p.launch.swarm_display import Display
 from noloco_p2p.launch.swarm_plan import make_plan
-from noloco_p2p.launch.swarm_summary import Display
 from noloco_p2p.observe.report.page import render
 from noloco_p2p.observe.report.recorded_run import read_run as report_of
 
@@ -64,7 +64,7 @@ ENDLESS = 100_000
 def size(stages: int, replicas: int, steps: int, **more: str) -> list[str]:
     """The arguments for a small swarm."""
     numbers = ["--stages", str(stages), "--replicas", str(replicas), "--steps", str(steps)]
-    return [*numbers, *SMALL, *settings(directory__refresh_s="0.5", limits__drain_s="5", **more)]
+    return [*numbers, "--no-sample", *SMALL, *settings(directory__refresh_s="0.5", limits__drain_s="5", **more)]
 
 
 def wait_for_steps(swarm: NodeProcess) -> None:
@@ -100,7 +100,7 @@ def the_report_agrees(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
-    command = size(2, 2, 16, microbatches_per_step="3")
+    command = [*size(2, 2, 16, microbatches_per_step="3"), "--sample"]
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*command, command=FORKED, own_dir="run")
         assert swarm.end() == 0, swarm.logged() + swarm.printed()
@@ -131,6 +131,10 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     assert f"summary: {swarm.dir / 'summary.json'}" in swarm.printed()
     for name in ("0-0", "0-1", "1-0", "1-1"):
         assert re.search(rf"^{name}  finished  inner step", swarm.printed(), re.M)
+    started = ["importing torch: node 0-0 comes first, the others join it"]
+    assert [line for line in swarm.printed().splitlines() if line.startswith("importing torch: ")] == started
+    assert "the model writes:\n    " in swarm.printed()
+    assert f"export    noloco export --from {swarm.dir} --out {swarm.dir}/model" in swarm.printed()
     the_report_agrees(swarm.dir, summary)
     with node_processes(tmp_path) as nodes:
         again = nodes.start(*command, command=FORKED, own_dir="run")
@@ -157,6 +161,9 @@ def test_ctrl_c_ends_it_with_a_summary(tmp_path: Path) -> None:
         swarm.process.send_signal(signal.SIGINT)
         assert swarm.end() == 130, swarm.logged()
         nodes.nothing_left()
+    printed = swarm.printed().splitlines()
+    assert printed[printed.index("leaving in order, again: at once") :].count("2 of 2 nodes have left") == 1
+    assert printed[-1] == f"go on with: noloco swarm --dir {swarm.dir}"
     summary = swarm.summary()
     assert summary["completed"] is False
     assert summary["tokens"] > 0
@@ -294,7 +301,7 @@ def test_a_relay_that_has_died_when_all_is_done_costs_its_counts_only(
     for rest in ("_watch", "_leave"):
         monkeypatch.setattr(LocalSwarm, rest, lambda swarm: None)
     plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
-    swarm = LocalSwarm(plan, tmp_path, None, Display("", plain=True), [], "100mbit,5ms")
+    swarm = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], "100mbit,5ms")
     swarm.run()
     assert json.loads((tmp_path / "summary.json").read_text())["link"] == {"line": "100mbit,5ms"}
     assert "the relay of --link 100mbit,5ms does not answer" in capsys.readouterr().out

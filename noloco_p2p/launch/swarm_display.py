@@ -1,0 +1,211 @@
+"""A swarm on this machine for its owner while it runs: a bar above a live table, or plain lines."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from noloco_p2p import humanize
+from noloco_p2p.launch.node_probe import MetricsReading
+from noloco_p2p.launch.node_process import NodeProcess
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
+GONE = frozenset({"left"})
+COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
+FORMATS = {"loss": ".3f", "tokens/s": ",.0f"}
+MOST_ROWS = 12
+"""Of more nodes than these a line is one stage."""
+STAGE_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
+    "inner step": lambda known: round(fmean(known)),
+    "outer round": max,
+    "loss": fmean,
+    "tokens/s": sum,
+    "peers": min,
+}
+"""What the line of a stage has of its nodes."""
+LEAST_BAR, MOST_BAR = 5, 40
+"""Characters."""
+NARROW = 70
+
+Row = Mapping[str, Any]
+"""One node's line: column → value; None or left out: not known yet."""
+
+
+def row(node: NodeProcess) -> Row:
+    """A node's line, from its last readings: loss in nats per token, and the other nodes that it sees."""
+    if not node.readings:
+        return {"node": node.name, "stage": node.stage}
+    old, new = node.readings[0], node.readings[-1]
+    inner_steps = int(new.total("inner_steps_total"))
+    rate = None
+    if new.at > old.at and inner_steps:
+        rate = (new.total("tokens_total") - old.total("tokens_total")) / (new.at - old.at)
+    seen = sum(count for state, count in new.by("state", "peers").items() if state not in GONE)
+    return {
+        "node": node.name,
+        "stage": node.stage,
+        "state": next((state for state, on in new.by("state", "state").items() if on), None),
+        "inner step": inner_steps,
+        "outer round": int(new.total("outer_rounds_total")),
+        "loss": new.total("loss") or None,
+        "tokens/s": rate,
+        "step": new.total("step"),
+        "peers": max(0, int(seen) - 1),
+    }
+
+
+def last_row(node: NodeProcess) -> Row:
+    """A node's line once it has ended, from the summary that it wrote, or else from its last readings."""
+    summary = node.summary
+    if summary is None:
+        return row(node)
+    loss = row(node).get("loss") if summary["final_loss"] is None else summary["final_loss"]
+    counts = {"inner step": summary["inner_steps"], "outer round": summary["outer_rounds"]}
+    counts |= {"step": summary.get("step")}
+    return {"node": node.name, "stage": node.stage, "state": summary["state"], **counts, "loss": loss}
+
+
+def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:
+    """A line for each stage that some node reports to be served by nobody."""
+    longest: dict[str, float] = {}
+    for reading in readings:
+        for stage, seconds in ({} if reading is None else reading.by("stage", "stage_deserted_seconds")).items():
+            longest[stage] = max(seconds, longest.get(stage, 0.0))
+    return [f"stage {stage} has had no replica for {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
+
+
+class Display:
+    """Where the launcher shows the swarm: a table drawn in place at a terminal, else lines on standard output."""
+
+    def __init__(self, steps: int, plain: bool) -> None:
+        """`steps` of the run; `plain`: lines in any case."""
+        from rich.live import Live
+
+        live = not plain and sys.stdout.isatty()
+        self._live = Live(auto_refresh=False, redirect_stderr=False) if live else None
+        self._progress = RunProgress(steps)
+        self._doing = ""
+        self.interval_s = LIVE_INTERVAL_S if live else PLAIN_INTERVAL_S
+        """Seconds between two readings of the nodes."""
+
+    def show(self, rows: Sequence[Row], notes: Sequence[str], doing: str = "") -> None:
+        """The nodes as they are now, and lines about the whole swarm; `doing`: what it does while it does not train."""
+        shown = rows if len(rows) <= MOST_ROWS else stage_rows(rows)
+        if self._live is not None:
+            from rich.console import Group
+            from rich.text import Text
+
+            width = self._live.console.width
+            head = doing or self._progress.line(rows, width)
+            above = [Text(head, no_wrap=True, overflow="ellipsis")] if head else []
+            self._live.start()  # once it runs, this does nothing
+            self._live.update(Group(*above, _table(shown, width), *map(Text, notes)), refresh=True)
+        elif not doing:
+            lines = [self._progress.line(rows), *map(_plain_line, shown), *notes]
+            print("\n".join(filter(None, lines)), flush=True)
+        elif doing != self._doing:
+            print(doing, flush=True)
+        self._doing = doing
+
+    def say(self, line: str) -> None:
+        """One line that stays; above the table where there is one."""
+        if self._live is None:
+            print(line, flush=True)
+        else:
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was; the last table stays."""
+        if self._live is not None:
+            self._live.stop()
+
+
+class RunProgress:
+    """How far a swarm is, from the lines of its nodes."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._began_at = time.monotonic()
+        self._first: tuple[float, float] | None = None
+        """(when, step) at the first reading of a node that trains."""
+
+    def line(self, rows: Sequence[Row], width: int = 0) -> str:
+        """One line: steps, share, tokens/s, loss, time so far, time left; with a bar where `width` is known.
+
+        What does not fit is left out. Empty before the first step.
+        """
+        first = [row for row in rows if row["stage"] == 0 and row.get("inner step")]
+        steps = [row["step"] for row in first if row.get("step")]
+        if not steps:
+            return ""
+        now, step = time.monotonic(), min(fmean(steps), self._steps)
+        self._first = self._first or (now, step)
+        done, spent_s = step - self._first[1], now - self._first[0]
+        rate = sum(row.get("tokens/s") or 0.0 for row in first)
+        losses = [row["loss"] for row in first if row.get("loss")]
+        speed = f"{humanize.compact(rate)} tok/s" if rate else ""
+        so_far = humanize.stopwatch(now - self._began_at)
+        left_s = spent_s / done * (self._steps - step) if done else 0.0
+        head = f"step {step:,.0f}/{self._steps:,}"
+        found = (
+            f"{100 * step / self._steps:.0f} %",
+            speed,
+            f"loss {fmean(losses):.2f}" if losses else "",
+            so_far,
+            f"{humanize.stopwatch(left_s)} left" if left_s else "",
+        )
+        parts = list(filter(None, found))
+        if not width:
+            return "  ".join([head, *parts])
+        for least in (so_far, speed):
+            if least in parts and len(head) + len(" · ".join(parts)) + LEAST_BAR + 2 > width:
+                parts.remove(least)
+        tail = " · ".join(parts)
+        cells = min(MOST_BAR, width - len(head) - len(tail) - 3)
+        full = round(cells * step / self._steps)
+        return f"{head} {'━' * full}{'╌' * (cells - full)} {tail}" if cells >= LEAST_BAR else f"{head} {tail}"
+
+
+def stage_rows(rows: Sequence[Row]) -> list[Row]:
+    """A line for each stage: how many of its nodes are in the commonest state, mean steps and loss, sum of tokens/s."""
+    found: list[Row] = []
+    for stage in sorted({row["stage"] for row in rows}):
+        mine = [row for row in rows if row["stage"] == stage]
+        state, number = Counter(row.get("state") or "starting" for row in mine).most_common(1)[0]
+        line: dict[str, Any] = {"node": f"stage {stage}", "stage": stage, "state": f"{number} of {len(mine)} {state}"}
+        for column, of in STAGE_FIGURES.items():
+            known = [row[column] for row in mine if row.get(column) is not None]
+            line[column] = of(known) if known else None
+        found.append(line)
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    values = [(row.get(column), FORMATS.get(column, "")) for column in COLUMNS]
+    return [humanize.DASH if value is None else format(value, spec) for value, spec in values]
+
+
+def _plain_line(row: Row) -> str:
+    node, _, state, *cells = _cells(row)
+    if row.get("inner step") is None:
+        return f"{node}  starting"
+    return "  ".join([node, state, *(f"{column} {cell}" for column, cell in zip(COLUMNS[3:], cells, strict=True))])
+
+
+def _table(rows: Sequence[Row], width: int) -> "Table":
+    """Without the column of the stage, which the name of the node begins with, and less in a narrow terminal."""
+    from rich.table import Table
+
+    hidden = ("stage",) if width >= NARROW else ("stage", "outer round", "peers")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        if column not in hidden:
+            table.add_column(column, justify="left" if column in ("node", "state") else "right")
+    for row in rows:
+        table.add_row(*(cell for column, cell in zip(COLUMNS, _cells(row), strict=True) if column not in hidden))
+    return table

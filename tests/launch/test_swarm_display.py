@@ -1,0 +1,79 @@
+"""What `noloco swarm` shows: one line about the whole, and a table that fits the terminal."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from noloco_p2p.launch import swarm_display
+from noloco_p2p.launch.swarm_display import Display, Row, RunProgress, stage_rows
+
+
+def nodes(stages: int, replicas: int, **figures: Any) -> list[Row]:
+    """Nodes that train, with large figures."""
+    found = {"state": "finished", "inner step": 98_765, "outer round": 9_876, "loss": 12.345, "tokens/s": 98_765.0}
+    found |= {"peers": 99, "step": 99_000.0, **figures}
+    return [{"node": f"{s}-{r}", "stage": s, **found} for s in range(stages) for r in range(replicas)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(swarm_display, "time", clock)
+    return clock
+
+
+def test_one_line_says_how_far_it_is_and_how_long_it_takes(clock: Clock) -> None:
+    progress = RunProgress(1000)
+    assert progress.line([{"node": "0-0", "stage": 0}], 80) == "", "nothing is known yet"
+    clock.now += 12
+    assert (
+        progress.line(nodes(1, 2, step=30.0, loss=4.0, **{"tokens/s": None})) == "step 30/1,000  3 %  loss 4.00  0:12"
+    )
+    clock.now += 60
+    rows = nodes(2, 2, step=230.0, loss=2.41, **{"tokens/s": 3200.0})
+    tail = "23 % · 6.4k tok/s · loss 2.41 · 1:12 · 3:51 left"
+    assert progress.line(rows).split("  ") == ["step 230/1,000", *tail.split(" · ")]
+    assert progress.line(rows, 80) == f"step 230/1,000 ━━━╌╌╌╌╌╌╌╌╌╌╌╌ {tail}"
+    assert progress.line(rows, 60) == "step 230/1,000 ━━━╌╌╌╌╌╌╌╌╌╌╌╌ 23 % · loss 2.41 · 3:51 left"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("replicas", [2, 6, 7, 200])
+def test_it_fits_the_terminal(width: int, replicas: int, clock: Clock) -> None:
+    progress, rows = RunProgress(100_000), nodes(2, replicas)
+    progress.line(rows, width)
+    clock.now += 36_000
+    assert len(progress.line(nodes(2, replicas, step=99_500.0), width)) <= width
+    shown = rows if len(rows) <= swarm_display.MOST_ROWS else stage_rows(rows)
+    console = Console(width=width, height=50, record=True, file=io.StringIO())
+    console.print(swarm_display._table(shown, width))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 1 + len(shown), "no line is wrapped"
+    assert max(map(len, lines)) <= width
+
+
+def test_many_nodes_are_summed_up_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*nodes(1, 9, **{"inner step": 10, "tokens/s": 100.0, "loss": 2.0}), *nodes(1, 4, state="paused")]
+    rows[0] = {**rows[0], "state": "paused", "inner step": 19, "loss": 2.9}
+    Display(1000, plain=True).show(rows, ["a note"])
+    progress, stage, note = capsys.readouterr().out.splitlines()
+    assert progress.startswith("step ")
+    assert stage.startswith("stage 0  8 of 13 finished  inner step ")
+    assert note == "a note"
+
+
+def test_plain_lines_say_what_is_done_once(capsys: pytest.CaptureFixture[str]) -> None:
+    display, rows = Display(1000, plain=True), [{"node": "0-0", "stage": 0}]
+    for doing in ("importing torch", "importing torch", "starting 2 nodes: 1 of 2", ""):
+        display.show(rows, [], doing)
+    assert capsys.readouterr().out.splitlines() == ["importing torch", "starting 2 nodes: 1 of 2", "0-0  starting"]
