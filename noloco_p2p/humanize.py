@@ -19,6 +19,12 @@ def finite(value: float | None) -> float:
     return found if isfinite(found) else 0.0
 
 
+def plain(text: str, most: int = 10_000) -> str:
+    """One line that a terminal may show, of at most so many characters, whatever a stranger has put into it."""
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def count(value: float) -> str:
     """`12,345`."""
     return f"{value:,.0f}"

@@ -33,3 +33,18 @@ PEER = "12D3KooW" + 39 * "x" + "S1R0x"
 )  # fmt: skip
 def test_what_is_written(written: list[str], expected: list[str]) -> None:
     assert written == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b]0;mine\x07\x1b[2J", "a\nb\rc\td", "\u202egnp.exe", "\x9b31m", "\u2028", "\ud800"]
+)
+def test_plain_text_is_one_line_without_what_a_terminal_would_obey(text: str) -> None:
+    shown = humanize.plain(text)
+    assert shown.isprintable()
+    assert len(shown) == len(text)
+    assert shown.split() == "".join(c if c.isprintable() else " " for c in text).split()
+
+
+def test_plain_text_is_bounded_and_leaves_what_is_plain() -> None:
+    assert humanize.plain("größer – ok") == "größer – ok"
+    assert humanize.plain("x" * 200, 100) == "x" * 99 + "…"

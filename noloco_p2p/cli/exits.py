@@ -6,6 +6,7 @@ from typing import NoReturn
 import typer
 
 from noloco_p2p.errors import NolocoError
+from noloco_p2p.humanize import plain
 
 DEBUG = "--debug"
 USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
@@ -41,5 +42,5 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
 
 def fail(message: str, code: int) -> NoReturn:
     """End the process with one line on stderr."""
-    print(f"error: {message}", file=sys.stderr)
+    print("\n".join(map(plain, f"error: {message}".split("\n"))), file=sys.stderr)
     sys.exit(code)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
+from noloco_p2p.humanize import plain
 from noloco_p2p.launch.yaml_entries import FREE_SECTION, Key, KnownKeys, SettingEntry, read_entries
 
 WANTED = {
@@ -105,7 +106,7 @@ def manifest_from_json(data: bytes) -> RunManifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])[:100]
-        message = " ".join(f"{name} {first['msg']}".split())[:300]
+        message = plain(f"{name} {first['msg']}", 300)
         raise Violation(
             f"the manifest received is not valid ({message}): does the peer run another version?"
         ) from error

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable, Violation
+from noloco_p2p.humanize import plain
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.reach import endpoint, joined
@@ -142,7 +143,7 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
     reason: str | None = found["reason"]
     if reason is None:
         return None
-    return "".join(letter if letter.isprintable() else "?" for letter in reason[:_REASON_LIMIT])
+    return plain(reason, _REASON_LIMIT)
 
 
 async def check_reachable(libp2p: Libp2pDaemon, address: str) -> None:

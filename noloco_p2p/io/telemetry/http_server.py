@@ -15,6 +15,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,13 @@ from prometheus_client.exposition import choose_encoder, gzip_accepted
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status
 from noloco_p2p.errors import LocalError
+from noloco_p2p.humanize import plain
 from noloco_p2p.io.telemetry import status_json
 
 REQUESTS_LIMIT = 16
-"""Requests at once; for one more the oldest is cut off."""
+"""Requests at once; for one more the oldest of the host that has the most is cut off."""
+NODES_LIMIT = 1024
+"""Others that Prometheus is told of."""
 DEADLINE_S = 10.0
 """Longest life of a request, from its connection to the last byte of the answer."""
 SILENCE_S = 5.0
@@ -86,8 +90,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = addresses[0][0]
         self.pages = pages
-        self._accepted_at: dict[Any, float] = {}
-        """Connection → when it was accepted, oldest first."""
+        self._accepted: dict[Any, tuple[float, str]] = {}
+        """Connection → when it was accepted, and from where, oldest first."""
         self._changed = threading.Condition()
         super().__init__((host, port), _PageHandler)
 
@@ -113,11 +117,13 @@ class HttpServer(socketserver.ThreadingTCPServer):
         """Give it a thread; the oldest request is cut off when there is none left."""
         with self._changed:
             if not self._has_room():
-                self.cut_off(next(iter(self._accepted_at.values())))
+                hosts = Counter(host for _, host in self._accepted.values())
+                busiest = max(hosts, key=hosts.__getitem__)
+                self._end(next(one for one, (_, host) in self._accepted.items() if host == busiest))
             if not self._changed.wait_for(self._has_room, FREED_S):
                 self.shutdown_request(request)
                 return
-            self._accepted_at[request] = time.monotonic()
+            self._accepted[request] = time.monotonic(), client_address[0]
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -126,7 +132,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._changed:
-                self._accepted_at.pop(request, None)
+                self._accepted.pop(request, None)
                 self._changed.notify_all()
 
     def service_actions(self) -> None:
@@ -136,13 +142,16 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def cut_off(self, until: float) -> None:
         """Break the connections that were accepted at that time or before; their threads end by it."""
         with self._changed:
-            late = [request for request, accepted_at in self._accepted_at.items() if accepted_at <= until]
+            late = [request for request, (accepted_at, _) in self._accepted.items() if accepted_at <= until]
         for request in late:
-            with contextlib.suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)
+            self._end(request)
+
+    def _end(self, request: Any) -> None:
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def _has_room(self) -> bool:
-        return len(self._accepted_at) < REQUESTS_LIMIT
+        return len(self._accepted) < REQUESTS_LIMIT
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news."""
@@ -229,8 +238,9 @@ def pages(registry: CollectorRegistry, health: Callable[[], tuple[Status | None,
 
 
 def targets(status: Status) -> list[dict[str, object]]:
-    """What Prometheus scrapes: this node and all that it knows, in the order of their ids, one entry a target."""
-    adverts = sorted([status.advert, *(seen.advert for seen in status.seen)], key=lambda advert: advert.peer_id)
+    """What Prometheus scrapes: this node and the first that it knows, in the order of their ids, one entry a target."""
+    known = [seen.advert for seen in status.seen if seen.advert.state not in GONE]
+    adverts = sorted([status.advert, *known[:NODES_LIMIT]], key=lambda advert: advert.peer_id)
     return [target for advert in adverts if advert.state not in GONE for target in _targets(advert)]
 
 
@@ -252,4 +262,4 @@ def _targets(advert: Advert) -> Iterator[dict[str, object]]:
 
 
 def _line(text: str, code: int) -> HttpResponse:
-    return HttpResponse(" ".join(text.split()).encode() + b"\n", code=code)
+    return HttpResponse(" ".join(plain(text).split()).encode() + b"\n", code=code)

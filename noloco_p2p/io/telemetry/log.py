@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from noloco_p2p.humanize import plain
 from noloco_p2p.io.telemetry.counters import EVENTS, Fields, RunCounters
 
 QUEUE_LINES = 4_096
@@ -88,11 +89,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({**line, "message": record.getMessage(), **getattr(record, "fields", {})}, default=str)
 
 
+class PlainFormatter(logging.Formatter):
+    """Lines for a terminal: what peers have said is in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The lines, more than one where the message holds a traceback."""
+        return "\n".join(map(plain, super().format(record).split("\n")))
+
+
 def start(stream: TextIO, *, json_lines: bool = False, level: int = logging.INFO) -> Callable[[], None]:
     """Send the root logger's records to `stream` and nowhere else. Returns what writes out the rest and ends it."""
     output = logging.StreamHandler(stream)
-    plain = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
-    output.setFormatter(JsonFormatter() if json_lines else plain)
+    lines = PlainFormatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+    output.setFormatter(JsonFormatter() if json_lines else lines)
     background = BackgroundHandler(output, QUEUE_LINES, "log")
     root = logging.getLogger()
     before, level_before = root.handlers[:], root.level

@@ -7,6 +7,7 @@ Whom and what a wait is for are words in JSON and values everywhere else: this i
 import json
 import re
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +17,7 @@ from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status, Unknown, Wait
 from noloco_p2p.errors import Violation
+from noloco_p2p.humanize import plain
 
 LIMIT_BYTES = 4 * 1024 * 1024
 """Length of a status. That of a node that knows 256 others has 150 kB."""
@@ -27,6 +29,7 @@ FIELDS_LIMIT = 256
 """Fields of an object."""
 TEXT_LIMIT = 1_024
 """Letters of a text; longer ones are cut."""
+_line = partial(plain, most=TEXT_LIMIT)
 _NUMBER_LIMIT = 2.0**63
 _DEEPEST = 8
 
@@ -152,13 +155,6 @@ def _purpose(text: str) -> values.Purpose:
     if found := _GUARDING.fullmatch(text):
         return values.ForGuarding(int(found[1]))
     return values.Task(text) if text in _TASKS else Unknown(text)
-
-
-def _line(text: str) -> str:
-    """One printable line of bounded length: what a terminal may show."""
-    if len(text) > TEXT_LIMIT:
-        text = text[: TEXT_LIMIT - 1] + "…"
-    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _check(value: object, where: str, depth: int) -> None:

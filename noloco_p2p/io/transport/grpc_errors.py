@@ -9,6 +9,7 @@ import grpc.aio
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, Declined, PeerError, Unreachable, Violation
+from noloco_p2p.humanize import plain
 from noloco_p2p.io.transport import message_codec
 
 
@@ -34,7 +35,7 @@ def translated_errors(peer: PeerId, what: str, seconds: float, give_up_at: float
 
 def _translated(error: grpc.aio.AioRpcError, peer: PeerId, what: str, seconds: float) -> PeerError:
     """What a status of gRPC means to the caller."""
-    code, details = error.code(), (error.details() or "")[: message_codec.MESSAGE_CHARACTERS]
+    code, details = error.code(), plain(error.details() or "", message_codec.MESSAGE_CHARACTERS)
     match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unreachable(f"no {what} from {peer} within {seconds:g} s")

@@ -15,6 +15,7 @@ import xxhash
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import (
     LARGEST_COUNT,
+    PEER_ID_CHARACTERS,
     Activation,
     Gradient,
     Header,
@@ -28,6 +29,7 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.core.scattered import ScatteredAssembler
 from noloco_p2p.errors import Busy, Declined, NolocoError, PeerError, Violation
+from noloco_p2p.humanize import plain
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.frame_codec import packed, unpacked
 
@@ -76,7 +78,7 @@ def to_refused(error: NolocoError) -> bytes:
 
 def to_error(refusal: pb.Refusal) -> PeerError:
     """What the peer's refusal means here."""
-    message = refusal.message[:MESSAGE_CHARACTERS]
+    message = plain(refusal.message, MESSAGE_CHARACTERS)
     if refusal.kind == pb.Refusal.KIND_VIOLATION:
         return Violation(message, ours=True)
     return Busy(message) if refusal.kind == pb.Refusal.KIND_BUSY else Declined(message)
@@ -258,7 +260,8 @@ def from_description(reply: pb.DescribeReply) -> NodeDescription:
     if not reply.HasField("description"):
         raise Violation("the peer describes nothing")
     d = reply.description
-    return NodeDescription(reply.peer_id, reply.run_id, d.stage, d.state, d.step, d.outer_round, d.version)
+    peer_id, run_id = plain(reply.peer_id, PEER_ID_CHARACTERS), plain(reply.run_id, PEER_ID_CHARACTERS)
+    return NodeDescription(peer_id, run_id, d.stage, plain(d.state, 32), d.step, d.outer_round, plain(d.version, 32))
 
 
 def from_loss(raw: bytes, targets: TensorSpec) -> LossSum:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import AnyReplica, Status
-from noloco_p2p.humanize import short_id
+from noloco_p2p.humanize import plain, short_id
 
 Severity = Literal["ok", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "warning", "error")
@@ -80,9 +80,7 @@ def at_node(severity: Severity, name: str, peer: PeerId | None, sentence: str, a
 
 def line(text: str) -> str:
     """One printable line of bounded length, whatever a stranger put into it."""
-    flat = "".join(letter if letter.isprintable() else " " for letter in text[: 2 * LINE_CHARACTERS])
-    flat = " ".join(flat.split())
-    return flat if len(flat) <= LINE_CHARACTERS else f"{flat[: LINE_CHARACTERS - 1]}…"
+    return plain(" ".join(plain(text, 2 * LINE_CHARACTERS).split()), LINE_CHARACTERS)
 
 
 def named(peers: Sequence[PeerId]) -> str:

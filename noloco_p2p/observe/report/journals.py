@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.humanize import plain
 from noloco_p2p.io.telemetry.journal import NAME, oldest_first
 from noloco_p2p.launch import homes
 
@@ -105,5 +106,4 @@ def number(value: object) -> float | None:
 
 def clean(value: object) -> str:
     """A text of one line, bounded, without what cannot be seen."""
-    text = (value if isinstance(value, str) else str(value))[:MOST_CHARACTERS]
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return plain(value if isinstance(value, str) else str(value), MOST_CHARACTERS)

@@ -19,6 +19,7 @@ from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.status import Resource, SeenPeer, Status, Trouble, Unknown, Wait
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.telemetry import http_server, status_json
+from noloco_p2p.io.telemetry.http_server import REQUESTS_LIMIT, HttpResponse, HttpServer
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 
 RUN = "ab" * 32
@@ -341,3 +342,47 @@ def test_256_peers_fit_into_200_kb(asker: Asker, telemetry: PrometheusTelemetry,
     sizes = {path: len(asker.ask(path)[2]) for path in ("/metrics", "/sd", "/status")}
     assert all(1_000 < size < 200_000 for size in sizes.values()), sizes
     assert len(json.loads(asker.ask("/sd")[2])) == 257
+
+
+def test_a_host_that_asks_all_the_time_cuts_off_its_own_requests_only() -> None:
+    """Hole 17: 320 connections a second from one host, and every scrape from another was cut off before its answer."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow(query: str, accept: str) -> HttpResponse:
+        asked.set()
+        answer.wait(60)
+        return HttpResponse(b"ok")
+
+    server = HttpServer.open("127.0.0.1", 0, {"/": slow})
+    port = server.server_address[1]
+    got: list[bytes] = []
+
+    def scrape() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/")
+        got.append(connection.getresponse().read())
+
+    scraping = threading.Thread(target=scrape)
+    flood: list[socket.socket] = []
+    try:
+        scraping.start()
+        assert asked.wait(60)
+        for _ in range(5 * REQUESTS_LIMIT):
+            flood.append(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
+        # The first ones have been cut off for those that came later.
+        assert flood[0].recv(1) == b""
+        assert flood[2 * REQUESTS_LIMIT].recv(1) == b""
+        answer.set()
+        scraping.join(60)
+        assert got == [b"ok"]
+    finally:
+        answer.set()
+        server.close()
+        for each in flood:
+            each.close()
+
+
+def test_discovery_lists_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "NODES_LIMIT", 3)
+    named = [each["labels"]["__meta_noloco_peer_id"] for each in http_server.targets(status(10))]  # type: ignore[index]
+    assert named == [advert(number).peer_id for number in range(4)], "this node is among them"

@@ -443,3 +443,14 @@ def test_events_of_the_hot_path_are_cheap(telemetry: PrometheusTelemetry) -> Non
         telemetry.event("bytes", direction="in", kind="activation", bytes=1)
         telemetry.event("gauge", name="in_flight", value=1)
     assert in_time((time.perf_counter() - began) / 6000, 100e-6)
+
+
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_no_line_of_the_log_obeys_a_peer(json_lines: bool) -> None:
+    lines = io.StringIO()
+    stop = log.start(lines, json_lines=json_lines)
+    logging.getLogger("noloco_p2p").warning("the peer says %s", "\x1b[2J\x1b]0;mine\x07")
+    stop()
+    [line] = lines.getvalue().splitlines()
+    assert line.isprintable()
+    assert "the peer says" in line

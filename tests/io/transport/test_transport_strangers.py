@@ -13,7 +13,7 @@ from transport_fixture import LARGE, RUN, Node, Pair, activation, advert, echo, 
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import LEAST_STRIPE_BYTES
 from noloco_p2p.core.messages import HostTensor, PeerId, ReplicaState, TensorSpec
-from noloco_p2p.errors import Busy, Unreachable, Violation
+from noloco_p2p.errors import Busy, Declined, Unreachable, Violation
 from noloco_p2p.io.transport import callers, frame_codec, message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import LEAST_BYTES_PER_S, RESERVE_S, Caller, Callers, Patience, Share
@@ -439,3 +439,32 @@ def test_no_more_tensors_are_looked_at_than_the_stage_has(
     with pytest.raises(Violation, match="expected"):
         message_codec.from_specs(many, expected, "snapshot")
     assert len(looked) == 2
+
+
+# --- what peers say --------------------------------------------------------------------------------------------------
+
+EVIL = "\x1b]0;mine\x07\x1b[2J\nerror: all is lost\u202e" + "x" * 9000
+
+
+def test_what_a_peer_says_reaches_no_terminal_as_it_is() -> None:
+    """Hole 17: refusals, descriptions, and what gRPC says in its name."""
+    refusal = pb.Refusal(kind=pb.Refusal.KIND_BUSY, message=EVIL)
+    described = pb.Description(state=EVIL, version=EVIL)
+    said = message_codec.from_description(pb.DescribeReply(peer_id=EVIL, run_id=EVIL, description=described))
+    shown = [str(message_codec.to_error(refusal)), said.state, said.version, said.peer_id, said.run_id]
+
+    async def refuse(header: Any, body: Any) -> Any:
+        raise Declined(EVIL)
+
+    async def fail(header: Any, body: Any) -> Any:
+        raise ValueError(EVIL)
+
+    async def scenario() -> None:
+        for serve in (refuse, fail):
+            async with pair(Node(serve)) as both:
+                with pytest.raises(Declined) as caught:
+                    await both.a.propagate(both.peer, activation())
+                shown.append(str(caught.value))
+
+    run(scenario())
+    assert all(text and text.isprintable() and len(text) < 700 for text in shown)
