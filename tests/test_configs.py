@@ -10,6 +10,7 @@ import yaml
 
 from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.core.outer_rules import DEFAULTS
 from noloco_p2p.launch import settings
 from noloco_p2p.launch.yaml_entries import KnownKeys
 
@@ -39,7 +40,15 @@ def test_tiny_is_the_defaults_written_out() -> None:
     assert manifest.run_id == RunManifest().run_id
     assert node == NodeConfig()
     given = {entry.key for entry in settings.read(CONFIGS / "tiny.yaml", {}, []).entries}
-    assert set(KnownKeys.of(RunManifest).keys) <= given, "every key of the manifest stands there"
+    of_the_rule = {key for defaults in DEFAULTS.values() for key in defaults}
+    left_out = set(KnownKeys.of(RunManifest).keys) - given
+    assert left_out == {("outer", key) for key in of_the_rule}, "every key of the manifest stands there but these"
+    for rule in DEFAULTS:
+        chosen = settings.read(CONFIGS / "tiny.yaml", {}, [f"outer.rule={rule}"]).manifest()
+        assert chosen.outer == OuterSettings(rule=rule), "with that rule's own defaults"
+    commented = (CONFIGS / "tiny.yaml").read_text("utf-8").partition("Those of noloco:\n")[2].partition("  pairing")[0]
+    written = yaml.safe_load(re.sub("^  # ", "", commented, flags=re.MULTILINE))
+    assert written == {key: getattr(OuterSettings(), key) for key in of_the_rule}
     assert sum(stage.parameters for stage in stage_sizes(manifest)) == 1_148_032
 
 

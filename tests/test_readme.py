@@ -32,7 +32,7 @@ PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|
 """What is taken for a path: it has a slash inside or at its end, or a known ending."""
 
 OF_A_RUN = re.compile(
-    r"(noloco-(runs|experiments)|my-tasks)/.*|(noloco|endpoints|manifest|summary|swarm|results)\.json|known[_-]peers\.json"
+    r"(noloco-(runs|experiments)|my-tasks)/.*|(noloco|endpoints|manifest|local|summary|swarm|results)\.json|known[_-]peers\.json"
     r"|events\.jsonl|mine\.yaml|report\.(html|md)|python/name:.*"
 )
 """Files that a run makes or a user writes."""

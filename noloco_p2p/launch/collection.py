@@ -3,9 +3,9 @@
 `live_collection.py` has the other source, a running swarm.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from noloco_p2p.compute import exported_model
@@ -15,6 +15,7 @@ from noloco_p2p.core.messages import PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, read_tensors, stored_checkpoints
 from noloco_p2p.launch import homes, run_files
+from noloco_p2p.launch.run_files import LocalFiles
 
 ATTEMPTS = 3
 """A running node may remove a checkpoint before it is read; then the newer ones are tried."""
@@ -46,6 +47,10 @@ class CollectedWeights:
     round: int
     stages: tuple[tuple[CollectedReplica, ...], ...]
     """By stage, each sorted by peer id, at least one."""
+    local: LocalFiles = field(default_factory=LocalFiles)
+    """Of the run's nodes, where they are on this machine."""
+    summary: Mapping[str, object] = field(default_factory=dict)
+    """Of the run, where it is known."""
 
 
 @contextmanager
@@ -83,7 +88,9 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
         if (stage, peer) not in taken:
             why = "one replica of the stage is enough" if one else f"its newest checkpoint is of round {held}"
             say(f"not used: {peer} of stage {stage}: {why}")
-    return CollectedWeights(checkpoints[0].manifest.run_id, manifest, round, stages)
+    run_id, nodes = checkpoints[0].manifest.run_id, list(dict.fromkeys(map(_home, checkpoints)))
+    local, summary = run_files.local_files(nodes), run_files.run_summary(nodes, run_id)
+    return CollectedWeights(run_id, manifest, round, stages, local, summary)
 
 
 def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:

@@ -96,6 +96,7 @@ async def run(options: NodeOptions) -> None:
         closing.push_async_callback(asyncio.wait, [imports])
         ports = await _open_ports(closing, libp2p, local.model_copy(update={"listen": listen}), manifest, options.dir)
         run_files.store_manifest(options.dir, manifest)
+        run_files.store_local_files(options.dir, local)
         journal = FileJournal(options.dir, ports.telemetry.counters)
         me = ports.advert
         journal.open(peer_id=me.peer_id, run_id=me.run_id, name=manifest.name, version=me.version, stage=local.stage)

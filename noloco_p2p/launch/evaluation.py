@@ -21,7 +21,7 @@ from noloco_p2p.io.data.samples import IGNORED_TARGET
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer
 from noloco_p2p.launch.collection import progress_bar
-from noloco_p2p.launch.export import REPLICAS, TOKENIZER, exported_tokenizer, read_record
+from noloco_p2p.launch.export import REPLICAS, TOKENIZER, exported_tokenizer, read_record, recorded_data
 from noloco_p2p.launch.swarm_summary import perplexity
 
 STDLIB = "stdlib"
@@ -114,7 +114,9 @@ def _batches(
         kind = "stdlib" if not files else "text" if used.kind == "stdlib" else used.kind
         used = DataSettings(kind=kind, tokenizer=used.tokenizer)
     elif used.kind != "stdlib" and used.dataset is None:
-        raise ConfigError("the run read local files: name them with --data, and --held-out for the part it held out")
+        files = recorded_data(out)
+        if not files:
+            raise ConfigError("the run read local files: name them with --data, and --held-out for what it held out")
     measure = manifest.evaluation
     if microbatches is not None:
         measure = measure.model_copy(update={"microbatches": microbatches})

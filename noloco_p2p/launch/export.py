@@ -13,8 +13,9 @@ from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.data.tokenizers import Tokenizer, load_tokenizer
-from noloco_p2p.launch import homes, run_files, settings
+from noloco_p2p.launch import homes, node_probe, run_files, settings
 from noloco_p2p.launch.homes import Home
+from noloco_p2p.launch.model_card import CARD, model_card
 
 if TYPE_CHECKING:
     from noloco_p2p.launch.collection import CollectedWeights
@@ -82,7 +83,7 @@ def write(
 
     exported_model.silence_transformers()
     manifest = found.manifest
-    eos = _write_tokenizer(manifest, tokenizer_dir, directory, say)
+    eos = _write_tokenizer(manifest, tokenizer_dir or found.local.tokenizer_dir, directory, say)
     most = max(map(len, found.stages))
     chains = most if merge == "mean" and replicas and most > 1 else 0
     models = {directory: [exported_model.mean([r.weights for r in mine]) for mine in found.stages]}
@@ -102,8 +103,10 @@ def write(
         "replicas": chains,
         "version": __version__,
         "manifest": manifest.model_dump(mode="json"),
+        "data_files": found.local.data_files,
     }
     run_files.write_json(directory / RECORD, record)
+    run_files.write_whole(directory / CARD, model_card(record, found.summary).encode())
 
 
 def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory: Path, say: Say) -> int | None:
@@ -116,7 +119,10 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
         return None
     if parquet and tokenizer_dir is not None:
         name = tokenizer_dir
-    eos = load_tokenizer(name, tokenizer_dir, int(str(manifest.model.config["vocab_size"]))).eos
+    try:
+        eos = load_tokenizer(name, tokenizer_dir, int(str(manifest.model.config["vocab_size"]))).eos
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --tokenizer-dir DIR names the run's tokenizer") from error
     exported_model.write_tokenizer(tokenizer_dir or (None if name == "bytes" else name), directory)
     return eos
 
@@ -131,6 +137,12 @@ def read_record(directory: Path) -> tuple[RunManifest, int]:
         return settings.manifest_from_json(json.dumps(record["manifest"]).encode()), int(record["replicas"])
     except (OSError, ValueError, KeyError, TypeError, Violation) as error:
         raise ConfigError(f"{directory} is not what `noloco export` writes: {path.name} cannot be read") from error
+
+
+def recorded_data(directory: Path) -> tuple[str, ...]:
+    """The data files that the run of an exported directory read on the machine that exported it."""
+    found = node_probe.read_json(directory / RECORD) or {}
+    return tuple(found.get("data_files", ()))
 
 
 def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
@@ -154,6 +166,9 @@ def replaced(out: Path) -> Iterator[Path]:
     try:
         fresh.mkdir(parents=True)
         yield fresh
+        # Libraries write weights that only their owner may read.
+        for path in fresh.rglob("*"):
+            path.chmod(fresh.stat().st_mode & (0o777 if path.is_dir() else 0o666))
         fresh.rename(out)
     except OSError as error:
         raise LocalError(f"{out} cannot be written: {error.strerror or error}") from error

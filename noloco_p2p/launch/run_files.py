@@ -5,12 +5,12 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from noloco_p2p.config import ListenSettings, RunManifest
+from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import LocalError, OtherRun, Violation
 from noloco_p2p.io.dht.addresses import from_here, reserve_port
 from noloco_p2p.io.dht.identity import KEY, Identity
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from noloco_p2p.node.loop import Node
 
 
+LOCAL = "local.json"
+"""In a node's directory: where the run's files are on this machine."""
 MANIFEST = "manifest.json"
 """The run that a node's directory belongs to, as JSON; its checkpoints are of that run."""
 
@@ -159,6 +161,35 @@ def store_unless_less(path: Path, summary: Mapping[str, object]) -> bool:
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """A JSON object, see `write_whole`."""
     write_whole(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
+
+
+class LocalFiles(NamedTuple):
+    """Where a node reads what its run needs beside the manifest, as absolute paths."""
+
+    tokenizer_dir: str | None = None
+    data_files: tuple[str, ...] = ()
+
+
+def store_local_files(directory: Path, local: NodeConfig) -> None:
+    """Keep them for what is done with the run later (`noloco export`, `noloco eval`). Raises LocalError."""
+
+    def absolute(name: str) -> str:
+        return str(Path(name).expanduser().absolute())
+
+    tokenizer = None if local.tokenizer_dir is None else absolute(local.tokenizer_dir)
+    write_json(directory / LOCAL, LocalFiles(tokenizer, tuple(map(absolute, local.data_files)))._asdict())
+
+
+def local_files(directories: Iterable[Path]) -> LocalFiles:
+    """Those of the first of these nodes that kept them."""
+    found = next(filter(None, (node_probe.read_json(directory / LOCAL) for directory in directories)), {})
+    return LocalFiles(found.get("tokenizer_dir"), tuple(found.get("data_files", ())))
+
+
+def run_summary(directories: Iterable[Path], run_id: str) -> Mapping[str, object]:
+    """What the swarm came to of which these are nodes; nothing where no launcher wrote it."""
+    found = (node_probe.read_json(directory.parent / node_probe.SUMMARY) or {} for directory in directories)
+    return next((one for one in found if one.get("run_id") == run_id), {})
 
 
 def store_manifest(directory: Path, manifest: RunManifest) -> None:

@@ -27,7 +27,7 @@ def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) 
     if not directory.is_dir():
         raise ConfigError(f"--task-dir: there is no directory {directory}")
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--tasks needs lm-evaluation-harness: pip install 'noloco_p2p[eval]'")
+        raise ConfigError("--tasks needs lm-evaluation-harness: pip install '.[eval]' in a checkout")
 
     import datasets
     from lm_eval import simple_evaluate

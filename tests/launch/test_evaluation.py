@@ -1,5 +1,6 @@
 """`noloco eval` and `noloco generate` on exported models."""
 
+import os
 from collections.abc import Sequence
 from math import log
 from pathlib import Path
@@ -19,6 +20,7 @@ from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.data.threaded_batches import make_batches
+from noloco_p2p.launch import run_files
 from noloco_p2p.launch.evaluation import run_eval, run_generate, table_lines
 
 
@@ -137,6 +139,29 @@ def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
     (out / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="no model that can be loaded"):
         run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+
+
+def test_what_the_run_read_is_not_asked_for_again(tmp_path: Path) -> None:
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    directory = save_tokenizer(tmp_path / "tokenizer", letters | {"<eos>": len(letters)})
+    (tmp_path / "text.txt").write_text(TEXT * 4000)
+    data = DataSettings(kind="text", tokenizer="some/name")
+    manifest = small_run(stages=1).model_copy(update={"data": data})
+    save(manifest, tmp_path / "run" / "0-0", make_replica(manifest, 0, "a"), "a", 3)
+    with pytest.raises(ConfigError, match=r"some/name cannot be loaded: .*; --tokenizer-dir DIR names"):
+        exported(tmp_path / "run", tmp_path / "out")
+    files = NodeConfig(tokenizer_dir=os.path.relpath(directory), data_files=(f"{tmp_path}/*.txt",))
+    run_files.store_local_files(tmp_path / "run" / "0-0", files)
+    summary = {"run_id": manifest.run_id, "tokens": 12_345, "validation_loss": 2.5}
+    run_files.write_json(tmp_path / "run" / "summary.json", summary)
+    out = exported(tmp_path / "run", tmp_path / "out")
+    assert run_eval(out, (), held_out=False, microbatches=2, device="cpu")["microbatches"] == 2
+    assert isinstance(run_generate(out, "x", tokens=3, temperature=0.0, seed=0, device="cpu"), str)
+    card = (out / "README.md").read_text()
+    for part in ("12,345", "2.5000 nats", manifest.run_id, "outer round 3", "local text files", "from_pretrained"):
+        assert part in card, part
+    plain = out.stat().st_mode & 0o666
+    assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {plain}
 
 
 def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:
