@@ -16,7 +16,8 @@ from torch import Tensor
 
 from noloco_p2p.compute import model_family
 from noloco_p2p.compute.audit import Audit
-from noloco_p2p.compute.hardware import free_host_bytes, pick_device
+from noloco_p2p.compute.hardware import pick_device
+from noloco_p2p.compute.host_memory import free_host_bytes, microbatch_bytes
 from noloco_p2p.compute.host_tensor import DTYPES
 from noloco_p2p.compute.inner_optimizer import check_optimizer
 from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
@@ -38,7 +39,7 @@ MOST_PARAMETERS = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class StageSize:
-    """What one stage holds. Activations come on top; they depend on the microbatches in flight."""
+    """What one stage holds, and the least of one microbatch; all other activations in flight come on top."""
 
     index: int
     layers: int
@@ -107,8 +108,13 @@ def stage_sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
     ranges = model_family.layer_ranges(config.num_hidden_layers, manifest.stages)
     counts = meta_stage_module(config, 0, manifest.stages, dtype=dtype).counts
     copies = (DEVICE_COPIES * dtype.itemsize, HOST_COPIES * dtype.itemsize)
+    last = manifest.stages - 1
+    least = [
+        microbatch_bytes(manifest, int(config.hidden_size), int(config.vocab_size) if index == last else None)
+        for index in range(manifest.stages)
+    ]
     return tuple(
-        StageSize(index, len(layers), count, *(each * count for each in copies))
+        StageSize(index, len(layers), count, copies[0] * count + least[index], copies[1] * count)
         for index, (layers, count) in enumerate(zip(ranges, counts, strict=True))
     )
 
@@ -127,8 +133,9 @@ def check_fits(manifest: RunManifest, index: int, device: torch.device) -> Stage
 def _compare(index: int, needed_bytes: int, free_bytes: int | None, what: str) -> None:
     if free_bytes is not None and needed_bytes > free_bytes:
         raise LocalError(
-            f"stage {index} needs {needed_bytes / 2**30:.1f} GiB for weights, optimizer and snapshots, but this "
-            f"machine has {free_bytes / 2**30:.1f} GiB of {what}: use more stages or a larger machine"
+            f"stage {index} needs {needed_bytes / 2**30:.1f} GiB for weights, optimizer, snapshots and a microbatch, "
+            f"but this machine has {free_bytes / 2**30:.1f} GiB of {what}: use more stages or a larger machine, "
+            "or smaller microbatches"
         )
 
 

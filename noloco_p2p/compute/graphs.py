@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from noloco_p2p.compute.hardware import free_bytes, free_host_bytes
+from noloco_p2p.compute.hardware import free_bytes
+from noloco_p2p.compute.host_memory import free_host_bytes
 from noloco_p2p.core.messages import HostTensor
 
 LOOK_S = 1.0

@@ -2,14 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from noloco_p2p.errors import LocalError
-
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-"""Of Linux; the second one of version 2, of the container that this process is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +72,7 @@ def memory_meter(device: str) -> Callable[[], tuple[int, int]] | None:
     return measure
 
 
-def free_host_bytes() -> int | None:
-    """Memory that this process can have without swapping, here or in its container; None where nobody says."""
-    left = [_available(), _left_in_container()]
-    return min((each for each in left if each is not None), default=None)
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory of a CUDA device that this process can have: what is free there, and what its allocator keeps unused."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def _available() -> int | None:
-    try:
-        lines = dict(line.split(":") for line in MEMINFO.read_text(encoding="ascii").splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _left_in_container() -> int | None:
-    """Up to the limit of its control group; files that it has read are given up first and count as free."""
-    try:
-        limit, used = (int((CGROUP / name).read_bytes()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-        return max(0, limit - used + int(stat["inactive_file"]))
-    except (OSError, ValueError, KeyError):  # no such files, or no limit (`max`)
-        return None

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from noloco_p2p import humanize
+from noloco_p2p.compute.host_memory import check_swarm_fits
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
@@ -31,9 +32,9 @@ ITEM_BYTES = {"float32": 4, "float64": 8}
 
 
 def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Callable[[str], None]) -> None:
-    """All that a swarm on this machine needs: data, tokenizer, device, model, disk; `say` hears what takes a while.
+    """All that a swarm on this machine needs: data, tokenizer, device, model, memory, disk.
 
-    Raises ConfigError, LocalError.
+    `say` hears what takes a while. Raises ConfigError, LocalError.
     """
     check_vocabulary(manifest, local)
     parameters = _plain_parameters(manifest)
@@ -45,6 +46,7 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
         pick_device(local.device)
         check_model(manifest)
         parameters = sum(stage.parameters for stage in stage_sizes(manifest))
+    check_swarm_fits(manifest, parameters)
     if not _from_the_hub(manifest, local):
         make_batches(manifest, local, "")
     every = local.checkpoint.every_steps is not None

@@ -19,7 +19,7 @@ from stages import (
 )
 from torch import nn
 
-from noloco_p2p.compute import graphs, hardware, host_tensor
+from noloco_p2p.compute import graphs, host_memory, host_tensor
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.graphs import LOOK_S, ROUND_COPIES, SHARE, STEP_COPIES, GraphMemory, SavedTensors
 from noloco_p2p.compute.stage import TorchStage
@@ -117,18 +117,18 @@ def test_free_memory_is_that_of_the_machine_or_of_the_container(
 ) -> None:
     meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n", encoding="ascii")
-    monkeypatch.setattr(hardware, "MEMINFO", meminfo)
-    monkeypatch.setattr(hardware, "CGROUP", cgroup)
-    assert hardware.free_host_bytes() == 5_000 * 1024
+    monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "CGROUP", cgroup)
+    assert host_memory.free_host_bytes() == 5_000 * 1024
     cgroup.mkdir()
     (cgroup / "memory.max").write_text("max\n", encoding="ascii")
     (cgroup / "memory.current").write_text("3000000\n", encoding="ascii")
     (cgroup / "memory.stat").write_text("anon 2000000\ninactive_file 500000\n", encoding="ascii")
-    assert hardware.free_host_bytes() == 5_000 * 1024
+    assert host_memory.free_host_bytes() == 5_000 * 1024
     (cgroup / "memory.max").write_text("4000000\n", encoding="ascii")
-    assert hardware.free_host_bytes() == 1_500_000
+    assert host_memory.free_host_bytes() == 1_500_000
     (cgroup / "memory.max").write_text("1000000\n", encoding="ascii")
-    assert hardware.free_host_bytes() == 0
+    assert host_memory.free_host_bytes() == 0
 
 
 # --- the measure, against what the process takes ----------------------------------------------------------------------

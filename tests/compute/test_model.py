@@ -135,7 +135,9 @@ def test_a_stage_that_does_not_fit_is_refused_before_anything_is_allocated() -> 
     fields = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2, "num_attention_heads": 64}
     manifest = RunManifest(model=ModelSettings(config={**fields, "vocab_size": 2**17}), stages=2)
     assert sum(stage.parameters for stage in stage_sizes(manifest)) > 10**13
-    with pytest.raises(LocalError, match=r"stage 1 needs .* GiB for weights, optimizer and snapshots, but this"):
+    with pytest.raises(
+        LocalError, match=r"stage 1 needs .* GiB for weights, optimizer, snapshots and a microbatch, but this"
+    ):
         make_torch_stage(manifest, 1, "me")
 
 

@@ -13,9 +13,10 @@ from typer import Typer
 
 from noloco_p2p.cli import main as noloco_main
 from noloco_p2p.cli import node as node_main
+from noloco_p2p.compute import factory, host_memory
 from noloco_p2p.compute.factory import stage_sizes
-from noloco_p2p.config import ModelSettings, RunManifest
-from noloco_p2p.errors import NolocoError
+from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
+from noloco_p2p.errors import LocalError, NolocoError
 from noloco_p2p.launch import compose, foreseen
 
 SWARM, NODE = "swarm", "noloco-node"
@@ -114,3 +115,28 @@ def test_the_parameters_of_a_plain_model_need_no_torch(stages: int) -> None:
     assert foreseen._plain_parameters(manifest) == sum(stage.parameters for stage in sizes)
     odd = ModelSettings(config={**manifest.model.config, "hidden_size": 124})
     assert foreseen._plain_parameters(manifest.model_copy(update={"model": odd})) is None, "31 values a head"
+
+
+WIDE = ModelSettings(config=RunManifest().model.config | {"vocab_size": 3_000_000_000})
+HUGE = {"rows": RunManifest(microbatch_size=10**9), "weights": RunManifest(model=WIDE)}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_manifest_that_needs_more_memory_than_there_is_takes_none(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever joins learns the manifest from a peer; doctor and noloco-node ask the same function (hole 18)."""
+    manifest = HUGE[case]
+    monkeypatch.setattr(factory, "make_stage_module", None)
+    for index in range(manifest.stages):
+        with pytest.raises(LocalError, match=r"needs [0-9.]+ GiB .* but this machine has") as caught:
+            factory.make_torch_stage(manifest, index, "me", self_test=False)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_swarm_that_does_not_fit_the_machine_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, parameters = RunManifest(), sum(stage.parameters for stage in stage_sizes(RunManifest()))
+    needed = 4 * parameters * 4 * manifest.start_replicas
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: needed)
+    foreseen.check_swarm(manifest, NodeConfig(), tmp_path, print)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: needed - 1)
+    with pytest.raises(LocalError, match=r"4 nodes need .* use fewer replicas"):
+        foreseen.check_swarm(manifest, NodeConfig(), tmp_path, print)

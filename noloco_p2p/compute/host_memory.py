@@ -1,0 +1,55 @@
+"""The host's memory that is free, and what a run takes of it. Without torch: a launcher asks before it starts."""
+
+from pathlib import Path
+
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import ITEM_BYTES
+from noloco_p2p.errors import LocalError
+from noloco_p2p.humanize import size_text
+
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+"""Of Linux; the second one of version 2, of the container that this process is in."""
+SURE_COPIES = 4
+"""Times the weights on the host, the least of any node on any device: φ, δ, u and θ_f of one round."""
+
+
+def microbatch_bytes(manifest: RunManifest, hidden: int, vocabulary: int | None) -> int:
+    """The least that one microbatch takes on a stage's device: hidden states, at the last stage logits of so many
+    tokens, and their gradients."""
+    rows = manifest.microbatch_size * manifest.sequence_length
+    return 2 * rows * (hidden + (vocabulary or 0)) * ITEM_BYTES[manifest.compute_dtype]
+
+
+def check_swarm_fits(manifest: RunManifest, parameters: int) -> None:
+    """All nodes of a run of so many parameters, on this machine. Raises LocalError when they cannot fit."""
+    free = free_host_bytes()
+    needed = SURE_COPIES * parameters * manifest.start_replicas * ITEM_BYTES[manifest.compute_dtype]
+    if free is not None and needed > free:
+        raise LocalError(
+            f"{manifest.stages * manifest.start_replicas} nodes need {size_text(needed)} at least for weights and "
+            f"snapshots, this machine has {size_text(free)} of memory free: use fewer replicas or a smaller model"
+        )
+
+
+def free_host_bytes() -> int | None:
+    """Memory that this process can have without swapping, here or in its container; None where nobody says."""
+    left = [_available(), _left_in_container()]
+    return min((each for each in left if each is not None), default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = dict(line.split(":") for line in MEMINFO.read_text(encoding="ascii").splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _left_in_container() -> int | None:
+    """Up to the limit of its control group; files that it has read are given up first and count as free."""
+    try:
+        limit, used = (int((CGROUP / name).read_bytes()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        return max(0, limit - used + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError):  # no such files, or no limit (`max`)
+        return None
