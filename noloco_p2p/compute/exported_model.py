@@ -154,6 +154,7 @@ class ExportedModel:
                 dtype=torch.float32,
                 attn_implementation=model_family.attention(config),
                 output_loading_info=True,
+                use_safetensors=True,  # never a pickle
                 **_LOCAL,
             )
         except (OSError, SafetensorError, *model_family.FOREIGN_ERRORS) as error:

@@ -1,6 +1,5 @@
 """A node's directory: its identity, the run that it belongs to, and what it writes for its launcher and its owner."""
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import LocalError, OtherRun, Violation
+from noloco_p2p.io import durable_files
 from noloco_p2p.io.dht.addresses import from_here, reserve_port
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.launch import homes, node_probe, settings
@@ -198,12 +198,8 @@ def store_manifest(directory: Path, manifest: RunManifest) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Atomically: a reader sees the old file or the whole new one. Raises LocalError (a full disk)."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    """A reader sees the old file or the whole new one, after a loss of power too. Raises LocalError (a full disk)."""
     try:
-        fresh.write_bytes(content)
-        fresh.replace(path)
+        durable_files.write_whole(path, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
         raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
+from safetensors.torch import load_file
 from tokenizer_files import save_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -136,6 +137,11 @@ def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
     manifest = small_run(stages=1)
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     out = exported(tmp_path, tmp_path / "out")
+    torch.save(load_file(out / "model.safetensors"), out / "pytorch_model.bin")
+    (out / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no model that can be loaded"):
+        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")  # weights in a pickle
+    (out / "pytorch_model.bin").unlink()
     (out / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="no model that can be loaded"):
         run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")

@@ -47,3 +47,29 @@ def test_who_has_joined_a_call_hears_busy_when_its_body_goes_with_its_first_call
     [origin] = outcome.of_stage(0)
     assert origin.microbatches["dropped"] == 0
     assert outcome.trace.of("reroute") == []
+
+
+def test_a_retry_does_not_join_a_body_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call is still here: its link is dead without a word, and its end would be known only after a while."""
+    right, ends = MicrobatchServer.propagate, list[Any]()
+
+    async def twice(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
+        if ends:
+            return await right(server, caller, header, body)
+        ends.append("first")
+        first = asyncio.create_task(right(server, caller, header, NeverComes()))
+        await asyncio.sleep(0.01)
+        began = asyncio.get_running_loop().time()
+        second = asyncio.create_task(right(server, caller, header, body))
+        await asyncio.wait([second])
+        ends.append((second.exception(), asyncio.get_running_loop().time() - began))
+        await asyncio.wait([first])
+        return await right(server, caller, header, body)
+
+    monkeypatch.setattr(MicrobatchServer, "propagate", twice)
+    outcome = SimSwarm(SimPlan(RunManifest(stages=2, start_replicas=1, steps=4), (1, 1))).run(limit_s=1000)
+    error, seconds = ends[1]
+    assert isinstance(error, Busy)
+    assert seconds == 0.0
+    [origin] = outcome.of_stage(0)
+    assert origin.microbatches["dropped"] == 0

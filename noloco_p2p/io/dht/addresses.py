@@ -15,7 +15,8 @@ from pathlib import Path
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.dht.identity import public_key_of, write_whole
+from noloco_p2p.io.dht.identity import public_key_of
+from noloco_p2p.io.durable_files import make_folders, write_whole
 
 _FORM = re.compile(r"/(ip4|ip6|dns4)/([^/\s]{1,253})/tcp/([0-9]{1,5})/p2p/([1-9A-Za-z]+)")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
@@ -189,7 +190,7 @@ class KnownPeers:
             return
         text = json.dumps([str(address) for address in self._addresses.values()], indent=1)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self._path.parent)
             write_whole(self._path, text.encode())
         except OSError as error:
             raise LocalError(f"known peers {self._path}: {error.strerror}") from error

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError
+from noloco_p2p.io.durable_files import make_folders, write_whole
 
 KEY = "identity.key"
 """Name of the key file in a node's directory."""
@@ -78,7 +79,7 @@ class Identity:
     def open_if_free(cls, path: Path) -> "Identity | None":
         """As `open`, but None when another process uses it."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             lock = locked(path.with_name(path.name + ".lock"))
         except OSError as error:
             raise LocalError(f"identity {path}: {error.strerror}; choose another directory with --dir") from error
@@ -120,17 +121,6 @@ def locked(path: Path) -> int | None:
         os.close(lock)
         return None
     return lock
-
-
-def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file, with `mode` where it is a new one, all or nothing, down to the disk. Raises OSError."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.unlink(missing_ok=True)
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
 
 
 def _read(path: Path) -> Ed25519PrivateKey:

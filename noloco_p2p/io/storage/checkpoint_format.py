@@ -8,7 +8,6 @@ which carries a digest of itself and of every tensor.
 """
 
 import json
-import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors.numpy import save_file
 
 from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.errors import LocalError
+from noloco_p2p.io.durable_files import settle
 
 FORMAT = 1
 """Changes when an older program could not read the manifest any more."""
@@ -204,10 +204,10 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, run_id: str, peer_id:
         save_file(arrays, fresh)
         manifest = _manifest(checkpoint, run_id, peer_id, saved, fresh.stat().st_size)
         content = manifest.model_dump(mode="json")
-        _settle(fresh, tensors_path)
+        settle(fresh, tensors_path)
         fresh, path = folder / "manifest.new", folder / f"{stem}.json"
         fresh.write_text(json.dumps(content | {"digest": manifest_digest(content)}), encoding="ascii")
-        _settle(fresh, path)
+        settle(fresh, path)
     except (OSError, SafetensorError):
         fresh.unlink(missing_ok=True)
         tensors_path.unlink(missing_ok=True)
@@ -232,18 +232,3 @@ def _manifest(checkpoint: Checkpoint, run_id: str, peer_id: PeerId, saved: int, 
         spent=tuple((origins[one.peer, one.incarnation], one.counter) for one in state.spent),
         **{name: getattr(state, name) for name in STATE_NUMBERS},
     )
-
-
-def _settle(fresh: Path, path: Path) -> None:
-    """Give a written file its name once its bytes are on the disk, and the name too."""
-    _flush(fresh)
-    fresh.replace(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
 from noloco_p2p.errors import LocalError
+from noloco_p2p.io.durable_files import make_folders
 from noloco_p2p.io.storage import checkpoint_format
 from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, ForeignCheckpointFormat
 
@@ -65,7 +66,7 @@ class FileCheckpoints:
     def _save(self, checkpoint: Checkpoint) -> None:
         with self._lock:
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                make_folders(self._folder)
                 before = self._stored()
                 stored = checkpoint_format.write_checkpoint(
                     self._folder, checkpoint, self._run_id, self._peer_id, self._next_number()

@@ -28,6 +28,7 @@ SILENT_READINGS = 2
 
 @dataclass(eq=False, slots=True)
 class _ServedCall:
+    caller: PeerId
     header: Header
     body: Body
     task: asyncio.Task[Gradient] | None = None
@@ -100,10 +101,7 @@ class MicrobatchServer:
     def close(self) -> None:
         """Answer Busy from now on, and flush the waiting line with Busy."""
         for key in self.intake.close():
-            call = self._calls[key]
-            call.refusal = f"{self._node.replica} is in an outer round or leaving"
-            if call.task is not None:
-                call.task.cancel()
+            self._cancel(self._calls[key], f"{self._node.replica} is in an outer round or leaving")
         self._gauge()
 
     def drop_departed(self) -> None:
@@ -149,8 +147,6 @@ class MicrobatchServer:
         at_work = advert is not None and advert.state in members.STAGE_0_AT_WORK | members.READY
         return not at_work or (reached is not None and int(reached) > self._node.step)
 
-    # --- propagate --------------------------------------------------------------------------------------------------
-
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler; the header has been checked."""
         node = self._node
@@ -169,8 +165,10 @@ class MicrobatchServer:
                 raise Busy(f"{node.replica} is busy: {verdict.reason}")
             case Admission.JOIN:
                 call = self._calls[key]
+                if call.caller == caller and not call.received:
+                    self._cancel(call, "its body broke off; it is asked for again")
             case Admission.ADMIT | Admission.WAIT | Admission.QUEUE:
-                self._calls[key] = call = _ServedCall(header, body)
+                self._calls[key] = call = _ServedCall(caller, header, body)
                 if verdict.answer is Admission.ADMIT:
                     call.admitted.set()
                 if verdict.answer is not Admission.QUEUE:
@@ -204,8 +202,13 @@ class MicrobatchServer:
             call.callers -= 1
             lost = call.body is body and not call.received
             if (lost or not call.callers) and not call.task.done():
-                call.refusal = call.refusal or "the caller that was to send its body is gone"
-                call.task.cancel()
+                self._cancel(call, "the caller that was to send its body is gone")
+
+    def _cancel(self, call: _ServedCall, refusal: str) -> None:
+        """All who wait for it hear Busy."""
+        call.refusal = call.refusal or refusal
+        if call.task is not None:
+            call.task.cancel()
 
     async def _serve(self, key: AttemptKey, call: _ServedCall, caller: PeerId) -> Gradient:
         """One attempt from its body to its reply."""
@@ -276,15 +279,12 @@ class MicrobatchServer:
     def _judge(self, result: StageResult, origin: PeerId) -> None:
         """Stop the node when one result after the other is not finite and it cannot be the others' fault."""
         self._streak.record(result.contribution.finite or not result.finite_below, origin)
-        reason = self._streak.reason_to_stop(self._swarm.view.origins)
-        if reason is not None:
+        if (reason := self._streak.reason_to_stop(self._swarm.view.origins)) is not None:
             self._node.fail(LocalError(reason))
 
     def _gauge(self) -> None:
         self._node.event("gauge", name="in_flight", value=self.intake.in_flight)
         self._node.event("gauge", name="waiting", value=self.intake.waiting)
-
-    # --- evaluate ---------------------------------------------------------------------------------------------------
 
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """See ports.Handler; the header has been checked. It goes past the intake, within a small limit."""
