@@ -133,7 +133,8 @@ class Transport(Protocol):
         """
 
     async def describe(self, peer: Advert) -> NodeDescription:
-        """Ask a peer who it is and how far it has come (a few seconds at most)."""
+        """Ask a peer who it is and how far it has come (a few seconds at most). Only the peer itself can answer so, and
+        only now: raises Violation for anything else. Raises as propagate."""
 
     async def serve(self, handler: Handler) -> None:
         """Start to answer calls with `handler`. Raises LocalError when the port is in use."""

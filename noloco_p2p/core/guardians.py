@@ -32,8 +32,13 @@ def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[Peer
     replicas = {a.peer_id for a in everybody if a.stage == stage and a.state in WITH_WEIGHTS}
     if not 1 <= len(replicas) <= GUARDED_REPLICAS:
         return ()
-    candidates = {a.peer_id for a in everybody if a.stage not in (stage, NO_STAGE) and a.state in HOLDING}
-    return tuple(sorted(candidates, key=lambda peer: (_score(seed, stage, peer), peer), reverse=True)[:GUARDIANS])
+    return candidates(stage, everybody, seed)
+
+
+def candidates(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:
+    """Those who guard `stage` if it is to be guarded."""
+    able = {a.peer_id for a in adverts if a.stage not in (stage, NO_STAGE) and a.state in HOLDING}
+    return tuple(sorted(able, key=lambda peer: (_score(seed, stage, peer), peer), reverse=True)[:GUARDIANS])
 
 
 @lru_cache(maxsize=16_384)  # asked for all candidates whenever the membership is read

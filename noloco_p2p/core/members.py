@@ -4,7 +4,7 @@ A snapshot of adverts that one task refreshes and everything else routes from: n
 `now` is the caller's clock in seconds (ARCHITECTURE.md, "Membership").
 """
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
@@ -251,6 +251,10 @@ class Members:
         if origin.peer in self._adverts and (newest is None or origin.step >= newest[0]):
             self._heard[origin.peer] = (origin.step, now)
 
+    def has_sent(self, peer: PeerId) -> bool:
+        """A microbatch of this peer came by."""
+        return peer in self._heard
+
     def last_sign(self, peer: PeerId) -> float | None:
         """When a peer was last known to be alive: it announced itself, or a microbatch of it came; None: a stranger."""
         advert, heard = self._adverts.get(peer), self._heard.get(peer)
@@ -265,13 +269,13 @@ class Members:
             return None
         return max(advert.step, heard[0] if heard else 0)
 
-    def clocks(self, *, now: float) -> list[tuple[float, float, float]]:
-        """(step, age in seconds, steps per second) of the stage-0 replicas in training, each at its newest sign.
+    def clocks(self, of: Iterable[Advert], *, now: float) -> list[tuple[float, float, float]]:
+        """(step, age in seconds, steps per second) of these stage-0 replicas, each at its newest sign.
 
         One that has not measured its speed yet cannot be projected to now, and would hold everybody back.
         """
         found = []
-        for advert in self.of_stage(0, TRAINING):
+        for advert in of:
             if not advert.steps_per_s > 0:
                 continue
             step, at, heard = advert.step, advert.announced_at, self._heard.get(advert.peer_id)

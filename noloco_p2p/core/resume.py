@@ -8,9 +8,10 @@ those that a guardian holds.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from noloco_p2p.core.exchanges import PROBES
 from noloco_p2p.core.guardians import holders
 from noloco_p2p.core.members import TRAINED
-from noloco_p2p.core.messages import Advert, Holding
+from noloco_p2p.core.messages import Advert, Holding, PeerId
 
 NEAR_ROUNDS = 1
 """A checkpoint at most this many outer rounds behind the living replicas is resumed from, without a transfer."""
@@ -42,9 +43,30 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
     Living replicas have the round that they announce, others what they hold of their own stage, guardians what they
     hold of another. Stages without any weights do not count. None: there are no weights at all.
     """
-    held = [holding for advert in adverts for holding in advert.holds]
-    held += [Holding(a.stage, a.outer_round, int(a.step)) for a in adverts if a.state in TRAINED]
+    held = [holding for advert in adverts for holding in _claims(advert)]
     return least_newest(holding for holding in held if 0 <= holding.stage < stages)
+
+
+def _claims(advert: Advert) -> list[Holding]:
+    living = [Holding(advert.stage, advert.outer_round, int(advert.step))] if advert.state in TRAINED else []
+    return [*advert.holds, *living]
+
+
+def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], stages: int) -> list[Advert]:
+    """Those of `listed` who have yet to answer before it is settled where my weights come from.
+
+    The living replicas of my stage, if there are any; else of each stage the one that claims the newest weights, and
+    those that claim the newest ones of mine.
+    """
+    if living := [a for a in listed if a.stage == me.stage and a.state in TRAINED]:
+        return living
+    everybody, found = [*answered, *listed], dict[PeerId, Advert]()
+    for stage in range(stages):
+        claims = [(held.round, a.peer_id, a) for a in everybody for held in _claims(a) if held.stage == stage]
+        newest = sorted(claims, key=lambda claim: claim[:2], reverse=True)[: PROBES if stage == me.stage else 1]
+        found |= {peer: advert for _, peer, advert in newest}
+    unasked = {advert.peer_id for advert in listed}
+    return [advert for peer, advert in sorted(found.items()) if peer in unasked]
 
 
 def least_newest(held: Iterable[Holding]) -> int | None:

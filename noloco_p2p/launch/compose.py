@@ -124,7 +124,7 @@ async def _open_ports(
     closing.callback(telemetry.close)
     closing.callback(asyncio.create_task(_watch_lag(telemetry)).cancel)
     me, run_id = libp2p.peer_id, manifest.run_id
-    links = OpenLinks(me, run_id)
+    links = OpenLinks(me, run_id, libp2p.identity.sign)
     transport = GrpcTransport(links, listen, telemetry, LARGEST_ACTIVATION_BYTES, local.limits)
     await transport.listen()
     closing.push_async_callback(transport.close)

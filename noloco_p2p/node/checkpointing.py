@@ -4,7 +4,7 @@ import asyncio
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
-from noloco_p2p.core.guardians import guardians_of, holders
+from noloco_p2p.core.guardians import candidates, holders
 from noloco_p2p.core.messages import Checkpoint, PeerId
 from noloco_p2p.core.status import ForRound, Resource, Task
 from noloco_p2p.errors import LocalError
@@ -76,9 +76,7 @@ class Checkpointer:
         if node.config.checkpoint.every_steps is not None:
             await self._save(max(node.advert.outer_round, self._newest))
             await self.settle()
-        if self._swarm.members.of_stage(node.index, membership.HOLDING):
-            return
-        if node.manifest.outer.pairing == "none" or not self._guardians():
+        if await self._has_a_mate() or node.manifest.outer.pairing == "none" or not self._guardians():
             return
         final = await self._rounds.freeze(node.advert.outer_round + 1)
         node.event("info", message=f"waits until a guardian has the weights of stage {node.index}")
@@ -96,7 +94,7 @@ class Checkpointer:
     async def entrust(self) -> bool:
         """Before a pause: freezes a last replica's weights, for guardians to pull meanwhile. False: it is not that."""
         node = self._node
-        if self._swarm.members.of_stage(node.index, membership.HOLDING):
+        if await self._has_a_mate():
             return False
         message = f"stage {node.index} has no other replica: the swarm stands still while this node is paused"
         node.event("warning", message=message)
@@ -105,14 +103,24 @@ class Checkpointer:
         await self._rounds.freeze(node.advert.outer_round + 1)
         return True
 
+    async def _has_a_mate(self) -> bool:
+        """Another replica of this stage answers."""
+        inquiry = self._swarm.inquiry
+        asked = inquiry.few(self._swarm.members.of_stage(self._node.index, membership.HOLDING))
+        await inquiry.until_asked(asked, anew=False)
+        return bool(inquiry.answering(asked, membership.HOLDING))
+
     def _is_guarded(self, round: int) -> bool:
-        """A guardian has what I froze, or none is left that could pull it."""
-        held = holders(self._node.index, self._swarm.members.all())
-        return not self._guardians() or any(holding.round >= round for _, holding in held)
+        """A guardian that answers has what I froze, or none is left that could pull it."""
+        inquiry = self._swarm.inquiry
+        held = [a for a, holding in holders(self._node.index, self._swarm.members.all()) if holding.round >= round]
+        asked = inquiry.few(held)
+        inquiry.ask(asked)
+        return not self._guardians() or bool(inquiry.answering(asked, membership.PRESENT))
 
     def _guardians(self) -> tuple[PeerId, ...]:
         node = self._node
-        return guardians_of(node.index, self._swarm.everybody(), node.manifest.seed)
+        return candidates(node.index, self._swarm.everybody(), node.manifest.seed)
 
     async def _save(self, round: int) -> None:
         """Freeze everything now, write it in the background; the one before is written first."""

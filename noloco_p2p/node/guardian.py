@@ -5,11 +5,11 @@ guarding costs is bounded: after a pull the guardian rests for so long that neit
 in use for it for more than a twentieth of the time.
 """
 
-from collections.abc import Sequence
-from math import floor
+from collections.abc import Sequence, Set
+from math import floor, inf
 
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_of
+from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, candidates, guardians_of
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForGuarding, Resource
@@ -54,20 +54,20 @@ class Guardian:
 
     async def run(self) -> None:
         """Once this node trains: pull after outer rounds and when the membership asks for it. Never ends."""
-        node = self._node
+        node, inquiry = self._node, self._swarm.inquiry
         await self._waits.until(lambda: node.advert.state == "training", "training", Resource.INNER_STEP, idle=True)
         self._list_holdings()
         if node.manifest.stages == 1 or node.manifest.outer.pairing == "none":
             await self._waits.until(lambda: False, "something to guard", Resource.SWARM, idle=True)
         while True:
-            self._read, round = False, node.advert.outer_round
+            self._read, seen = False, (node.advert.outer_round, inquiry.batches)
             self._drop()
             for stage in self._wards():
                 await self._look_after(stage)
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
             rest_s = self._rests_until - node.now()
             await self._waits.until(
-                lambda round=round: self._read or node.advert.outer_round != round,  # type: ignore[misc]
+                lambda seen=seen: self._read or (node.advert.outer_round, inquiry.batches) != seen,  # type: ignore[misc]
                 "something to guard",
                 Resource.SWARM,
                 AGAIN_S if leaving else rest_s if rest_s > 0 else None,
@@ -77,9 +77,20 @@ class Guardian:
     # --- whom -------------------------------------------------------------------------------------------------------
 
     def _guardians(self, stage: int) -> tuple[str, ...]:
-        if stage != self._node.index and len(self._replicas(stage)) > GUARDED_REPLICAS:
-            return ()
-        return guardians_of(stage, self._swarm.everybody(), self._node.manifest.seed)
+        """Adverts alone take no guardian away: of more replicas than are guarded, more must have answered."""
+        node, listed = self._node, self._swarm.members.of_stage(stage, WITH_WEIGHTS)
+        if len(listed) <= GUARDED_REPLICAS or stage == node.index:
+            return guardians_of(stage, self._swarm.everybody(), node.manifest.seed)
+        found = candidates(stage, self._swarm.everybody(), node.manifest.seed)
+        guarded = node.me in found and self._has_few(stage, WITH_WEIGHTS)
+        return found if guarded else ()
+
+    def _has_few(self, stage: int, states: Set[str]) -> bool:
+        """Of the replicas that are listed only so many answer, now that they have been asked."""
+        inquiry = self._swarm.inquiry
+        asked = inquiry.few(self._swarm.members.of_stage(stage, states))
+        inquiry.ask(asked)
+        return inquiry.were_asked(asked) and len(inquiry.answering(asked, states)) <= GUARDED_REPLICAS
 
     def _wards(self) -> list[int]:
         """The stages that this node guards now."""
@@ -87,7 +98,9 @@ class Guardian:
         return [s for s in range(node.manifest.stages) if s != node.index and node.me in self._guardians(s)]
 
     def _replicas(self, stage: int) -> Sequence[Advert]:
-        return self._swarm.members.of_stage(stage, WITH_WEIGHTS)
+        """Those with weights that are not silent."""
+        found = self._swarm.members.of_stage(stage, WITH_WEIGHTS)
+        return [a for a in found if not self._swarm.inquiry.is_silent(a.peer_id)]
 
     @staticmethod
     def _leaving(replicas: Sequence[Advert]) -> bool:
@@ -99,7 +112,7 @@ class Guardian:
     async def _look_after(self, stage: int) -> None:
         """Pull the weights of the ward if there should be news: from one replica, or the other when that fails."""
         replicas = self._replicas(stage)
-        round = self._due(stage, replicas)
+        round = self._due(stage, replicas) if replicas else None
         if round is None:
             return
         node = self._node
@@ -182,7 +195,8 @@ class Guardian:
 
     def _keep(self, stage: int, theirs: Snapshot) -> None:
         held = self._held.get(stage)
-        if stage == self._node.index or (held and (theirs.round, theirs.step) <= (held.round, held.step)):
+        newest = (held.round, held.step) if held else (0, inf)  # Round 0 is made from the seed by anybody.
+        if stage == self._node.index or (theirs.round, theirs.step) <= newest:
             return
         self._held[stage] = theirs
         self._node.event("guarded", stage=stage, round=theirs.round, bytes=theirs.nbytes)
@@ -206,20 +220,27 @@ class Guardian:
         self._list_holdings()
 
     def _is_safe(self, stage: int) -> bool:
-        """The stage has replicas enough, or all its guardians of today list it as new as this node has it.
+        """The stage has replicas enough, or all its guardians of today list it as new as this node has it; and they
+        have answered.
 
         A stage that nobody holds has no guardians: what is held of it stays until somebody has taken it.
         """
-        node, held = self._node, self._held[stage]
-        if len(self._swarm.members.of_stage(stage, membership.TRAINING)) > GUARDED_REPLICAS:
-            return True
+        node, held, inquiry = self._node, self._held[stage], self._swarm.inquiry
+        asked = inquiry.few(self._swarm.members.of_stage(stage, membership.TRAINING))
+        if len(asked) > GUARDED_REPLICAS:
+            inquiry.ask(asked)
+            return len(inquiry.answering(asked, membership.TRAINING)) > GUARDED_REPLICAS
         guardians = self._guardians(stage)
         if not guardians or node.me in guardians:
             return False
-        listed = {
-            peer
+        listed = [
+            guardian
             for peer in guardians
-            for theirs in (self._swarm.members.get(peer) or node.advert).holds
+            if (guardian := self._swarm.members.get(peer)) is not None
+            for theirs in guardian.holds
             if theirs.stage == stage and (theirs.round, theirs.step) >= (held.round, held.step)
-        }
-        return listed == set(guardians)
+        ]
+        if {guardian.peer_id for guardian in listed} != set(guardians):
+            return False
+        inquiry.ask(listed)
+        return {a.peer_id for a in inquiry.answering(listed, membership.HOLDING)} == set(guardians)

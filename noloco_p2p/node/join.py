@@ -1,17 +1,16 @@
 """Taking a stage: choose one, wait for the others, go on with a run that has begun (ARCHITECTURE.md, "Joining"), and
 move to another one while training (ARCHITECTURE.md, "Rebalancing")."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 from noloco_p2p.core import agreement, balance, resume
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.messages import Advert, NodeDescription, PeerId
+from noloco_p2p.core.exchanges import sample
+from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import Resource
-from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.membership import Membership, MembershipLoop
-from noloco_p2p.node.restore import WeightRestorer
+from noloco_p2p.node.restore import TRANSFER_DEADLINE_S, WeightRestorer
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
@@ -150,6 +149,12 @@ class Joining:
         node, began = self._node, self._node.now()
         while not node.draining:
             others, own = await self._ask_around(), self._weights.own_of_stage()
+            if not await self._know_the_clock() and node.now() - began < 3 * node.config.directory.ttl_s:
+                self._report("waiting for an answer from somebody who trains")
+                await self._membership_loop.next_reading()
+                continue
+            if node.now() - began > TRANSFER_DEADLINE_S:  # Whoever was to resume from newer weights has not.
+                others = [replace(a, holds=()) if a.stage == node.index else a for a in others]
             for source in resume.restore_sources(
                 node.advert, others, own, node.manifest.stages, self._weights.guarded()
             ):
@@ -167,50 +172,42 @@ class Joining:
     def _may_come_back(self, others: Sequence[Advert], began: float) -> bool:
         """A node that has trained weights of the stage may be out of sight: not answering, or without a live advert.
 
-        Before the first outer round the initial weights are as good as any, unless a replica has trained on.
+        Before the first outer round the initial weights are as good as any, unless a replica has trained on. Who only
+        lists itself is not waited for longer than an advert can outlive its node.
         """
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
-        if members.of_stage(node.index, membership.TRAINED):
-            return True
-        waited_s = node.now() - began
+        waited_s, mates = node.now() - began, members.of_stage(node.index, membership.TRAINED)
+        if self._swarm.inquiry.answering(mates, membership.TRAINED):
+            return waited_s < TRANSFER_DEADLINE_S
         held = any(held.stage == node.index for a in others for held in a.holds)
         rounds = max((a.outer_round for a in (*others, *members.all())), default=0)
-        return (held and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
+        return ((held or bool(mates)) and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
+
+    async def _know_the_clock(self) -> bool:
+        """Somebody who trains has answered, or nobody is listed who does: else the others may be out of sight."""
+        listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
+        asked = self._swarm.inquiry.few(listed)
+        await self._swarm.inquiry.until_asked(asked, anew=False)
+        return not listed or bool(self._swarm.inquiry.answering(asked, membership.TRAINED))
 
     async def _ask_around(self) -> list[Advert]:
-        """The others' adverts with the outer round that they have now; a node in training that does not answer is
-        left out.
+        """The others' adverts; whoever decides where the weights come from has been asked, and says what it has now.
 
-        A living replica of my stage is all that is needed: the others are asked only when there is none.
+        Who decides and does not answer is left out, so that others decide: eight are asked at a time. A living replica
+        of my stage is all that is needed.
         """
-        node, members = self._node, self._swarm.members
-        answers: dict[PeerId, NodeDescription | None] = {}
-
-        async def ask(advert: Advert) -> None:
-            try:
-                with self._waits.waiting("description", advert.peer_id):
-                    answers[advert.peer_id] = await self._transport.describe(advert)
-            except Declined:
-                pass
-            except PeerError:
-                members.failed(advert.peer_id, now=node.now())
-                answers[advert.peer_id] = None
-
-        def answered(advert: Advert) -> Advert | None:
-            if advert.peer_id not in answers:
-                return advert
-            now = answers[advert.peer_id]
-            if now is None:
-                return None
-            return replace(advert, state=now.state, outer_round=now.outer_round, step=now.step)
-
-        at_work = [a for a in members.all() if a.state in membership.TRAINED]
-        await asyncio.gather(*(ask(a) for a in at_work if a.stage == node.index))
-        if not any(answers.values()):
-            await asyncio.gather(*(ask(a) for a in at_work if a.stage != node.index))
-        # Asking a node that hangs takes seconds: the membership is read after that.
-        found = [answered(advert) for advert in members.all()]
-        return [advert for advert in found if advert is not None]
+        node, inquiry, stages = self._node, self._swarm.inquiry, self._node.manifest.stages
+        answered: dict[PeerId, Advert | None] = {}
+        while True:
+            listed = [a for a in self._swarm.members.all() if a.peer_id not in answered]
+            known = [a for a in answered.values() if a is not None]
+            living = any(a.stage == node.index and a.state in membership.TRAINED for a in known)
+            asked = inquiry.few([] if living else resume.deciding(node.advert, known, listed, stages))
+            if not asked or node.draining:
+                mates = {a.peer_id for a in listed if a.stage == node.index and a.state in membership.TRAINED}
+                return sorted(known + [a for a in listed if a.peer_id not in mates], key=lambda a: a.peer_id)
+            await inquiry.until_asked(asked, anew=True)
+            answered |= {a.peer_id: inquiry.as_it_says(a) for a in asked}
 
 
 class Rebalancer:
@@ -220,6 +217,8 @@ class Rebalancer:
         self._node = node
         self._swarm = swarm
         self._readings = 0
+        self._deciding: Sequence[Advert] = ()
+        """Replicas of my stage that must have answered before I leave it to them."""
 
     def consider(self) -> None:
         """Announce, withdraw, or begin a move."""
@@ -231,11 +230,31 @@ class Rebalancer:
         others = self._swarm.members.all()
         rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
         target, reason = balance.choose_move(node.advert, others, manifest.stages, rounds_left)
+        if target is not None and not self._left_to(others, target, rounds_left):
+            target = None
         if target != node.advert.moving_to:
             self._readings = 0
             node.publish(moving_to=target)
             return
         self._readings += 1
-        if target is not None and self._readings >= READINGS_BEFORE and balance.may_move(node.advert, others):
+        ready = self._readings >= READINGS_BEFORE and self._have_answered()
+        if target is not None and ready and balance.may_move(node.advert, others):
             node.event("moved", stage=target, reason=reason)
             node.drain(f"moves to stage {target}: {reason}", next_stage=target)
+
+    def _left_to(self, others: Sequence[Advert], target: int, rounds_left: float) -> bool:
+        """A move leaves nothing behind that is only listed: without those that are silent I would move as well."""
+        node, inquiry = self._node, self._swarm.inquiry
+        there = [a for a in others if a.stage != node.index or not inquiry.is_silent(a.peer_id)]
+        if balance.choose_move(node.advert, there, node.manifest.stages, rounds_left)[0] != target:
+            return False
+        mates = [a for a in there if a.stage == node.index and a.state in balance.COUNTED]
+        if node.advert.moving_to is None or any(inquiry.is_silent(a.peer_id) for a in self._deciding):
+            self._deciding = sample(mates, node.rng)
+        self._deciding = [a for a in mates if a.peer_id in {one.peer_id for one in self._deciding}]
+        inquiry.ask(self._deciding)
+        return True
+
+    def _have_answered(self) -> bool:
+        answering = self._swarm.inquiry.answering(self._deciding, balance.COUNTED)
+        return len(answering) == len(self._deciding) >= balance.OTHERS_LEFT

@@ -81,9 +81,9 @@ class Node:
     async def run(self) -> None:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
         node = self.state
-        tasks = [asyncio.create_task(self._membership_loop.run()), asyncio.create_task(self._live())]
-        tasks += [asyncio.create_task(self._watch_failure()), asyncio.create_task(self._guardian.run())]
-        tasks.append(asyncio.create_task(self._pauses.keep_hours()))
+        inquiry = self.swarm.inquiry.run(self._world.transport, self.swarm.look_for_the_end)
+        duties = self._membership_loop.run(), self._live(), self._watch_failure(), self._guardian.run(), inquiry
+        tasks = [asyncio.create_task(duty) for duty in (*duties, self._pauses.keep_hours())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -262,7 +262,7 @@ class Node:
         with node.span("step"), self.waits.computing("inner step"):
             result = await node.stage.inner_step(label)
         self._rounds.inner_step_took(result.busy_s)
-        node.finish_inner_step(result, self.swarm.members.clocks(now=node.now()), self._world.transport.line)
+        node.finish_inner_step(result, self.swarm.inquiry.clocks(), self._world.transport.line)
         idle_s = max(0.0, node.now() - began - result.busy_s)
         node.event("idle", cause="gradients" if node.index == 0 else "microbatches", seconds=idle_s)
         node.event(

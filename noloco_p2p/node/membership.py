@@ -7,6 +7,7 @@ from noloco_p2p.core import members, routing
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.errors import PeerError
+from noloco_p2p.node.inquiry import Inquiry
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Directory
@@ -47,13 +48,14 @@ class Membership:
         self._node = node
         self._waits = waits
         self.members = members.Members(node.me, node.config.directory.ttl_s)
+        self.inquiry = Inquiry(node, waits, self.members)
         self.view = StepView()
         self.heard_at = float("-inf")
         """When a microbatch, or at stage 0 a gradient, came last."""
         self.deserted: dict[int, float] = {}
         """Stages that nobody serves, as far as is known here: since when, on the loop's clock."""
         self.run_ended = False
-        """Some node of stage 0 was seen finished; it may have left since."""
+        """Some node of stage 0 has finished; it may have left since."""
 
     def read(self, adverts: Sequence[Advert]) -> None:
         """Take over a reading of the directory."""
@@ -62,8 +64,21 @@ class Membership:
         own, counts = (node.advert.stage, node.advert.state), self.members.counts()
         counts[own] = counts.get(own, 0) + 1
         node.event("membership", counts=counts, joined=joined, departed=departed)
-        ended = self.members.left_at_step >= node.manifest.steps or self.members.of_stage(0, {"finished"})
-        self.run_ended = self.run_ended or bool(ended)
+        self.look_for_the_end()
+        self.inquiry.ask_first_stage()
+
+    def look_for_the_end(self) -> None:
+        """The run has ended when a finished node of stage 0 says so itself; or one is or was listed, and my clock
+        agrees, or nobody has served some stage for longer than adverts outlive their nodes."""
+        node, finished, now = self._node, self.members.of_stage(0, {"finished"}), self._node.now()
+        if self.run_ended or not (finished or self.members.left_at_step >= node.manifest.steps):
+            return
+        empty = [since for stage, since in self.deserted.items() if not self.members.anybody(stage)]
+        near = node.furthest_step() >= node.manifest.steps
+        stands_still = any(now - since > 3 * node.config.directory.ttl_s for since in empty)
+        self.run_ended = near or stands_still or bool(self.inquiry.answering(finished, {"finished"}))
+        if not self.run_ended:
+            self.inquiry.ask(finished)
 
     def everybody(self) -> list[Advert]:
         """All adverts, mine included."""
@@ -93,9 +108,9 @@ class Membership:
             self.members.heard(origin, now=self.heard_at)
 
     def first_stage_is_done(self) -> bool:
-        """Some node of stage 0 was seen finished, and none of it is at work."""
-        first = self.members.of_stage(0, members.STAGE_0_AT_WORK | {"finished"})
-        return self.run_ended and all(a.state == "finished" for a in first)
+        """Some node of stage 0 has finished, and none of it is at work: who is only listed keeps nobody up."""
+        at_work = self.inquiry.few(self.members.of_stage(0, members.STAGE_0_AT_WORK)) if self.run_ended else ()
+        return self.run_ended and all(self.inquiry.is_gone(advert.peer_id) for advert in at_work)
 
     # --- calls to the next stage, and stages without anybody --------------------------------------------------------
 

@@ -150,8 +150,9 @@ class WeightRestorer:
             return await self._world.checkpoints.load(held)
 
     def _clock_of_others(self) -> float:
-        """The median over those who train, in steps: one liar among them does not move it."""
-        clocks = [a.step for a in self._swarm.members.all() if a.state in membership.TRAINED]
+        """The median over those who train and have answered, in steps: one liar among them does not move it."""
+        listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
+        clocks = [a.step for a in self._swarm.inquiry.answering(listed, membership.TRAINED)]
         median = schedule.clock_median(clocks)
         return 0.0 if median is None else min(median, float(self._node.manifest.steps))
 

@@ -199,6 +199,11 @@ class NodeState:
         """Floor of my clock."""
         return floor(self.advert.step)
 
+    def furthest_step(self) -> float:
+        """The furthest that the swarm can have come, by this node's own clock."""
+        age_s = 0.0 if self._clocked_at is None else self.now() - self._clocked_at
+        return schedule.furthest(self.advert.step, age_s, self.advert.steps_per_s, self.manifest.outer.inner_steps)
+
     def count(self, microbatch: MicrobatchId, sender: PeerId | None, next_hop: PeerId | None) -> None:
         """A microbatch contributes to the inner step under way; `next_hop` served it at the next stage."""
         self.routes[microbatch] = (sender, next_hop)

@@ -106,7 +106,8 @@ class FaultySwarm(SimSwarm):
 
         async def describe(peer: Advert) -> NodeDescription:
             """Asked of all nodes that may have weights, just before a node chooses; then they are on their way."""
-            if not before or before[-1].at_s < now_s():
+            choosing = process.node.state.advert.state in ("starting", "waiting", "syncing")
+            if choosing and (not before or before[-1].at_s < now_s()):
                 before[:] = [self._available(process.peer)]
             return await ask(peer)
 

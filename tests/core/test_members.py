@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_p2p.core.members import STATES, TRANSITIONS, Members, lacking, next_state
+from noloco_p2p.core.members import STATES, TRAINING, TRANSITIONS, Members, lacking, next_state
 from noloco_p2p.core.messages import Advert, Origin
 from noloco_p2p.core.nonfinite import LONGEST_STREAK, NonFiniteStreak
 
@@ -106,9 +106,9 @@ def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
 def test_clocks_take_the_newest_sign() -> None:
     members = Members("me", 30)
     read(members, [advert("a", stage=0, step=4.5, steps_per_s=2.0, announced_at=9.0)], now=10)
-    assert members.clocks(now=10) == [(4.5, 1.0, 2.0)]
+    assert members.clocks(members.of_stage(0, TRAINING), now=10) == [(4.5, 1.0, 2.0)]
     members.heard(Origin("a", 8, 0), now=12)
-    assert members.clocks(now=13) == [(8.0, 1.0, 2.0)]
+    assert members.clocks(members.of_stage(0, TRAINING), now=13) == [(8.0, 1.0, 2.0)]
     assert members.step_of("a") == 8
     members.heard(Origin("a", 6, 0), now=14)
     assert members.step_of("a") == 8, "a late label does not turn the clock back"
@@ -118,7 +118,7 @@ def test_clocks_take_the_newest_sign() -> None:
 def test_a_clock_without_a_measured_speed_holds_nobody_back() -> None:
     members = Members("me", 30)
     read(members, [advert("a", stage=0, step=4.0), advert("b", stage=0, step=5.0, steps_per_s=1.0)], now=0)
-    assert members.clocks(now=3) == [(5.0, 3.0, 1.0)]
+    assert members.clocks(members.of_stage(0, TRAINING), now=3) == [(5.0, 3.0, 1.0)]
 
 
 def test_lacking_names_what_is_missing() -> None:

@@ -8,7 +8,7 @@ from typing import cast
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.guardians import guardians_of
-from noloco_p2p.core.messages import Advert, Holding, TensorSpec
+from noloco_p2p.core.messages import Advert, Holding, NodeDescription, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.errors import Declined, Unreachable
@@ -34,16 +34,19 @@ class Place:
         self.answers: dict[str, Snapshot | Exception] = {}
         self.takes_s = 0.0
         """Seconds of each transfer."""
+        self.silent: set[str] = set()
+        """Who is listed, and does not say who it is."""
         manifest = RunManifest(stages=STAGES)
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
         self.waits = Waits()
         self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), self.waits)
-        self.members = (swarm := Membership(self.node, self.waits)).members
+        self.swarm = Membership(self.node, self.waits)
+        self.members = self.swarm.members
         self.node.hold(
             cast(Stage, SimpleNamespace(state=SimpleNamespace(weights=WEIGHTS, hidden=HIDDEN, gradient=HIDDEN)))
         )
-        self.guardian = Guardian(self.node, swarm, self.waits, cast(Transport, self))
+        self.guardian = Guardian(self.node, self.swarm, self.waits, cast(Transport, self))
 
     async def fetch_snapshot(
         self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: TensorSpecs
@@ -56,6 +59,11 @@ class Place:
         if isinstance(answer, Exception):
             raise answer
         return replace(answer, took_s=self.takes_s)
+
+    async def describe(self, peer: Advert) -> NodeDescription:
+        if peer.peer_id in self.silent:
+            raise Unreachable("nobody is there")
+        return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "")
 
     async def sees(self, *adverts: Advert) -> None:
         """The membership is read anew; who is not listed has left."""
@@ -78,9 +86,12 @@ class Place:
 def at(scenario: Callable[[Place], Awaitable[None]]) -> None:
     async def main() -> None:
         place = Place()
+        answers = place.swarm.inquiry.run(cast(Transport, place), lambda: None)
+        asking = asyncio.create_task(answers)
         guarding = asyncio.create_task(place.guardian.run())
         await scenario(place)
         assert not guarding.done(), "nothing stops a guardian"
+        asking.cancel()
         guarding.cancel()
 
     run(main(), limit_s=1000)

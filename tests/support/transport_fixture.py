@@ -186,11 +186,21 @@ async def hang(header: Header, body: Body) -> Gradient:
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
+class NamedLinks(OpenLinks):
+    """Of peers whose ids are no keys."""
+
+    def sign(self, message: bytes) -> bytes:
+        return f"{self.me}: {len(message)}".encode() + message[-8:]
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        return signature == NamedLinks(peer, self.run_id).sign(message)
+
+
 def transport(
     me: PeerId, events: Events | None = None, *, run_id: str = RUN, port: int = 0, limits: LimitSettings | None = None
 ) -> GrpcTransport:
     listen = ListenSettings(grpc_port=port)
-    return GrpcTransport(OpenLinks(me, run_id), listen, events or Events(), MAX_BODY_BYTES, limits)
+    return GrpcTransport(NamedLinks(me, run_id), listen, events or Events(), MAX_BODY_BYTES, limits)
 
 
 def advert(*addresses: str, peer_id: PeerId = "B") -> Advert:

@@ -38,6 +38,7 @@ from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import GradientReader
+from noloco_p2p.io.transport.signed_description import checked, question
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
 DESCRIBE_S = 5.0
@@ -218,12 +219,13 @@ class GrpcTransport:
         return result, asyncio.get_running_loop().time() - began
 
     async def describe(self, peer: Advert) -> NodeDescription:
-        """Ask a peer who it is and how far it has come, within 5 s. Raises as propagate."""
+        """See `ports.Transport`; within 5 s. Raises Violation unless the peer signs its answer, else as propagate."""
+        request = question()
         async with self._calling(peer, "description", DESCRIBE_S, control=True) as (channel, seconds):
             describe = NodeStub(channel.channel).Describe
-            reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
+            reply = await describe(request, timeout=seconds, metadata=self._metadata)
         self._count(direction="in", kind="control", bytes=reply.ByteSize())
-        return message_codec.from_description(reply)
+        return checked(reply, request, peer.peer_id, self._links)
 
     async def _exchange(
         self,

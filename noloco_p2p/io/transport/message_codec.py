@@ -260,6 +260,8 @@ def from_description(reply: pb.DescribeReply) -> NodeDescription:
     if not reply.HasField("description"):
         raise Violation("the peer describes nothing")
     d = reply.description
+    if not (isfinite(d.step) and 0 <= d.outer_round < LARGEST_COUNT):
+        raise Violation("the peer's clock makes no sense")
     peer_id, run_id = plain(reply.peer_id, PEER_ID_CHARACTERS), plain(reply.run_id, PEER_ID_CHARACTERS)
     return NodeDescription(peer_id, run_id, d.stage, plain(d.state, 32), d.step, d.outer_round, plain(d.version, 32))
 

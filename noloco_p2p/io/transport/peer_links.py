@@ -1,11 +1,13 @@
 """Who is at the other end of a connection: as it says, in an open run; as its certificate says, among members."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.io.dht.identity import verify
 from noloco_p2p.io.security.certificates import Role
 from noloco_p2p.io.security.credentials import Credentials
 
@@ -27,12 +29,19 @@ class Links(Protocol):
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """Who makes this call; `observers` may make it too. Raises Violation, Declined: it may not."""
 
+    def sign(self, message: bytes) -> bytes:
+        """What shows that this node answers; empty where the connection does, or nobody asks."""
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        """Whether `peer` has answered with it."""
+
 
 class OpenLinks:
-    """Neither authenticated nor encrypted: a caller is who it says."""
+    """Neither authenticated nor encrypted: a caller is who it says. `sign` is the libp2p identity's."""
 
-    def __init__(self, me: PeerId, run_id: str) -> None:
+    def __init__(self, me: PeerId, run_id: str, sign: Callable[[bytes], bytes] | None = None) -> None:
         self.me, self.run_id = me, run_id
+        self._sign = sign
 
     def add_port(self, server: Any, address: str) -> int:
         """See Links."""
@@ -45,6 +54,14 @@ class OpenLinks:
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """See Links."""
         return str(dict(context.invocation_metadata()).get("noloco-peer", ""))
+
+    def sign(self, message: bytes) -> bytes:
+        """See Links."""
+        return b"" if self._sign is None else self._sign(message)
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        """See Links."""
+        return verify(peer, message, signature)
 
 
 class MemberLinks:
@@ -70,6 +87,14 @@ class MemberLinks:
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """See Links. What the call itself says is not looked at."""
         return self._credentials.caller(context.auth_context(), observers=observers)
+
+    def sign(self, message: bytes) -> bytes:
+        """See Links."""
+        return b""
+
+    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        """See Links. TLS has seen to it that `peer` answers."""
+        return True
 
     def _configuration(self) -> Any:
         self._served = self._credentials.leaf()

@@ -40,6 +40,7 @@ from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.peer_links import Links
+from noloco_p2p.io.transport.signed_description import signature
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes, from_stripe
 from noloco_p2p.ports import Body, Handler, Telemetry
 
@@ -233,6 +234,7 @@ class GrpcServicer:
         try:
             caller, handler = self._admit(context, observers=True)
             d = handler.describe(caller.name)
+            reply.signature = signature(request, d, self._links)
         except NolocoError as error:
             reply.refusal.CopyFrom(message_codec.to_refusal(error))
         else:

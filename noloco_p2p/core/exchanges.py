@@ -1,0 +1,88 @@
+"""Which peers have answered a question of this node of late, and what they said of themselves.
+
+An advert is a claim: anybody can sign one and be nowhere. What many nodes decide alike (targets, pairs, guardians,
+stages) counts adverts all the same, for it needs one view. An act that destroys something, or that cannot be undone,
+also needs the peers on which it rests to have answered (ARCHITECTURE.md, "What a stranger can do"). Pure.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+from noloco_p2p.core.messages import Advert, NodeDescription, PeerId
+
+PROBES = 8
+"""Peers that are asked for one decision, at most: nobody can make a swarm call whom he likes."""
+LIFETIMES = 2.0
+"""Lifetimes of an advert for which an answer counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    at: float
+    said: NodeDescription | None
+    silent_since: float | None
+
+
+class Exchanges:
+    """The newest outcome of asking each peer. `now` is the caller's clock, in seconds."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._outcomes: dict[PeerId, _Answer] = {}
+
+    def note(self, peer: PeerId, said: NodeDescription | None, *, now: float) -> None:
+        """A peer has been asked; None: it gave no answer that only it can give."""
+        before = self._outcomes.pop(peer, None)
+        since = None if said else now if before is None or before.silent_since is None else before.silent_since
+        kept = {one: of for one, of in self._outcomes.items() if now - of.at <= 2 * LIFETIMES * self._ttl_s}
+        self._outcomes = kept | {peer: _Answer(now, said, since)}
+
+    def said(self, peer: PeerId, *, now: float) -> NodeDescription | None:
+        """What the peer answered within LIFETIMES; None when it has not been asked since, or did not answer."""
+        found = self._outcomes.get(peer)
+        return found.said if found is not None and now - found.at <= LIFETIMES * self._ttl_s else None
+
+    def silent_s(self, peer: PeerId, *, now: float) -> float:
+        """For how long the peer has given no answer although it was asked; 0 when it has, or was not asked of late."""
+        found = self._outcomes.get(peer)
+        if found is None or found.silent_since is None or now - found.at > LIFETIMES * self._ttl_s:
+            return 0.0
+        return max(now - found.silent_since, 1e-9)
+
+    def proven(self, adverts: Iterable[Advert], states: Set[str], *, now: float) -> list[Advert]:
+        """Those that have answered, from the stage of their adverts and in one of these states."""
+        return [
+            a
+            for a in adverts
+            if (said := self.said(a.peer_id, now=now)) is not None and said.stage == a.stage and said.state in states
+        ]
+
+    def unknown(self, adverts: Iterable[Advert], *, now: float, since: float | None = None) -> list[Advert]:
+        """Those not asked `since` then; by default not within half of the time for which an answer counts, or before
+        they announced another state."""
+        from_s = now - LIFETIMES * self._ttl_s / 2 if since is None else since
+        return [a for a in adverts if self._asked_at(a, anew=since is None) < from_s]
+
+    def was_asked(self, peer: PeerId) -> bool:
+        """It is known whether the peer answers, or was not long ago."""
+        return peer in self._outcomes
+
+    def _asked_at(self, advert: Advert, *, anew: bool) -> float:
+        found = self._outcomes.get(advert.peer_id)
+        if found is None:
+            return -inf
+        other = found.said is not None and (found.said.stage, found.said.state) != (advert.stage, advert.state)
+        return -inf if anew and other and advert.announced_at > found.at else found.at
+
+
+def sample(adverts: Sequence[Advert], rng: Random) -> list[Advert]:
+    """At most PROBES of them, the likelier the more a decision rests on their claims: by the speeds that they announce.
+
+    Efraimidis and Spirakis, Weighted random sampling with a reservoir (2006).
+    """
+    if len(adverts) <= PROBES:
+        return list(adverts)
+    keys = {a.peer_id: rng.random() ** (1 / max(1e-9, a.microbatches_per_s)) for a in adverts}
+    return sorted(adverts, key=lambda a: (-keys[a.peer_id], a.peer_id))[:PROBES]

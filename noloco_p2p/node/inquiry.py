@@ -1,0 +1,115 @@
+"""Asking peers who they are, when a decision rests on them (ARCHITECTURE.md, "What a stranger can do").
+
+Duties say whom they need to know; one task asks, PROBES at a time. No microbatch ever waits for it.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+
+from noloco_p2p.core.exchanges import LIFETIMES, PROBES, Exchanges
+from noloco_p2p.core.members import STAGE_0_AT_WORK, TRAINED, TRAINING, Members
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.seeds import generator
+from noloco_p2p.core.status import Resource
+from noloco_p2p.errors import PeerError
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Transport
+
+
+class Inquiry:
+    """What peers answer to one node."""
+
+    def __init__(self, node: NodeState, waits: Waits, members: Members) -> None:
+        self._node = node
+        self._waits = waits
+        self._members = members
+        self.exchanges = Exchanges(node.config.directory.ttl_s)
+        self._to_ask: dict[PeerId, Advert] = {}
+        self.batches = 0
+        """How often answers have come."""
+
+    async def run(self, transport: Transport, changed: Callable[[], None]) -> None:
+        """Ask, and note what came of it; `changed` is called after every batch. Never ends."""
+        while True:
+            await self._waits.until(lambda: bool(self._to_ask), "somebody to ask", Resource.SWARM, idle=True)
+            await asyncio.gather(*(self._ask_one(transport, advert) for advert in self._to_ask.values()))
+            self._to_ask.clear()
+            self.batches += 1
+            changed()
+            self._waits.pulse()
+
+    async def _ask_one(self, transport: Transport, advert: Advert) -> None:
+        said = None
+        with suppress(PeerError), self._waits.waiting("description", advert.peer_id, idle=True):
+            said = await transport.describe(advert)
+        self.exchanges.note(advert.peer_id, said, now=self._node.now())
+
+    def ask(self, adverts: Iterable[Advert], since: float | None = None) -> None:
+        """Have those asked who have not been of late (or since then), as many as there is room for now."""
+        for advert in self.exchanges.unknown(adverts, now=self._node.now(), since=since):
+            if advert.peer_id not in self._to_ask and len(self._to_ask) < PROBES:
+                self._to_ask[advert.peer_id] = advert
+                self._waits.pulse()
+
+    async def until_asked(self, adverts: Sequence[Advert], *, anew: bool) -> None:
+        """Ask them all (`anew`: whatever they answered of late): at most PROBES, which answer within seconds or not."""
+        since = self._node.now() if anew else None
+
+        def all_asked() -> bool:
+            left = self.exchanges.unknown(adverts, now=self._node.now(), since=since)
+            self.ask(left, since)
+            return not left
+
+        await self._waits.until(all_asked, "answers", Resource.SWARM)
+
+    def few(self, adverts: Sequence[Advert]) -> Sequence[Advert]:
+        """PROBES of them, to be asked: those that have answered, then those of whom microbatches came, then as they
+        are drawn, every time the same."""
+        if len(adverts) <= PROBES:
+            return adverts
+        node, now = self._node, self._node.now()
+
+        def order(peer: PeerId) -> tuple[bool, bool, float]:
+            unknown = self.exchanges.said(peer, now=now) is None
+            return unknown, not self._members.has_sent(peer), generator(node.manifest.seed, node.me, peer).random()
+
+        return sorted(adverts, key=lambda advert: order(advert.peer_id))[:PROBES]
+
+    def were_asked(self, adverts: Iterable[Advert]) -> bool:
+        """Of each of them it is known whether it answers."""
+        return all(self.exchanges.was_asked(advert.peer_id) for advert in adverts)
+
+    def answering(self, adverts: Iterable[Advert], states: Set[str]) -> list[Advert]:
+        """Those that have answered of late, from the stages of their adverts and in one of these states."""
+        return self.exchanges.proven(adverts, states, now=self._node.now())
+
+    def is_silent(self, peer: PeerId) -> bool:
+        """The peer was asked of late, and gave no answer."""
+        return self.exchanges.silent_s(peer, now=self._node.now()) > 0
+
+    def is_gone(self, peer: PeerId) -> bool:
+        """The peer has given no answer for as long as one would have counted."""
+        silent_s = self.exchanges.silent_s(peer, now=self._node.now())
+        return silent_s > LIFETIMES * self._node.config.directory.ttl_s
+
+    def as_it_says(self, advert: Advert) -> Advert | None:
+        """The advert, with what the peer has just said; None: it is silent."""
+        said = self.exchanges.said(advert.peer_id, now=self._node.now())
+        if said is None:
+            return None
+        return replace(advert, stage=said.stage, state=said.state, outer_round=said.outer_round, step=said.step)
+
+    # --- the clocks of stage 0 --------------------------------------------------------------------------------------
+
+    def clocks(self) -> list[tuple[float, float, float]]:
+        """Members.clocks of the stage-0 replicas that answer: what is only listed moves no clock."""
+        answering = self.answering(self._members.of_stage(0, TRAINING), TRAINED)
+        return self._members.clocks(answering, now=self._node.now())
+
+    def ask_first_stage(self) -> None:
+        """While this node trains: ask a few whose clocks may count, and who are at work or are not."""
+        if self._node.advert.state == "training":
+            self.ask(self.few(self._members.of_stage(0, STAGE_0_AT_WORK)))

@@ -1,0 +1,135 @@
+"""Adverts of nodes that are not there, in swarms of real nodes under virtual time: nothing is lost by them, nobody
+waits for them, and the run ends when it has ended (ARCHITECTURE.md, "What a stranger can do").
+
+A stranger is an advert that is renewed as others are, and an address at which nobody answers.
+"""
+
+from dataclasses import replace
+
+import pytest
+from elastic import TTL_S, plan_of
+
+from noloco_p2p.core.messages import Advert, Holding
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.laws import check
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.world import SimPlan
+
+RENEWED_S = 1.5
+STEPS = 24
+
+
+def stranger(name: str, stage: int, state: str = "training", **claims: object) -> Advert:
+    return replace(Advert(name, "run", stage, (name,), state=state), **claims)  # type: ignore[arg-type]
+
+
+def swarm_with(plan: SimPlan, *strangers: Advert, from_s: float = 0.0, until_s: float = 60.0) -> FaultySwarm:
+    """A swarm in whose directory these adverts are, from one time to another."""
+    swarm = FaultySwarm(plan)
+
+    def publish(at_s: float) -> None:
+        for one in strangers:
+            swarm.registry.publish(replace(one, run_id=plan.manifest.run_id), TTL_S, now=at_s)
+
+    for number in range(int((until_s - from_s) / RENEWED_S)):
+        at_s = from_s + RENEWED_S * number
+        swarm.at(at_s, lambda at_s=at_s: publish(at_s))  # type: ignore[misc]
+    return swarm
+
+
+def fast(names: str, stage: int) -> list[Advert]:
+    """Replicas that claim to train, at a million microbatches per second."""
+    return [
+        stranger(name, stage, microbatches_per_s=1e6, capacity_per_s=1e6, outer_round=2, settled=True) for name in names
+    ]
+
+
+def steps(outcome: Outcome) -> set[float]:
+    return {one.step for one in outcome.processes if not one.crashed}
+
+
+def test_guardians_keep_what_they_hold_though_three_claim_to_train() -> None:
+    swarm = swarm_with(plan_of((2, 1), steps=STEPS), *fast("xyz", 1), from_s=3.0)
+    swarm.at(9.0, lambda: swarm.crash("s1r0"))
+    swarm.at(10.0, lambda: swarm.wipe("s1r0"))
+    swarm.at(12.0, lambda: swarm.start(1, 1))
+    outcome = check(swarm)
+    [resumed] = outcome.trace.of("resumed", "s1r1")
+    assert resumed.get("source") == "guardian"
+    assert resumed.number("round") >= 2, "it was pulled after the strangers came, too"
+
+
+def test_a_last_replica_that_leaves_hands_over_though_others_claim_to_train() -> None:
+    swarm = swarm_with(plan_of((2, 1), steps=STEPS), *fast("xyz", 1), from_s=3.0)
+    swarm.at(8.0, lambda: swarm.drain("s1r0"))
+    swarm.at(16.0, lambda: swarm.start(1, 1))
+    outcome = check(swarm)
+    done = max(event.number("round") for event in outcome.trace.of("outer_round", "s1r0"))
+    [resumed] = outcome.trace.of("resumed", "s1r1")
+    assert (resumed.get("source"), resumed.number("round")) == ("guardian", done + 1)
+
+
+def test_nobody_moves_away_from_a_stage_because_of_claims() -> None:
+    plan = replace(plan_of((7, 0), steps=40, start_replicas=1), chooses_stage=True)
+    outcome = check(swarm_with(plan, *fast("xyz", 0), from_s=4.0))
+    assert not outcome.trace.of("moved")
+    swarm = swarm_with(plan, *fast("xyz", 1), from_s=4.0)
+    assert not check(swarm).trace.of("moved")
+
+
+@pytest.mark.parametrize("lie", [
+    {"state": "waiting", "holds": (Holding(1, 10**6, 10**7),)},
+    {"state": "training", "outer_round": 10**6, "step": 1e7},
+    {"state": "training"},
+])  # fmt: skip
+def test_recovery_waits_for_nobody_who_is_only_listed(lie: dict[str, object]) -> None:
+    """The only stage is lost with its disks, and has no guardian: it begins anew."""
+    lies = stranger("x", 0, **lie)  # type: ignore[arg-type]
+    swarm = swarm_with(plan_of((1,), steps=STEPS), lies, from_s=3.0, until_s=300.0)
+    swarm.at(5.0, lambda: swarm.crash("s0r0"))
+    swarm.at(5.5, lambda: swarm.wipe("s0r0"))
+    swarm.at(6.0, lambda: swarm.start(0, 1))
+    [resumed] = check(swarm).trace.of("resumed", "s0r1")
+    assert resumed.get("source") == "fresh"
+    assert resumed.number("step") == 0
+    assert resumed.at_s < 6.0 + 4 * TTL_S
+
+
+def test_a_run_that_was_stopped_goes_on_though_strangers_hold_newer_weights() -> None:
+    lies = [stranger(f"x{s}", s, "waiting", holds=(Holding(s, 10**6, 10**7),)) for s in (0, 1)]
+    swarm = swarm_with(plan_of((2, 2), steps=STEPS), *lies, from_s=6.0)
+    for peer in ("s0r0", "s0r1", "s1r0", "s1r1"):
+        swarm.at(8.0, lambda peer=peer: swarm.bounce(peer, 1.0))  # type: ignore[misc]
+    outcome = check(swarm)
+    assert {event.get("source") for event in outcome.trace.of("resumed")} == {"shard"}
+    assert max(event.at_s for event in outcome.trace.of("resumed")) < 9.0 + 3 * TTL_S
+
+
+@pytest.mark.parametrize("state", ["finished", "left"])
+def test_one_advert_does_not_end_the_run(state: str) -> None:
+    """Stage 0 is gone for a while: a later stage that took the word of a stranger would end without it."""
+    plan = plan_of((1, 1), steps=60, start_replicas=1)
+    swarm = swarm_with(plan, stranger("x", 0, state, step=60.0, outer_round=15, evaluated=True), until_s=13.0)
+    swarm.at(4.0, lambda: swarm.bounce("s0r0", TTL_S + 3.0))
+    seen: list[bool] = []
+    swarm.at(12.5, lambda: seen.append(swarm.process("s1r0").node.swarm.run_ended))
+    outcome = check(swarm)
+    assert seen == [False]
+    assert steps(outcome) == {60.0}
+
+
+def test_the_run_ends_though_strangers_claim_to_train_on() -> None:
+    plan = plan_of((2, 2), steps=STEPS)
+    lies = [stranger(f"x{i}", 0, step=3.0, steps_per_s=0.1, settled=True) for i in range(2)]
+    outcome = check(swarm_with(plan, *lies, from_s=8.0, until_s=200.0))
+    ended = [event.at_s for event in outcome.trace.of("state") if event.get("state") == "finished"]
+    assert max(ended) < 60.0, "they are listed until 200 s"
+
+
+def test_clocks_that_are_only_listed_move_no_clock() -> None:
+    plan = plan_of((2, 2), steps=STEPS)
+    lies = [stranger(name, 0, step=1e6, steps_per_s=1.0, settled=True) for name in "xyz"]
+    outcome = check(swarm_with(plan, *lies, from_s=2.0, until_s=6.0))
+    quiet = check(FaultySwarm(plan))
+    longest = max(one.inner_steps for one in quiet.processes)
+    assert all(one.inner_steps > longest / 3 for one in outcome.processes), "else the clock has jumped to the end"
