@@ -51,6 +51,8 @@ def node(
     if version:
         print(__version__)
         return
+    if sys.stderr.isatty() and not (log_json or describe):
+        print(f"noloco-node {__version__}: reads the settings, imports torch and hivemind …", file=sys.stderr)
     from noloco_p2p.launch import settings
 
     overrides = settings.read(config, os.environ, set or (), {"--stage": ("stage", stage)})

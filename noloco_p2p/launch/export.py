@@ -129,7 +129,8 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
 
 def read_record(directory: Path) -> tuple[RunManifest, int]:
     """The manifest and the number of single replicas of an exported directory. Raises ConfigError."""
-    advice = f"noloco export --from {directory} --out DIR makes one" if homes.has_run(directory) else "name another one"
+    runs = homes.kind_of(directory) in (Home.SWARM, Home.NODE)
+    advice = f"noloco export --from {directory} --out DIR makes one" if runs else "name another one"
     homes.require("", directory, Home.MODEL, advice=advice)
     path = directory / RECORD
     try:

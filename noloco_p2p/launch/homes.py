@@ -71,11 +71,6 @@ def require(named: str, directory: Path, *wanted: Home, advice: str = "name anot
     raise ConfigError(f"{named}{directory} is {kind.words}{wrong}: {advice}")
 
 
-def has_run(directory: Path) -> bool:
-    """Whether it is that of a swarm or of a node."""
-    return kind_of(directory) in (Home.SWARM, Home.NODE)
-
-
 def require_run(named: str, directory: Path) -> None:
     """A directory of a run to read: of a swarm, of a node, or one that may have such below it. Raises ConfigError."""
     empty = (Home.EMPTY,) if directory.is_dir() else ()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
 from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
@@ -20,7 +21,7 @@ from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.swarm_display import COLUMNS, Display, deserted, last_row, row
 
-HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy")
+HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy", "pydantic", "yaml")
 
 
 def noloco(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
@@ -45,6 +46,14 @@ def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], expec
     assert expected in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "noloco-runs").exists()
+
+
+def test_without_a_command_it_helps(tmp_path: Path) -> None:
+    for words, begins in (([], "Usage: noloco ["), (["bench"], "Usage: noloco bench"), (["-h"], "Usage: noloco [")):
+        done = noloco(*words, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(begins)
+    assert noloco("--version", cwd=tmp_path).stdout == f"{__version__}\n"
 
 
 def test_debug_shows_where(tmp_path: Path) -> None:

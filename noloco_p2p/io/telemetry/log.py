@@ -186,7 +186,9 @@ class EventLog:
         if not self._counters.last_losses:
             return ""
         loss, tokens = self._counters.last_losses[-1]
-        return f"; inner step {self._counters.total('inner_steps')}, loss {loss / tokens:.3f}"
+        rate = self._counters.rates["tokens"].per_s(time.monotonic())
+        speed = f", {rate:,.0f} tokens/s" if rate else ""
+        return f"; inner step {self._counters.total('inner_steps')}, loss {loss / tokens:.3f}{speed}"
 
     def _deserted_stages(self) -> None:
         """A line when a stage loses its last replica or has one again, none in between."""
