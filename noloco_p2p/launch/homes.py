@@ -11,7 +11,7 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch import node_probe
 
 MOUNT_POINT = "lost+found"
-"""Every file system has it: a volume with nothing else is empty."""
+"""Every file system has it: a volume with nothing else than this and hidden files is empty."""
 HEAD_BYTES = 4096
 NODE_NAME = re.compile(r"\d+-\d+")
 """Of a node inside the directory of its swarm: stage and replica."""
@@ -40,7 +40,7 @@ def kind_of(directory: Path) -> Home:
     """What it is; one that does not exist is empty. Raises ConfigError when it cannot be read."""
     try:
         if directory.is_dir():
-            names = {path.name for path in directory.iterdir()} - {MOUNT_POINT}
+            names = {path.name for path in directory.iterdir() if path.name[0] != "."} - {MOUNT_POINT}
         else:
             names = set()
             # Below a file there is nothing, either; so the nearest thing that exists decides.

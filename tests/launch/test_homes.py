@@ -26,6 +26,7 @@ INSIDE, RUNS = "beside the nodes of a swarm", ("swarm", "node")
 
 def files(directory: Path, **contents: str) -> Path:
     """A directory with files; `__` in a name stands for a slash, `_` for a dot."""
+    directory.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         path = directory / name.replace("__", "/").replace("_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +48,7 @@ def a_swarm(home: Path, *, completed: bool) -> Path:
 
 KINDS: dict[str, Callable[[Path], Path]] = {
     "nothing": lambda home: home,
+    "fresh volume": lambda home: files(files(home / "lost+found").parent, _cache__version="1"),
     "swarm": lambda home: a_swarm(home, completed=False),
     "finished swarm": lambda home: a_swarm(home, completed=True),
     "node": a_node,
@@ -124,7 +126,9 @@ def test_a_directory_is_what_it_is(kind: str, command: str, tmp_path: Path) -> N
     home = KINDS[kind](tmp_path / "here")
     words, wanted = COMMANDS[command]
     reads = "from" in command or command in ("report", "eval", "generate")
-    named = SAME.get(kind, kind) if reads else "nothing" if kind == INSIDE and command not in RUNS else kind
+    named = SAME.get(kind, kind) if reads else kind
+    if kind == "fresh volume" or (kind == INSIDE and not reads and command not in RUNS):
+        named = "nothing"
     before = tree(tmp_path)
     line = answer([word.format(dir=home, tmp=tmp_path) for word in words])
     if named in wanted.split(", "):
