@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
@@ -68,12 +69,16 @@ class Caller(NamedTuple):
     @classmethod
     def of(cls, context: Any) -> "Caller":
         """Of a call."""
-        host = unquote(str(context.peer())).partition(":")[2].rpartition(":")[0].strip("[]")
-        if ":" in host:
-            host = str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
         [certified, *_] = context.auth_context().get("peer_dns", ()) or [b""]
         said = str(dict(context.invocation_metadata()).get("noloco-peer", ""))[:PEER_ID_CHARACTERS]
-        return cls(host, certified.decode(errors="replace") or said)
+        return cls(_host(str(context.peer())), certified.decode(errors="replace") or said)
+
+
+@lru_cache(1024)
+def _host(peer: str) -> str:
+    """Of a connection, as gRPC names it: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`."""
+    host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
 
 def admitted(context: Any, run_id: str) -> Caller:
