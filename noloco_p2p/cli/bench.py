@@ -15,8 +15,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with
 
 @bench.command("pipeline")
 def bench_pipeline(
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per stage-0 replica and inner step.")] = 4,
-    seconds: Annotated[float, typer.Option(min=1, help="Length of the measurement.")] = 30.0,
+    microbatches: Annotated[int, typer.Option(metavar="N", min=1, help="Microbatches of a stage-0 node a step.")] = 4,
+    seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of the measurement.")] = 30.0,
     as_json: AsJson = False,
 ) -> None:
     """Tokens/s of a 2 x 2 swarm over twice those of one process with one thread."""
@@ -36,9 +36,9 @@ def bench_transport(as_json: AsJson = False) -> None:
 @bench.command("baseline")
 def bench_baseline(
     kind: Annotated[Literal["ddp", "fsdp", "diloco"], typer.Option(help="Of torch.distributed.")] = "ddp",
-    replicas: Annotated[int, typer.Option(min=1, help="Processes: of the whole model, and nodes of the swarm.")] = 4,
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Processes, and nodes of the swarm.")] = 4,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the settings of the run.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Length of both runs; default: that of the run.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps; default: those of the run.")] = None,
     set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,7 +56,7 @@ def bench_baseline(
 
 @bench.command("stage")
 def bench_stage(
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; auto: CUDA if any.")] = "auto",
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the settings of the run.")] = None,
     set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as stages=4.")] = None,
     as_json: AsJson = False,
@@ -82,8 +82,8 @@ def bench_outer(as_json: AsJson = False) -> None:
 
 @bench.command("monitoring")
 def bench_monitoring(
-    pairs: Annotated[int, typer.Option(min=1, help="Windows with readers and without.")] = 6,
-    seconds: Annotated[float, typer.Option(min=5, help="Length of a window.")] = 15.0,
+    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Windows with readers and without.")] = 6,
+    seconds: Annotated[float, typer.Option(metavar="X", min=5, help="Length of a window.")] = 15.0,
     as_json: AsJson = False,
 ) -> None:
     """What a node's instruments, and the programs that read them, take from its training."""
@@ -98,11 +98,11 @@ def bench_churn(
     minutes: Annotated[float, typer.Option(min=0.05, metavar="M", help="Minutes in which nodes are killed.")] = 5.0,
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "3x3",
     kill_last: Annotated[bool, typer.Option("--kill-last", help="Kill all replicas of a stage for good.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the run, and of which nodes are killed when.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the run, and of which nodes are killed when.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K seeds in a row.")] = 1,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Length of the runs; default: what an undisturbed swarm does in M minutes."),
+        typer.Option(metavar="N", min=1, help="Length of the runs; default: what a swarm does in M minutes."),
     ] = None,
     cold: Annotated[bool, typer.Option(help="Measure restarts of all nodes, of 2x2 and 3x3.")] = True,
     set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of all nodes.")] = None,
@@ -124,7 +124,7 @@ def bench_links(
         str, typer.Option(metavar="CODEC,...", help="Of hidden states and gradients; bfloat16 is compared with.")
     ] = "bfloat16",
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "2x2",
-    seconds: Annotated[float, typer.Option(min=1, help="Length of each measurement.")] = 30.0,
+    seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of each measurement.")] = 30.0,
     quick: Annotated[bool, typer.Option("--quick", help="50 Mbit/s with 10 and 50 ms, where not given.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the page.")] = Path("noloco-links"),
     set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of all nodes.")] = None,

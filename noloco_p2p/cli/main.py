@@ -43,11 +43,11 @@ def noloco(
 
 @app.command()
 def swarm(
-    config: Annotated[Path | None, Option(help="YAML file with settings of the run and of its nodes.")] = None,
-    stages: Annotated[int | None, Option(min=1, help="Pipeline stages.")] = None,
-    replicas: Annotated[int | None, Option(min=1, help="Nodes of each stage.")] = None,
-    steps: Annotated[int | None, Option(min=1, help="Length of the run in steps.")] = None,
-    dir: Annotated[Path | None, Option(help="Directory of the run; default: a fresh noloco-runs/NAME-N.")] = None,
+    config: Annotated[Path | None, Option(metavar="FILE", help="YAML file with settings of run and nodes.")] = None,
+    stages: Annotated[int | None, Option(metavar="N", min=1, help="Pipeline stages.")] = None,
+    replicas: Annotated[int | None, Option(metavar="N", min=1, help="Nodes of each stage.")] = None,
+    steps: Annotated[int | None, Option(metavar="N", min=1, help="Length of the run in steps.")] = None,
+    dir: Annotated[Path | None, Option(metavar="DIR", help="Directory; default: a fresh noloco-runs/NAME-N.")] = None,
     set: Settings = None,
     link: Annotated[
         str | None,
@@ -113,7 +113,7 @@ def docs() -> None:
 
 @app.command("export")
 def export_model(
-    out: Annotated[Path, Option("--out", help="Directory to write; it must not exist yet, or be empty.")],
+    out: Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; it must be new, or empty.")],
     join: Annotated[
         list[str] | None, Option(metavar="ADDR", help="Address of a node of a running swarm; repeatable.")
     ] = None,
@@ -151,7 +151,7 @@ def evaluate_model(
     held_out: Annotated[
         bool, Option("--held-out", help="Of files: only what a run over them holds out, not all tokens.")
     ] = False,
-    microbatches: Annotated[int | None, Option(min=1, help="Evaluate at most this many microbatches.")] = None,
+    microbatches: Annotated[int | None, Option(metavar="N", min=1, help="At most so many microbatches.")] = None,
     tasks: Annotated[
         str | None, Option(metavar="A,B", help="Instead of the loss: tasks of lm-evaluation-harness (extra eval).")
     ] = None,
@@ -176,10 +176,10 @@ def evaluate_model(
 @app.command("generate")
 def generate_text(
     out: ExportDir,
-    prompt: Annotated[str, Option(help="The text to go on from.")],
-    tokens: Annotated[int, Option(min=1, help="Longest continuation, tokens.")] = 200,
-    temperature: Annotated[float, Option(min=0, help="0: always the likeliest token.")] = 0.8,
-    seed: Annotated[int, Option(min=0, help="Seed of the draws.")] = 0,
+    prompt: Annotated[str, Option(metavar="TEXT", help="The text to go on from.")],
+    tokens: Annotated[int, Option(metavar="N", min=1, help="Longest continuation, tokens.")] = 200,
+    temperature: Annotated[float, Option(metavar="X", min=0, help="0: always the likeliest token.")] = 0.8,
+    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the draws.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Print what an exported model says after a prompt."""
@@ -194,7 +194,7 @@ def doctor(
     config: NodeConfigFile = None,
     set: Settings = None,
     dir: Annotated[
-        Path | None, Option(help="Directory of a node, or that of noloco swarm: how it is, and its swarm.")
+        Path | None, Option(metavar="DIR", help="Directory of a node or a swarm: how it is, and its swarm.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -214,7 +214,7 @@ def top(
     ] = None,
     once: Annotated[bool, Option("--once", help="Print the swarm once, as without a terminal.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, once.")] = False,
-    interval: Annotated[float, Option(min=0.2, max=3600, help="Seconds from one reading to the next.")] = 2.0,
+    interval: Annotated[float, Option(metavar="X", min=0.2, max=3600, help="Seconds between readings.")] = 2.0,
 ) -> None:
     """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
     from noloco_p2p.observe.top import run_top
@@ -228,7 +228,7 @@ def simulate(
         Path | None, Argument(metavar="SCENARIO", help="YAML file as in configs/sim; default: a LAN.")
     ] = None,
     nodes: Annotated[int | None, Option(min=1, metavar="N", help="Nodes in all, shared out over the stages.")] = None,
-    seed: Annotated[int | None, Option(min=0, help="What everything follows from; default: 0.")] = None,
+    seed: Annotated[int | None, Option(metavar="N", min=0, help="What everything follows from; default: 0.")] = None,
     seeds: Annotated[
         str | None, Option(metavar="A:B", help="One run for each seed from A up to B, which is left out.")
     ] = None,
@@ -241,7 +241,7 @@ def simulate(
         bool, Option("--check", help="Run twice, in two processes; the first event that differs.")
     ] = False,
     plots: Annotated[Path | None, Option(metavar="DIR", help="Draw the run as SVG files.")] = None,
-    jobs: Annotated[int, Option(min=1, help="Of --seeds: runs that are made at once.")] = 2,
+    jobs: Annotated[int, Option(metavar="N", min=1, help="Of --seeds: runs that are made at once.")] = 2,
 ) -> None:
     """Simulate a swarm: real nodes in one process under virtual time, with a network, faults, and a seed.
 
@@ -258,7 +258,7 @@ def experiment(
     name: Annotated[str | None, Argument(metavar="NAME", help="Which one; without a name: the list.")] = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")] = None,
     quick: Annotated[bool, Option("--quick", help="A smaller version, of minutes.")] = False,
-    jobs: Annotated[int, Option(min=1, help="Cases that are measured at once, each with one thread.")] = 2,
+    jobs: Annotated[int, Option(metavar="N", min=1, help="Cases that are measured at once, each with one thread.")] = 2,
 ) -> None:
     """Answer one of the questions about the method: a report with figures, plots, and every run with its seed.
 

@@ -31,9 +31,9 @@ def node(
         Path | None, Option(metavar="FILE", help="Write the address for --join there, as soon as others can join.")
     ] = None,
     run: Annotated[str | None, Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
-    stage: Annotated[int | None, Option(min=0, help="Stage to hold; default: as before, or the neediest.")] = None,
+    stage: Annotated[int | None, Option(metavar="N", min=0, help="Stage; default: as before, or the neediest.")] = None,
     dir: Annotated[
-        Path | None, Option(help="Directory of this node: identity, peers, checkpoints. It continues its run.")
+        Path | None, Option(metavar="DIR", help="This node's directory: identity, peers, checkpoints, run.")
     ] = None,
     set: Settings = None,
     log_json: Annotated[bool, Option("--log-json", help="Log JSON lines.")] = False,
@@ -91,9 +91,9 @@ def _ran(options: "NodeOptions", json_lines: bool, *, first: bool) -> bool:
 def health(
     context: Context,
     dir: Annotated[
-        Path | None, Option(help="Directory of the node; default: the one below noloco-runs that came last.")
+        Path | None, Option(metavar="DIR", help="Directory of the node; default: the newest in noloco-runs.")
     ] = None,
-    url: Annotated[str | None, Option(help="Where a node serves its metrics, instead of --dir.")] = None,
+    url: Annotated[str | None, Option(metavar="URL", help="Where a node serves its metrics, instead of --dir.")] = None,
 ) -> None:
     """Ask a running node whether it is well: prints ok, or what is wrong and ends with exit code 1."""
     from noloco_p2p.observe.health_check import ask

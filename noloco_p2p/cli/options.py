@@ -8,7 +8,7 @@ from typer import Argument, Option
 NodeConfigFile = Annotated[
     Path | None, Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
 ]
-NodeDir = Annotated[Path, Option(help="Directory of the node, or that of noloco swarm: all its nodes.")]
+NodeDir = Annotated[Path, Option(metavar="DIR", help="Directory of the node, or that of noloco swarm: all its nodes.")]
 ExportDir = Annotated[Path, Argument(metavar="OUT", help="Directory that noloco export wrote.")]
 Settings = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="A setting, such as seed=1; repeatable.")
@@ -17,5 +17,5 @@ SwarmAddresses = Annotated[
     list[str] | None,
     Option("--join", metavar="ADDR", help="Address of a node, /ip4/…/tcp/…/p2p/…, or @FILE with it; repeatable."),
 ]
-Device = Annotated[str, Option(help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")]
+Device = Annotated[str, Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object.")]

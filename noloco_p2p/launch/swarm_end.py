@@ -27,7 +27,7 @@ def sample_lines(run_dir: Path) -> list[str]:
             from noloco_p2p.launch.evaluation import run_generate
 
             text = run_generate(model, "", tokens=SAMPLE_TOKENS, temperature=0.8, seed=0, device="cpu")
-    except NolocoError as error:
+    except (NolocoError, OSError) as error:
         return [f"no lines of the model: {error}"]
     wrapped = (line for long in text.splitlines() for line in textwrap.wrap(long, WIDTH, drop_whitespace=False))
     return ["the model writes:", *[f"    {line.rstrip()}" for line in wrapped if line.strip()][:LINES]]
