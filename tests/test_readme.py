@@ -33,7 +33,7 @@ PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|
 
 OF_A_RUN = re.compile(
     r"(noloco-(runs|experiments)|my-tasks)/.*|(noloco|endpoints|manifest|local|summary|swarm|results)\.json|known[_-]peers\.json"
-    r"|events\.jsonl|mine\.yaml|report\.(html|md)|python/name:.*"
+    r"|events\.jsonl|(certificate|issuer)\.pem|invitations\.json|root\.key|mine\.yaml|report\.(html|md)|python/name:.*"
 )
 """Files that a run makes or a user writes."""
 

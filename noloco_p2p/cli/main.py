@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from typer import Argument, Exit, Option, Typer
 
 from noloco_p2p import __version__
+from noloco_p2p.cli.admit import invite_others, keys
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
@@ -21,6 +22,8 @@ app = Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="key")
+app.command("invite")(invite_others)
 app.command("finetune")(finetune_model)
 app.command("tasks")(make_tasks)
 
@@ -57,6 +60,9 @@ def swarm(
             " per second down and up, one-way latency between two nodes, its standard deviation.",
         ),
     ] = None,
+    members: Annotated[
+        bool, Option("--members", help="For members only: links are encrypted; noloco invite lets others in.")
+    ] = False,
     plain: Annotated[bool, Option("--plain", help="Lines instead of a live table.")] = False,
     sample: Annotated[bool, Option("--sample/--no-sample", help="Let the model write a few lines at the end.")] = True,
 ) -> None:
@@ -70,7 +76,7 @@ def swarm(
 
     options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
     given = settings.read(config, os.environ, set or (), options)
-    raise Exit(run_swarm(given, dir, link, plain=plain, sample=sample))
+    raise Exit(run_swarm(given, dir, link, members=members, plain=plain, sample=sample))
 
 
 @app.command()

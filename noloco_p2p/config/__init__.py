@@ -14,6 +14,7 @@ from noloco_p2p.config.manifest import (
     InnerSettings,
     ModelSettings,
     RunManifest,
+    SecuritySettings,
     WireSettings,
 )
 from noloco_p2p.config.node_config import (
@@ -46,6 +47,7 @@ __all__ = [
     "Positive",
     "RunManifest",
     "Seconds",
+    "SecuritySettings",
     "Settings",
     "WireSettings",
 ]

@@ -93,6 +93,14 @@ class EvaluationSettings(Settings):
     """Held-out microbatches per evaluation; every node uses the same ones."""
 
 
+class SecuritySettings(Settings):
+    """Who may take part (ARCHITECTURE.md, "Members")."""
+
+    root_key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """The public key of the run's root: `--key FILE` of the first node sets it, and the run is for members only; none:
+    open to everybody."""
+
+
 class RunManifest(Settings):
     """The immutable settings of a run: equal on all nodes; their hash is the run id."""
 
@@ -128,6 +136,8 @@ class RunManifest(Settings):
     """Element type of weights, the optimizer's moments, φ, δ and what travels for a round."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """Validation."""
+    security: SecuritySettings = SecuritySettings()
+    """Who may take part."""
 
     @model_validator(mode="before")
     @classmethod
@@ -148,8 +158,12 @@ class RunManifest(Settings):
         return self
 
     def canonical_json(self) -> bytes:
-        """Sorted keys, no white space, defaults filled in, ASCII: equal bytes for equal manifests."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        """Sorted keys, no white space, defaults filled in, ASCII: equal bytes for equal manifests.
+
+        An open run says nothing of `security`, as before there was such a key.
+        """
+        values = self.model_dump(mode="json", exclude={"security"} if self.security.root_key is None else None)
+        return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
     @property
     def state_kinds(self) -> tuple[str, ...]:

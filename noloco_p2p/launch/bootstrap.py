@@ -24,7 +24,8 @@ from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.launch import join_file, run_files, settings
+from noloco_p2p.io.transport.peer_links import Links
+from noloco_p2p.launch import join_file, run_files, run_key, settings
 from noloco_p2p.ports import Batches
 
 log = logging.getLogger("noloco_p2p")
@@ -44,6 +45,8 @@ class NodeOptions:
     """Settings as given: file, environment, `--set`."""
     address_file: Path | None = None
     """The join addresses are written there once others can join."""
+    key: Path | None = None
+    """The root key of a members' run, by which this node admits others."""
 
     @property
     def dir(self) -> Path:
@@ -161,6 +164,7 @@ class Observer:
     manifest: RunManifest
     """The run of the peer that it joined."""
     directory: HivemindDirectory
+    links: Links
 
 
 class NullTelemetry:
@@ -175,8 +179,10 @@ class NullTelemetry:
 
 
 @asynccontextmanager
-async def observing(join: Sequence[str]) -> AsyncIterator[Observer]:
+async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterator[Observer]:
     """Join the swarm behind these addresses, one live one suffices, for as long as the `with` lasts.
+
+    Who `calls` nodes over gRPC needs an invitation where a run is for members.
 
     Raises ConfigError (malformed address), LocalError (no daemon), and of the peer Unreachable, Declined or Violation.
     """
@@ -189,8 +195,13 @@ async def observing(join: Sequence[str]) -> AsyncIterator[Observer]:
         closing.push_async_callback(libp2p.close)
         received, _ = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)
         manifest = settings.manifest_from_json(received)
+        standing = await run_key.of_observer(identity, manifest, libp2p, calls=calls)
         directory = await HivemindDirectory.open(
-            libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=home / "known-peers.json"
+            libp2p,
+            run_id=manifest.run_id,
+            stages=manifest.stages,
+            known_path=home / "known-peers.json",
+            members=standing.records,
         )
         closing.push_async_callback(directory.close)
-        yield Observer(identity.peer_id, manifest, directory)
+        yield Observer(identity.peer_id, manifest, directory, standing.links)

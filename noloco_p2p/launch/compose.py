@@ -27,16 +27,16 @@ from noloco_p2p.io.dht.addresses import announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.reach import joined
+from noloco_p2p.io.security import admission
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.log import start as start_log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import OpenLinks
-from noloco_p2p.io.transport.probe import probe
-from noloco_p2p.launch import bootstrap, join_file, run_files
+from noloco_p2p.launch import bootstrap, join_file, run_files, run_key
 from noloco_p2p.launch.bootstrap import NodeOptions
+from noloco_p2p.launch.run_key import Standing
 from noloco_p2p.node.loop import Node
 from noloco_p2p.ports import Batches, Stage, World
 
@@ -89,12 +89,15 @@ async def run(options: NodeOptions) -> None:
     async with AsyncExitStack() as closing:
         libp2p = await bootstrap.opened(options.join, options.identity, listen)
         closing.push_async_callback(libp2p.close)
+        local = run_key.with_invited_stage(local, libp2p)
         manifest, data = own if own is not None else (await bootstrap.joined_run(options, libp2p, local), None)
         # What takes seconds to import is imported while a joining node meets the others and chooses its stage.
         imports = asyncio.create_task(asyncio.to_thread(bootstrap.check_model, manifest))
         imports.add_done_callback(lambda task: task.cancelled() or task.exception())
         closing.push_async_callback(asyncio.wait, [imports])
-        ports = await _open_ports(closing, libp2p, local.model_copy(update={"listen": listen}), manifest, options.dir)
+        standing = await run_key.of_node(options.dir, options.identity, options.key, manifest, libp2p)
+        heard = local.model_copy(update={"listen": listen})
+        ports = await _open_ports(closing, libp2p, heard, manifest, options.dir, standing)
         run_files.store_manifest(options.dir, manifest)
         run_files.store_local_files(options.dir, local)
         journal = FileJournal(options.dir, ports.telemetry.counters)
@@ -106,16 +109,21 @@ async def run(options: NodeOptions) -> None:
         ports.telemetry.watch(lambda: node.status(time.monotonic()), options.dir)
         await ports.transport.serve(node.handler)
         await joining.check_reachable(libp2p, ports.advert.addresses[0])
-        run_files.introduce(options.dir, ports.advert, libp2p, listen.host)
+        run_files.introduce(options.dir, ports.advert, libp2p, listen.host, standing.how_to_join(options.dir))
         if options.address_file is not None:
             join_file.write(options.address_file, libp2p.join_addresses)
         closing.callback(lambda: run_files.store_summary(options.dir, node, ports.telemetry))
         signals.node = node
-        await _until_the_end(node, ports.directory)
+        await _until_the_end(node, ports.directory, libp2p, standing)
 
 
 async def _open_ports(
-    closing: AsyncExitStack, libp2p: Libp2pDaemon, local: NodeConfig, manifest: RunManifest, home: Path
+    closing: AsyncExitStack,
+    libp2p: Libp2pDaemon,
+    local: NodeConfig,
+    manifest: RunManifest,
+    home: Path,
+    standing: Standing,
 ) -> NodePorts:
     """Metrics, gRPC and directory, each to be closed by `closing`. Raises LocalError (a port in use)."""
     listen = local.listen
@@ -124,17 +132,22 @@ async def _open_ports(
     closing.callback(telemetry.close)
     closing.callback(asyncio.create_task(_watch_lag(telemetry)).cancel)
     me, run_id = libp2p.peer_id, manifest.run_id
-    links = OpenLinks(me, run_id, libp2p.identity.sign)
-    transport = GrpcTransport(links, listen, telemetry, LARGEST_ACTIVATION_BYTES, local.limits)
+    transport = GrpcTransport(standing.links, listen, telemetry, LARGEST_ACTIVATION_BYTES, local.limits)
     await transport.listen()
     closing.push_async_callback(transport.close)
     directory = await HivemindDirectory.open(
-        libp2p, run_id=run_id, stages=manifest.stages, known_path=home / "known-peers.json"
+        libp2p,
+        run_id=run_id,
+        stages=manifest.stages,
+        known_path=home / "known-peers.json",
+        members=standing.records,
     )
     closing.push_async_callback(directory.close)
     # What peers may ask over libp2p streams comes last: one that is answered finds a DHT as well.
     await joining.serve_manifest(libp2p, manifest.canonical_json())
-    await joining.serve_dial_back(libp2p, lambda address, peer: probe(address, peer, links, joining.PROBE_TIMEOUT_S))
+    await joining.serve_dial_back(libp2p, standing.probe)
+    if standing.credentials is not None:
+        await admission.serve(libp2p, standing.issuer)
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
     advert = Advert(
         me,
@@ -183,15 +196,18 @@ def _node(
     return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
 
 
-async def _until_the_end(node: Node, directory: HivemindDirectory) -> None:
-    """Run the node; raises LocalError when its libp2p daemon cannot be kept alive."""
+async def _until_the_end(node: Node, directory: HivemindDirectory, libp2p: Libp2pDaemon, standing: Standing) -> None:
+    """Run the node; raises LocalError when its libp2p daemon cannot be kept alive, or its certificate has expired."""
     life = asyncio.create_task(node.run())
-    kept = asyncio.create_task(directory.keep(lambda message: node.state.trouble("libp2p", message)))
+    tasks = [life, asyncio.create_task(directory.keep(lambda message: node.state.trouble("libp2p", message)))]
+    if standing.credentials is not None:
+        keeping = standing.keep_valid(libp2p, lambda message: node.state.trouble("members", message))
+        tasks.append(asyncio.create_task(keeping))
     try:
-        await asyncio.wait([life, kept], return_when=asyncio.FIRST_COMPLETED)
-        (life if life.done() else kept).result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        (life if life in done else done.pop()).result()
     finally:
-        for task in (life, kept):
+        for task in tasks:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

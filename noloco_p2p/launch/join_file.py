@@ -96,7 +96,7 @@ def read(path: Path) -> list[str]:
     found = []
     for number, line in enumerate(map(str.strip, lines), 1):
         try:
-            found += [str(JoinAddress.parse(line))] if line else []
+            found += [line] if line and JoinAddress.parse(line) else []
         except ConfigError as error:
             raise ConfigError(f"{path}:{number}: {error}") from error
     return found

@@ -16,7 +16,6 @@ from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import OpenLinks
 from noloco_p2p.launch.bootstrap import NullTelemetry, observing
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say, progress_bar
 from noloco_p2p.node.frozen_rounds import KEPT_ROUNDS
@@ -37,13 +36,13 @@ async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> CollectedWe
     common round could be fetched).
     """
     tune_allocator()
-    async with observing(join) as observer:
+    async with observing(join, calls=True) as observer:
         manifest = observer.manifest
         if manifest.outer.pairing == "none":
             raise ConfigError(
                 "this run has no outer rounds (outer.pairing: none), so its nodes give no snapshots: use --from"
             )
-        transport = GrpcTransport(OpenLinks(observer.peer_id, manifest.run_id), ListenSettings(), NullTelemetry(), 0)
+        transport = GrpcTransport(observer.links, ListenSettings(), NullTelemetry(), 0)
         try:
             stages = range(manifest.stages)
             specs = await asyncio.to_thread(lambda: [exported_model.stage_specs(manifest, stage) for stage in stages])

@@ -112,14 +112,15 @@ class LocalSwarm:
                 self._relay.place(node)
         first, *others = self._nodes
         environment = self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes)))
-        first.start(self._arguments, environment)
+        first.start([*self._arguments, *self._plan.key_option(self._path.parent)], environment)
         while (reached := first.endpoints) is None:
             if self._over() or not first.running:
                 return
             self._show()
             time.sleep(TICK_S)
+        address = self._plan.join_address(first.dir, reached.join[0])
         for node in others:
-            node.start([*self._arguments, "--join", reached.join[0]], environment)
+            node.start([*self._arguments, "--join", address], environment)
 
     def _watch(self) -> None:
         """Show the state of the nodes until all have ended, one has failed, or somebody asked to stop."""
@@ -219,10 +220,17 @@ class LocalSwarm:
 
 
 def run_swarm(
-    overrides: Overrides, directory: Path | None, link: str | None, *, plain: bool = False, sample: bool = True
+    overrides: Overrides,
+    directory: Path | None,
+    link: str | None,
+    *,
+    members: bool = False,
+    plain: bool = False,
+    sample: bool = True,
 ) -> int:
     """Run a swarm to its end; returns the exit code. `link`: every node behind such a line (`line_spec.FORM`).
 
+    `members`: a run for members only, whose key is made in its directory.
     `sample`: the model writes a few lines at the end.
     Raises ConfigError or LocalError before any node is started.
     """
@@ -234,6 +242,7 @@ def run_swarm(
     with planning.held(run_dir):
         planning.wait_for_old_nodes([run_dir / f"{stage}-{replica}" for stage, replica in plan.nodes])
         resumed = planning.resume_point(plan, run_dir) if plan.resumes else None
+        plan = planning.for_members(plan, run_dir) if members else plan
         plan.write(run_dir)
         m = plan.manifest
         display = Display(m.steps, plain)

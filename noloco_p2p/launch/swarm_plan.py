@@ -9,21 +9,25 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import NodeConfig, RunManifest, SecuritySettings
 from noloco_p2p.core.messages import Holding
 from noloco_p2p.core.resume import least_newest
-from noloco_p2p.errors import LocalError
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.identity import locked
 from noloco_p2p.launch import homes, node_probe, run_files, settings
 from noloco_p2p.launch.homes import Home
 from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
 
 SETTINGS, LOCK = "swarm.json", "swarm.lock"
+ROOT_KEY = "root.key"
+"""The key of a run for members."""
+INVITED_S = 3_600.0
+"""In which the nodes of a swarm have joined its first one, seconds."""
 NODES_END_S = 15.0
 """The nodes of a launcher that was killed need a moment to notice and to end, seconds."""
 POLL_S = 0.1
@@ -58,10 +62,35 @@ class SwarmPlan:
         own = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
         return {**own, "OMP_NUM_THREADS": str(threads)}
 
+    def key_option(self, run_dir: Path) -> list[str]:
+        """For the first node of a run for members, which admits the others."""
+        return [] if self.manifest.security.root_key is None else ["--key", str(run_dir / ROOT_KEY)]
+
+    def join_address(self, first: Path, address: str) -> str:
+        """What the other nodes join: the address of the first one, whose directory is `first`, and an invitation."""
+        if self.manifest.security.root_key is None or len(self.nodes) == 1:
+            return address
+        from noloco_p2p.launch import run_key
+
+        return run_key.invite(first, first.parent / ROOT_KEY, uses=len(self.nodes) - 1, seconds=INVITED_S, stage=None)
+
     def write(self, run_dir: Path) -> None:
         """Leave the settings in the directory. Raises LocalError."""
         everything = self.manifest.model_dump(mode="json") | self.local.model_dump(mode="json")
         run_files.write_json(run_dir / SETTINGS, everything)
+
+
+def for_members(plan: SwarmPlan, run_dir: Path) -> SwarmPlan:
+    """The same with the key in this directory, which is made for a fresh run. Raises ConfigError, LocalError."""
+    from noloco_p2p.launch import run_key
+
+    path = run_dir / ROOT_KEY
+    if plan.resumes:
+        if plan.manifest.security.root_key is None:
+            raise ConfigError(f"--members: the unfinished run of {run_dir} is open: leave it out")
+        return plan
+    public = run_key.public_half(run_key.read(path)) if path.exists() else run_key.make(path)
+    return replace(plan, manifest=plan.manifest.model_copy(update={"security": SecuritySettings(root_key=public)}))
 
 
 class ResumePoint(NamedTuple):

@@ -52,7 +52,7 @@ class Club:
     ) -> Credentials:
         """Of a node of this name, whose key is in a directory of its own."""
         identity = Identity.open(self.home / f"{name}.key")
-        return Credentials(self.trust, identity, self.chain(identity.peer_id, role, now), clock or time.time)
+        return Credentials(self.trust, identity, self.chain(identity.peer_id, role, now), clock=clock or time.time)
 
 
 def forged(

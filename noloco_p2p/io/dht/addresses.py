@@ -10,7 +10,7 @@ import json
 import re
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from noloco_p2p.core.messages import PeerId
@@ -18,7 +18,9 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.identity import public_key_of
 from noloco_p2p.io.durable_files import make_folders, write_whole
 
-_FORM = re.compile(r"/(ip4|ip6|dns4)/([^/\s]{1,253})/tcp/([0-9]{1,5})/p2p/([1-9A-Za-z]+)")
+_FORM = re.compile(
+    r"/(ip4|ip6|dns4)/([^/\s]{1,253})/tcp/([0-9]{1,5})/p2p/([1-9A-Za-z]+)(?:/invite/([1-9A-Za-z]{1,256}))?"
+)
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 PEERS_LIMIT = 64
 """Known peers; of more than these the one that was seen longest ago is forgotten first."""
@@ -29,12 +31,17 @@ _NOWHERE = "192.0.2.1"
 
 @dataclass(frozen=True, slots=True)
 class JoinAddress:
-    """Where a libp2p daemon listens, and its peer id: `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or `ip6`, `dns4`)."""
+    """Where a libp2p daemon listens, and its peer id: `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or `ip6`, `dns4`).
+
+    In a members' run `/invite/INVITATION` may follow.
+    """
 
     host: str
     """IP address or DNS name."""
     port: int
     peer_id: PeerId
+    invitation: str = field(default="", compare=False)
+    """What a newcomer to a members' run shows; it is not part of what the address is, and is not shown with it."""
 
     @classmethod
     def parse(cls, text: str) -> "JoinAddress":
@@ -42,14 +49,14 @@ class JoinAddress:
         found = _FORM.fullmatch(text)
         if found is None:
             raise ConfigError(_malformed(text, "it is not of the form /ip4/HOST/tcp/PORT/p2p/PEER_ID"))
-        kind, host, port, peer_id = found.groups()
+        kind, host, port, peer_id, invitation = found.groups()
         if not 0 < int(port) < 65536:
             raise ConfigError(_malformed(text, f"there is no port {port}"))
         if public_key_of(peer_id) is None:
             raise ConfigError(_malformed(text, "its peer id is mistyped or cut off"))
         if kind != _kind(host):
             raise ConfigError(_malformed(text, f"{host!r} is no {kind} host"))
-        return cls(host, int(port), peer_id)
+        return cls(host, int(port), peer_id, invitation or "")
 
     @property
     def multiaddress(self) -> str:

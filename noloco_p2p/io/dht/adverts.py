@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,11 +22,17 @@ from noloco_p2p.core.messages import Advert, Holding, PeerId
 from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
+from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.security.certificates import CHAIN_LIMIT_BYTES
 
 PAYLOAD_LIMIT_BYTES = 1536
 """A payload above this size is neither sent nor accepted: 1 KiB for all but `holds`, which is less than 0.5 KiB."""
+MEMBERS_PAYLOAD_LIMIT_BYTES = PAYLOAD_LIMIT_BYTES + 1280
+"""The same with the certificate of a member, whose text takes the more."""
 LONGEST_TTL_S = 3600.0
 """No record may live longer, so that strangers cannot fill the DHT for ever."""
+ADVERTS_PER_STAGE_LIMIT = 2048
+"""More adverts of one stage are passed over when reading: those with the largest peer ids."""
 ADDRESSES_LIMIT = 4
 """Addresses of one kind in one advert."""
 HOLDS_LIMIT = 8
@@ -69,9 +75,11 @@ class AdvertPayload(BaseModel):
     version: Text
     announced_at: Number
     libp2p: Texts
+    certificate: Annotated[str, Field(max_length=CHAIN_LIMIT_BYTES, pattern="^[ -~\\n]*$")] = ""
+    """Of a member, with its issuer's, PEM; left out in open runs."""
 
 
-_NOT_OF_THE_ADVERT = ("announced_at", "libp2p")
+_NOT_OF_THE_ADVERT = ("announced_at", "libp2p", "certificate")
 """Fields of the payload that are not those of `Advert` with the same name."""
 
 
@@ -95,6 +103,8 @@ class AdvertRecord:
     """DHT time at which its signer made it."""
     libp2p: tuple[str, ...]
     """Where the signer's libp2p daemon is: `/ip4/…/tcp/…/p2p/<peer id>`."""
+    certificate: str = ""
+    """Of the signer, in a members' run."""
 
 
 def stage_key(run_id: str, stage: int) -> str:
@@ -108,13 +118,14 @@ def encode(record: AdvertRecord) -> bytes:
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in own}
     fields |= {"holds": record.advert.holds[-HOLDS_LIMIT:]}
     fields |= {"announced_at": record.announced_at, "libp2p": record.libp2p}
-    if not fields["libp2p_metrics"]:
-        del fields["libp2p_metrics"]
+    fields |= {"certificate": record.certificate}
+    for name in ("libp2p_metrics", "certificate"):
+        if not fields[name]:
+            del fields[name]
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    if len(payload) > PAYLOAD_LIMIT_BYTES:
+    if (nbytes := _own_bytes(payload, record.certificate)) > PAYLOAD_LIMIT_BYTES:
         raise ConfigError(
-            f"the advert has {len(payload)} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted: "
-            "shorten listen.announce_host"
+            f"the advert has {nbytes} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted: shorten listen.announce_host"
         )
     return payload
 
@@ -124,14 +135,16 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
 
     With `stages`, their number in the run, it may speak of no other ones.
     """
-    if len(payload) > PAYLOAD_LIMIT_BYTES:
-        raise Violation(f"advert of {len(payload)} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted")
+    if len(payload) > MEMBERS_PAYLOAD_LIMIT_BYTES:
+        raise Violation(f"advert of {len(payload)} bytes, at most {MEMBERS_PAYLOAD_LIMIT_BYTES} are accepted")
     try:
         sent = AdvertPayload.model_validate_json(payload)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = first["loc"][0] if first["loc"] else "payload"
         raise Violation(f"advert whose {field} is malformed: {first['msg']}") from error
+    if _own_bytes(payload, sent.certificate) > PAYLOAD_LIMIT_BYTES:
+        raise Violation(f"advert of {len(payload)} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted")
     if sent.state not in STATES:
         raise Violation("advert with an unknown state")
     holds = tuple(Holding(*held) for held in sent.holds)
@@ -140,7 +153,27 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
         raise Violation(f"advert that speaks of stage {most} of {stages}")
     fields = sent.model_dump(exclude={"holds", *_NOT_OF_THE_ADVERT})
     advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, holds=holds, **fields)
-    return AdvertRecord(advert, sent.announced_at, sent.libp2p)
+    return AdvertRecord(advert, sent.announced_at, sent.libp2p, sent.certificate)
+
+
+def _own_bytes(payload: bytes, certificate: str) -> int:
+    """Bytes of a payload without those of the certificate in it."""
+    return len(payload) - (len(f',"certificate":{json.dumps(certificate)}') if certificate else 0)
+
+
+def living_records(subkeys: Mapping[object, Any], run_id: str, stage: int, now: float) -> list[AdvertRecord]:
+    """The valid records of one stage that have not expired. `now`: DHT time.
+
+    Those of others were checked when they came; this reads what is left.
+    """
+    records = []
+    for peer_id in sorted(subkey for subkey in subkeys if isinstance(subkey, str))[:ADVERTS_PER_STAGE_LIMIT]:
+        payload, expires = subkeys[peer_id]
+        if expires <= now or not isinstance(payload, bytes):
+            continue
+        with contextlib.suppress(Violation):
+            records.append(decode(payload, run_id=run_id, stage=stage, peer_id=peer_id))
+    return records
 
 
 def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:
@@ -178,8 +211,17 @@ class AdvertValidator:
     to store and about every record that it reads from others.
     """
 
-    def __init__(self, identity: Identity, run_id: str, stages: Mapping[bytes, int], clock: Callable[[], float]):
-        """`stages` maps the hashed DHT keys of this run to stage indices; `clock` gives DHT time."""
+    def __init__(
+        self,
+        identity: Identity,
+        run_id: str,
+        stages: Mapping[bytes, int],
+        clock: Callable[[], float],
+        members: MemberRecords | None = None,
+    ) -> None:
+        """`stages` maps the hashed DHT keys of this run to stage indices; `clock` gives DHT time; `members`: of a run
+        that has some, nobody else's records are valid."""
+        self._members = members
         self._identity = identity
         self._run_id = run_id
         self._stages = stages
@@ -198,7 +240,8 @@ class AdvertValidator:
         """Whether a record may be stored or believed. Never raises, whatever the bytes are."""
         if not record.expiration_time <= self._clock() + LONGEST_TTL_S:
             return False
-        if len(record.value) > SIGNATURE_BYTES + PAYLOAD_LIMIT_BYTES + 3 or len(record.subkey) > 2 * SIGNATURE_BYTES:
+        limit = PAYLOAD_LIMIT_BYTES if self._members is None else MEMBERS_PAYLOAD_LIMIT_BYTES
+        if len(record.value) > SIGNATURE_BYTES + limit + 3 or len(record.subkey) > 2 * SIGNATURE_BYTES:
             return False
         return self._checked(record)
 
@@ -217,7 +260,11 @@ class AdvertValidator:
             return False
         if made.announced_at > record.expiration_time:
             return False
-        return verify(peer_id, _signed(record, value), signature)
+        if not verify(peer_id, _signed(record, value), signature):
+            return False
+        if self._members is None:
+            return not made.certificate
+        return self._members.admits(peer_id, made.certificate, record.expiration_time, libp2p_addresses(made))
 
 
 def _signed(record: HivemindRecord, value: bytes) -> bytes:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable, Violation
+from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
 from noloco_p2p.io.dht import adverts
 from noloco_p2p.io.dht.addresses import JoinAddress, KnownPeers
 from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, T
+from noloco_p2p.io.dht.member_records import MemberRecords
 
 STORE_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 10.0
@@ -27,8 +28,6 @@ BOOTSTRAP_TIMEOUT_S = 5.0
 REJOIN_PERIOD_S = 10.0
 """How often missing known peers are dialled again and linked ones are asked to know us."""
 DIALS_PER_REJOIN = 8
-ADVERTS_PER_STAGE_LIMIT = 2048
-"""More adverts of one stage are passed over when reading: those with the largest peer ids."""
 LEFT_TTL_S = 15.0
 """Shortest lifetime of the record that a node has left."""
 _LEAST_GROWTH_S = 0.001
@@ -47,7 +46,9 @@ class HivemindDirectory:
     this node keeps for others outlive the daemon, so its peers need not notice.
     """
 
-    def __init__(self, libp2p: Libp2pDaemon, run_id: str, stages: int, known: KnownPeers) -> None:
+    def __init__(
+        self, libp2p: Libp2pDaemon, run_id: str, stages: int, known: KnownPeers, members: MemberRecords | None
+    ) -> None:
         """See `open`."""
         self._libp2p = libp2p
         self._node: Any = None
@@ -55,6 +56,7 @@ class HivemindDirectory:
         self._cut_off = ""
         """Why the daemon is being started again; empty while it lives, as far as `keep` knows."""
         self._run_id = run_id
+        self._members = members
         self._keys = {stage_key(run_id, stage): stage for stage in range(stages)}
         self._known = known
         self._expires: dict[int, float] = {}
@@ -65,8 +67,10 @@ class HivemindDirectory:
         self._rejoining: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, libp2p: Libp2pDaemon, *, run_id: str, stages: int, known_path: Path) -> "HivemindDirectory":
-        """Start a DHT node for the run on the daemon of `libp2p`, and find the others.
+    async def open(
+        cls, libp2p: Libp2pDaemon, *, run_id: str, stages: int, known_path: Path, members: MemberRecords | None = None
+    ) -> "HivemindDirectory":
+        """Start a DHT node for the run on the daemon of `libp2p`, and find the others; of `members` only, if given.
 
         Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable when peers were
         joined and none of them answers as a DHT node; without a join address it is normal to find no peer: this is then
@@ -75,7 +79,7 @@ class HivemindDirectory:
         known = KnownPeers(known_path)
         known.load()
         known.remember(libp2p.joined)
-        directory = cls(libp2p, run_id, stages, known)
+        directory = cls(libp2p, run_id, stages, known, members)
         directory._node = await directory._dht_node(None)
         try:
             await directory._bootstrap()
@@ -114,7 +118,7 @@ class HivemindDirectory:
             record
             for key, entry in entries.items()
             if entry is not None and isinstance(entry.value, dict)
-            for record in self._records(self._keys[key], entry.value)
+            for record in adverts.living_records(entry.value, self._run_id, self._keys[key], dht_time())
         )
         daemons = [address for record in records for address in adverts.libp2p_addresses(record)[:1]]
         self._met = {address.peer_id: address for address in await self._libp2p.reach.joins(daemons)}
@@ -223,21 +227,11 @@ class HivemindDirectory:
         return None if mine is None else float(mine.expiration_time)
 
     async def _put(self, advert: Advert, expires: float) -> bool:
-        payload = adverts.encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses)))
+        certificate = self._members.certificate if self._members is not None else ""
+        payload = adverts.encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses), certificate))
         self._expires[advert.stage] = expires
         storing = self._dht.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
         return bool(await self._answer(storing, STORE_TIMEOUT_S, "the directory's word that it took the advert"))
-
-    def _records(self, stage: int, subkeys: dict[object, Any]) -> list[AdvertRecord]:
-        """The valid, living records of one stage. Replicas were checked on arrival; this reads what is left."""
-        records, now = [], dht_time()
-        for peer_id in sorted(subkey for subkey in subkeys if isinstance(subkey, str))[:ADVERTS_PER_STAGE_LIMIT]:
-            payload, expires = subkeys[peer_id]
-            if expires <= now or not isinstance(payload, bytes):
-                continue
-            with contextlib.suppress(Violation):
-                records.append(adverts.decode(payload, run_id=self._run_id, stage=stage, peer_id=peer_id))
-        return records
 
     async def _bootstrap(self) -> None:
         """Find the DHT nodes behind the links, waiting a little for a joined peer that has only just started."""
@@ -286,7 +280,9 @@ class HivemindDirectory:
             p2p=self._libp2p.p2p,
             node_id=node_id,
             wait_timeout=WAIT_TIMEOUT_S,
-            record_validator=adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time),
+            record_validator=adverts.AdvertValidator(
+                self._libp2p.identity, self._run_id, hashed, dht_time, self._members
+            ),
             backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
             cache_locally=False,
             cache_nearest=0,

@@ -21,12 +21,18 @@ class Credentials:
     """
 
     def __init__(
-        self, trust: RunTrust, identity: Identity, chain: bytes, clock: Callable[[], float] = time.time
+        self,
+        trust: RunTrust,
+        identity: Identity,
+        chain: bytes,
+        keep: Callable[[bytes], object] = len,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """See `adopt`; `clock` gives unix seconds."""
+        """See `adopt`; `keep` gets every certificate that is adopted, and `clock` gives unix seconds."""
         self.trust = trust
         self.clock = clock
         self._identity = identity
+        self._keep = keep
         self._lock = threading.Lock()
         self.adopt(chain)
 
@@ -40,6 +46,7 @@ class Credentials:
         membership = self.trust.membership(chain)
         if membership.peer_id != self.peer_id:
             raise Violation(f"the certificate is that of {membership.peer_id}, not of this node")
+        self._keep(chain)
         with self._lock:
             self.chain, self.membership = chain, membership
             self._replaced_at = 0.0

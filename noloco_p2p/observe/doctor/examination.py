@@ -16,7 +16,7 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.transport.peer_links import Links, OpenLinks
+from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.launch import join_file, node_probe, run_files
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe import survey
@@ -113,22 +113,24 @@ class Examination:
         manifest, ahead = await peers.ask_run(report, libp2p, self.given)
         if manifest is None:
             return
-        links = OpenLinks(me, manifest.run_id)
-        directory = await peers.open_directory(report, libp2p, manifest, folder / "known-peers.json")
+        standing, answered = await peers.admission(report, libp2p, manifest)
+        links = standing.links
+        directory = await peers.open_directory(report, libp2p, manifest, folder / "known-peers.json", standing.records)
         if directory is not None:
             closing.push_async_callback(directory.close)
         ahead = await peers.clocks(report, libp2p, ahead)
         for finding in peers.judge_clocks(ahead, self.local.directory.ttl_s):
             report.add(finding)
         present = [] if directory is None else await peers.read_directory(report, directory)
-        if not self.runs_here:
+        if answered and not self.runs_here:
             await peers.check_reached(report, libp2p, listen, links)
-        await peers.check_reaches(report, present, links)
+        if answered:
+            await peers.check_reaches(report, present, links)
         if present:
             report.group("diagnosis")
             await self._diagnose(present, ahead.keys() | {me}, me)
         report.group("run")
-        await self._examine_run(links, manifest, present)
+        await self._examine_run(links, manifest, present, answered=answered)
 
     async def _diagnose(self, present: Sequence[Advert], compared: Set[PeerId], me: PeerId) -> None:
         """What the nodes wait for, and which is the cause. The clocks of `compared` have been judged already."""
@@ -144,17 +146,21 @@ class Examination:
         for finding in found:
             self.report.add(finding)
 
-    async def _examine_run(self, mine: Links, manifest: RunManifest, present: Sequence[Advert]) -> None:
-        """What the swarm's run asks of this machine, and how fast it would be there."""
+    async def _examine_run(
+        self, mine: Links, manifest: RunManifest, present: Sequence[Advert], *, answered: bool
+    ) -> None:
+        """What the swarm's run asks of this machine, and how fast it would be there, if nodes have `answered` it."""
         needs = self.requirements(manifest)
         stage = needs.wanted_stage()
         if stage is None:  # the one that a node without a stage of its own would take
             stage = choose_stage(Advert(mine.me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
-        probe = LinkProbe(mine)
+        probe, asked = LinkProbe(mine), present if answered else ()
         try:
             links = [
                 await needs.measure_links(
-                    probe, index, [advert for advert in present if advert.stage == index and advert.state in READY]
+                    probe,
+                    index,
+                    [advert for advert in asked if advert.stage == index and advert.state in READY],
                 )
                 for index in (stage, stage + 1)
             ]

@@ -15,11 +15,14 @@ from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.probe import probe
+from noloco_p2p.launch import run_key
 from noloco_p2p.launch.bootstrap import NullTelemetry
+from noloco_p2p.launch.run_key import Standing
 from noloco_p2p.launch.settings import Overrides, manifest_from_json
 from noloco_p2p.observe.diagnosis.findings import Finding
 from noloco_p2p.observe.diagnosis.symptoms import wrong_clocks
@@ -176,11 +179,27 @@ async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, host: str, p
     report.warning("port", f"nobody could be asked to dial {address} back: {failure}", advice)
 
 
+async def admission(report: DoctorReport, libp2p: Libp2pDaemon, manifest: RunManifest) -> tuple[Standing, bool]:
+    """As what this machine may ask the swarm, and whether nodes answer it over gRPC; reports when they would not."""
+    asking = run_key.of_observer(libp2p.identity, manifest, libp2p, calls=True)
+    advice = "give the address that noloco invite prints; the links between nodes are not looked at"
+    standing = await report.attempt("members", "asking for an observer's certificate", asking, advice)
+    if standing is not None:
+        return standing, True
+    return await run_key.of_observer(libp2p.identity, manifest, libp2p, calls=False), False
+
+
 async def open_directory(
-    report: DoctorReport, libp2p: Libp2pDaemon, manifest: RunManifest, known_path: Path
+    report: DoctorReport,
+    libp2p: Libp2pDaemon,
+    manifest: RunManifest,
+    known_path: Path,
+    members: MemberRecords | None,
 ) -> HivemindDirectory | None:
     """Join the DHT; None, reported, when that fails."""
-    opened = HivemindDirectory.open(libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path)
+    opened = HivemindDirectory.open(
+        libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path, members=members
+    )
     return await report.attempt("directory", "joining the directory (DHT)", opened, "join another node")
 
 

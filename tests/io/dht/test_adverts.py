@@ -73,7 +73,8 @@ def test_every_field_of_an_advert_travels() -> None:
     assert decode(encode(record(advert())), run_id=RUN, stage=0, peer_id=PEER) == record(advert())
     elsewhere = {"peer_id", "run_id", "stage"}
     assert {field.name for field in dataclasses.fields(Advert)} == set(AdvertPayload.model_fields) - {
-        "libp2p"
+        "libp2p",
+        "certificate",
     } | elsewhere
 
 

@@ -1,0 +1,46 @@
+"""`noloco key` and `noloco invite`: who may take part in a run for members."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option, Typer
+
+from noloco_p2p.errors import ConfigError
+
+keys = Typer(help="The key of a run for members.", rich_markup_mode=None, no_args_is_help=True)
+UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
+
+
+@keys.callback()
+def key() -> None:
+    """The key of a run for members."""
+
+
+@keys.command("new")
+def new_key(file: Annotated[Path, Argument(metavar="FILE", help="File to write; it must not exist yet.")]) -> None:
+    """Make the key of a run for members. Keep the file: whoever has it can admit others."""
+    from noloco_p2p.launch import run_key
+
+    public = run_key.make(file)
+    print(f"wrote {file}; its public half is {public}")
+    print(f"begin the run with: noloco-node --key {file}")
+
+
+def invite_others(
+    dir: Annotated[Path, Option(help="Directory of the node that others will join; it was started with --key.")],
+    uses: Annotated[int, Option(min=1, metavar="N", help="Peers that it admits.")] = 1,
+    lasts: Annotated[str, Option("--for", metavar="24h", help="How long: minutes (m), hours (h) or days (d).")] = "24h",
+    stage: Annotated[int | None, Option(min=0, help="Stage that they are to hold; default: the neediest.")] = None,
+    key: Annotated[
+        Path | None, Option(metavar="FILE", help="The run's key; default: root.key beside or above --dir.")
+    ] = None,
+) -> None:
+    """Print the command with which others join a run for members, with an invitation in its address."""
+    from noloco_p2p.launch import run_key
+
+    found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", lasts)
+    if found is None:
+        raise ConfigError(f"--for {lasts}: give a number of minutes, hours or days, such as 24h")
+    seconds = int(found[1]) * UNITS_S[found[2]]
+    print(f"noloco-node --join {run_key.invite(dir, key, uses=uses, seconds=seconds, stage=stage)}")

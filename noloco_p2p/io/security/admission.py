@@ -1,0 +1,155 @@
+"""How a peer gets a certificate, and a new one before it ends: from an issuer, over libp2p, which proves who asks."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, Declined, LocalError, NolocoError, PeerError, Violation
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.security import certificates
+from noloco_p2p.io.security.certificates import Role, RunTrust
+from noloco_p2p.io.security.credentials import Credentials
+from noloco_p2p.io.security.invitations import Invitation, UseBook
+
+CERTIFICATE_CALL = "noloco/certificate/1"
+CALL_TIMEOUT_S = 10.0
+LOOK_S = 60.0
+"""Time between two looks at how long the certificate is still good, seconds."""
+
+log = logging.getLogger(__name__)
+
+
+class Issuer:
+    """Admits peers, by the issuer's certificate of this node."""
+
+    def __init__(
+        self, trust: RunTrust, identity: Identity, certificate: bytes, book: UseBook, clock: Callable[[], float]
+    ) -> None:
+        """`certificate`: PEM, of this node's key; `clock` gives unix seconds."""
+        self._trust, self._identity, self._certificate = trust, identity, certificate
+        self._book, self._clock = book, clock
+
+    def issue(self, peer_id: PeerId, role: Role) -> bytes:
+        """A new certificate of a peer, with this issuer's, PEM."""
+        return certificates.member_chain(
+            self._certificate, self._identity.key, self._trust, peer_id, role, self._clock()
+        )
+
+    def answer(self, caller: PeerId, request: bytes) -> bytes:
+        """What a caller asked for with `ask`. Raises Declined: it may not have it; Violation: it asks for nothing."""
+        asked = _parsed(request)
+        role: Role = "observer" if asked.get("role") == "observer" else "member"
+        if "certificate" in asked:
+            held = self._trust.membership(asked["certificate"].encode())
+            if (held.peer_id, held.role) != (caller, "member") or held.until <= self._clock():
+                raise Declined("the certificate to be renewed is not the caller's, or has expired")
+            return self.issue(caller, "member")
+        try:
+            invitation = Invitation.parse(asked.get("invitation", ""))
+        except ConfigError as error:
+            raise Violation(str(error)) from None
+        invitation.check(self._trust, self._clock())
+        if role == "member":
+            self._book.use(invitation, caller, self._clock())
+        return self.issue(caller, role)
+
+
+async def serve(libp2p: Libp2pDaemon, issuer: Issuer | None) -> None:
+    """Answer those who ask for certificates, one after the other. Once per `libp2p`."""
+    turn = asyncio.Lock()
+
+    async def answer(caller: PeerId, request: bytes) -> bytes:
+        if issuer is None:
+            raise Declined("this node admits nobody: use the address of one that was started with --key")
+        async with turn:
+            try:
+                return await asyncio.to_thread(issuer.answer, caller, request)
+            except LocalError as error:
+                log.warning("%s", error)
+                raise Declined("this node cannot write down whom it admits") from error
+
+    await libp2p.serve(CERTIFICATE_CALL, answer)
+
+
+async def ask(libp2p: Libp2pDaemon, issuer: PeerId, **asked: str) -> bytes:
+    """Ask a linked peer for a certificate, PEM: for the `invitation` in the `role`, or for the old `certificate`.
+
+    Raises Unreachable, Declined with its reason, Violation.
+    """
+    return await libp2p.call(issuer, CERTIFICATE_CALL, json.dumps(asked).encode(), CALL_TIMEOUT_S)
+
+
+async def invited(libp2p: Libp2pDaemon, trust: RunTrust, role: Role, now: float) -> bytes:
+    """The certificate, PEM, that the invitation of a joined address brings. Raises ConfigError: there is none; or
+    what the last issuer did."""
+    failure: NolocoError = ConfigError(
+        "this run is for members only, and the join address carries no invitation: ask a member who can make one"
+        " (noloco invite) for the whole address"
+    )
+    for address in libp2p.joined:
+        if address.invitation:
+            Invitation.parse(address.invitation).check(trust, now)
+            try:
+                return await ask(libp2p, address.peer_id, invitation=address.invitation, role=role)
+            except PeerError as error:
+                failure = error
+    raise failure
+
+
+async def keep_valid(
+    libp2p: Libp2pDaemon,
+    credentials: Credentials,
+    issuer: Issuer | None,
+    issuers: Callable[[], list[JoinAddress]],
+    changed: Callable[[str | None], None],
+) -> None:
+    """Renew the certificate at half of its life, by any issuer. Ends only with a LocalError: it has expired.
+
+    `changed` gets what is wrong, and None after each renewal.
+    """
+    while True:
+        due_s = credentials.renewal_at - credentials.clock()
+        if due_s > 0:
+            await asyncio.sleep(min(due_s, LOOK_S))
+            continue
+        try:
+            credentials.adopt(await _renewed(libp2p, credentials, issuer, issuers()))
+            changed(None)
+        except PeerError as error:
+            if credentials.clock() >= credentials.membership.until:
+                raise LocalError(
+                    f"this node's certificate has expired ({error}): join with a new invitation (noloco invite)"
+                ) from error
+            changed(f"no issuer renews this node's certificate ({error}): start a node that admits members")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _renewed(
+    libp2p: Libp2pDaemon, credentials: Credentials, issuer: Issuer | None, issuers: list[JoinAddress]
+) -> bytes:
+    if issuer is not None:
+        return issuer.issue(credentials.peer_id, "member")
+    failure: PeerError = Declined("no issuer is known")
+    for address in issuers:
+        try:
+            await libp2p.dial(address)
+            return await ask(libp2p, address.peer_id, certificate=credentials.chain.decode())
+        except (PeerError, ConfigError) as error:
+            failure = error if isinstance(error, PeerError) else Declined(str(error))
+    raise failure
+
+
+def _parsed(request: bytes) -> dict[str, str]:
+    """Raises Violation unless it is an object of texts."""
+    try:
+        found: Any = json.loads(request[:4096])
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise Violation("the request for a certificate cannot be read")
+    return found

@@ -1,0 +1,208 @@
+"""The key of a members' run, and what is done with it: admit this machine's node, invite others, look on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.io.dht.adverts import dht_time
+from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.dht.join_handshake import PROBE_TIMEOUT_S
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.durable_files import write_whole
+from noloco_p2p.io.security import admission, certificates
+from noloco_p2p.io.security.admission import Issuer
+from noloco_p2p.io.security.certificates import RunTrust
+from noloco_p2p.io.security.credentials import Credentials
+from noloco_p2p.io.security.invitations import MOST_USES, Invitation, UseBook
+from noloco_p2p.io.transport.peer_links import Links, MemberLinks, OpenLinks
+from noloco_p2p.io.transport.probe import probe
+from noloco_p2p.launch import node_probe, run_files
+from noloco_p2p.launch.swarm_plan import ROOT_KEY
+
+KEY, CERTIFICATE, ISSUER, BOOK = ROOT_KEY, "certificate.pem", "issuer.pem", "invitations.json"
+"""The root's key, beside the directories of nodes; in that of a node its certificates, and who has used invitations."""
+
+
+def make(path: Path) -> str:
+    """Write a new root key, mode 0600; its public half, in hexadecimal. Raises ConfigError: the file is there."""
+    key = Ed25519PrivateKey.generate()
+    if path.exists():
+        raise ConfigError(f"{path} is there already: name another file, or use that key")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
+    except OSError as error:
+        raise LocalError(f"{path} cannot be written: {error.strerror}") from error
+    return public_half(key)
+
+
+def read(path: Path) -> Ed25519PrivateKey:
+    """Raises ConfigError: it is no root key, or others may read it."""
+    try:
+        key = load_pem_private_key(path.read_bytes(), None)
+        readable = path.stat().st_mode & 0o077
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not what noloco key new writes"
+        raise ConfigError(f"the run's key {path} cannot be read: {reason}") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"{path} is no Ed25519 key: make one with noloco key new")
+    if readable:
+        raise ConfigError(f"{path} is readable by others: run chmod 600 on it")
+    return key
+
+
+def public_half(key: Ed25519PrivateKey) -> str:
+    """For `security.root_key`."""
+    return key.public_key().public_bytes_raw().hex()
+
+
+def trust_in(manifest: RunManifest) -> RunTrust | None:
+    """None: the run is open."""
+    root = manifest.security.root_key
+    return None if root is None else RunTrust(manifest.run_id, bytes.fromhex(root))
+
+
+def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage: int | None) -> str:
+    """A join address of the node with an invitation to its run. Raises ConfigError, one line that says what to do."""
+    found, manifest = node_probe.read_endpoints(node_dir), run_files.stored_manifest(node_dir)
+    if found is None or manifest is None:
+        raise ConfigError(f"no node has run in {node_dir}: --dir is the directory of the node that others will join")
+    if manifest.security.root_key is None:
+        raise ConfigError(f"the run of {node_dir} is open: others need no invitation, only its join address")
+    if not (node_dir / ISSUER).exists():
+        raise ConfigError(f"the node of {node_dir} admits nobody: start it with --key, or name one that was")
+    if stage is not None and stage >= manifest.stages:
+        raise ConfigError(f"stage {stage}: the run has stages 0 to {manifest.stages - 1}")
+    if not 1 <= uses <= MOST_USES:
+        raise ConfigError(f"--uses must be between 1 and {MOST_USES}, not {uses}")
+    places = [key] if key is not None else [node_dir / KEY, node_dir.parent / KEY, node_probe.HOME / KEY]
+    root = read(next((place for place in places if place.exists()), places[0]))
+    if public_half(root) != manifest.security.root_key:
+        raise ConfigError("the key is not that of this run: name the file that the run was begun with by --key")
+    until = dht_time() + seconds
+    made = Invitation.signed(root, manifest.run_id, uses=uses, until=until, stage=stage)
+    return f"{found.join[0]}/invite/{made.text}"
+
+
+def with_invited_stage(local: NodeConfig, libp2p: Libp2pDaemon) -> NodeConfig:
+    """The settings of a newcomer, which holds the stage that its invitation names unless it was told another one."""
+    stages = (Invitation.parse(address.invitation).stage for address in libp2p.joined if address.invitation)
+    return local if local.stage is not None else local.model_copy(update={"stage": next(stages, None)})
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a node or an observer is in its run."""
+
+    links: Links
+    records: MemberRecords | None = None
+    """None: the run is open; and so of the rest."""
+    credentials: Credentials | None = None
+    issuer: Issuer | None = None
+
+    async def probe(self, address: str, peer: PeerId) -> str | None:
+        """See `join_handshake.ReachabilityProbe`. Who examines a machine (noloco doctor) is an observer there."""
+        reason = await probe(address, peer, self.links, PROBE_TIMEOUT_S)
+        if reason is not None and self.credentials is not None:
+            seen = await probe(address, peer, self.links, PROBE_TIMEOUT_S, "observer")
+            reason = None if seen is None else reason
+        return reason
+
+    async def keep_valid(self, libp2p: Libp2pDaemon, changed: Callable[[str | None], None]) -> None:
+        """See `admission.keep_valid`; for members."""
+        assert self.credentials is not None
+        assert self.records is not None
+        seen = self.records.issuers
+        await admission.keep_valid(libp2p, self.credentials, self.issuer, lambda: list(seen.values()), changed)
+
+    def how_to_join(self, home: Path) -> str | None:
+        """What others are told instead of a join address; None: the address is enough."""
+        if self.credentials is None:
+            return None
+        if self.issuer is None:
+            return "for members only, and not through this node: ask where it was begun for an invitation"
+        return f"for members only; this makes an invitation: noloco invite --dir {home}"
+
+
+async def of_node(
+    home: Path, identity: Identity, key: Path | None, manifest: RunManifest, libp2p: Libp2pDaemon
+) -> Standing:
+    """A node's, by the certificate that its directory has, by the run's key, or by an invitation.
+
+    Raises ConfigError or a PeerError, in one line, when none of them admits it; LocalError (a full disk).
+    """
+    trust = trust_in(manifest)
+    if trust is None:
+        return Standing(OpenLinks(identity.peer_id, manifest.run_id, identity.sign))
+    if key is not None:
+        root = read(key)
+        if public_half(root) != manifest.security.root_key:
+            raise ConfigError(f"--key {key} is not the key of this run: leave it out, or name the right one")
+        _store(home / ISSUER, certificates.issuer_certificate(root, trust, identity.peer_id, dht_time()))
+    issuer = _issuer(home, trust, identity)
+    chain = issuer.issue(identity.peer_id, "member") if issuer is not None else _stored(home, trust, identity.peer_id)
+    if chain is None:
+        if not libp2p.joined:
+            raise ConfigError("security.root_key: begin a run for members with --key FILE, which noloco key new writes")
+        chain = await admission.invited(libp2p, trust, "member", dht_time())
+    credentials = Credentials(trust, identity, chain, lambda got: _store(home / CERTIFICATE, got))
+    return Standing(MemberLinks(credentials), MemberRecords(trust, lambda: credentials.chain), credentials, issuer)
+
+
+async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pDaemon, *, calls: bool) -> Standing:
+    """An observer's, who reads the directory and `calls` nodes over gRPC or not.
+
+    For that the address that it joined has to carry an invitation, of which it costs no use. Raises as `of_node`.
+    """
+    trust = trust_in(manifest)
+    if trust is None:
+        return Standing(OpenLinks(identity.peer_id, manifest.run_id))
+    if not calls:
+        return Standing(OpenLinks(identity.peer_id, manifest.run_id), MemberRecords(trust))
+    credentials = Credentials(trust, identity, await admission.invited(libp2p, trust, "observer", dht_time()))
+    return Standing(MemberLinks(credentials), MemberRecords(trust), credentials)
+
+
+def _issuer(home: Path, trust: RunTrust, identity: Identity) -> Issuer | None:
+    """None: this node may not admit others, or not any more."""
+    try:
+        certificate = (home / ISSUER).read_bytes()
+        trust.membership(
+            certificates.member_chain(certificate, identity.key, trust, identity.peer_id, "member", dht_time())
+        )
+    except (FileNotFoundError, Violation, ValueError):
+        return None
+    except OSError as error:
+        raise LocalError(f"{home / ISSUER} cannot be read: {error.strerror}") from error
+    return Issuer(trust, identity, certificate, UseBook(home / BOOK), dht_time)
+
+
+def _stored(home: Path, trust: RunTrust, peer_id: PeerId) -> bytes | None:
+    """The certificate that this node had, if it is still good."""
+    try:
+        chain = (home / CERTIFICATE).read_bytes()
+        found = trust.membership(chain)
+    except (FileNotFoundError, Violation):
+        return None
+    except OSError as error:
+        raise LocalError(f"{home / CERTIFICATE} cannot be read: {error.strerror}") from error
+    return chain if found.peer_id == peer_id and dht_time() < found.until else None
+
+
+def _store(path: Path, data: bytes) -> None:
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise LocalError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,253 @@
+"""Invitations, those who use them, and certificates that are renewed before they end."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from daemons import daemon
+from daemons import run as run_daemons
+from members import HOUR_S, RUN, Club
+
+from noloco_p2p.errors import ConfigError, Declined, LocalError, Violation
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.identity import Identity, peer_id_of
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.security import admission, certificates, invitations
+from noloco_p2p.io.security.admission import Issuer
+from noloco_p2p.io.security.invitations import Invitation, UseBook
+
+ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
+NOBODY = cast(Libp2pDaemon, None)
+"""The daemon of a node that asks nobody."""
+
+
+def invitation(club: Club, **changes: Any) -> Invitation:
+    fields: dict[str, Any] = {"uses": 2, "until": club.now + HOUR_S, "stage": None} | changes
+    return Invitation.signed(club.root, club.run_id, **fields)
+
+
+def issuer(club: Club, clock: Callable[[], float] | None = None) -> Issuer:
+    identity = Identity.open(club.home / "issuer.key")
+    certificate = certificates.issuer_certificate(club.root, club.trust, identity.peer_id, club.now)
+    return Issuer(club.trust, identity, certificate, UseBook(club.home / "book"), clock or (lambda: club.now))
+
+
+def asked(**what: str) -> bytes:
+    return json.dumps(what).encode()
+
+
+@pytest.mark.parametrize("stage", [None, 0, 7])
+def test_an_invitation_survives_its_text(tmp_path: Path, stage: int | None) -> None:
+    club = Club(tmp_path)
+    made = invitation(club, stage=stage)
+    assert Invitation.parse(made.text) == made
+    assert made.text.isalnum()
+    assert len(made.text) < 140
+    made.check(club.trust, club.now)
+
+
+def test_what_is_mistyped_is_said_to_be(tmp_path: Path) -> None:
+    text = invitation(Club(tmp_path)).text
+    for wrong in ("", text[:-2], text + "11", "0" + text[1:], "é"):
+        with pytest.raises(ConfigError, match="mistyped or cut off"):
+            Invitation.parse(wrong)
+    changed = text[:40] + ("2" if text[40] != "2" else "3") + text[41:]
+    club = Club(tmp_path)
+    with pytest.raises(Declined, match="ask for another one"):
+        Invitation.parse(changed).check(club.trust, club.now)
+
+
+def test_who_may_not_come_in_is_told_why_in_a_line(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    mine = issuer(club)
+    cases = {
+        "expired": invitation(club, until=club.now - 1),
+        "another run": Invitation.signed(club.root, "cd" * 32, uses=2, until=club.now + 9, stage=None),
+        "not made by this run's root": Invitation.signed(
+            Ed25519PrivateKey.generate(), RUN, uses=2, until=club.now + 9, stage=None
+        ),
+    }
+    for why, one in cases.items():
+        for role in certificates.ROLES:
+            with pytest.raises(Declined, match=why) as caught:
+                mine.answer(ANN, asked(invitation=one.text, role=role))
+            assert "noloco invite" in str(caught.value)
+            assert len(str(caught.value).splitlines()) == 1
+    for request in (b"", b"[]", b"{}", b'{"invitation": 1}', asked(invitation="x"), asked(certificate="x")):
+        with pytest.raises(Violation):
+            mine.answer(ANN, request)
+
+
+def test_uses_are_counted_by_peer_and_over_restarts(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    request = asked(invitation=invitation(club).text, role="member")
+    book = club.home / "book"
+    first = issuer(club)
+    assert club.trust.membership(first.answer(ANN, request)).peer_id == ANN
+    first._identity.close()
+    again = issuer(club)
+    for peer in (ANN, BOB, ANN, BOB):
+        assert club.trust.membership(again.answer(peer, request)).role == "member"
+    with pytest.raises(Declined, match=r"used up \(2 of 2\).*noloco invite"):
+        again.answer(EVE, request)
+    [(until, peers)] = json.loads(book.read_bytes()).values()
+    assert (peers, until) == ([ANN, BOB], int(club.now + HOUR_S))
+
+
+def test_a_use_is_on_disk_before_its_certificate_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    club = Club(tmp_path)
+    mine, request = issuer(club), asked(invitation=invitation(club, uses=1).text, role="member")
+    written: list[bytes] = []
+
+    def issue(peer: str, role: str) -> bytes:
+        written.append((club.home / "book").read_bytes())
+        return b""
+
+    monkeypatch.setattr(mine, "issue", issue)
+    mine.answer(ANN, request)
+    assert ANN.encode() in written[0]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(invitations, "write_whole", full)
+    other = asked(invitation=invitation(club).text, role="member")
+    with pytest.raises(LocalError, match="No space left"):
+        mine.answer(BOB, other)
+    assert len(written) == 1, "no certificate without a note"
+
+
+def test_a_book_that_cannot_be_read_is_not_begun_anew(tmp_path: Path) -> None:
+    for broken in (b"", b"[1]", b'{"a": 1}'):
+        (tmp_path / "book").write_bytes(broken)
+        with pytest.raises(LocalError, match="book of invitations"):
+            UseBook(tmp_path / "book")
+
+
+def test_looking_costs_no_use(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    mine, request = issuer(club), asked(invitation=invitation(club, uses=1).text, role="observer")
+    assert {club.trust.membership(mine.answer(peer, request)).role for peer in (ANN, BOB, EVE)} == {"observer"}
+    assert not (club.home / "book").exists()
+
+
+def test_what_has_expired_leaves_the_book(tmp_path: Path) -> None:
+    club, later = Club(tmp_path), [0.0]
+    mine = issuer(club, lambda: club.now + later[0])
+    for hours in (1.0, 5.0):
+        later[0] = (hours - 1) * HOUR_S
+        one = invitation(club, until=club.now + hours * HOUR_S)
+        mine.answer(ANN, asked(invitation=one.text, role="member"))
+    assert len(json.loads((club.home / "book").read_bytes())) == 1
+
+
+def test_a_certificate_is_renewed_for_its_own_peer_while_it_is_good(tmp_path: Path) -> None:
+    club, later = Club(tmp_path), [3 * certificates.DAY_S]
+    mine = issuer(club, lambda: club.now + later[0])
+    held = club.chain(ANN).decode()
+    renewed = club.trust.membership(mine.answer(ANN, asked(certificate=held)))
+    assert renewed.until == pytest.approx(club.now + 10 * certificates.DAY_S, abs=1)
+    with pytest.raises(Declined, match="not the caller's"):
+        mine.answer(BOB, asked(certificate=held))
+    with pytest.raises(Declined, match="not the caller's"):
+        mine.answer(ANN, asked(certificate=club.chain(ANN, "observer", now=club.now + later[0]).decode()))
+    later[0] = 7 * certificates.DAY_S + 1
+    with pytest.raises(Declined, match="expired"):
+        mine.answer(ANN, asked(certificate=held))
+
+
+def test_an_issuer_s_end_is_the_end_of_what_it_issues(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    mine = issuer(club, lambda: club.now + certificates.ISSUER_S - HOUR_S)
+    assert club.trust.membership(mine.issue(ANN, "member")).until == pytest.approx(
+        club.now + certificates.ISSUER_S, abs=1
+    )
+
+
+def test_a_member_renews_over_libp2p_and_a_newcomer_is_let_in(tmp_path: Path) -> None:
+    async def test() -> None:
+        club = Club(tmp_path)
+        for name in ("a", "b", "c"):
+            (tmp_path / name).mkdir()
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "c") as c:
+            certificate = certificates.issuer_certificate(club.root, club.trust, a.peer_id, club.now)
+            book = UseBook(tmp_path / "book")
+            await admission.serve(a, Issuer(club.trust, a.identity, certificate, book, time.time))
+            await admission.serve(c, None)
+            token = invitation(club).text
+            async with daemon(tmp_path / "b", join=[f"{a.join_addresses[0]}/invite/{token}"]) as b:
+                assert token not in str(b.joined[0])
+                found = club.trust.membership(await admission.invited(b, club.trust, "member", time.time()))
+                assert (found.peer_id, found.role, found.issuer) == (b.peer_id, "member", a.peer_id)
+                before = Club(tmp_path, club.run_id, club.root, club.now - 4 * certificates.DAY_S)
+                old = before.chain(b.peer_id)
+                mine = certificates_of(club, b.identity, old)
+                issuers = [JoinAddress.parse(one.join_addresses[0]) for one in (c, a)]
+                said: list[str | None] = []
+                keeping = asyncio.create_task(admission.keep_valid(b, mine, None, lambda: issuers, said.append))
+                async with asyncio.timeout(20):
+                    while not said and not keeping.done():  # noqa: ASYNC110  the answer comes from another process
+                        await asyncio.sleep(0.05)
+                if keeping.done():
+                    keeping.result()
+                keeping.cancel()
+                assert said == [None]
+                assert mine.membership.issuer == a.peer_id
+                assert mine.membership.until > club.now + 6 * certificates.DAY_S
+            async with daemon(tmp_path / "b", join=[a.join_addresses[0]]) as bare:
+                with pytest.raises(ConfigError, match=r"carries no invitation.*noloco invite"):
+                    await admission.invited(bare, club.trust, "member", time.time())
+            async with daemon(tmp_path / "b", join=[f"{c.join_addresses[0]}/invite/{token}"]) as wrong:
+                with pytest.raises(Declined, match="this node admits nobody"):
+                    await admission.invited(wrong, club.trust, "member", time.time())
+
+    run_daemons(test)
+
+
+def certificates_of(club: Club, identity: Identity, chain: bytes) -> Any:
+    from noloco_p2p.io.security.credentials import Credentials
+
+    return Credentials(club.trust, identity, chain)
+
+
+def test_an_issuer_renews_itself_at_half_of_its_certificate_s_life(tmp_path: Path) -> None:
+    club, later = Club(tmp_path), [0.0]
+    mine = issuer(club, lambda: club.now + later[0])
+    credentials = club.credentials("mine", clock=lambda: club.now + later[0])
+    before = credentials.chain
+    assert credentials.renewal_at == pytest.approx(club.now + 3.5 * certificates.DAY_S, abs=HOUR_S)
+    later[0] = credentials.renewal_at - club.now + 1
+    said: list[str | None] = []
+
+    async def keep() -> None:
+        keeping = asyncio.create_task(admission.keep_valid(NOBODY, credentials, mine, list, said.append))
+        while not said:  # noqa: ASYNC110  a task of its own
+            await asyncio.sleep(0)
+        keeping.cancel()
+
+    asyncio.run(asyncio.wait_for(keep(), 20))
+    assert said == [None]
+    assert credentials.chain != before
+
+
+def test_without_any_issuer_a_member_stays_until_the_last_moment_and_then_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    club, later = Club(tmp_path), [4 * certificates.DAY_S]
+    credentials = club.credentials("mine", clock=lambda: club.now + later[0])
+    said: list[str | None] = []
+    monkeypatch.setattr(admission, "LOOK_S", 0.0)
+
+    def hear(message: str | None) -> None:
+        said.append(message)
+        later[0] += certificates.DAY_S
+
+    with pytest.raises(LocalError, match=r"has expired .*noloco invite"):
+        asyncio.run(asyncio.wait_for(admission.keep_valid(NOBODY, credentials, None, list, hear), 20))
+    assert len(said) == 3, "on days 4, 5 and 6"
+    assert all(message is not None and "start a node that admits" in message for message in said)

@@ -1,0 +1,96 @@
+"""A run for members, with real processes: who is invited trains, who is not is told so, and observers look on."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from processes import NOLOCO, SMALL, NodeProcess, Nodes, node_processes, settings
+
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.launch import run_key
+
+HOUR_S = 3600.0
+ENDLESS = settings(steps="100000", start_replicas="1")
+
+
+def said(nodes: Nodes, *words: str, code: int = 0) -> str:
+    """What a command prints, errors included."""
+    asked = nodes.start(*words, command=NOLOCO)
+    assert asked.end() == code, asked.printed() + asked.logged()
+    return asked.printed() + asked.logged()
+
+
+def refused(node: NodeProcess) -> str:
+    """The one line with which a node ends."""
+    assert node.end() == 2, node.logged()
+    [line] = [line for line in node.logged().splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        key = tmp_path / "root.key"
+        assert str(key) in said(nodes, "key", "new", str(key))
+        assert key.stat().st_mode & 0o777 == 0o600
+        first = nodes.start(*SMALL, *ENDLESS, "--key", str(key), "--stage", "0", own_dir="first")
+        address = first.endpoints().join[0]
+        printed = said(nodes, "invite", "--dir", str(first.dir), "--uses", "1", "--for", "2h", "--stage", "1")
+        words = printed.split()
+        assert words[:2] == ["noloco-node", "--join"]
+        assert words[2].startswith(f"{address}/invite/")
+        assert f"noloco invite --dir {first.dir}" in first.printed()
+        invited = nodes.start("--join", words[2], own_dir="invited")
+        first.wait_for_steps(2)
+        endpoints = invited.endpoints()
+        assert json.loads((first.dir / "invitations.json").read_bytes()).popitem()[1][1] == [endpoints.peer_id]
+
+        assert "carries no invitation" in refused(nodes.start("--join", address, own_dir="stranger"))
+        assert "used up (1 of 1)" in refused(nodes.start("--join", words[2], own_dir="late"))
+        expired = run_key.invite(first.dir, key, uses=1, seconds=-1.0, stage=None)
+        assert "expired" in refused(nodes.start("--join", expired, own_dir="later"))
+
+        found = json.loads(said(nodes, "top", "--join", words[2], "--json"))
+        assert {node["peer"] for node in found["nodes"]} == {first.endpoints().peer_id, endpoints.peer_id}
+        report = said(nodes, "doctor", "--join", words[2], code=1)
+        assert "2 of 2 nodes are reached at their gRPC addresses" in report
+        assert "reaches this machine at" in report
+        said(nodes, "export", "--join", words[2], "--out", str(tmp_path / "model"))
+        assert (tmp_path / "model" / "noloco.json").exists()
+        assert "carries no invitation" in said(
+            nodes, "export", "--join", address, "--out", str(tmp_path / "no-model"), code=2
+        )
+
+        invited.process.kill()
+        invited.process.wait()
+        again = nodes.start("--join", address, own_dir="invited")
+        again.wait_for_steps(1)
+        assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is good for days"
+
+
+def test_a_run_for_members_needs_its_key(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        root = settings(security__root_key="ab" * 32)
+        assert "begin a run for members with --key FILE" in refused(nodes.start(*SMALL, *root, own_dir="first"))
+
+
+def test_a_key_is_made_once_and_kept_from_others(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "root.key"
+    assert re.fullmatch("[0-9a-f]{64}", run_key.make(path))
+    assert run_key.public_half(run_key.read(path)) == run_key.public_half(run_key.read(path))
+    with pytest.raises(ConfigError, match="is there already"):
+        run_key.make(path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        run_key.read(path)
+    path.chmod(0o600)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run_key.read(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run_key.read(tmp_path / "absent")
+
+
+def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no node has run"):
+        run_key.invite(tmp_path, None, uses=1, seconds=HOUR_S, stage=None)
