@@ -1,6 +1,6 @@
 """`HostTensor` to torch and back. Element types by torch's names; values flat, C order, little endian."""
 
-from math import isfinite, prod
+from math import isfinite, isnan, nan, prod
 
 import torch
 from torch import Tensor
@@ -63,7 +63,12 @@ def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:
 
 def is_finite(tensor: Tensor) -> bool:
     """No NaN and no infinity: one pass, nothing allocated (aminmax hands NaN on)."""
+    return isfinite(largest(tensor))
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude; NaN if there is one. One pass."""
     if tensor.numel() == 0:
-        return True
-    least, most = torch.aminmax(tensor)
-    return isfinite(float(least)) and isfinite(float(most))
+        return 0.0
+    least, most = (float(one) for one in torch.aminmax(tensor))
+    return nan if isnan(least) else max(-least, most)

@@ -25,6 +25,7 @@ from noloco_p2p.core.snapshots import (
     Snapshot,
     SnapshotRequest,
     answer_specs,
+    largest_accepted,
     pair_std,
     sampled_coordinates,
     snapshot_specs,
@@ -102,8 +103,17 @@ class SnapshotCodec:
     ) -> PartnerVector:
         """A partner's vector and sample, as in the port.
 
-        Raises Violation unless they are what was asked for, and finite.
+        Raises Violation unless they are what was asked for, finite, and what comes of them is of this replica's size.
         """
+        found = self._decoded(mine, request, theirs, before)
+        own, most = (host_tensor.largest(host_tensor.to_torch(one)) for one in (mine.vector, found.vector))
+        if not most <= largest_accepted(own):
+            raise Violation(f"the snapshot of {theirs.peer} has a value of {most:.3g}, mine are {own:.3g} at most")
+        return found
+
+    def _decoded(
+        self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None
+    ) -> PartnerVector:
         asked, whose = request.lattice, f"the snapshot of {theirs.peer}"
         replica_tensors.checked(theirs.tensors, answer_specs(self.specs, self.lattice, asked), whose)
         sample = theirs.tensors[-1] if before is None else before.sample

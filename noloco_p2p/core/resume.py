@@ -7,6 +7,7 @@ those that a guardian holds.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from noloco_p2p.core.exchanges import PROBES
 from noloco_p2p.core.guardians import holders
@@ -15,6 +16,9 @@ from noloco_p2p.core.messages import Advert, Holding, PeerId
 
 NEAR_ROUNDS = 1
 """A checkpoint at most this many outer rounds behind the living replicas is resumed from, without a transfer."""
+
+BOLD_ROUNDS = 3
+"""Who says that it is further ahead of the median of its stage is asked last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,11 @@ def restore_sources(
     """
     checkpoints = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
     mates = [a for a in others if a.stage == me.stage]
-    living = sorted((a for a in mates if a.state in TRAINED), key=lambda a: (-a.outer_round, a.peer_id))
+    living = [a for a in mates if a.state in TRAINED]
     if living:
+        usual = median_low([a.outer_round for a in living])
+        # The boldest come last: they may lie.
+        living.sort(key=lambda a: (a.outer_round > usual + BOLD_ROUNDS, -a.outer_round, a.peer_id))
         ahead = living[0].outer_round
         pulls = [RestoreSource("peer", "a living replica has it", peer) for peer in living]
         near = [

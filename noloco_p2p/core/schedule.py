@@ -57,6 +57,6 @@ def project(step: float, age_s: float, steps_per_s: float, m: int) -> float:
 
 
 def furthest(step: float, age_s: float, steps_per_s: float, m: int) -> float:
-    """The furthest that a clock seen `age_s` ago can have come: two outer intervals ahead, and what twice my own speed
-    makes of the time. What a stranger says beyond that is no clock of this run."""
-    return step + 2.0 * m + 2.0 * max(0.0, age_s) * steps_per_s
+    """The furthest that a clock seen `age_s` ago can have come: two outer intervals ahead, eight steps at least, and
+    what twice my own speed makes of the time. What a stranger says beyond that is no clock of this run."""
+    return step + 2.0 * max(m, 4) + 2.0 * max(0.0, age_s) * steps_per_s

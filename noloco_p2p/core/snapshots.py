@@ -31,6 +31,15 @@ DRAW_BITS = 32
 GUARDED_DTYPE = "bfloat16"
 """θ_f for guardians: what rounding costs here is less than what is lost with momentum and optimizer."""
 
+LARGEST_RATIO = 1024.0
+"""A partner's vector is merged if no value of it is larger than so many times the largest of one's own, or than this.
+Every rule moves to means of the two, so what comes out is no larger either."""
+
+
+def largest_accepted(own: float) -> float:
+    """The largest magnitude in a vector that may be merged with one's own, whose largest is `own`."""
+    return LARGEST_RATIO * max(1.0, own)
+
 
 @dataclass(frozen=True, slots=True)
 class FrozenRound:

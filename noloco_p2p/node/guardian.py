@@ -13,7 +13,7 @@ from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, candidates
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForGuarding, Resource
-from noloco_p2p.errors import PeerError, Violation
+from noloco_p2p.errors import Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
@@ -186,6 +186,8 @@ class Guardian:
         self._rest(stage, theirs.took_s)
         if theirs.peer != donor.peer_id:
             raise Violation(f"{donor.peer_id} sent the weights of {theirs.peer}")
+        if not node.is_possible(theirs.round, theirs.step):
+            raise Declined(f"{donor.peer_id} says that it has come to round {theirs.round}, step {theirs.step}")
         return theirs
 
     def _rest(self, stage: int, took_s: float) -> None:

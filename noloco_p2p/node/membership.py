@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from noloco_p2p.core import members, routing
+from noloco_p2p.core import members, routing, schedule
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.errors import PeerError
@@ -102,10 +102,14 @@ class Membership:
             self.view = replace(self.view, shares=shares, my_share=mine)
 
     def heard(self, origin: Origin | None = None) -> None:
-        """A microbatch of `origin`, or at stage 0 a gradient, has come."""
+        """A microbatch of `origin` is taken in, or at stage 0 a gradient has come. Its label counts as far as its
+        origin can have come since it announced itself."""
         self.heard_at = self._node.now()
-        if origin is not None:
-            self.members.heard(origin, now=self.heard_at)
+        if origin is None or (advert := self.members.get(origin.peer)) is None:
+            return
+        age_s, m = self.heard_at - advert.announced_at, self._node.manifest.outer.inner_steps
+        limit = schedule.furthest(advert.step, age_s, self._node.advert.steps_per_s, m)
+        self.members.heard(replace(origin, step=min(origin.step, int(limit))), now=self.heard_at)
 
     def first_stage_is_done(self) -> bool:
         """Some node of stage 0 has finished, and none of it is at work: who is only listed keeps nobody up."""

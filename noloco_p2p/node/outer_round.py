@@ -69,6 +69,8 @@ class OuterRounds:
         self._pulling: asyncio.Task[Pull] | None = None
         """The pull under way, also while its round is being ended."""
         self._step_busy_s = 0.0
+        self._gave: set[PeerId] = set()
+        """Mates whose newest answer was a snapshot."""
         self.ahead: tuple[PeerId, ...] = ()
         """Replicas from which this one was found to differ in the newest round, where the rule takes from all."""
 
@@ -237,18 +239,23 @@ class OuterRounds:
         others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
             return Pull(failure)
-        found = await self._try_fetch(mates[node.rng.choice(others)], mine, 0.0, goes_on)
+        # Who has given one before is there; others may be listed only.
+        likely = [p for p in others if p in self._gave] or others
+        found = await self._try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
         return replace(found, reason=failure, other=True) if found.theirs else found
 
     async def _try_fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
         """A peer's snapshot near my round; or, as a label, why there is none: its words go to the log."""
         try:
-            return await self._puller.fetch(peer, mine, wait_s, idle)
+            found = await self._puller.fetch(peer, mine, wait_s, idle)
         except PeerError as error:
+            self._gave.discard(peer.peer_id)
             if isinstance(error, Violation):  # Slow weights are late on a full line: that proves nothing.
                 self._swarm.members.failed(peer.peer_id, now=self._node.now())
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
+        self._gave.add(peer.peer_id)
+        return found
 
     def _partner_wait_s(self, goes_on: bool) -> float:
         """By default two inner steps: of wall time where the replica trains on, else of device-busy time, for wall time

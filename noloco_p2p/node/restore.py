@@ -1,8 +1,10 @@
 """The weights that a node begins with, and what it has of its own (ARCHITECTURE.md, "Recovery")."""
 
+from statistics import median
+
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
-from noloco_p2p.core.messages import Advert, Checkpoint, Holding
+from noloco_p2p.core.messages import Advert, Checkpoint, Holding, PeerId
 from noloco_p2p.core.resume import RestoreSource
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.status import Resource, Task
@@ -97,6 +99,7 @@ class WeightRestorer:
             state = await self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
         if state.stage != node.index:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
+        self._check_possible(state.round, state.step, donor.peer_id)
         with self._waits.computing("restored state"):
             await node.stage.restore(state)
         step = state.step
@@ -132,6 +135,7 @@ class WeightRestorer:
             request = SnapshotRequest(node.index, weights=expected.dtype)
             with self._waits.waiting("weights", guardian.peer_id, deadline_s, Task.LOST_STAGE):
                 theirs = await self._world.transport.fetch_snapshot(guardian, request, deadline_s, (expected,))
+            self._check_possible(theirs.round, theirs.step, guardian.peer_id)
         assert theirs is not None, "a source without a peer is held here"
         with self._waits.computing("adopted weights"):
             await node.stage.adopt(theirs)
@@ -149,12 +153,24 @@ class WeightRestorer:
         with self._waits.waiting("checkpoint", Resource.DISK):
             return await self._world.checkpoints.load(held)
 
+    def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
+        """Raises Declined for weights of a step to which the run cannot have come, by those who answered."""
+        run, ttl_s = self._node.manifest, self._node.config.directory.ttl_s
+        listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
+        answering = self._swarm.inquiry.answering(listed, membership.TRAINED)
+        limit, m = float(run.steps), run.outer.inner_steps
+        if answering:
+            speed = median(a.steps_per_s for a in answering)
+            limit = min(limit, schedule.furthest(self._clock_of_others(), ttl_s, speed, m))
+        if step > limit or round > limit // m + 2:
+            raise Declined(f"the weights of {whose} are of round {round}, step {step:g}: the run is not there yet")
+
     def _clock_of_others(self) -> float:
         """The median over those who train and have answered, in steps: one liar among them does not move it."""
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         clocks = [a.step for a in self._swarm.inquiry.answering(listed, membership.TRAINED)]
-        median = schedule.clock_median(clocks)
-        return 0.0 if median is None else min(median, float(self._node.manifest.steps))
+        usual = schedule.clock_median(clocks)
+        return 0.0 if usual is None else min(usual, float(self._node.manifest.steps))
 
     async def _go_on_at(self, round: int, step: float, inner_steps: int, partner_from_round: int = 0) -> None:
         self._node.go_on_at(step, inner_steps, partner_from_round)

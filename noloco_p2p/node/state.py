@@ -204,6 +204,11 @@ class NodeState:
         age_s = 0.0 if self._clocked_at is None else self.now() - self._clocked_at
         return schedule.furthest(self.advert.step, age_s, self.advert.steps_per_s, self.manifest.outer.inner_steps)
 
+    def is_possible(self, round: int, step: float) -> bool:
+        """Weights of another stage can have come as far as this by now. Who freezes its last ones adds a round."""
+        limit = self.furthest_step()
+        return step <= limit and round <= limit // self.manifest.outer.inner_steps + 2
+
     def count(self, microbatch: MicrobatchId, sender: PeerId | None, next_hop: PeerId | None) -> None:
         """A microbatch contributes to the inner step under way; `next_hop` served it at the next stage."""
         self.routes[microbatch] = (sender, next_hop)

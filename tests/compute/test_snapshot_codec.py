@@ -67,3 +67,16 @@ def test_a_vector_of_another_stage_or_with_a_sample_that_is_not_finite_is_a_viol
     sample[7] = torch.nan
     with pytest.raises(Violation, match="not finite in sample"):
         last.decode(frozen, request, replace(sent, tensors=(sent.tensors[0], host_tensor.from_torch("sample", sample))))
+
+
+@pytest.mark.parametrize("value", [1e38, -1e38, 1e5, -1e5])
+def test_a_vector_that_is_finite_and_out_of_all_proportion_is_a_violation(value: float) -> None:
+    """Merged, it would spread by gossip, and into every checkpoint."""
+    stage, other = moved("me", 0.0), moved("other", 0.001)
+    mine, request = stage.snapshot(1, 10), SnapshotRequest(0)
+    sent = other.encode(other.snapshot(1, 10), request, "me")
+    assert stage.decode(mine, request, sent).missing is None
+    vector = host_tensor.to_torch(sent.tensors[0]).clone()
+    vector[100] = value
+    with pytest.raises(Violation, match="mine are"):
+        stage.decode(mine, request, replace(sent, tensors=(host_tensor.from_torch("vector", vector), sent.tensors[1])))

@@ -107,3 +107,8 @@ def test_who_has_nothing_waits_for_a_mate_that_has() -> None:
 
 def test_fresh_weights_are_what_is_left_when_there_is_nothing() -> None:
     assert kinds(restore_sources(ME, OTHERS, (), STAGES)) == [("fresh", "")]
+
+
+def test_the_boldest_donor_is_asked_last() -> None:
+    living = [advert(peer, 1, round=round) for peer, round in (("a", 4), ("b", 10**6), ("c", 5), ("d", 6))]
+    assert kinds(restore_sources(ME, living, [], STAGES)) == [("peer", peer) for peer in "dcab"]

@@ -125,6 +125,20 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
     at(scenario)
 
 
+def test_a_round_that_no_clock_has_come_to_is_not_kept() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 2**53, 2**53)
+        await place.sees(place.advert("w", WARD, round=2**53))
+        place.answers["w"] = snapshot("w", 3, 2**53)
+        await place.sees(place.advert("w", WARD, round=4))
+        assert place.holds == ()
+        place.answers["w"] = snapshot("w", 5, 50)
+        await place.sees(place.advert("w", WARD, round=5))
+        assert place.holds == (Holding(WARD, 5, 50),), "else it would refuse everything newer"
+
+    at(scenario)
+
+
 def test_before_the_first_round_there_is_nothing_to_guard() -> None:
     async def scenario(place: Place) -> None:
         place.node.update(outer_round=0)

@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 from elastic import TTL_S, plan_of
 
-from noloco_p2p.core.messages import Advert, Holding
+from noloco_p2p.core.messages import Activation, Advert, Gradient, Holding, ReplicaState, TensorSpec
+from noloco_p2p.ports import Claim
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan
 
 RENEWED_S = 1.5
@@ -133,3 +135,49 @@ def test_clocks_that_are_only_listed_move_no_clock() -> None:
     quiet = check(FaultySwarm(plan))
     longest = max(one.inner_steps for one in quiet.processes)
     assert all(one.inner_steps > longest / 3 for one in outcome.processes), "else the clock has jumped to the end"
+
+
+def test_a_label_counts_as_far_as_its_origin_can_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One origin of two labels its microbatches with a step far ahead: later stages jumped to the end of the run."""
+    propagate, plan = SimTransport.propagate, plan_of((2, 2), steps=60)
+
+    async def forged(self: SimTransport, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
+        if self._me == "s0r1":
+            header = activation.header
+            header = replace(header, origin=replace(header.origin, step=header.origin.step + 10**6))
+            activation = replace(activation, header=header)
+        return await propagate(self, peer, activation, claim)
+
+    quiet = check(FaultySwarm(plan))
+    monkeypatch.setattr(SimTransport, "propagate", forged)
+    outcome = check(FaultySwarm(plan))
+    for peer in ("s1r0", "s1r1"):
+        assert len(outcome.trace.of("outer_round", peer)) > len(quiet.trace.of("outer_round", peer)) / 2
+
+
+def test_a_donor_that_says_it_has_come_further_than_anybody_can_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetch, asked = SimTransport.fetch_state, list[str]()
+
+    async def bold(
+        self: SimTransport, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]
+    ) -> ReplicaState:
+        state = await fetch(self, peer, deadline_s, expected)
+        asked.append(peer.peer_id)
+        return replace(state, round=2**53, step=1e9) if len(asked) == 1 else state
+
+    monkeypatch.setattr(SimTransport, "fetch_state", bold)
+    swarm = FaultySwarm(plan_of((2, 2), steps=STEPS))
+    swarm.at(6.0, lambda: swarm.start(1, 2))
+    outcome = check(swarm)
+    assert [event.get("peer") for event in outcome.trace.of("resumed", "s1r2")] == asked[1:]
+
+
+def test_rounds_find_a_partner_among_sixty_mates_that_are_only_listed() -> None:
+    """Pairs are drawn over all that are listed; who finds nobody there goes to a mate that gave before."""
+    lies = [stranger(f"x{i:02}", 0, outer_round=3, settled=True) for i in range(60)]
+    outcome = check(swarm_with(plan_of((4,), steps=60), *lies, from_s=9.0, until_s=200.0))
+    results = [event.get("result") for event in outcome.trace.of("outer_round") if event.at_s > 15.0]
+    assert len(results) >= 16
+    assert results.count("alone") < len(results) / 4

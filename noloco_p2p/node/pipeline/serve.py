@@ -150,9 +150,6 @@ class MicrobatchServer:
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler; the header has been checked."""
         node = self._node
-        self._swarm.heard(header.origin)
-        if header.origin.step > node.step:
-            self.drop_departed()
         key = AttemptKey(header.microbatch, header.digest)
         verdict = self.intake.offer(key, header.origin, patient=header.patient)
         match verdict.answer:
@@ -175,6 +172,9 @@ class MicrobatchServer:
                     call.granted.set()
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(key, call, task))
+        self._swarm.heard(header.origin)
+        if header.origin.step > node.step:
+            self.drop_departed()
         self._gauge()
         with self._waits.serving(caller, for_microbatch(header.microbatch)):
             return await self._wait(call, body)
