@@ -147,7 +147,7 @@ def test_processes_that_join_wrongly_end_with_one_line_and_exit_code_2(tmp_path:
                 "--join", address, "--config", "mine.yaml"
             ),
             "stage 2: the run has stages 0 to 1": nodes.start("--join", address, "--stage", "2"),
-            f"cannot listen on 127.0.0.1 port {taken}: it is in use": nodes.start(
+            f"port {taken} on 127.0.0.1 is in use by another process": nodes.start(
                 "--join", address, *settings(listen__grpc_port=taken)
             ),
         }
