@@ -68,6 +68,20 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is good for days"
 
 
+def test_a_swarm_of_members_trains_to_its_end(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        small = [*SMALL, *settings(steps="8", start_replicas="1")]
+        said(nodes, "swarm", "--members", "--plain", "--no-sample", "--dir", str(tmp_path / "swarm"), *small)
+        nodes.nothing_left()
+    home = tmp_path / "swarm"
+    root = run_key.public_half(run_key.read(home / "root.key"))
+    assert json.loads((home / "swarm.json").read_bytes())["security"]["root_key"] == root
+    assert json.loads((home / "summary.json").read_bytes())["completed"] is True
+    assert (home / "0-0" / "issuer.pem").exists()
+    assert (home / "1-0" / "certificate.pem").exists()
+    assert not (home / "1-0" / "issuer.pem").exists()
+
+
 def test_a_run_for_members_needs_its_key(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         root = settings(security__root_key="ab" * 32)

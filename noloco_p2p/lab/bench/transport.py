@@ -9,6 +9,7 @@ are MiB per second of tensor bytes.
 import asyncio
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 import uvloop
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_p2p.compute.host_tensor import from_torch, to_torch
 from noloco_p2p.config import ListenSettings, RunManifest
@@ -32,9 +34,13 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError
+from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.security import certificates
+from noloco_p2p.io.security.certificates import RunTrust
+from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import OpenLinks
+from noloco_p2p.io.transport.peer_links import Links, MemberLinks, OpenLinks
 from noloco_p2p.lab.processes import peer_process, workers
 from noloco_p2p.lab.sample_stats import Stopwatch
 from noloco_p2p.launch.bootstrap import NullTelemetry
@@ -50,7 +56,9 @@ STATE_TENSOR_BYTES = 16 * MIB
 """A state of six parameters and all that belongs to them: 503 MB."""
 STATE_TARGET = 0.5
 """Least rate of a state's transfer, as a share of the transport's own faster one."""
-RUN = "bench"
+TLS_TARGET = 0.65
+"""Least rate of activations over mutual TLS, as a share of that without."""
+RUN = "be" * 32
 PEER = "server"
 """The far node's peer id."""
 WAIT_S = 60.0
@@ -74,8 +82,9 @@ MOVED_BYTES = {
     "snapshot": SNAPSHOT_BYTES,
     "state": sum(spec.nbytes for spec in STATE_SPECS),
     "tcp": 2 * TENSOR_BYTES,
+    "tls": 2 * TENSOR_BYTES,
 }
-"""Tensor bytes of one transfer of each kind; there and back for `propagate` and `tcp`."""
+"""Tensor bytes of one transfer of each kind; there and back for `propagate`, `tls` and `tcp`."""
 
 
 class BenchPeer:
@@ -114,39 +123,54 @@ class BenchPeer:
         return messages.NodeDescription(PEER, RUN, 1, "training", 0.0, 0, "")
 
 
-def make_transport(me: PeerId, largest_bytes: int = 1 << 20) -> GrpcTransport:
-    """A transport of the bench's run."""
-    return GrpcTransport(OpenLinks(me, RUN), ListenSettings(), NullTelemetry(), largest_bytes)
+def make_transport(me: PeerId, largest_bytes: int = 1 << 20, links: Links | None = None) -> GrpcTransport:
+    """A transport of the bench's run; without `links` it is open."""
+    return GrpcTransport(links or OpenLinks(me, RUN), ListenSettings(), NullTelemetry(), largest_bytes)
+
+
+def member_links(key: Path) -> MemberLinks:
+    """Of a member with its key in this file, of a run whose root everybody knows."""
+    root = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    trust, mine, now = RunTrust(RUN, root.public_key().public_bytes_raw()), Identity.open(key), time.time()
+    issuer = certificates.issuer_certificate(root, trust, mine.peer_id, now)
+    chain = certificates.member_chain(issuer, mine.key, trust, mine.peer_id, "member", now)
+    return MemberLinks(Credentials(trust, mine, chain))
 
 
 def _ones(specs: Sequence[TensorSpec]) -> tuple[messages.HostTensor, ...]:
     return tuple(from_torch(spec.name, torch.ones(spec.shape)) for spec in specs)
 
 
-async def serve(ready: Callable[[tuple[int, int]], None]) -> None:
-    """The far process: passes on its two ports (gRPC, bare TCP) and serves until it is killed."""
+async def serve(ready: Callable[[tuple[Advert, Advert, int]], None], home: Path) -> None:
+    """The far process: passes on where it is (gRPC, with TLS, port of bare TCP) and serves until it is killed."""
     state = ReplicaState(PEER, 1, 1, 10.0, 10, 10, _ones(STATE_SPECS), number=1)
     transport = make_transport(PEER, 2 * TENSOR_BYTES)
-    await transport.serve(BenchPeer(Snapshot(PEER, 1, 1, _ones(SNAPSHOT_SPECS)), state))
+    peer, links = BenchPeer(Snapshot(PEER, 1, 1, _ones(SNAPSHOT_SPECS)), state), member_links(home / "server.key")
+    secure = make_transport(links.me, 2 * TENSOR_BYTES, links)
+    await transport.serve(peer)
+    await secure.serve(peer)
+    plain, tls = (Advert(me, RUN, 1, (f"127.0.0.1:{t.port}",)) for me, t in ((PEER, transport), (links.me, secure)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        ready((transport.port, listener.getsockname()[1]))
+        ready((plain, tls, listener.getsockname()[1]))
         await echo(listener, TENSOR_BYTES)
         await asyncio.Event().wait()
 
 
-async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, float]:
-    """All figures but gloo's, against a far process that listens at these ports (gRPC, bare TCP)."""
+async def measure(places: tuple[Advert, Advert, int], home: Path, rounds: int, calls: int) -> dict[str, float]:
+    """All figures but gloo's, against a far process that listens there (gRPC, with TLS, port of bare TCP)."""
     mine = make_transport("client", 2 * TENSOR_BYTES)
-    far = Advert(PEER, RUN, 1, (f"127.0.0.1:{ports[0]}",))
+    secure = make_transport("", 2 * TENSOR_BYTES, member_links(home / "client.key"))
+    far, far_tls, port = places
     _, view = tensor_and_bytes(TENSOR_BYTES)
     watch, small = Stopwatch(), Stopwatch(calls // 10)
     transfers: dict[str, Callable[[], Awaitable[Gradient | Snapshot | ReplicaState]]] = {
         "propagate": lambda: mine.propagate(far, LARGE),
+        "tls": lambda: secure.propagate(far_tls, LARGE),
         "snapshot": lambda: mine.fetch_snapshot(far, SnapshotRequest(1, 1), WAIT_S, SNAPSHOT_SPECS),
         "state": lambda: mine.fetch_state(far, WAIT_S, STATE_SPECS),
     }
-    with socket.create_connection(("127.0.0.1", ports[1]), WAIT_S) as connection:
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
         connection.setblocking(False)
         for _ in range(rounds + 1):
             for kind, transfer in transfers.items():
@@ -162,6 +186,7 @@ async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, 
         with small.timed("propagate"):
             await mine.propagate(far, SMALL)
     await mine.close()
+    await secure.close()
     rates = {f"{kind}_mib_per_s": moved / MIB / watch.median_s(kind) for kind, moved in MOVED_BYTES.items()}
     latency_ms = sorted(1e3 * seconds for seconds in small.counted("propagate"))
     return rates | {"p50_ms": latency_ms[calls // 2], "p99_ms": latency_ms[calls * 99 // 100]}
@@ -170,14 +195,15 @@ async def measure(ports: tuple[int, int], rounds: int, calls: int) -> dict[str, 
 def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
     """All figures: MiB/s of tensor bytes, milliseconds, and `ratio` (the slower of ours over bare TCP) to `target`.
 
-    `state_ratio` is the state's rate over the faster one of propagate's and the snapshot's, to `state_target`.
+    `state_ratio` is the state's rate over the faster one of propagate's and the snapshot's, to `state_target`;
+    `tls_ratio` that of activations over mutual TLS over that without, to `tls_target`.
 
     Takes about twenty seconds. Raises LocalError when the far process does not start.
     """
     gloo = gloo_mib_per_s(TENSOR_BYTES, rounds + 1)
     tune_allocator()
-    with peer_process(serve) as ports:
-        figures = uvloop.run(asyncio.wait_for(measure(ports, rounds, calls), 4 * WAIT_S))
+    with tempfile.TemporaryDirectory() as folder, peer_process(serve, home := Path(folder)) as places:
+        figures = uvloop.run(asyncio.wait_for(measure(places, home, rounds, calls), 4 * WAIT_S))
     ours = sorted((figures["propagate_mib_per_s"], figures["snapshot_mib_per_s"]))
     return {
         **figures,
@@ -186,6 +212,8 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
         "target": TARGET,
         "state_ratio": figures["state_mib_per_s"] / ours[-1],
         "state_target": STATE_TARGET,
+        "tls_ratio": figures["tls_mib_per_s"] / figures["propagate_mib_per_s"],
+        "tls_target": TLS_TARGET,
     }
 
 
