@@ -19,6 +19,8 @@ class Links(Protocol):
 
     me: PeerId
     run_id: str
+    proven: bool
+    """Whether a caller is who it says."""
 
     def add_port(self, server: Any, address: str) -> int:
         """Let a gRPC server listen at `host:port`; its TCP port. Raises RuntimeError: it cannot be bound."""
@@ -38,6 +40,8 @@ class Links(Protocol):
 
 class OpenLinks:
     """Neither authenticated nor encrypted: a caller is who it says. `sign` is the libp2p identity's."""
+
+    proven = False
 
     def __init__(self, me: PeerId, run_id: str, sign: Callable[[bytes], bytes] | None = None) -> None:
         self.me, self.run_id = me, run_id
@@ -66,6 +70,8 @@ class OpenLinks:
 
 class MemberLinks:
     """Mutual TLS: both ends show a certificate of the run (ARCHITECTURE.md, "Members")."""
+
+    proven = True
 
     def __init__(self, credentials: Credentials) -> None:
         self.me, self.run_id = credentials.peer_id, credentials.trust.run_id

@@ -67,7 +67,7 @@ WAIT_S = 60.0
 
 def activation(shape_BTD: tuple[int, int, int]) -> messages.Activation:
     """An activation of ones."""
-    header = messages.Header(RUN, messages.MicrobatchId("client", 1, 1), messages.Origin("client", 1, 0), 1, WAIT_S)
+    header = messages.Header(RUN, messages.MicrobatchId("client", 1, 1), messages.Origin("client", 1, 0), 2, WAIT_S)
     targets = from_torch("targets", torch.zeros(shape_BTD[:2], dtype=torch.int32))
     return messages.Activation(header, from_torch("hidden", torch.ones(shape_BTD)), targets)
 

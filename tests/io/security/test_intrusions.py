@@ -6,7 +6,7 @@ of the caller does not. `itself`: the call is served, as one of the peer whose c
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from members import HOUR_S, Club, forged, private, public
 from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo, run
 
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.core.messages import Advert, MicrobatchId
+from noloco_p2p.core.messages import Advert, MicrobatchId, Origin
 from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.security import certificates
@@ -374,7 +374,18 @@ def test_members_train_and_are_known_by_their_certificates(tmp_path: Path) -> No
         mine = club.credentials("mine")
         caller = transport(MemberLinks(mine))
         async with honest(club, node) as (_, peer):
-            sent = activation(run_id=club.run_id)
+            alien = activation(run_id=club.run_id)
+            with pytest.raises(Violation, match="comes from the node that has read it"):
+                await caller.propagate(peer, alien)
+            label = MicrobatchId(mine.peer_id, 1, 1), Origin(mine.peer_id, 5, 1)
+            for wrong in (replace(alien.header, microbatch=label[0]), replace(alien.header, origin=label[1])):
+                with pytest.raises(Violation, match="comes from the node that has read it"):
+                    await caller.propagate(peer, replace(alien, header=wrong))
+            assert not node.calls
+            deeper = replace(alien, header=replace(alien.header, stage=2))
+            assert (await caller.propagate(peer, deeper)).tokens == 7
+            node.calls.clear()
+            sent = replace(alien, header=replace(alien.header, microbatch=label[0], origin=label[1]))
             gradient = await caller.propagate(peer, sent)
             assert bytes(gradient.grad.data) == bytes(sent.hidden.data)
             assert await caller.progress(peer, [MicrobatchId("a", 1, 1)], 5.0) == [None]
