@@ -37,6 +37,11 @@ def test_a_file_is_written_whole_read_back_and_removed(path: Path) -> None:
     assert join_file.read(path) == []
 
 
+def test_an_invitation_comes_with_its_address(path: Path) -> None:
+    path.write_text(f"{ONE}/invite/2Uw1bpp\n")
+    assert join_file.read(path) == [f"{ONE}/invite/2Uw1bpp"]
+
+
 def test_white_space_is_no_address_and_an_empty_file_has_none(path: Path) -> None:
     path.write_text(f"\n  {ONE} \r\n\n{OTHER}")
     assert join_file.read(path) == [ONE, OTHER]

@@ -214,3 +214,15 @@ def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
     assert "| `outer.alpha` | number ≥ 0, < 1 | `0.5` | α, the outer momentum. |" in text
     assert "| `evaluation.every_steps` | whole number ≥ 1 or none | `250` |" in text
     assert '| `wire.backward` | `float64`, `float32`, `bfloat16`, `int8`, `int4` | `"float32"` |' in text
+
+
+def test_an_open_run_is_the_run_that_it_was_before_there_were_members() -> None:
+    assert "security" not in json.loads(RunManifest().canonical_json())
+    root = {"root_key": "ab" * 32}
+    members = settings.read(None, {}, [], {"--key": ("security", root)}).manifest()
+    assert json.loads(members.canonical_json())["security"] == root
+    assert members.run_id != RunManifest().run_id
+    assert settings.manifest_from_json(members.canonical_json()) == members
+    assert settings.manifest_from_json(RunManifest().canonical_json()) == RunManifest()
+    with pytest.raises(ConfigError, match=r"security\.root_key"):
+        settings.read(None, {}, ["security.root_key=short"])

@@ -136,3 +136,17 @@ def test_what_listens_everywhere_is_reached_at_loopback() -> None:
         "[fd00::3]",
         "node.example",
     ]
+
+
+def test_an_invitation_is_no_part_of_what_an_address_is_and_is_not_shown(tmp_path: Path) -> None:
+    plain = f"/ip4/10.0.0.1/tcp/4001/p2p/{PEER}"
+    address = JoinAddress.parse(f"{plain}/invite/2Uw1bpp")
+    assert address.invitation == "2Uw1bpp"
+    assert address == JoinAddress.parse(plain)
+    assert str(address) == plain
+    known = KnownPeers(tmp_path / "known")
+    known.remember([address])
+    assert "2Uw1bpp" not in (tmp_path / "known").read_text()
+    for wrong in ("/invite", "/invite/", "/invite/a-b", f"/invite/{'a' * 257}", "/invite/a/b"):
+        with pytest.raises(ConfigError, match="not of the form"):
+            JoinAddress.parse(plain + wrong)
