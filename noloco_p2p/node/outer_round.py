@@ -239,6 +239,7 @@ class OuterRounds:
         others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
             return Pull(failure)
+        self._gave &= mates.keys()
         # Who has given one before is there; others may be listed only.
         likely = [p for p in others if p in self._gave] or others
         found = await self._try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
