@@ -5,12 +5,15 @@ A stranger is an advert that is renewed as others are, and an address at which n
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from elastic import TTL_S, plan_of
 
-from noloco_p2p.core.messages import Activation, Advert, Gradient, Holding, ReplicaState, TensorSpec
-from noloco_p2p.ports import Claim
+from noloco_p2p.core.messages import Activation, Advert, Gradient, Header, Holding, PeerId, ReplicaState, TensorSpec
+from noloco_p2p.errors import Busy
+from noloco_p2p.node.pipeline.serve import MicrobatchServer
+from noloco_p2p.ports import Body, Claim
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.process import Outcome
@@ -181,3 +184,22 @@ def test_rounds_find_a_partner_among_sixty_mates_that_are_only_listed() -> None:
     results = [event.get("result") for event in outcome.trace.of("outer_round") if event.at_s > 15.0]
     assert len(results) >= 16
     assert results.count("alone") < len(results) / 4
+
+
+@pytest.mark.parametrize("routing", ["balanced", "fixed"])
+def test_a_replica_that_is_always_busy_is_waited_for_as_long_as_an_outer_round_may_take(
+    routing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = MicrobatchServer.propagate
+
+    async def propagate(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
+        if server._node.me == "s1r1":
+            raise Busy("never")
+        return await right(server, caller, header, body)
+
+    monkeypatch.setattr(MicrobatchServer, "propagate", propagate)
+    outcome = check(FaultySwarm(plan_of((2, 2), steps=STEPS, routing=routing, outer={"deadline_s": 4.0})))
+    assert steps(outcome) == {STEPS}
+    done = sorted(event.at_s for event in outcome.trace.of("microbatch") if event.peer.startswith("s0"))
+    stalls = [later - earlier for earlier, later in pairwise(done) if later - earlier > 2.0]
+    assert len(stalls) <= 1, "once it is known, nobody waits for it"

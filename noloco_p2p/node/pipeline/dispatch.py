@@ -102,6 +102,8 @@ class Dispatcher:
         self._transport = transport
         self._asking = Asking(node, waits, transport)
         self.liveness = Liveness(node, waits, transport)
+        self._busy_since: dict[PeerId, float] = {}
+        """Since when a replica of the next stage has served nothing and said Busy."""
         choice = ReplicaChoice(node, swarm)
         self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
         self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, choice.in_turn, False)
@@ -203,6 +205,7 @@ class Dispatcher:
                 left()
             if answer is not None:
                 self._swarm.answered(answer[0])
+                self._busy_since.pop(answer[0], None)
                 return answer[1], answer[0]
             if not policy.trains:
                 await self._pause(heard)
@@ -267,11 +270,14 @@ class Dispatcher:
         node.event("busy", direction="out")
         heard.busy.add(peer)
         heard.busy_at = node.now() if heard.busy_at is None else heard.busy_at
+        if node.manifest.routing in routing.FREE or newest is None:
+            return
         # `balanced` and `fixed` wait for the replica that they name. One that is still fetching its weights may take
-        # minutes: others serve meanwhile.
-        waited_s = node.now() - heard.busy_at
-        named = node.manifest.routing not in routing.FREE and waited_s > node.config.limits.patience_floor_s
-        if named and newest is not None and newest.state != "training":
+        # minutes, and none that is honest is busy for longer than an outer round may take: others serve meanwhile.
+        waited_s, began = node.now() - heard.busy_at, self._busy_since.get(peer, node.now())
+        self._busy_since = {p: at for p, at in self._busy_since.items() if self._swarm.members.get(p)} | {peer: began}
+        fetches = newest.state != "training" and waited_s > node.config.limits.patience_floor_s
+        if fetches or node.now() - began > node.manifest.outer.deadline_s:
             heard.failed.add(peer)
 
     def _give_up(self, microbatch: MicrobatchId, heard: Attempts) -> PeerError:
