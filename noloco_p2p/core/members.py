@@ -7,6 +7,7 @@ A snapshot of adverts that one task refreshes and everything else routes from: n
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import SeenPeer
@@ -251,9 +252,9 @@ class Members:
         if origin.peer in self._adverts and (newest is None or origin.step >= newest[0]):
             self._heard[origin.peer] = (origin.step, now)
 
-    def has_sent(self, peer: PeerId) -> bool:
-        """A microbatch of this peer came by."""
-        return peer in self._heard
+    def heard_at(self, peer: PeerId) -> float:
+        """When the newest microbatch of this peer came by; −inf: none has."""
+        return self._heard[peer][1] if peer in self._heard else -inf
 
     def last_sign(self, peer: PeerId) -> float | None:
         """When a peer was last known to be alive: it announced itself, or a microbatch of it came; None: a stranger."""

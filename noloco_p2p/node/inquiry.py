@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 
 from noloco_p2p.core.exchanges import LIFETIMES, PROBES, Exchanges
 from noloco_p2p.core.members import STAGE_0_AT_WORK, TRAINED, TRAINING, Members
@@ -74,7 +75,7 @@ class Inquiry:
 
         def order(peer: PeerId) -> tuple[bool, bool, float]:
             unknown = self.exchanges.said(peer, now=now) is None
-            return unknown, not self._members.has_sent(peer), generator(node.manifest.seed, node.me, peer).random()
+            return unknown, self._members.heard_at(peer) == -inf, generator(node.manifest.seed, node.me, peer).random()
 
         return sorted(adverts, key=lambda advert: order(advert.peer_id))[:PROBES]
 
@@ -91,8 +92,10 @@ class Inquiry:
         return self.exchanges.silent_s(peer, now=self._node.now()) > 0
 
     def is_gone(self, peer: PeerId) -> bool:
-        """The peer has given no answer for as long as one would have counted."""
-        silent_s = self.exchanges.silent_s(peer, now=self._node.now())
+        """The peer has given no answer for as long as one would have counted, nor has a microbatch of it come: else it
+        may be this node that was out of reach."""
+        now = self._node.now()
+        silent_s = min(self.exchanges.silent_s(peer, now=now), now - self._members.heard_at(peer))
         return silent_s > LIFETIMES * self._node.config.directory.ttl_s
 
     def as_it_says(self, advert: Advert) -> Advert | None:
