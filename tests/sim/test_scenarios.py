@@ -22,7 +22,7 @@ from noloco_p2p.sim.simulation import build, sizes_of
 FILES = Path(__file__).parents[2] / "configs" / "sim"
 NAMES = ("lan", "continents", "consumer", "home-200", "protocol-nanogpt", "stragglers", "churn", "partition")
 SEEDS_A_TEST = 20
-MOST_SEEDS, FEW_SEEDS = 100, 40
+MOST_SEEDS, FEW_SEEDS = 80, 40
 CALM = ("lan", "home-200", "protocol-nanogpt", "stragglers")
 """Where little depends on the seed, FEW_SEEDS are run."""
 SHORT = (
@@ -43,7 +43,7 @@ SHORTER = {
     "continents": ("workload.parameters_per_stage=25_000_000",),
     "consumer": ("workload.parameters_per_stage=1_000_000", "workload.sequence_length=256"),
     "home-200": ("workload.parameters_per_stage=1_000_000",),
-    "protocol-nanogpt": ("workload.sequence_length=256", "node.limits.microbatch_deadline_s=160"),
+    "protocol-nanogpt": ("run.steps=3", "workload.sequence_length=256", "node.limits.microbatch_deadline_s=160"),
     "stragglers": ("compute.node_spread=0.6",),
     "churn": (
         "workload.parameters_per_stage=5_000_000",
