@@ -14,6 +14,7 @@ from pathlib import Path
 from noloco_p2p import humanize
 from noloco_p2p.compute.host_memory import check_swarm_fits
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import load_tokenizer
@@ -28,7 +29,6 @@ PLAIN_FIELDS = (
 )
 """Of a model that can be judged without its class: they are whole numbers, and nothing else is set."""
 MOST_PLAIN_LAYERS = 1024
-ITEM_BYTES = {"float32": 4, "float64": 8}
 
 
 def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Callable[[str], None]) -> None:

@@ -200,9 +200,12 @@ def store_manifest(directory: Path, manifest: RunManifest) -> None:
     write_whole(directory / MANIFEST, manifest.canonical_json())
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """A reader sees the old file or the whole new one, after a loss of power too. Raises LocalError (a full disk)."""
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """A reader sees the old file or the whole new one, after a loss of power too; `mode` is that of a new one.
+
+    Raises LocalError (a full disk).
+    """
     try:
-        durable_files.write_whole(path, content)
+        durable_files.write_whole(path, content, mode)
     except OSError as error:
         raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -20,7 +20,7 @@ from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.join_handshake import PROBE_TIMEOUT_S
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
-from noloco_p2p.io.durable_files import write_whole
+from noloco_p2p.io.durable_files import make_folders
 from noloco_p2p.io.security import admission, certificates
 from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.certificates import RunTrust
@@ -41,10 +41,10 @@ def make(path: Path) -> str:
     if path.exists():
         raise ConfigError(f"{path} is there already: name another file, or use that key")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
+        make_folders(path.parent)
     except OSError as error:
-        raise LocalError(f"{path} cannot be written: {error.strerror}") from error
+        raise LocalError(f"{path.parent} cannot be made: {error.strerror}") from error
+    run_files.write_whole(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
     return public_half(key)
 
 
@@ -150,14 +150,14 @@ async def of_node(
         root = read(key)
         if public_half(root) != manifest.security.root_key:
             raise ConfigError(f"--key {key} is not the key of this run: leave it out, or name the right one")
-        _store(home / ISSUER, certificates.issuer_certificate(root, trust, identity.peer_id, dht_time()))
+        run_files.write_whole(home / ISSUER, certificates.issuer_certificate(root, trust, identity.peer_id, dht_time()))
     issuer = _issuer(home, trust, identity)
     chain = issuer.issue(identity.peer_id, "member") if issuer is not None else _stored(home, trust, identity.peer_id)
     if chain is None:
         if not libp2p.joined:
             raise ConfigError("security.root_key: begin a run for members with --key FILE, which noloco key new writes")
         chain = await admission.invited(libp2p, trust, "member", dht_time())
-    credentials = Credentials(trust, identity, chain, lambda got: _store(home / CERTIFICATE, got))
+    credentials = Credentials(trust, identity, chain, lambda got: run_files.write_whole(home / CERTIFICATE, got))
     return Standing(MemberLinks(credentials), MemberRecords(trust, lambda: credentials.chain), credentials, issuer)
 
 
@@ -199,10 +199,3 @@ def _stored(home: Path, trust: RunTrust, peer_id: PeerId) -> bytes | None:
     except OSError as error:
         raise LocalError(f"{home / CERTIFICATE} cannot be read: {error.strerror}") from error
     return chain if found.peer_id == peer_id and dht_time() < found.until else None
-
-
-def _store(path: Path, data: bytes) -> None:
-    try:
-        write_whole(path, data)
-    except OSError as error:
-        raise LocalError(f"{path} cannot be written: {error.strerror}") from error

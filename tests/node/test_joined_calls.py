@@ -1,7 +1,9 @@
 """Two calls with the same microbatch are one attempt, whoever of the two callers goes first."""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
 
@@ -10,7 +12,10 @@ from noloco_p2p.core.messages import Activation, Gradient, Header, PeerId
 from noloco_p2p.errors import Busy
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.ports import Body
+from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.world import SimPlan, SimSwarm
+
+R = TypeVar("R")
 
 
 class NeverComes:
@@ -22,28 +27,43 @@ class NeverComes:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
+Serve = Callable[[], Coroutine[Any, Any, Gradient]]
+Call = asyncio.Task[Gradient]
+
+
+def run_with_a_lost_body(
+    patch: pytest.MonkeyPatch, meanwhile: Callable[[Call, Serve], Coroutine[Any, Any, R]]
+) -> tuple[R, Outcome]:
+    """The body of the first call never comes. `meanwhile` gets that call, and what serves the same microbatch again."""
+    right, begun, found = MicrobatchServer.propagate, list[Call](), list[R]()
+
+    async def propagate(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
+        serve = partial(right, server, caller, header)
+        if not begun:
+            begun.append(asyncio.create_task(serve(NeverComes())))
+            await asyncio.sleep(0.01)
+            found.append(await meanwhile(begun[0], partial(serve, body)))
+        return await serve(body)
+
+    patch.setattr(MicrobatchServer, "propagate", propagate)
+    outcome = SimSwarm(SimPlan(RunManifest(stages=2, start_replicas=1, steps=4), (1, 1))).run(limit_s=1000)
+    return found[0], outcome
+
+
 def test_who_has_joined_a_call_hears_busy_when_its_body_goes_with_its_first_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when a call is tried again before the end of the one before it is known here."""
-    right, ends = MicrobatchServer.propagate, list[Any]()
 
-    async def twice(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
-        if ends:
-            return await right(server, caller, header, body)
-        ends.append("first")
-        first = asyncio.create_task(right(server, caller, header, NeverComes()))
-        await asyncio.sleep(0.01)
-        second = asyncio.create_task(right(server, caller, header, body))
+    async def the_first_caller_goes(first: Call, serve: Serve) -> BaseException | None:
+        second = asyncio.create_task(serve())
         await asyncio.sleep(0.01)
         first.cancel()
         await asyncio.wait([first, second])
-        ends.append(second.exception())
-        return await second
+        return second.exception()
 
-    monkeypatch.setattr(MicrobatchServer, "propagate", twice)
-    outcome = SimSwarm(SimPlan(RunManifest(stages=2, start_replicas=1, steps=4), (1, 1))).run(limit_s=1000)
-    assert isinstance(ends[1], Busy)
+    error, outcome = run_with_a_lost_body(monkeypatch, the_first_caller_goes)
+    assert isinstance(error, Busy)
     [origin] = outcome.of_stage(0)
     assert origin.microbatches["dropped"] == 0
     assert outcome.trace.of("reroute") == []
@@ -51,25 +71,16 @@ def test_who_has_joined_a_call_hears_busy_when_its_body_goes_with_its_first_call
 
 def test_a_retry_does_not_join_a_body_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call is still here: its link is dead without a word, and its end would be known only after a while."""
-    right, ends = MicrobatchServer.propagate, list[Any]()
 
-    async def twice(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
-        if ends:
-            return await right(server, caller, header, body)
-        ends.append("first")
-        first = asyncio.create_task(right(server, caller, header, NeverComes()))
-        await asyncio.sleep(0.01)
-        began = asyncio.get_running_loop().time()
-        second = asyncio.create_task(right(server, caller, header, body))
+    async def a_second_call(first: Call, serve: Serve) -> tuple[BaseException | None, float]:
+        began, second = asyncio.get_running_loop().time(), asyncio.create_task(serve())
         await asyncio.wait([second])
-        ends.append((second.exception(), asyncio.get_running_loop().time() - began))
+        took_s = asyncio.get_running_loop().time() - began
         await asyncio.wait([first])
-        return await right(server, caller, header, body)
+        return second.exception(), took_s
 
-    monkeypatch.setattr(MicrobatchServer, "propagate", twice)
-    outcome = SimSwarm(SimPlan(RunManifest(stages=2, start_replicas=1, steps=4), (1, 1))).run(limit_s=1000)
-    error, seconds = ends[1]
+    (error, took_s), outcome = run_with_a_lost_body(monkeypatch, a_second_call)
     assert isinstance(error, Busy)
-    assert seconds == 0.0
+    assert took_s == 0.0
     [origin] = outcome.of_stage(0)
     assert origin.microbatches["dropped"] == 0

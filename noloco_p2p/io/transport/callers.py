@@ -81,8 +81,8 @@ def _host(peer: str) -> str:
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
 
-def admitted(context: Any, run_id: str) -> Caller:
-    """Who calls a node of this run. Raises Violation: a stranger to it."""
+def check_admissible(context: Any, run_id: str) -> None:
+    """Raises Violation for a call from another run, by another protocol, or without what every call has."""
     sent = dict(context.invocation_metadata())
     protocol, theirs = str(sent.get("noloco-protocol"))[:64], str(sent.get("noloco-run"))[:64]
     if protocol != PROTOCOL:
@@ -95,7 +95,6 @@ def admitted(context: Any, run_id: str) -> Caller:
     name = str(sent.get("noloco-peer", ""))
     if name and not is_peer_id(name):
         raise Violation("the caller's peer id is no short printable text")
-    return Caller.of(context)
 
 
 def wanted_bytes(context: Any) -> int:
@@ -200,12 +199,14 @@ class Callers:
                 if self._held[ACTIVATIONS.what, *caller] == 1:
                     del self._patience[caller]
 
-    async def drain(self, context: Any, unwanted: Callable[[bytes], bool] = lambda message: False) -> bool:
+    async def drain(
+        self, caller: Caller, context: Any, unwanted: Callable[[bytes], bool] = lambda message: False
+    ) -> bool:
         """Take in what the caller sends until it has seen that it has its reply, for a while; True: it is `unwanted`.
 
         If the call ended before, gRPC would fail the caller's pending write, and with it drop a reply not yet read.
         """
-        with suppress(Busy, TimeoutError), self.holding(DRAINS, Caller.of(context)):
+        with suppress(Busy, TimeoutError), self.holding(DRAINS, caller):
             async with asyncio.timeout(RESERVE_S):
                 while (message := await context.read()) is not grpc.aio.EOF:
                     if unwanted(message):

@@ -73,13 +73,16 @@ def bound(
         ) from None
 
 
-def _bounded(callers: Callers, method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """The method, for as many calls at once as one caller may have."""
+def _bounded(
+    callers: Callers, method: Callable[[Caller, Any, Any], Awaitable[Any]]
+) -> Callable[[Any, Any], Awaitable[Any]]:
+    """The method, for as many calls at once as one caller may have; it is told who calls."""
 
     async def answer(request: Any, context: Any) -> Any:
         try:
-            with callers.holding(CALLS, Caller.of(context)):
-                return await method(request, context)
+            caller = Caller.of(context)
+            with callers.holding(CALLS, caller):
+                return await method(caller, request, context)
         except Busy as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 

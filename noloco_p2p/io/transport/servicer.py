@@ -30,7 +30,7 @@ from noloco_p2p.io.transport.callers import (
     Callers,
     Patience,
     Silent,
-    admitted,
+    check_admissible,
     least_rate,
     wanted_bytes,
 )
@@ -90,21 +90,21 @@ class GrpcServicer:
         """The activations that may come over several calls, by their callers and the numbers that these gave them."""
         self.handler: Handler | None = None
 
-    async def serve_activation(self, serve: Serve, request_iterator: Any, context: Any) -> None:
+    async def serve_activation(self, serve: Serve, said: Caller, request_iterator: Any, context: Any) -> None:
         """Propagate and Evaluate: the header is checked, and `serve` decides on it before the body is read.
 
         Writes instead of yielding: so a call that is cancelled gives its turn back at once.
         """
         with ExitStack() as leaving:
             try:
-                caller, handler = self._admit(context)
+                caller, handler = self._admit(said, context)
                 header, incoming = await self._incoming(context, caller, leaving)
                 messages_of, kind, size = await serve(handler, caller.name, header, incoming)
             except Silent as error:
                 await context.abort(grpc.StatusCode.ABORTED, str(error))
             except NolocoError as error:
                 await _refuse(self._line.sender(Patience().writing(context.write)), message_codec.to_refused(error))
-                await self.callers.drain(context)
+                await self.callers.drain(said, context)
                 return
             reply = _Reply(caller.name, header.microbatch)
             self._replies[reply] = None
@@ -121,7 +121,7 @@ class GrpcServicer:
         self._line.measured.up.carries(kind, size)
         self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
-            await self.callers.drain(context)
+            await self.callers.drain(said, context)
 
     async def _send(
         self, context: Any, incoming: IncomingActivation, reply: _Reply, messages_of: Messages, size: int
@@ -140,10 +140,10 @@ class GrpcServicer:
         for message in counted(messages_of(most)):
             await write(message)
 
-    async def stripe(self, request_iterator: Any, context: Any) -> None:
+    async def stripe(self, said: Caller, request_iterator: Any, context: Any) -> None:
         """Carry part of an activation that another call has announced, and of its reply."""
         try:
-            caller, _ = self._admit(context)
+            caller, _ = self._admit(said, context)
             first = await self._first_message(context)
             found = None if first is grpc.aio.EOF else self._striped.get((caller, from_stripe(first)))
             if found is not None:
@@ -156,21 +156,21 @@ class GrpcServicer:
             return
         except NolocoError:
             pass
-        if await self.callers.drain(context, NO_MORE.__ne__):
+        if await self.callers.drain(said, context, NO_MORE.__ne__):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody here expects this part of a body")
 
-    async def fetch_snapshot(self, request: pb.SnapshotRequest, context: Any) -> None:
+    async def fetch_snapshot(self, said: Caller, request: pb.SnapshotRequest, context: Any) -> None:
         """Send a snapshot."""
         self._line.charge(sent=0, received=request.ByteSize())
         write = self._line.sender(Patience().writing(context.write))
-        async with self._transfer(context, write, pb.SnapshotMessage, observers=True) as (caller, handler):
+        async with self._transfer(said, context, write, pb.SnapshotMessage, observers=True) as (caller, handler):
             wanted = weights_codec.from_request(request)
             snapshot = await handler.fetch_snapshot(caller, wanted)
             for message in weights_codec.to_snapshot(snapshot, self._message_bytes(context)):
                 await write(message)
             self._count(direction="out", kind=wanted.kind, bytes=snapshot.nbytes)
 
-    async def fetch_state(self, request: pb.StateRequest, context: Any) -> None:
+    async def fetch_state(self, said: Caller, request: pb.StateRequest, context: Any) -> None:
         """Send this replica's state, or the rest of it.
 
         Writes instead of yielding: so a call that is cancelled gives the copy back at once.
@@ -179,7 +179,7 @@ class GrpcServicer:
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
         patience = Patience(callers.STATE_RESERVE_S)
         refuse = self._line.sender(patience.writing(context.write))
-        async with self._transfer(context, refuse, pb.StateMessage) as (caller, handler):
+        async with self._transfer(said, context, refuse, pb.StateMessage) as (caller, handler):
             async with handler.lend_state(caller, resume.number if resume else None) as state:
                 size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
                 rate = least_rate(size, LONGEST_TRANSFER_S)
@@ -191,6 +191,7 @@ class GrpcServicer:
     @asynccontextmanager
     async def _transfer(
         self,
+        said: Caller,
         context: Any,
         write: Write,
         kind: type[pb.SnapshotMessage] | type[pb.StateMessage],
@@ -199,7 +200,7 @@ class GrpcServicer:
     ) -> AsyncIterator[tuple[PeerId, Handler]]:
         """The caller and the handler for sending weights; what goes wrong meanwhile is told to the caller."""
         try:
-            caller, handler = self._admit(context, observers=observers)
+            caller, handler = self._admit(said, context, observers=observers)
             with self.callers.holding(TRANSFERS, caller):
                 yield caller.name, handler
         except Unreachable as error:
@@ -210,10 +211,10 @@ class GrpcServicer:
             # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.
             return
 
-    async def progress(self, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
+    async def progress(self, said: Caller, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
         """Say how far this node is with microbatches of the caller; one whose reply is being sent is in hand, too."""
         try:
-            caller, handler = self._admit(context)
+            caller, handler = self._admit(said, context)
             if len(request.microbatches) > MAX_CALLS:
                 raise Violation(f"{len(request.microbatches)} microbatches are more than a node serves at once")
             microbatches = [message_codec.from_microbatch(one) for one in request.microbatches]
@@ -228,11 +229,11 @@ class GrpcServicer:
         self._line.charge(sent=reply.ByteSize(), received=request.ByteSize())
         return reply
 
-    async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
+    async def describe(self, said: Caller, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Describe this node."""
         reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
         try:
-            caller, handler = self._admit(context, observers=True)
+            caller, handler = self._admit(said, context, observers=True)
             d = handler.describe(caller.name)
             reply.signature = signature(request, d, self._links)
         except NolocoError as error:
@@ -244,9 +245,13 @@ class GrpcServicer:
         self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 
-    def _admit(self, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
-        """The caller, and the handler. Raises Violation: a stranger to this run; Declined: there is no handler yet."""
-        caller = admitted(context, self._run_id)._replace(name=self._links.caller(context, observers=observers))
+    def _admit(self, said: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
+        """The caller, by its certificate where it has one, and the handler.
+
+        Raises Violation: a stranger to this run; Declined: there is no handler yet.
+        """
+        check_admissible(context, self._run_id)
+        caller = said._replace(name=self._links.caller(context, observers=observers))
         if self.handler is None:
             raise Declined("the node is starting")
         return caller, self.handler

@@ -26,6 +26,7 @@ from noloco_p2p.core.messages import Advert, MicrobatchId, Origin
 from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.security import certificates
+from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.transport import callers
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
@@ -256,9 +257,11 @@ def transport(links: MemberLinks) -> GrpcTransport:
 
 
 @asynccontextmanager
-async def honest(club: Club, node: Node) -> AsyncIterator[tuple[GrpcTransport, Advert]]:
+async def honest(
+    club: Club, node: Node, credentials: Credentials | None = None
+) -> AsyncIterator[tuple[GrpcTransport, Advert]]:
     """A member that serves, and its advert."""
-    credentials = club.credentials("honest")
+    credentials = credentials or club.credentials("honest")
     mine = transport(MemberLinks(credentials))
     await mine.serve(node)
     try:
@@ -416,19 +419,16 @@ def test_a_connection_that_lives_on_ends_with_the_certificate(tmp_path: Path) ->
     club, node, later = Club(tmp_path), Node(echo), [0.0]
 
     async def ask() -> None:
-        credentials = club.credentials("honest", clock=lambda: club.now + later[0])
-        server = transport(MemberLinks(credentials))
-        await server.serve(node)
-        peer = Advert(credentials.peer_id, club.run_id, 1, (f"127.0.0.1:{server.port}",))
         caller = transport(MemberLinks(club.credentials("mine")))
-        assert (await caller.describe(peer)).step == 7.5
-        later[0] = certificates.LEAF_S - HOUR_S
-        assert (await caller.describe(peer)).step == 7.5
-        later[0] = certificates.LEAF_S + HOUR_S
-        with pytest.raises(Violation, match="expired"):
-            await caller.describe(peer)
+        credentials = club.credentials("honest", clock=lambda: club.now + later[0])
+        async with honest(club, node, credentials) as (_, peer):
+            assert (await caller.describe(peer)).step == 7.5
+            later[0] = certificates.LEAF_S - HOUR_S
+            assert (await caller.describe(peer)).step == 7.5
+            later[0] = certificates.LEAF_S + HOUR_S
+            with pytest.raises(Violation, match="expired"):
+                await caller.describe(peer)
         await caller.close()
-        await server.close()
 
     run(ask())
 
@@ -437,20 +437,16 @@ def test_a_leaf_is_replaced_at_half_of_its_life_and_without_a_restart(tmp_path: 
     club, node, later = Club(tmp_path), Node(echo), [0.0]
 
     async def ask() -> None:
-        credentials = club.credentials("honest", clock=lambda: club.now + later[0])
-        server = transport(MemberLinks(credentials))
-        await server.serve(node)
-        peer = Advert(credentials.peer_id, club.run_id, 1, (f"127.0.0.1:{server.port}",))
-        shown = []
-        for hours in (0, 11, 13):
-            later[0] = hours * HOUR_S
-            caller = transport(MemberLinks(club.credentials("mine" + str(hours))))
-            assert (await caller.describe(peer)).step == 7.5
-            shown.append(credentials.leaf())
-            await caller.close()
+        credentials, shown = club.credentials("honest", clock=lambda: club.now + later[0]), []
+        async with honest(club, node, credentials) as (_, peer):
+            for hours in (0, 11, 13):
+                later[0] = hours * HOUR_S
+                caller = transport(MemberLinks(club.credentials("mine" + str(hours))))
+                assert (await caller.describe(peer)).step == 7.5
+                shown.append(credentials.leaf())
+                await caller.close()
         assert shown[0] is shown[1]
         assert shown[1] is not shown[2]
-        await server.close()
 
     run(ask())
 

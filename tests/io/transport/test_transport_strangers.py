@@ -195,7 +195,7 @@ def test_a_donor_that_drips_is_given_up_long_before_the_deadline(hasty: None, mo
     state = ReplicaState("B", 1, 3, 30.0, 30, 30, (tensor("slow/w", "float32", (1 << 20,)),), 7)
     gone, calls = asyncio.Event(), list[object]()
 
-    async def dripping(self: Any, request: pb.StateRequest, context: Any) -> None:
+    async def dripping(self: Any, said: Caller, request: pb.StateRequest, context: Any) -> None:
         calls.append(request)
         try:
             head, *body = weights_codec.to_state(state, 0, 0)
@@ -271,10 +271,13 @@ def test_a_body_waits_for_those_of_its_caller_that_go_before_it_and_for_nobody_e
 
 def test_what_this_node_itself_delays_does_not_count() -> None:
     async def scenario() -> None:
-        patience = Patience()
+        patience, now = Patience(), asyncio.get_running_loop().time
         for _ in range(10):
             await patience.wait(after(1.0, 0))
             await asyncio.sleep(10 * RESERVE_S)
+        assert now() == pytest.approx(10 + 100 * RESERVE_S)
+        with pytest.raises(Unreachable):
+            await patience.wait(after(RESERVE_S, 0))
 
     virtual_time.run(scenario(), limit_s=10_000)
 
