@@ -20,8 +20,6 @@ ANSWER_SHARE = 0.1
 """Part of the time it was given that a hop keeps for its own answer to travel up."""
 WAIT_SHARE = 0.5
 """Part of a call's time for which it may wait for admission; then the answer is Busy, and no peer is taken for hung."""
-TIMER_S = 0.01
-"""Timers are as exact as this: a call that took all of its time but this was ended by it."""
 
 
 class AdaptiveTimeout:
