@@ -11,7 +11,9 @@ import yaml
 from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.outer_rules import DEFAULTS
-from noloco_p2p.launch import settings
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.lab import scenario_files
+from noloco_p2p.launch import named_configs, settings
 from noloco_p2p.launch.yaml_entries import KnownKeys
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -121,3 +123,18 @@ def test_bytes_that_one_replica_gives_another_per_parameter(outer: dict[str, Any
     count = 1_000_000
     given = OuterSettings(**outer).vector_bytes(count, "float32") / count
     assert least <= given <= most
+
+
+def test_each_is_taken_by_its_name_from_the_package_or_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in CONFIGS.rglob("*.yaml"):
+        assert named_configs.text(Path(path.stem)) == path.read_text("utf-8").rstrip()
+        assert any(line.split()[:1] == [path.stem] and len(line) <= 80 for line in named_configs.listing())
+    assert settings.load(Path("small-c4"), {}, []) == loaded("small-c4.yaml")
+    assert scenario_files.load(Path("home-200")) == scenario_files.load(CONFIGS / "sim" / "home-200.yaml")
+    with pytest.raises(ConfigError, match="home-200: no file and no configuration has that name"):
+        settings.load(Path("home-200"), {}, [])
+    (tmp_path / "small-c4").write_text("name: mine")
+    assert settings.load(Path("small-c4"), {}, [])[0].name == "mine", "a file goes before a name"

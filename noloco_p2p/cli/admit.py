@@ -31,7 +31,9 @@ def invite_others(
     dir: Annotated[Path, Option(help="Directory of the node that others will join; it was started with --key.")],
     uses: Annotated[int, Option(min=1, metavar="N", help="Peers that it admits.")] = 1,
     lasts: Annotated[str, Option("--for", metavar="24h", help="How long: minutes (m), hours (h) or days (d).")] = "24h",
-    stage: Annotated[int | None, Option(min=0, help="Stage that they are to hold; default: the neediest.")] = None,
+    stage: Annotated[
+        int | None, Option(metavar="N", min=0, help="Stage that they are to hold; default: the neediest.")
+    ] = None,
     key: Annotated[
         Path | None, Option(metavar="FILE", help="The run's key; default: root.key beside or above --dir.")
     ] = None,

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from noloco_p2p.cli.options import ConfigFile
+
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
@@ -37,7 +39,7 @@ def bench_transport(as_json: AsJson = False) -> None:
 def bench_baseline(
     kind: Annotated[Literal["ddp", "fsdp", "diloco"], typer.Option(help="Of torch.distributed.")] = "ddp",
     replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Processes, and nodes of the swarm.")] = 4,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the settings of the run.")] = None,
+    config: ConfigFile = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps; default: those of the run.")] = None,
     set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
     as_json: AsJson = False,
@@ -57,7 +59,7 @@ def bench_baseline(
 @bench.command("stage")
 def bench_stage(
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; auto: CUDA if any.")] = "auto",
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the settings of the run.")] = None,
+    config: ConfigFile = None,
     set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as stages=4.")] = None,
     as_json: AsJson = False,
 ) -> None:

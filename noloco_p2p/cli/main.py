@@ -12,20 +12,14 @@ from noloco_p2p.cli.admit import invite_others, keys
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
-from noloco_p2p.cli.options import Device, ExportDir, Json, NodeConfigFile, NodeDir, Settings, SwarmAddresses
+from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings, SwarmAddresses
 
 app = Typer(
     help="Train a language model on a swarm of peers (NoLoCo).",
-    add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench, name="bench")
-app.add_typer(keys, name="key")
-app.command("invite")(invite_others)
-app.command("finetune")(finetune_model)
-app.command("tasks")(make_tasks)
 
 
 def _print_version(asked: bool) -> None:
@@ -46,7 +40,7 @@ def noloco(
 
 @app.command()
 def swarm(
-    config: Annotated[Path | None, Option(metavar="FILE", help="YAML file with settings of run and nodes.")] = None,
+    config: ConfigFile = None,
     stages: Annotated[int | None, Option(metavar="N", min=1, help="Pipeline stages.")] = None,
     replicas: Annotated[int | None, Option(metavar="N", min=1, help="Nodes of each stage.")] = None,
     steps: Annotated[int | None, Option(metavar="N", min=1, help="Length of the run in steps.")] = None,
@@ -107,6 +101,16 @@ def report(
     from noloco_p2p.observe.report.page import make
 
     print(f"{out}: {make(dir, out):,} bytes")
+
+
+@app.command()
+def configs(
+    name: Annotated[Path | None, Argument(metavar="NAME", help="Which one to print; without a name: the list.")] = None,
+) -> None:
+    """The configurations that come with the package: by their names for --config and noloco sim."""
+    from noloco_p2p.launch import named_configs
+
+    print(named_configs.text(name) if name is not None else "\n".join(named_configs.listing()))
 
 
 @app.command(hidden=True)
@@ -197,7 +201,7 @@ def generate_text(
 @app.command()
 def doctor(
     join: SwarmAddresses = None,
-    config: NodeConfigFile = None,
+    config: ConfigFile = None,
     set: Settings = None,
     dir: Annotated[
         Path | None, Option(metavar="DIR", help="Directory of a node or a swarm: how it is, and its swarm.")
@@ -231,7 +235,8 @@ def top(
 @app.command("sim")
 def simulate(
     scenario: Annotated[
-        Path | None, Argument(metavar="SCENARIO", help="YAML file as in configs/sim; default: a LAN.")
+        Path | None,
+        Argument(metavar="FILE|NAME", help="YAML file, or one of noloco configs by its name; default: lan."),
     ] = None,
     nodes: Annotated[int | None, Option(min=1, metavar="N", help="Nodes in all, shared out over the stages.")] = None,
     seed: Annotated[int | None, Option(metavar="N", min=0, help="What everything follows from; default: 0.")] = None,
@@ -276,6 +281,13 @@ def experiment(
         print("\n".join(list_experiments()))
     else:
         run_experiment(name, out, quick=quick, jobs=jobs)
+
+
+app.add_typer(bench, name="bench")
+app.add_typer(keys, name="key")
+app.command("invite")(invite_others)
+app.command("finetune")(finetune_model)
+app.command("tasks")(make_tasks)
 
 
 def main() -> None:

@@ -12,20 +12,20 @@ from typer import Context, Exit, Option, Typer
 
 from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
-from noloco_p2p.cli.options import NodeConfigFile, Settings, SwarmAddresses
+from noloco_p2p.cli.options import ConfigFile, Settings, SwarmAddresses
 from noloco_p2p.errors import OtherRun
 
 if TYPE_CHECKING:
     from noloco_p2p.launch.bootstrap import NodeOptions
     from noloco_p2p.launch.settings import Overrides
 
-app = Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+app = Typer(rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @app.callback(invoke_without_command=True)
 def node(
     context: Context,
-    config: NodeConfigFile = None,
+    config: ConfigFile = None,
     join: SwarmAddresses = None,
     address_file: Annotated[
         Path | None, Option(metavar="FILE", help="Write the address for --join there, as soon as others can join.")

@@ -5,8 +5,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-NodeConfigFile = Annotated[
-    Path | None, Option(metavar="FILE", help="YAML file with settings of the run and of this node.")
+ConfigFile = Annotated[
+    Path | None,
+    Option(metavar="FILE|NAME", help="YAML file with settings of run and nodes, or one of noloco configs by its name."),
 ]
 NodeDir = Annotated[Path, Option(metavar="DIR", help="Directory of the node, or that of noloco swarm: all its nodes.")]
 ExportDir = Annotated[Path, Argument(metavar="OUT", help="Directory that noloco export wrote.")]

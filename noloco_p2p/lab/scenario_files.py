@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.launch.named_configs import SCENARIOS, named
 from noloco_p2p.launch.settings import in_words, overlaid, refuse, where
 from noloco_p2p.launch.yaml_entries import Key, KnownKeys, SettingEntry, read_entries
 from noloco_p2p.sim.scenario import FaultSettings, Scenario
@@ -30,6 +31,7 @@ COSTS = {
 def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
     """The scenario of a file (none: the default one) and `--set` options. Raises ConfigError, a line for each fault."""
     faults: list[str] = []
+    path = named(path, SCENARIOS)
     entries = read_entries(path, {}, sets, KNOWN, faults)
     _add_measured(entries, path)
     values = json.dumps(overlaid(entries, Scenario().model_dump(mode="json")), default=str)

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.humanize import plain
+from noloco_p2p.launch.named_configs import named
 from noloco_p2p.launch.yaml_entries import FREE_SECTION, Key, KnownKeys, SettingEntry, read_entries
 
 WANTED = {
@@ -84,7 +85,7 @@ def read(
 ) -> Overrides:
     """What a file, the environment, `--set` and other options set. Raises ConfigError with a line for each fault."""
     faults: list[str] = []
-    entries = read_entries(path, environ, sets, KNOWN, faults)
+    entries = read_entries(named(path), environ, sets, KNOWN, faults)
     given = [SettingEntry((name,), value, option) for option, (name, value) in (options or {}).items()]
     entries += [entry for entry in given if entry.value is not None]
     refuse([*faults, *_faults(RunManifest, entries, together=False), *_faults(NodeConfig, entries, together=False)])

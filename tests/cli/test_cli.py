@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+from typer.testing import CliRunner
 
 from noloco_p2p import __version__
+from noloco_p2p.cli import main, node
 from noloco_p2p.config import RunManifest
 from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
@@ -54,6 +57,27 @@ def test_without_a_command_it_helps(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(begins)
     assert noloco("--version", cwd=tmp_path).stdout == f"{__version__}\n"
+
+
+def commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, each in getattr(command, "commands", {}).items():
+        yield from commands(each, *words, name)
+
+
+@pytest.mark.parametrize("app", [main.app, node.app])
+def test_every_help_fits_80_columns_and_names_its_values(app: typer.Typer) -> None:
+    for words in commands(typer.main.get_command(app)):
+        text = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*words, "--help"]).output
+        assert max(map(len, text.splitlines())) <= 80, words
+        assert " range>" not in text, words
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    asks = {"COMP_WORDS": "noloco swarm --st", "COMP_CWORD": "2", "_NOLOCO_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "noloco_p2p.cli.main"]
+    done = subprocess.run(command, env=os.environ | asks, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["--stages", "--steps"]
 
 
 def test_debug_shows_where(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_packages_are_compared_with_what_the_project_declares(monkeypatch: pytes
     machine.check_python(report)
     assert outcome(report) == [("error", "packages")]
     assert "grpcio 1.0 is installed, <2,>=1.85.1 is needed" in sentences(report)
+    assert "-m pip install -U 'grpcio" in report.findings[0][1].advice
 
 
 def test_a_package_that_is_not_there_and_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

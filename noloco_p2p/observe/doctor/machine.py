@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -48,9 +49,9 @@ def check_python(report: DoctorReport) -> None:
         report.error(
             "python", f"Python {here}: {PACKAGE} needs {python}", "install a Python that fits, and the package in it"
         )
-    faults = [fault for one in wanted if (fault := _package_fault(Requirement(one))) is not None]
-    for fault in faults:
-        report.error("packages", fault, f"run: {Path(sys.executable).name} -m pip install -U {PACKAGE}")
+    faults = {one: fault for one in wanted if (fault := _package_fault(Requirement(one))) is not None}
+    for one, fault in faults.items():
+        report.error("packages", fault, f"run: {Path(sys.executable).name} -m pip install -U {shlex.quote(one)}")
     if not faults:
         report.ok("python", f"Python {here}, {PACKAGE} {__version__}, all {len(wanted)} packages fit")
 

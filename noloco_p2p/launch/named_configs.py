@@ -1,0 +1,54 @@
+"""The configurations that come with the package: `--config tiny` is configs/tiny.yaml, `noloco sim lan` its neighbour.
+
+A wheel has the folder inside the package, a checkout beside it.
+"""
+
+import textwrap
+from pathlib import Path
+
+from noloco_p2p.errors import ConfigError
+
+PACKAGE = Path(__file__).parents[1]
+SCENARIOS = "sim"
+"""Folder of those that `noloco sim` takes."""
+ABOUT_WIDTH = 60
+
+
+def folder() -> Path:
+    """Where they lie."""
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+
+
+def named(path: Path | None, kind: str = "") -> Path | None:
+    """The file itself, or the configuration of the folder `kind` that has this name, a single word.
+
+    Raises ConfigError when there is neither.
+    """
+    if path is None or path.is_file() or path.name != str(path) or path.suffix:
+        return path
+    found = folder() / kind / f"{path}.yaml"
+    if not found.is_file():
+        raise ConfigError(f"{path}: no file and no configuration has that name; noloco configs lists them")
+    return found
+
+
+def text(name: Path) -> str:
+    """What is in the configuration, or else the scenario, of this name. Raises ConfigError."""
+    path = folder() / SCENARIOS / f"{name}.yaml"
+    return ((path if path.is_file() else named(name)) or name).read_text("utf-8").rstrip()
+
+
+def listing() -> list[str]:
+    """A line for each: its name, and the first sentence of the comment at its top."""
+    lines = []
+    for kind, title in (("", "for --config:"), (SCENARIOS, "for noloco sim:")):
+        files = sorted((folder() / kind).glob("*.yaml"))
+        lines += [title, *(f"  {path.stem:16}  {_about(path)}" for path in files)]
+    return lines
+
+
+def _about(path: Path) -> str:
+    comment = path.read_text("utf-8").split("\n#\n")[0].splitlines()
+    words = " ".join(line.removeprefix("#").strip() for line in comment if line.startswith("#"))
+    return textwrap.shorten(words.split(". ")[0], ABOUT_WIDTH, placeholder=" …").rstrip(".")
