@@ -1,4 +1,4 @@
-"""`noloco key` and `noloco invite`: who may take part in a run for members."""
+"""`noloco key`, `noloco invite` and `noloco revoke`: who may take part in a run for members."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ from typer import Argument, Option, Typer
 from noloco_p2p.errors import ConfigError
 
 keys = Typer(help="The key of a run for members.", rich_markup_mode=None, no_args_is_help=True)
+KeyFile = Annotated[Path | None, Option(metavar="FILE", help="The run's key; default: root.key beside or above --dir.")]
 UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
@@ -34,9 +35,7 @@ def invite_others(
     stage: Annotated[
         int | None, Option(metavar="N", min=0, help="Stage that they are to hold; default: the neediest.")
     ] = None,
-    key: Annotated[
-        Path | None, Option(metavar="FILE", help="The run's key; default: root.key beside or above --dir.")
-    ] = None,
+    key: KeyFile = None,
 ) -> None:
     """Print the command with which others join a run for members, with an invitation in its address."""
     from noloco_p2p.launch import run_key
@@ -46,3 +45,15 @@ def invite_others(
         raise ConfigError(f"--for {lasts}: give a number of minutes, hours or days, such as 24h")
     seconds = int(found[1]) * UNITS_S[found[2]]
     print(f"noloco-node --join {run_key.invite(dir, key, uses=uses, seconds=seconds, stage=stage)}")
+
+
+def revoke_peers(
+    peers: Annotated[list[str], Argument(metavar="PEER...", help="Peer ids, as noloco top --json has them.")],
+    dir: Annotated[Path, Option(help="Directory of a node of the run, best one that is running.")],
+    key: KeyFile = None,
+) -> None:
+    """Expel peers from a run for members, and whom they have admitted: their calls end within a minute, everywhere."""
+    from noloco_p2p.launch import run_key
+
+    made = run_key.revoke(dir, key, peers)
+    print(f"revoked in all: {len(made.peers)} (list {made.number}); the node of {dir} tells the others")

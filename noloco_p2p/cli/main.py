@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from typer import Argument, Exit, Option, Typer
 
 from noloco_p2p import __version__
-from noloco_p2p.cli.admit import invite_others, keys
+from noloco_p2p.cli.admit import invite_others, keys, revoke_peers
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
@@ -286,6 +286,7 @@ def experiment(
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="key")
 app.command("invite")(invite_others)
+app.command("revoke")(revoke_peers)
 app.command("finetune")(finetune_model)
 app.command("tasks")(make_tasks)
 

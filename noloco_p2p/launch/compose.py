@@ -27,7 +27,7 @@ from noloco_p2p.io.dht.addresses import announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.reach import joined
-from noloco_p2p.io.security import admission
+from noloco_p2p.io.security import admission, revocations
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.log import start as start_log
@@ -146,8 +146,9 @@ async def _open_ports(
     # What peers may ask over libp2p streams comes last: one that is answered finds a DHT as well.
     await joining.serve_manifest(libp2p, manifest.canonical_json())
     await joining.serve_dial_back(libp2p, standing.probe)
-    if standing.credentials is not None:
+    if standing.records is not None:
         await admission.serve(libp2p, standing.issuer)
+        await revocations.serve(libp2p, standing.records.revoked)
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
     advert = Advert(
         me,
@@ -202,7 +203,7 @@ async def _until_the_end(node: Node, directory: HivemindDirectory, libp2p: Libp2
     tasks = [life, asyncio.create_task(directory.keep(lambda message: node.state.trouble("libp2p", message)))]
     if standing.credentials is not None:
         keeping = standing.keep_valid(libp2p, lambda message: node.state.trouble("members", message))
-        tasks.append(asyncio.create_task(keeping))
+        tasks += [asyncio.create_task(keeping), asyncio.create_task(standing.keep_revoked(libp2p))]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         (life if life in done else done.pop()).result()

@@ -1,6 +1,6 @@
 """The key of a members' run, and what is done with it: admit this machine's node, invite others, look on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,24 +15,27 @@ from cryptography.hazmat.primitives.serialization import (
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.join_handshake import PROBE_TIMEOUT_S
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.durable_files import make_folders
-from noloco_p2p.io.security import admission, certificates
+from noloco_p2p.io.security import admission, certificates, revocations
 from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.certificates import RunTrust
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import MOST_USES, Invitation, UseBook
+from noloco_p2p.io.security.revocations import DenyList, Revocations
 from noloco_p2p.io.transport.peer_links import Links, MemberLinks, OpenLinks
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.launch import node_probe, run_files
 from noloco_p2p.launch.swarm_plan import ROOT_KEY
 
-KEY, CERTIFICATE, ISSUER, BOOK = ROOT_KEY, "certificate.pem", "issuer.pem", "invitations.json"
-"""The root's key, beside the directories of nodes; in that of a node its certificates, and who has used invitations."""
+KEY, CERTIFICATE, ISSUER, BOOK, REVOKED = ROOT_KEY, "certificate.pem", "issuer.pem", "invitations.json", "revoked"
+"""The root's key, beside the directories of nodes; in that of a node its certificates, who has used invitations, and
+who is revoked."""
 
 
 def make(path: Path) -> str:
@@ -76,24 +79,50 @@ def trust_in(manifest: RunManifest) -> RunTrust | None:
 
 def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage: int | None) -> str:
     """A join address of the node with an invitation to its run. Raises ConfigError, one line that says what to do."""
-    found, manifest = node_probe.read_endpoints(node_dir), run_files.stored_manifest(node_dir)
-    if found is None or manifest is None:
+    manifest, found = _members_run(node_dir), node_probe.read_endpoints(node_dir)
+    if found is None:
         raise ConfigError(f"no node has run in {node_dir}: --dir is the directory of the node that others will join")
-    if manifest.security.root_key is None:
-        raise ConfigError(f"the run of {node_dir} is open: others need no invitation, only its join address")
     if not (node_dir / ISSUER).exists():
         raise ConfigError(f"the node of {node_dir} admits nobody: start it with --key, or name one that was")
     if stage is not None and stage >= manifest.stages:
         raise ConfigError(f"stage {stage}: the run has stages 0 to {manifest.stages - 1}")
     if not 1 <= uses <= MOST_USES:
         raise ConfigError(f"--uses must be between 1 and {MOST_USES}, not {uses}")
+    until = dht_time() + seconds
+    made = Invitation.signed(_root(node_dir, key, manifest), manifest.run_id, uses=uses, until=until, stage=stage)
+    return f"{found.join[0]}/invite/{made.text}"
+
+
+def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyList:
+    """Add peers to the list in a node's directory, which it gives to all others. Raises ConfigError, LocalError."""
+    manifest = _members_run(node_dir)
+    trust = trust_in(manifest)
+    assert trust is not None
+    revoked = Revocations(trust, node_dir / REVOKED)
+    before = revoked.held
+    number = max(int(dht_time()), before.number + 1)
+    made = DenyList.make(_root(node_dir, key, manifest), manifest.run_id, number, [*before.peers, *peers])
+    revoked.adopt(made.signed)
+    return made
+
+
+def _members_run(node_dir: Path) -> RunManifest:
+    """Raises ConfigError."""
+    manifest = run_files.stored_manifest(node_dir)
+    if manifest is None:
+        raise ConfigError(f"no node has run in {node_dir}: --dir is the directory of a node of the run")
+    if manifest.security.root_key is None:
+        raise ConfigError(f"the run of {node_dir} is open: anybody can join it by its join address")
+    return manifest
+
+
+def _root(node_dir: Path, key: Path | None, manifest: RunManifest) -> Ed25519PrivateKey:
+    """The run's key, from the file that was named, or beside or above the node's directory. Raises ConfigError."""
     places = [key] if key is not None else [node_dir / KEY, node_dir.parent / KEY, node_probe.HOME / KEY]
     root = read(next((place for place in places if place.exists()), places[0]))
     if public_half(root) != manifest.security.root_key:
         raise ConfigError("the key is not that of this run: name the file that the run was begun with by --key")
-    until = dht_time() + seconds
-    made = Invitation.signed(root, manifest.run_id, uses=uses, until=until, stage=stage)
-    return f"{found.join[0]}/invite/{made.text}"
+    return root
 
 
 def with_invited_stage(local: NodeConfig, libp2p: Libp2pDaemon) -> NodeConfig:
@@ -124,8 +153,23 @@ class Standing:
         """See `admission.keep_valid`; for members."""
         assert self.credentials is not None
         assert self.records is not None
-        seen = self.records.issuers
-        await admission.keep_valid(libp2p, self.credentials, self.issuer, lambda: list(seen.values()), changed)
+        records = self.records
+
+        def issuers() -> list[JoinAddress]:
+            return [at for peer, at in records.issuers.items() if not records.revoked.names(peer)]
+
+        await admission.keep_valid(libp2p, self.credentials, self.issuer, issuers, changed)
+
+    async def keep_revoked(self, libp2p: Libp2pDaemon) -> None:
+        """See `revocations.keep`; for members."""
+        records, credentials = self.records, self.credentials
+        assert records is not None
+        assert credentials is not None
+
+        def mine() -> tuple[PeerId, PeerId]:
+            return credentials.peer_id, credentials.membership.issuer
+
+        await revocations.keep(libp2p, records.revoked, lambda: records.ahead, mine)
 
     def how_to_join(self, home: Path) -> str | None:
         """What others are told instead of a join address; None: the address is enough."""
@@ -151,14 +195,23 @@ async def of_node(
         if public_half(root) != manifest.security.root_key:
             raise ConfigError(f"--key {key} is not the key of this run: leave it out, or name the right one")
         run_files.write_whole(home / ISSUER, certificates.issuer_certificate(root, trust, identity.peer_id, dht_time()))
-    issuer = _issuer(home, trust, identity)
-    chain = issuer.issue(identity.peer_id, "member") if issuer is not None else _stored(home, trust, identity.peer_id)
+    revoked = Revocations(trust, home / REVOKED)
+    await revocations.ask(libp2p, revoked, libp2p.joined)
+    issuer = _issuer(home, trust, identity, revoked)
+    chain = _stored(home, revoked, trust, identity.peer_id)
+    if issuer is not None:
+        chain = issuer.issue(identity.peer_id, "member")
     if chain is None:
         if not libp2p.joined:
             raise ConfigError("security.root_key: begin a run for members with --key FILE, which noloco key new writes")
         chain = await admission.invited(libp2p, trust, "member", dht_time())
-    credentials = Credentials(trust, identity, chain, lambda got: run_files.write_whole(home / CERTIFICATE, got))
-    return Standing(MemberLinks(credentials), MemberRecords(trust, lambda: credentials.chain), credentials, issuer)
+
+    def keep(chain: bytes) -> None:
+        run_files.write_whole(home / CERTIFICATE, chain)
+
+    credentials = Credentials(trust, identity, chain, keep, dht_time, revoked)
+    records = MemberRecords(trust, revoked, lambda: credentials.chain)
+    return Standing(MemberLinks(credentials), records, credentials, issuer)
 
 
 async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pDaemon, *, calls: bool) -> Standing:
@@ -169,13 +222,16 @@ async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pD
     trust = trust_in(manifest)
     if trust is None:
         return Standing(OpenLinks(identity.peer_id, manifest.run_id))
+    records = MemberRecords(trust, Revocations(trust))
+    await revocations.ask(libp2p, records.revoked, libp2p.joined)
     if not calls:
-        return Standing(OpenLinks(identity.peer_id, manifest.run_id), MemberRecords(trust))
-    credentials = Credentials(trust, identity, await admission.invited(libp2p, trust, "observer", dht_time()))
-    return Standing(MemberLinks(credentials), MemberRecords(trust), credentials)
+        return Standing(OpenLinks(identity.peer_id, manifest.run_id), records)
+    chain = await admission.invited(libp2p, trust, "observer", dht_time())
+    credentials = Credentials(trust, identity, chain, revoked=records.revoked)
+    return Standing(MemberLinks(credentials), records, credentials)
 
 
-def _issuer(home: Path, trust: RunTrust, identity: Identity) -> Issuer | None:
+def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocations) -> Issuer | None:
     """None: this node may not admit others, or not any more."""
     try:
         certificate = (home / ISSUER).read_bytes()
@@ -186,10 +242,10 @@ def _issuer(home: Path, trust: RunTrust, identity: Identity) -> Issuer | None:
         return None
     except OSError as error:
         raise LocalError(f"{home / ISSUER} cannot be read: {error.strerror}") from error
-    return Issuer(trust, identity, certificate, UseBook(home / BOOK), dht_time)
+    return Issuer(trust, identity, certificate, UseBook(home / BOOK), dht_time, revoked)
 
 
-def _stored(home: Path, trust: RunTrust, peer_id: PeerId) -> bytes | None:
+def _stored(home: Path, revoked: Revocations, trust: RunTrust, peer_id: PeerId) -> bytes | None:
     """The certificate that this node had, if it is still good."""
     try:
         chain = (home / CERTIFICATE).read_bytes()
@@ -198,4 +254,5 @@ def _stored(home: Path, trust: RunTrust, peer_id: PeerId) -> bytes | None:
         return None
     except OSError as error:
         raise LocalError(f"{home / CERTIFICATE} cannot be read: {error.strerror}") from error
-    return chain if found.peer_id == peer_id and dht_time() < found.until else None
+    good = found.peer_id == peer_id and dht_time() < found.until and not revoked.names(found.issuer)
+    return chain if good else None

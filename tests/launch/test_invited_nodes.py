@@ -66,6 +66,10 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         again = nodes.start("--join", address, own_dir="invited")
         again.wait_for_steps(1)
         assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is good for days"
+        printed = said(nodes, "revoke", endpoints.peer_id, "--dir", str(first.dir))
+        assert "revoked in all: 1" in printed
+        assert "was revoked: ask for a new invitation" in refused(again)
+        assert "was revoked" in refused(nodes.start("--join", words[2], own_dir="invited"))
 
 
 def test_a_swarm_of_members_trains_to_its_end(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from noloco_p2p.io.dht.identity import Identity, peer_id_of
 from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.certificates import Role, RunTrust
 from noloco_p2p.io.security.credentials import Credentials
+from noloco_p2p.io.security.revocations import DenyList
 
 RUN = "ab" * 32
 HOUR_S = 3600.0
@@ -53,6 +54,10 @@ class Club:
         """Of a node of this name, whose key is in a directory of its own."""
         identity = Identity.open(self.home / f"{name}.key")
         return Credentials(self.trust, identity, self.chain(identity.peer_id, role, now), clock=clock or time.time)
+
+    def revoking(self, number: int, *peers: PeerId) -> bytes:
+        """A list of the root's."""
+        return DenyList.make(self.root, self.run_id, number, peers).signed
 
 
 def forged(

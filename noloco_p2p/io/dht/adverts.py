@@ -77,9 +77,11 @@ class AdvertPayload(BaseModel):
     libp2p: Texts
     certificate: Annotated[str, Field(max_length=CHAIN_LIMIT_BYTES, pattern="^[ -~\\n]*$")] = ""
     """Of a member, with its issuer's, PEM; left out in open runs."""
+    revoked: Count = 0
+    """The number of its list of revoked peers; left out where there is none."""
 
 
-_NOT_OF_THE_ADVERT = ("announced_at", "libp2p", "certificate")
+_NOT_OF_THE_ADVERT = ("announced_at", "libp2p", "certificate", "revoked")
 """Fields of the payload that are not those of `Advert` with the same name."""
 
 
@@ -105,6 +107,8 @@ class AdvertRecord:
     """Where the signer's libp2p daemon is: `/ip4/…/tcp/…/p2p/<peer id>`."""
     certificate: str = ""
     """Of the signer, in a members' run."""
+    revoked: int = 0
+    """The number of its list of revoked peers."""
 
 
 def stage_key(run_id: str, stage: int) -> str:
@@ -118,8 +122,8 @@ def encode(record: AdvertRecord) -> bytes:
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in own}
     fields |= {"holds": record.advert.holds[-HOLDS_LIMIT:]}
     fields |= {"announced_at": record.announced_at, "libp2p": record.libp2p}
-    fields |= {"certificate": record.certificate}
-    for name in ("libp2p_metrics", "certificate"):
+    fields |= {"certificate": record.certificate, "revoked": record.revoked}
+    for name in ("libp2p_metrics", "certificate", "revoked"):
         if not fields[name]:
             del fields[name]
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -153,7 +157,7 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
         raise Violation(f"advert that speaks of stage {most} of {stages}")
     fields = sent.model_dump(exclude={"holds", *_NOT_OF_THE_ADVERT})
     advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, holds=holds, **fields)
-    return AdvertRecord(advert, sent.announced_at, sent.libp2p, sent.certificate)
+    return AdvertRecord(advert, sent.announced_at, sent.libp2p, sent.certificate, sent.revoked)
 
 
 def _own_bytes(payload: bytes, certificate: str) -> int:
@@ -243,9 +247,10 @@ class AdvertValidator:
         limit = PAYLOAD_LIMIT_BYTES if self._members is None else MEMBERS_PAYLOAD_LIMIT_BYTES
         if len(record.value) > SIGNATURE_BYTES + limit + 3 or len(record.subkey) > 2 * SIGNATURE_BYTES:
             return False
-        return self._checked(record)
+        return self._checked(record, 0 if self._members is None else self._members.revoked.held.number)
 
-    def _well_formed(self, record: HivemindRecord) -> bool:
+    def _well_formed(self, record: HivemindRecord, revoked: int) -> bool:
+        """See `validate`; the answer may be another one when there is a new list of those that are `revoked`."""
         stage = self._stages.get(record.key)
         peer_id = record.subkey[2:].decode("ascii", errors="replace")
         if stage is None or public_key_of(peer_id) is None or record.subkey != packed_text(peer_id):

@@ -120,6 +120,8 @@ class HivemindDirectory:
             if entry is not None and isinstance(entry.value, dict)
             for record in adverts.living_records(entry.value, self._run_id, self._keys[key], dht_time())
         )
+        if self._members is not None:
+            records = self._members.read(records, adverts.libp2p_addresses)
         daemons = [address for record in records for address in adverts.libp2p_addresses(record)[:1]]
         self._met = {address.peer_id: address for address in await self._libp2p.reach.joins(daemons)}
         now, unix_s = asyncio.get_running_loop().time(), dht_time()
@@ -227,8 +229,9 @@ class HivemindDirectory:
         return None if mine is None else float(mine.expiration_time)
 
     async def _put(self, advert: Advert, expires: float) -> bool:
-        certificate = self._members.certificate if self._members is not None else ""
-        payload = adverts.encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses), certificate))
+        members = self._members
+        of_member = (members.certificate, members.revoked.held.number) if members is not None else ("", 0)
+        payload = adverts.encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses), *of_member))
         self._expires[advert.stage] = expires
         storing = self._dht.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
         return bool(await self._answer(storing, STORE_TIMEOUT_S, "the directory's word that it took the advert"))

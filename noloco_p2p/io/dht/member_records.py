@@ -1,13 +1,23 @@
 """The certificate in a record of a members' run: what this node's carry, and which ones count."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.security.certificates import RunTrust
+from noloco_p2p.io.security.revocations import Revocations
 
+if TYPE_CHECKING:
+    from noloco_p2p.io.dht.adverts import AdvertRecord
+
+REVOKED_STORED_S = 3_660.0
+"""Records that end later than so long after a peer's revocation are refused. Others are passed over when they are read:
+they may have been stored before, and a reader that refuses one record refuses all of that answer (hivemind)."""
 _CHECKED_LIMIT = 4096
 """Chains that are remembered: one costs a millisecond, and comes with every record of its peer for days."""
 
@@ -15,8 +25,11 @@ _CHECKED_LIMIT = 4096
 class MemberRecords:
     """What a directory asks about members, and the issuers that it has seen."""
 
-    def __init__(self, trust: RunTrust, chain: Callable[[], bytes] = bytes) -> None:
+    def __init__(self, trust: RunTrust, revoked: Revocations, chain: Callable[[], bytes] = bytes) -> None:
         """`chain`: this node's certificate with its issuer's, PEM; without one it announces nothing."""
+        self.revoked = revoked
+        self.ahead: Sequence[JoinAddress] = ()
+        """Where those are that have a newer list of revoked peers, as of the last reading."""
         self.issuers: dict[PeerId, JoinAddress] = {}
         """Where those are that admit members and renew their certificates."""
         self._chain = chain
@@ -38,6 +51,24 @@ class MemberRecords:
             return False
         if (found.peer_id, found.role) != (peer_id, "member") or found.until < until:
             return False
+        if self.revoked.names(peer_id, found.issuer) and until > self.revoked.held.number + REVOKED_STORED_S:
+            return False
         if found.issuer == peer_id and at:
             self.issuers[peer_id] = at[0]
+        return True
+
+    def read(
+        self, records: Sequence["AdvertRecord"], daemons: Callable[["AdvertRecord"], Sequence[JoinAddress]]
+    ) -> list["AdvertRecord"]:
+        """What a reading found, as if those who were revoked had left; notes who has a newer list of them."""
+        ahead = [record for record in records if record.revoked > self.revoked.held.number]
+        self.ahead = [address for record in ahead for address in daemons(record)[:1]]
+        return [
+            replace(record, advert=replace(record.advert, state="left", step=0.0)) if self._is_gone(record) else record
+            for record in records
+        ]
+
+    def _is_gone(self, record: "AdvertRecord") -> bool:
+        with suppress(Violation):
+            return self.revoked.names(record.advert.peer_id, self._checked(record.certificate.encode()).issuer)
         return True

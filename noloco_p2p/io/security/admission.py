@@ -15,6 +15,7 @@ from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.certificates import Role, RunTrust
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import Invitation, UseBook
+from noloco_p2p.io.security.revocations import Revocations
 
 CERTIFICATE_CALL = "noloco/certificate/1"
 CALL_TIMEOUT_S = 10.0
@@ -28,9 +29,16 @@ class Issuer:
     """Admits peers, by the issuer's certificate of this node."""
 
     def __init__(
-        self, trust: RunTrust, identity: Identity, certificate: bytes, book: UseBook, clock: Callable[[], float]
+        self,
+        trust: RunTrust,
+        identity: Identity,
+        certificate: bytes,
+        book: UseBook,
+        clock: Callable[[], float],
+        revoked: Revocations,
     ) -> None:
-        """`certificate`: PEM, of this node's key; `clock` gives unix seconds."""
+        """`certificate`: PEM, of this node's key; `clock` gives unix seconds; who is `revoked` is not admitted."""
+        self._revoked = revoked
         self._trust, self._identity, self._certificate = trust, identity, certificate
         self._book, self._clock = book, clock
 
@@ -43,11 +51,15 @@ class Issuer:
     def answer(self, caller: PeerId, request: bytes) -> bytes:
         """What a caller asked for with `ask`. Raises Declined: it may not have it; Violation: it asks for nothing."""
         asked = _parsed(request)
+        if self._revoked.names(caller):
+            raise Declined("this peer was revoked")
         role: Role = "observer" if asked.get("role") == "observer" else "member"
         if "certificate" in asked:
             held = self._trust.membership(asked["certificate"].encode())
             if (held.peer_id, held.role) != (caller, "member") or held.until <= self._clock():
                 raise Declined("the certificate to be renewed is not the caller's, or has expired")
+            if self._revoked.names(held.issuer):
+                raise Declined("the node that has admitted this peer was revoked: join with a new invitation")
             return self.issue(caller, "member")
         try:
             invitation = Invitation.parse(asked.get("invitation", ""))

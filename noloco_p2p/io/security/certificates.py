@@ -144,13 +144,20 @@ def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tupl
     return private, _pem(builder.sign(key, None))
 
 
-@functools.lru_cache(4096)
 def expiry(chain: bytes) -> float:
     """When the first of these certificates, PEM, ends, unix seconds. Raises Violation: they cannot be read."""
+    return read(chain)[0]
+
+
+@functools.lru_cache(4096)
+def read(chain: bytes) -> tuple[float, tuple[PeerId, ...]]:
+    """The `expiry` of these certificates, PEM, and the nodes whose keys are in them: all that it rests on."""
     try:
-        return min(cert.not_valid_after_utc.timestamp() for cert in x509.load_pem_x509_certificates(chain))
+        certs = x509.load_pem_x509_certificates(chain)
     except ValueError as error:
         raise Violation("the certificate cannot be read") from error
+    nodes = tuple(_peer_of(cert) for cert in certs if isinstance(cert.public_key(), Ed25519PublicKey))
+    return min(cert.not_valid_after_utc.timestamp() for cert in certs), nodes
 
 
 def _builder(

@@ -9,6 +9,7 @@ from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.certificates import RunTrust
+from noloco_p2p.io.security.revocations import Revocations
 
 AuthContext = Mapping[str, Sequence[bytes]]
 """What gRPC says of the other end of a connection."""
@@ -27,9 +28,11 @@ class Credentials:
         chain: bytes,
         keep: Callable[[bytes], object] = len,
         clock: Callable[[], float] = time.time,
+        revoked: Revocations | None = None,
     ) -> None:
         """See `adopt`; `keep` gets every certificate that is adopted, and `clock` gives unix seconds."""
         self.trust = trust
+        self.revoked = revoked or Revocations(trust)
         self.clock = clock
         self._identity = identity
         self._keep = keep
@@ -72,16 +75,25 @@ class Credentials:
     def caller(self, context: AuthContext, *, observers: bool) -> PeerId:
         """Who is at the other end of a connection that TLS has accepted.
 
-        Raises Violation: its certificate has expired meanwhile, or names it in another way than members do;
+        Raises Violation: its certificate has expired or was revoked, or names it in another way than members do;
         Declined: it may only observe, and what it asks for is not open to `observers`.
         """
         names = context.get("x509_subject_alternative_name", ())
         if len(names) != 1 or list(names) != list(context.get("peer_dns", ())):
             raise Violation("a caller's certificate has one DNS name and no other")
         peer, role = self.trust.owner_of(names[0].decode("ascii", errors="replace"))
-        chain = b"".join((*context.get("x509_pem_cert", ()), *context.get("x509_pem_cert_chain", ())))
-        if certificates.expiry(chain) <= self.clock():
+        if certificates.expiry(_chain(context)) <= self.clock():
             raise Violation("the caller's certificate has expired: it has to be renewed")
+        if self.refuses(context):
+            raise Violation("the caller was revoked")
         if role == "observer" and not observers:
             raise Declined("an observer may not ask for this: join with an invitation as a node")
         return peer
+
+    def refuses(self, context: AuthContext) -> bool:
+        """The peer at the other end, or who has admitted it, is revoked. Raises Violation: it shows no certificate."""
+        return self.revoked.names(*certificates.read(_chain(context))[1])
+
+
+def _chain(context: AuthContext) -> bytes:
+    return b"".join((*context.get("x509_pem_cert", ()), *context.get("x509_pem_cert_chain", ())))

@@ -147,7 +147,8 @@ class ChannelPool:
             self._kept[key] = channel
         channel.calls += 1
         try:
-            yield channel
+            async with self._links.calling(peer.peer_id):
+                yield channel
         except Unreachable:
             # Also after a deadline: a connection whose other end is gone without a word still looks healthy.
             if self._kept.get(key) is channel:

@@ -1,12 +1,15 @@
 """Who is at the other end of a connection: as it says, in an open run; as its certificate says, among members."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.identity import verify
 from noloco_p2p.io.security.certificates import Role
 from noloco_p2p.io.security.credentials import Credentials
@@ -30,6 +33,12 @@ class Links(Protocol):
 
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """Who makes this call; `observers` may make it too. Raises Violation, Declined: it may not."""
+
+    def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
+        """Around a call to `peer`. Raises Unreachable in the middle of it when the peer is revoked."""
+
+    def called(self, context: Any) -> AbstractAsyncContextManager[None]:
+        """The same around a call that has come."""
 
     def sign(self, message: bytes) -> bytes:
         """What shows that this node answers; empty where the connection does, or nobody asks."""
@@ -59,6 +68,14 @@ class OpenLinks:
         """See Links."""
         return str(dict(context.invocation_metadata()).get("noloco-peer", ""))
 
+    def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
+        """See Links."""
+        return nullcontext()
+
+    def called(self, context: Any) -> AbstractAsyncContextManager[None]:
+        """See Links."""
+        return nullcontext()
+
     def sign(self, message: bytes) -> bytes:
         """See Links."""
         return b"" if self._sign is None else self._sign(message)
@@ -78,6 +95,9 @@ class MemberLinks:
         self._credentials = credentials
         self._served: tuple[bytes, bytes] | None = None
         """The leaf that the server shows."""
+        self._calls: dict[asyncio.Timeout, Callable[[], bool]] = {}
+        """Those under way, and what says that one of them has to end."""
+        credentials.revoked.listen(self._cut)
 
     def add_port(self, server: Any, address: str) -> int:
         """See Links. The server asks for the leaf of now at each handshake."""
@@ -93,6 +113,34 @@ class MemberLinks:
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """See Links. What the call itself says is not looked at."""
         return self._credentials.caller(context.auth_context(), observers=observers)
+
+    def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
+        """See Links."""
+        return self._until(lambda: self._credentials.revoked.names(peer))
+
+    def called(self, context: Any) -> AbstractAsyncContextManager[None]:
+        """See Links."""
+        return self._until(lambda: self._credentials.refuses(context.auth_context()))
+
+    @asynccontextmanager
+    async def _until(self, revoked: Callable[[], bool]) -> AsyncIterator[None]:
+        ends = asyncio.timeout(0.0 if revoked() else None)
+        try:
+            async with ends:
+                self._calls[ends] = revoked
+                yield
+        except TimeoutError:
+            if not ends.expired():
+                raise
+            raise Unreachable("one end of this call was revoked") from None
+        finally:
+            self._calls.pop(ends, None)
+
+    def _cut(self) -> None:
+        now = asyncio.get_running_loop().time() if self._calls else 0.0
+        for ends, revoked in self._calls.items():
+            if revoked() and not ends.expired():
+                ends.reschedule(now)
 
     def sign(self, message: bytes) -> bytes:
         """See Links."""

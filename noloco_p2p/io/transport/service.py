@@ -9,10 +9,10 @@ import grpc.aio
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Header, PeerId
-from noloco_p2p.errors import Busy, LocalError
+from noloco_p2p.errors import Busy, LocalError, Unreachable
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Callers
+from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
@@ -30,7 +30,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 def methods(servicer: GrpcServicer) -> Any:
     """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
-    serve, bounded = partial(partial, servicer.serve_activation), partial(_bounded, servicer.callers)
+    serve, bounded = partial(partial, servicer.serve_activation), partial(_bounded, servicer)
     return grpc.method_handlers_generic_handler(
         "noloco.v1.Node",
         {
@@ -74,17 +74,21 @@ def bound(
 
 
 def _bounded(
-    callers: Callers, method: Callable[[Caller, Any, Any], Awaitable[Any]]
+    servicer: GrpcServicer, method: Callable[[Caller, Any, Any], Awaitable[Any]]
 ) -> Callable[[Any, Any], Awaitable[Any]]:
-    """The method, for as many calls at once as one caller may have; it is told who calls."""
+    """The method, for as many calls at once as one caller may have, and as long as it belongs to the run; it is told
+    who calls."""
 
     async def answer(request: Any, context: Any) -> Any:
         try:
             caller = Caller.of(context)
-            with callers.holding(CALLS, caller):
-                return await method(caller, request, context)
+            with servicer.callers.holding(CALLS, caller):
+                async with servicer.links.called(context):
+                    return await method(caller, request, context)
         except Busy as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except Unreachable as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     return answer
 

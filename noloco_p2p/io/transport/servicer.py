@@ -75,7 +75,7 @@ class GrpcServicer:
 
     def __init__(self, links: Links, telemetry: Telemetry, line: OwnersLine, bounds: tuple[int, float]) -> None:
         """`bounds` of an activation: the bytes of its tensors, and the seconds without progress that it may take."""
-        self._links = links
+        self.links = links
         self._me = links.me
         self._run_id = links.run_id
         self._count = partial(telemetry.event, "bytes")
@@ -235,7 +235,7 @@ class GrpcServicer:
         try:
             caller, handler = self._admit(said, context, observers=True)
             d = handler.describe(caller.name)
-            reply.signature = signature(request, d, self._links)
+            reply.signature = signature(request, d, self.links)
         except NolocoError as error:
             reply.refusal.CopyFrom(message_codec.to_refusal(error))
         else:
@@ -251,7 +251,7 @@ class GrpcServicer:
         Raises Violation: a stranger to this run; Declined: there is no handler yet.
         """
         check_admissible(context, self._run_id)
-        caller = said._replace(name=self._links.caller(context, observers=observers))
+        caller = said._replace(name=self.links.caller(context, observers=observers))
         if self.handler is None:
             raise Declined("the node is starting")
         return caller, self.handler
@@ -271,7 +271,7 @@ class GrpcServicer:
             raise Violation("the call carries no header")
         head, frames = unpacked(first, pb.ActivationMessage)
         header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
-        if self._links.proven and header.stage == 1 and {header.microbatch.peer, header.origin.peer} != {caller.name}:
+        if self.links.proven and header.stage == 1 and {header.microbatch.peer, header.origin.peer} != {caller.name}:
             raise Violation("at stage 1 a microbatch comes from the node that has read it")
         header = replace(header, time_left_s=min(header.time_left_s, self._longest_s))
         rate = least_rate(sum(spec.nbytes for spec in header.specs), header.time_left_s)

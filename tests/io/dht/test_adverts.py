@@ -75,6 +75,7 @@ def test_every_field_of_an_advert_travels() -> None:
     assert {field.name for field in dataclasses.fields(Advert)} == set(AdvertPayload.model_fields) - {
         "libp2p",
         "certificate",
+        "revoked",
     } | elsewhere
 
 

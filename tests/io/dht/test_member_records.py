@@ -4,28 +4,32 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from members import Club
+from members import Club, public
 from test_adverts import KEYS, NOW, Raw, advert, record
 
 from noloco_p2p.core.messages import Holding
 from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.io.dht.adverts import (
+    LONGEST_TTL_S,
     MEMBERS_PAYLOAD_LIMIT_BYTES,
     PAYLOAD_LIMIT_BYTES,
     AdvertRecord,
     AdvertValidator,
     decode,
     encode,
+    libp2p_addresses,
     packed_bytes,
     packed_text,
 )
-from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.dht.identity import Identity, peer_id_of
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.security import certificates
+from noloco_p2p.io.security.revocations import Revocations
 
 REPLY_LIMIT_BYTES = 4 << 20
 """What hivemind's daemon lets through as one answer."""
 TTL_S = 30.0
+EVE = peer_id_of(bytes(range(32)))
 
 
 def raw(validator: AdvertValidator, identity: Identity, certificate: bytes, ttl_s: float = TTL_S) -> Raw:
@@ -37,7 +41,7 @@ def raw(validator: AdvertValidator, identity: Identity, certificate: bytes, ttl_
 
 
 def validator(club: Club, identity: Identity, *, members: bool = True) -> AdvertValidator:
-    records = MemberRecords(club.trust) if members else None
+    records = MemberRecords(club.trust, Revocations(club.trust)) if members else None
     return AdvertValidator(identity, club.run_id, KEYS, lambda: NOW, records)
 
 
@@ -81,7 +85,7 @@ def test_an_open_run_knows_no_certificates(club: Club) -> None:
 
 def test_issuers_are_known_by_their_own_certificates(club: Club) -> None:
     me = identity_of(club, "me")
-    records = MemberRecords(club.trust)
+    records = MemberRecords(club.trust, Revocations(club.trust))
     mine = AdvertValidator(me, club.run_id, KEYS, lambda: NOW, records)
     assert mine.validate(raw(mine, me, club.chain(me.peer_id)))
     assert not records.issuers
@@ -92,6 +96,32 @@ def test_issuers_are_known_by_their_own_certificates(club: Club) -> None:
     plain = Raw(b"key of stage 0", packed_text(me.peer_id), packed_bytes(encode(made)), NOW + TTL_S)
     assert mine.validate(Raw(plain.key, plain.subkey, mine.sign_value(plain), plain.expiration_time))
     assert [str(address) for address in records.issuers.values()] == [place]
+
+
+@pytest.mark.parametrize("who", ["the peer", "its issuer"])
+def test_the_records_of_the_revoked_count_no_more_and_are_soon_not_kept_either(club: Club, who: str) -> None:
+    gone = identity_of(club, "gone")
+    named = gone.peer_id if who == "the peer" else peer_id_of(public(club.door))
+
+    def believing(*lists: bytes) -> tuple[AdvertValidator, MemberRecords]:
+        records = MemberRecords(club.trust, Revocations(club.trust))
+        for one in lists:
+            assert records.revoked.adopt(one)
+        return AdvertValidator(gone, club.run_id, KEYS, lambda: NOW, records), records
+
+    mine, records = believing()
+    stored = raw(mine, gone, club.chain(gone.peer_id), LONGEST_TTL_S)
+    shown = AdvertRecord(advert(peer_id=gone.peer_id), NOW, (), club.chain(gone.peer_id).decode())
+    assert mine.validate(stored)
+    assert records.read([shown], libp2p_addresses) == [shown]
+    assert records.revoked.adopt(club.revoking(int(NOW), named))
+    assert [(one.advert.state, one.advert.step) for one in records.read([shown], libp2p_addresses)] == [("left", 0.0)]
+    # It may have been stored before: refused, it would take the rest of the answer with it that brings it.
+    assert mine.validate(stored)
+    mine, records = believing(club.revoking(int(NOW) - 61, named))
+    assert not mine.validate(stored)
+    assert records.revoked.adopt(club.revoking(int(NOW) - 60, EVE))
+    assert mine.validate(stored), "what was checked before is checked anew"
 
 
 def largest(club: Club, peer_id: str) -> bytes:

@@ -20,6 +20,7 @@ from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.security import admission, certificates, invitations
 from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.invitations import Invitation, UseBook
+from noloco_p2p.io.security.revocations import Revocations
 
 ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
 NOBODY = cast(Libp2pDaemon, None)
@@ -34,7 +35,8 @@ def invitation(club: Club, **changes: Any) -> Invitation:
 def issuer(club: Club, clock: Callable[[], float] | None = None) -> Issuer:
     identity = Identity.open(club.home / "issuer.key")
     certificate = certificates.issuer_certificate(club.root, club.trust, identity.peer_id, club.now)
-    return Issuer(club.trust, identity, certificate, UseBook(club.home / "book"), clock or (lambda: club.now))
+    book, revoked = UseBook(club.home / "book"), Revocations(club.trust)
+    return Issuer(club.trust, identity, certificate, book, clock or (lambda: club.now), revoked)
 
 
 def asked(**what: str) -> bytes:
@@ -177,7 +179,8 @@ def test_a_member_renews_over_libp2p_and_a_newcomer_is_let_in(tmp_path: Path) ->
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "c") as c:
             certificate = certificates.issuer_certificate(club.root, club.trust, a.peer_id, club.now)
             book = UseBook(tmp_path / "book")
-            await admission.serve(a, Issuer(club.trust, a.identity, certificate, book, time.time))
+            mine = Issuer(club.trust, a.identity, certificate, book, time.time, Revocations(club.trust))
+            await admission.serve(a, mine)
             await admission.serve(c, None)
             token = invitation(club).text
             async with daemon(tmp_path / "b", join=[f"{a.join_addresses[0]}/invite/{token}"]) as b:

@@ -1,0 +1,171 @@
+"""Who does not belong to a run any more: a list that its root signs, and how it comes to every node.
+
+Adverts say which list a node has; who sees a newer one than its own asks that node for it over libp2p, as a newcomer
+asks those that it joins. The number of a list is the time at which it was made: an older one replaces none.
+"""
+
+import asyncio
+import logging
+import random
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.identity import peer_id_of, public_key_of
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.durable_files import write_whole
+from noloco_p2p.io.security.certificates import RunTrust
+
+MOST = 1024
+"""Peers on a list; of more the first are left out: without an issuer their certificates have ended."""
+LOOK_S = 5.0
+"""Time between two looks at the file, and at what others have, seconds."""
+ASKED = 3
+"""Peers that are asked at a look, of those that say that they have a newer list."""
+CALL, CALL_TIMEOUT_S = "noloco/revoked/1", 5.0
+_FORM = struct.Struct(">16sQ")
+"""The first half of the run id, and the number; then come the public keys of the peers, and a signature of 64 bytes."""
+_KEY_BYTES = 32
+_CONTEXT = b"noloco revocations 1\x00"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DenyList:
+    """The root's word that these peers do not belong to the run."""
+
+    number: int = 0
+    """Unix seconds when it was made, or more: that of a later list is greater."""
+    peers: tuple[PeerId, ...] = ()
+    """In the order in which they were revoked."""
+    signed: bytes = b""
+    """What travels and is kept; the other two are in it."""
+
+    @classmethod
+    def make(cls, root: Ed25519PrivateKey, run_id: str, number: int, peers: Sequence[PeerId]) -> "DenyList":
+        """A new one. Raises ConfigError: a name that is no peer id."""
+        kept = tuple(dict.fromkeys(peers))[-MOST:]
+        keys = [public_key_of(peer) for peer in kept]
+        if None in keys:
+            raise ConfigError(f"{kept[keys.index(None)]} is no peer id: copy it from noloco top --json")
+        content = _FORM.pack(bytes.fromhex(run_id)[:16], number) + b"".join(key for key in keys if key)
+        return cls(number, kept, content + root.sign(_CONTEXT + content))
+
+    @classmethod
+    def read(cls, data: bytes, trust: RunTrust) -> "DenyList":
+        """Raises Violation unless this run's root has signed it."""
+        content, signature = data[:-64], data[-64:]
+        keys = content[_FORM.size :]
+        try:
+            run, number = _FORM.unpack_from(content)
+            if len(keys) > MOST * _KEY_BYTES or len(keys) % _KEY_BYTES or run != bytes.fromhex(trust.run_id)[:16]:
+                raise ValueError("another length or run")
+            Ed25519PublicKey.from_public_bytes(trust.root_key).verify(signature, _CONTEXT + content)
+        except (struct.error, ValueError, InvalidSignature) as error:
+            raise Violation("the list of revoked peers was not signed by this run's root") from error
+        peers = tuple(peer_id_of(keys[at : at + _KEY_BYTES]) for at in range(0, len(keys), _KEY_BYTES))
+        return cls(number, peers, data)
+
+
+class Revocations:
+    """The newest list that this node has seen; a file keeps it."""
+
+    def __init__(self, trust: RunTrust, path: Path | None = None) -> None:
+        """Reads the file. Raises LocalError when it is damaged: without it revoked peers would be believed again."""
+        self._trust, self._path = trust, path
+        self._held, self._peers = DenyList(), frozenset[PeerId]()
+        self._listeners: list[Callable[[], object]] = []
+        try:
+            self.look()
+        except Violation as error:
+            raise LocalError(f"{path}: {error}; remove the file, and the node asks others for theirs") from error
+
+    @property
+    def held(self) -> DenyList:
+        """The list; that of nobody has the number 0."""
+        return self._held
+
+    def names(self, *peers: PeerId) -> bool:
+        """One of these is revoked."""
+        return not self._peers.isdisjoint(peers)
+
+    def listen(self, changed: Callable[[], object]) -> None:
+        """From now on `changed` is called whenever a newer list has been taken over."""
+        self._listeners.append(changed)
+
+    def look(self) -> None:
+        """Take over what `noloco revoke` has written. Raises Violation, LocalError."""
+        try:
+            data = self._path.read_bytes() if self._path is not None else b""
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise LocalError(f"{self._path} cannot be read: {error.strerror}") from error
+        if data and data != self._held.signed:
+            self.adopt(data)
+
+    def adopt(self, data: bytes) -> bool:
+        """Take a list over if it is newer, once it is on disk. Raises Violation (it is not the root's), LocalError."""
+        found = DenyList.read(data, self._trust)
+        if (found.number, found.signed) <= (self._held.number, self._held.signed):
+            return False
+        if self._path is not None:
+            try:
+                write_whole(self._path, data)
+            except OSError as error:
+                raise LocalError(f"{self._path} cannot be written: {error.strerror}") from error
+        self._held, self._peers = found, frozenset(found.peers)
+        for changed in self._listeners:
+            changed()
+        return True
+
+
+async def serve(libp2p: Libp2pDaemon, revocations: Revocations) -> None:
+    """Give the list to whoever asks. Once per `libp2p`."""
+
+    async def answer(caller: PeerId, request: bytes) -> bytes:
+        return revocations.held.signed
+
+    await libp2p.serve(CALL, answer)
+
+
+async def ask(libp2p: Libp2pDaemon, revocations: Revocations, others: Sequence[JoinAddress]) -> None:
+    """Ask these for their lists, until one has a newer one. Raises LocalError."""
+    for address in others:
+        with suppress(PeerError, ConfigError):
+            await libp2p.dial(address)
+            data = await libp2p.call(address.peer_id, CALL, b"", CALL_TIMEOUT_S)
+            if data and revocations.adopt(data):
+                log.info("peer %s has a newer list of revoked peers: %d", address.peer_id, len(revocations.held.peers))
+                return
+
+
+async def keep(
+    libp2p: Libp2pDaemon,
+    revocations: Revocations,
+    ahead: Callable[[], Sequence[JoinAddress]],
+    mine: Callable[[], Sequence[PeerId]],
+) -> None:
+    """Look for newer lists all the time, in the file and with those that are `ahead`.
+
+    Ends only with a LocalError: one of `mine`, on whom the certificate of this node rests, is revoked.
+    """
+    while True:
+        if revocations.names(*mine()):
+            raise LocalError("this node, or the one that has admitted it, was revoked: ask for a new invitation")
+        try:
+            revocations.look()
+        except Violation as error:
+            log.warning("%s", error)
+        others = ahead()
+        await ask(libp2p, revocations, random.sample(others, min(ASKED, len(others))))
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,247 @@
+"""Peers that do not belong to a run any more: the list of them, how it spreads, and what ends with it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from daemons import daemon
+from daemons import run as run_daemons
+from members import HOUR_S, RUN, Club, public
+from test_intrusions import transport
+from transport_fixture import Node, activation, hang, run, soon
+
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
+from noloco_p2p.io.dht.identity import Identity, peer_id_of
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.security import certificates, revocations
+from noloco_p2p.io.security.admission import Issuer
+from noloco_p2p.io.security.credentials import Credentials
+from noloco_p2p.io.security.invitations import Invitation, UseBook
+from noloco_p2p.io.security.revocations import DenyList, Revocations
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.peer_links import MemberLinks
+
+ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
+
+
+def test_a_list_survives_its_bytes_and_only_the_root_makes_one(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    data = club.revoking(7, ANN, BOB, ANN)
+    found = DenyList.read(data, club.trust)
+    assert (found.number, found.peers, found.signed) == (7, (ANN, BOB), data)
+    other = Ed25519PrivateKey.generate()
+    wrong = {
+        "another root": DenyList.make(other, RUN, 7, [ANN]).signed,
+        "an issuer": DenyList.make(club.door, RUN, 7, [ANN]).signed,
+        "another run": DenyList.make(club.root, "cd" * 32, 7, [ANN]).signed,
+        "another number": data[:23] + b"\x08" + data[24:],
+        "one peer less": data[:24] + data[56:],
+        "half a peer": data[:40] + data[-64:],
+        "cut off": data[:50],
+        "nothing": b"",
+    }
+    for what, one in wrong.items():
+        with pytest.raises(Violation, match="not signed by this run's root"):
+            pytest.fail(f"{what}: {DenyList.read(one, club.trust)}")
+    with pytest.raises(ConfigError, match="nobody is no peer id"):
+        DenyList.make(club.root, RUN, 7, ["nobody"])
+
+
+def test_a_list_is_bounded_and_forgets_the_oldest(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    many = [peer_id_of(i.to_bytes(32)) for i in range(revocations.MOST + 2)]
+    found = DenyList.read(club.revoking(1, *many), club.trust)
+    assert list(found.peers) == many[2:]
+    assert len(found.signed) < 33 << 10
+
+
+def test_an_older_list_never_replaces_a_newer_one_not_after_a_restart_either(tmp_path: Path) -> None:
+    club, path, told = Club(tmp_path), tmp_path / "revoked", [0]
+    mine = Revocations(club.trust, path)
+    assert not mine.names(ANN, BOB, EVE)
+    mine.listen(lambda: told.append(mine.held.number))
+    assert mine.adopt(club.revoking(5, ANN))
+    assert mine.names(BOB, ANN)
+    for older in (4, 5):
+        assert not mine.adopt(club.revoking(older, ANN))
+    again = Revocations(club.trust, path)
+    assert (again.held.number, again.names(ANN)) == (5, True)
+    assert not again.adopt(club.revoking(4, BOB))
+    assert mine.adopt(club.revoking(6, BOB))
+    again.look()
+    assert (again.names(ANN), again.names(BOB)) == (False, True)
+    assert told == [0, 5, 6]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(LocalError, match="remove the file"):
+        Revocations(club.trust, path)
+
+
+def test_two_lists_of_one_number_end_up_the_same_everywhere(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    both = [club.revoking(5, ANN), club.revoking(5, BOB)]
+    held = []
+    for order in (both, both[::-1]):
+        one = Revocations(club.trust)
+        for data in order:
+            one.adopt(data)
+        held.append(one.held)
+    assert held[0] == held[1]
+
+
+@asynccontextmanager
+async def two(club: Club, node: Node) -> AsyncIterator[tuple[Credentials, Credentials, GrpcTransport, Advert]]:
+    """A member that serves and one that calls: what each believes, the caller's transport, the server's advert."""
+    server, caller = club.credentials("server"), club.credentials("caller")
+    serving, calling = transport(MemberLinks(server)), transport(MemberLinks(caller))
+    await serving.serve(node)
+    try:
+        yield server, caller, calling, Advert(server.peer_id, club.run_id, 1, (f"127.0.0.1:{serving.port}",))
+    finally:
+        await calling.close()
+        await serving.close()
+
+
+@pytest.mark.parametrize(
+    ("at", "who"), [("the server", "the peer"), ("the server", "its issuer"), ("the caller", "the peer")]
+)
+def test_a_call_under_way_ends_when_the_other_end_is_revoked(tmp_path: Path, at: str, who: str) -> None:
+    club, node = Club(tmp_path), Node(hang)
+
+    async def ask() -> None:
+        async with two(club, node) as (server, caller, calling, peer):
+            sent = activation(run_id=club.run_id)
+            deeper = replace(sent, header=replace(sent.header, stage=2))
+            call = asyncio.create_task(calling.propagate(peer, deeper))
+            await soon(node.entered.wait())
+            believer, other = (server, caller) if at == "the server" else (caller, server)
+            named = other.peer_id if who == "the peer" else peer_id_of(public(club.door))
+            assert believer.revoked.adopt(club.revoking(1, named))
+            with pytest.raises(Unreachable, match="revoked"):
+                await soon(call)
+            await soon(node.ended.wait())
+            assert node.ends == ["CancelledError"]
+            with pytest.raises(PeerError, match="revoked"):
+                await soon(calling.describe(peer))
+            assert believer.revoked.adopt(club.revoking(2, EVE))
+            assert (await soon(calling.describe(peer))).step == 7.5, "who is no more on the list is heard"
+
+    run(ask())
+
+
+def test_others_go_on_when_somebody_is_revoked(tmp_path: Path) -> None:
+    club, node = Club(tmp_path), Node(hang)
+
+    async def ask() -> None:
+        async with two(club, node) as (server, caller, calling, peer):
+            call = asyncio.create_task(calling.progress(peer, [], 20.0))
+            assert server.revoked.adopt(club.revoking(1, ANN))
+            assert caller.revoked.adopt(club.revoking(1, ANN))
+            assert await soon(call) == []
+
+    run(ask())
+
+
+def test_no_issuer_admits_or_renews_whoever_is_revoked(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    identity = Identity.open(tmp_path / "issuer.key")
+    own = certificates.issuer_certificate(club.root, club.trust, identity.peer_id, club.now)
+    revoked = Revocations(club.trust)
+    mine = Issuer(club.trust, identity, own, UseBook(tmp_path / "book"), lambda: club.now, revoked)
+    token = Invitation.signed(club.root, RUN, uses=9, until=club.now + HOUR_S, stage=None).text
+
+    def asks(peer: PeerId, **what: str) -> bytes:
+        return mine.answer(peer, json.dumps(what).encode())
+
+    held = {peer: asks(peer, invitation=token).decode() for peer in (ANN, BOB)}
+    elsewhere = club.chain(EVE).decode()
+    assert revoked.adopt(club.revoking(1, ANN, peer_id_of(public(club.door))))
+    for wrong in ({"invitation": token}, {"certificate": held[ANN]}, {"invitation": token, "role": "observer"}):
+        with pytest.raises(Declined, match="was revoked"):
+            asks(ANN, **wrong)
+    with pytest.raises(Declined, match="the node that has admitted this peer was revoked"):
+        asks(EVE, certificate=elsewhere)
+    assert asks(BOB, certificate=held[BOB])
+    assert asks(EVE, invitation=token)
+
+
+@dataclass
+class Member:
+    """A node of a run over libp2p, as far as lists of revoked peers go."""
+
+    libp2p: Libp2pDaemon
+    records: MemberRecords
+    directory: HivemindDirectory
+    home: Path
+
+    @property
+    def me(self) -> PeerId:
+        return self.libp2p.peer_id
+
+    def keep(self) -> asyncio.Task[None]:
+        held = self.records
+        return asyncio.create_task(revocations.keep(self.libp2p, held.revoked, lambda: held.ahead, lambda: [self.me]))
+
+    async def look(self) -> dict[PeerId, Advert]:
+        """Announce this node, and read who else is there."""
+        await self.directory.announce(Advert(self.me, RUN, 0, ("127.0.0.1:5000",), state="training", step=3.5), 30.0)
+        return {one.peer_id: one for one in await self.directory.peers()}
+
+
+@asynccontextmanager
+async def member(club: Club, home: Path, *join: str) -> AsyncIterator[Member]:
+    home.mkdir()  # noqa: ASYNC240  a test
+    async with daemon(home, join=list(join)) as libp2p:
+        chain = club.chain(libp2p.peer_id)
+        records = MemberRecords(club.trust, Revocations(club.trust, home / "revoked"), lambda: chain)
+        await revocations.serve(libp2p, records.revoked)
+        directory = await HivemindDirectory.open(
+            libp2p, run_id=RUN, stages=1, known_path=home / "known", members=records
+        )
+        try:
+            yield Member(libp2p, records, directory, home)
+        finally:
+            await directory.close()
+
+
+def test_a_list_comes_to_all_by_their_adverts_and_to_whoever_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revocations, "LOOK_S", 0.1)
+
+    async def test() -> None:
+        club = Club(tmp_path)
+        async with member(club, tmp_path / "a") as a:
+            address = a.libp2p.join_addresses[0]
+            async with member(club, tmp_path / "b", address) as b, member(club, tmp_path / "c", address) as c:
+                nodes = (a, b, c)
+                keeping = [node.keep() for node in nodes]
+                while min([len(await node.look()) for node in nodes]) < 3:  # noqa: ASYNC110  other processes
+                    await asyncio.sleep(0.1)
+                # What noloco revoke writes.
+                (a.home / "revoked").write_bytes(club.revoking(1, c.me))
+                while not all(node.records.revoked.names(c.me) for node in nodes):
+                    for node in nodes:
+                        await node.look()
+                    await asyncio.sleep(0.1)
+                seen = await b.look()
+                assert (seen[c.me].state, seen[c.me].step) == ("left", 0.0)
+                assert seen[a.me].state == "training"
+                done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+                with pytest.raises(LocalError, match="was revoked: ask for a new invitation"):
+                    done.pop().result()
+                assert keeping[2].done()
+                late = Revocations(club.trust)
+                await revocations.ask(b.libp2p, late, b.libp2p.joined)
+                assert late.names(c.me)
+                for task in keeping:
+                    task.cancel()
+
+    run_daemons(test)
