@@ -9,7 +9,7 @@ import ipaddress
 import json
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -160,7 +160,7 @@ def port_in_use(host: str, port: int, key: str) -> str:
 class KnownPeers:
     """The libp2p addresses of peers once seen, in a small file of the node, so that it finds its swarm after a restart.
 
-    At most `PEERS_LIMIT`, one a peer, in the order in which they were last seen.
+    At most `PEERS_LIMIT`, one a peer, in the order in which they were last seen. Who answers keeps its place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,8 +191,9 @@ class KnownPeers:
         Raises LocalError when the file cannot be written.
         """
         before = set(self._addresses.values())
-        for address in addresses:
-            self._put(address)
+        answering = {address.peer_id: address for address in addresses}
+        for address in sorted(answering.values(), key=lambda one: one.peer_id not in self._addresses):
+            self._put(address, answering)
         if set(self._addresses.values()) == before:
             return
         text = json.dumps([str(address) for address in self._addresses.values()], indent=1)
@@ -210,8 +211,10 @@ class KnownPeers:
         self._turn += len(chosen)
         return chosen
 
-    def _put(self, address: JoinAddress) -> None:
-        self._addresses.pop(address.peer_id, None)
+    def _put(self, address: JoinAddress, answering: Container[PeerId] = ()) -> None:
+        if self._addresses.pop(address.peer_id, None) is None and len(self._addresses) == PEERS_LIMIT:
+            gone = next((peer_id for peer_id in self._addresses if peer_id not in answering), None)
+            if gone is None:
+                return
+            del self._addresses[gone]
         self._addresses[address.peer_id] = address
-        while len(self._addresses) > PEERS_LIMIT:
-            del self._addresses[next(iter(self._addresses))]

@@ -11,7 +11,7 @@ import functools
 import json
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -29,10 +29,10 @@ PAYLOAD_LIMIT_BYTES = 1536
 """A payload above this size is neither sent nor accepted: 1 KiB for all but `holds`, which is less than 0.5 KiB."""
 MEMBERS_PAYLOAD_LIMIT_BYTES = PAYLOAD_LIMIT_BYTES + 1280
 """The same with the certificate of a member, whose text takes the more."""
-LONGEST_TTL_S = 3600.0
+LONGEST_TTL_S = 300.0
 """No record may live longer, so that strangers cannot fill the DHT for ever."""
 ADVERTS_PER_STAGE_LIMIT = 2048
-"""More adverts of one stage are passed over when reading: those with the largest peer ids."""
+"""More adverts of one stage are passed over when reading: those of peers not seen before, with the largest ids."""
 ADDRESSES_LIMIT = 4
 """Addresses of one kind in one advert."""
 HOLDS_LIMIT = 8
@@ -165,13 +165,16 @@ def _own_bytes(payload: bytes, certificate: str) -> int:
     return len(payload) - (len(f',"certificate":{json.dumps(certificate)}') if certificate else 0)
 
 
-def living_records(subkeys: Mapping[object, Any], run_id: str, stage: int, now: float) -> list[AdvertRecord]:
-    """The valid records of one stage that have not expired. `now`: DHT time.
+def living_records(
+    subkeys: Mapping[object, Any], run_id: str, stage: int, now: float, seen: Set[PeerId] = frozenset()
+) -> list[AdvertRecord]:
+    """The valid records of one stage that have not expired. `now`: DHT time; `seen`: peers that keep their places.
 
     Those of others were checked when they came; this reads what is left.
     """
     records = []
-    for peer_id in sorted(subkey for subkey in subkeys if isinstance(subkey, str))[:ADVERTS_PER_STAGE_LIMIT]:
+    peers = sorted((subkey for subkey in subkeys if isinstance(subkey, str)), key=lambda peer: (peer not in seen, peer))
+    for peer_id in peers[:ADVERTS_PER_STAGE_LIMIT]:
         payload, expires = subkeys[peer_id]
         if expires <= now or not isinstance(payload, bytes):
             continue

@@ -7,14 +7,14 @@ where it is used (two seconds).
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
-from noloco_p2p.io.dht import adverts
+from noloco_p2p.io.dht import adverts, dht_node
 from noloco_p2p.io.dht.addresses import JoinAddress, KnownPeers
 from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, T
@@ -22,12 +22,12 @@ from noloco_p2p.io.dht.member_records import MemberRecords
 
 STORE_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 10.0
-WAIT_TIMEOUT_S = 2.0
-"""Longest wait for one peer's answer to one DHT question."""
 BOOTSTRAP_TIMEOUT_S = 5.0
 REJOIN_PERIOD_S = 10.0
 """How often missing known peers are dialled again and linked ones are asked to know us."""
 DIALS_PER_REJOIN = 8
+ASKED_PER_REJOIN = 16
+"""Linked peers that are asked, at every rejoining, for the records that they hold themselves."""
 LEFT_TTL_S = 15.0
 """Shortest lifetime of the record that a node has left."""
 _LEAST_GROWTH_S = 0.001
@@ -62,6 +62,11 @@ class HivemindDirectory:
         self._expires: dict[int, float] = {}
         """DHT time at which our newest record under each stage's key expires; it may only grow."""
         self._newest: Advert | None = None
+        self._seen: frozenset[PeerId] = frozenset()
+        """The peers in the last reading."""
+        self._heard = dht_node.record_store()
+        """Records that linked peers gave when they were asked for what they hold themselves."""
+        self._turn = 0
         self._met: dict[PeerId, JoinAddress] = {}
         """Where the daemons of the peers in the last reading are."""
         self._rejoining: asyncio.Task[None] | None = None
@@ -109,19 +114,20 @@ class HivemindDirectory:
     async def peers(self) -> list[Advert]:
         """See `ports.Directory`. Of a peer with several records only the newest counts, without what is not dialled."""
         asked_at = dht_time()
-        reading = self._dht.get_many(list(self._keys), sufficient_expiration_time=float("inf"))
+        reading = dht_node.search(self._dht, list(self._keys))
         entries = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
-        announced = self._newest is not None and self._expires.get(self._newest.stage, 0.0) > asked_at + WAIT_TIMEOUT_S
-        if announced and not any(entries.values()):
+        until = self._expires.get(self._newest.stage, 0.0) if self._newest is not None else 0.0
+        if until > asked_at + dht_node.WAIT_TIMEOUT_S and not any(entries.values()):
             raise Unreachable("the directory lost all adverts, this node's own too")
+        merged = {self._keys[key]: dht_node.merged(self._dht, entries[key], self._heard, key) for key in self._keys}
         records = adverts.newest_of_each(
             record
-            for key, entry in entries.items()
-            if entry is not None and isinstance(entry.value, dict)
-            for record in adverts.living_records(entry.value, self._run_id, self._keys[key], dht_time())
+            for stage, found in merged.items()
+            for record in adverts.living_records(found, self._run_id, stage, dht_time(), self._seen)
         )
         if self._members is not None:
             records = self._members.read(records, adverts.libp2p_addresses)
+        self._seen = frozenset(record.advert.peer_id for record in records)
         daemons = [address for record in records for address in adverts.libp2p_addresses(record)[:1]]
         self._met = {address.peer_id: address for address in await self._libp2p.reach.joins(daemons)}
         now, unix_s = asyncio.get_running_loop().time(), dht_time()
@@ -142,6 +148,7 @@ class HivemindDirectory:
                 raise result
         linked = await self._libp2p.links()
         await self._ping(linked)
+        await self._ask_directly(sorted(linked))
         self._known.remember(address for peer_id, address in sorted(self._met.items()) if peer_id in linked)
 
     async def keep(self, trouble: Callable[[str | None], None]) -> None:
@@ -209,9 +216,19 @@ class HivemindDirectory:
         return ""
 
     async def _store(self, advert: Advert, ttl_s: float) -> None:
+        members = self._members
+        of_member = (members.certificate, members.revoked.held.number) if members is not None else ("", 0)
+        payload = adverts.encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses), *of_member))
+        key = stage_key(self._run_id, advert.stage)
+        try:
+            await self._store_at_others(advert, payload, ttl_s)
+        finally:
+            dht_node.hold(self._node, key, advert.peer_id, payload, self._expires[advert.stage])
+
+    async def _store_at_others(self, advert: Advert, payload: bytes, ttl_s: float) -> None:
         expires = max(dht_time() + ttl_s, self._expires.get(advert.stage, 0.0) + _LEAST_GROWTH_S)
         for _ in range(2):
-            if await self._put(advert, expires):
+            if await self._put(advert, payload, expires):
                 return
             held = await self._held_until(advert.stage)  # one peer's refusal says little: see what the others hold
             if held == expires:
@@ -223,18 +240,23 @@ class HivemindDirectory:
 
     async def _held_until(self, stage: int) -> float | None:
         """When this node's record under a stage's key expires, as others hold it; None when no peer holds one."""
-        reading = self._dht.get(stage_key(self._run_id, stage), latest=True)
-        entry = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
+        reading = dht_node.search(self._dht, [stage_key(self._run_id, stage)])
+        (entry,) = (await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")).values()
         mine = entry.value.get(self._libp2p.peer_id) if entry is not None and isinstance(entry.value, dict) else None
         return None if mine is None else float(mine.expiration_time)
 
-    async def _put(self, advert: Advert, expires: float) -> bool:
-        members = self._members
-        of_member = (members.certificate, members.revoked.held.number) if members is not None else ("", 0)
-        payload = adverts.encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses), *of_member))
+    async def _put(self, advert: Advert, payload: bytes, expires: float) -> bool:
         self._expires[advert.stage] = expires
         storing = self._dht.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
         return bool(await self._answer(storing, STORE_TIMEOUT_S, "the directory's word that it took the advert"))
+
+    async def _ask_directly(self, linked: Sequence[PeerId]) -> None:
+        """Ask some of the linked peers, others each time, for the records that they hold."""
+        turn, self._turn = self._turn, self._turn + ASKED_PER_REJOIN
+        asked = {linked[(turn + n) % len(linked)] for n in range(ASKED_PER_REJOIN if linked else 0)}
+        asking = dht_node.ask(self._dht, sorted(asked), list(self._keys), self._heard)
+        with contextlib.suppress(Unreachable):
+            await self._libp2p.guard(asking, BOOTSTRAP_TIMEOUT_S, "what linked peers hold")
 
     async def _bootstrap(self) -> None:
         """Find the DHT nodes behind the links, waiting a little for a joined peer that has only just started."""
@@ -250,17 +272,8 @@ class HivemindDirectory:
 
     async def _ping(self, linked: Iterable[PeerId]) -> None:
         """Ask linked peers that are not in the DHT's routing table to know us, and look for our neighbours."""
-        from hivemind.p2p import PeerID
-
-        table = self._node.protocol.routing_table
-        peers = [PeerID.from_base58(peer_id) for peer_id in sorted(linked)]
-        new = [peer for peer in peers if table.get(peer_id=peer) is None]
-        pings = asyncio.gather(*(self._node.protocol.call_ping(peer) for peer in new))
-        answers = await self._libp2p.guard(pings, BOOTSTRAP_TIMEOUT_S, "the peers' answers to a ping")
-        for peer, answer in zip(new, answers, strict=True):
-            if answer is not None:
-                self._node.blacklist.register_success(peer)
-        if any(answer is not None for answer in answers):
+        pinging = dht_node.ping_new(self._node, sorted(linked))
+        if await self._libp2p.guard(pinging, BOOTSTRAP_TIMEOUT_S, "the peers' answers to a ping"):
             finding = self._node.find_nearest_nodes([self._node.node_id])
             with contextlib.suppress(Unreachable):
                 await self._libp2p.guard(finding, BOOTSTRAP_TIMEOUT_S, "the neighbours")
@@ -275,23 +288,11 @@ class HivemindDirectory:
 
     async def _dht_node(self, node_id: Any) -> Any:
         """hivemind's DHTNode on the daemon, at `node_id` (its DHTID) or a place drawn at random."""
-        from hivemind.dht.node import DHTNode
         from hivemind.dht.routing import DHTID
 
         hashed = {DHTID.generate(key).to_bytes(): stage for key, stage in self._keys.items()}
-        creating = DHTNode.create(
-            p2p=self._libp2p.p2p,
-            node_id=node_id,
-            wait_timeout=WAIT_TIMEOUT_S,
-            record_validator=adverts.AdvertValidator(
-                self._libp2p.identity, self._run_id, hashed, dht_time, self._members
-            ),
-            backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            reuse_get_requests=False,
-        )
+        validator = adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time, self._members)
+        creating = dht_node.create(self._libp2p.p2p, validator, node_id)
         return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
 
 

@@ -15,7 +15,7 @@ from noloco_p2p.io.security.revocations import Revocations
 if TYPE_CHECKING:
     from noloco_p2p.io.dht.adverts import AdvertRecord
 
-REVOKED_STORED_S = 3_660.0
+REVOKED_STORED_S = 360.0
 """Records that end later than so long after a peer's revocation are refused. Others are passed over when they are read:
 they may have been stored before, and a reader that refuses one record refuses all of that answer (hivemind)."""
 _CHECKED_LIMIT = 4096

@@ -83,9 +83,18 @@ def test_known_peers_are_found_again_and_bounded(tmp_path: Path) -> None:
     again = KnownPeers(path)
     again.load()
     found = again.unlinked(set(), 1000)
-    assert found == [address(number) for number in range(6, PEERS_LIMIT + 6)]
+    assert found == [address(number) for number in range(PEERS_LIMIT)]
     assert again.unlinked({one.peer_id for one in found[1:]}, 1000) == [found[0]]
     assert [path.name for path in path.parent.iterdir()] == ["known_peers.json"]
+
+
+def test_known_peers_that_answer_are_not_pushed_out_by_new_ones(tmp_path: Path) -> None:
+    known = KnownPeers(tmp_path / "known_peers.json")
+    known.remember(address(number) for number in range(PEERS_LIMIT))
+    answering = [address(number) for number in range(2, PEERS_LIMIT)]
+    known.remember([*(address(number) for number in range(1000, 1100)), *answering])
+    kept = {one.port - 1 for one in known.unlinked(set(), 1000)}
+    assert kept == {*range(2, PEERS_LIMIT), 1000, 1001}
 
 
 def test_known_peers_take_turns(tmp_path: Path) -> None:

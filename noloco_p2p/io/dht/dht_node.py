@@ -1,0 +1,149 @@
+"""hivemind's DHTNode, and what is added to it so that no peer decides what others see (ARCHITECTURE.md, "What a
+stranger can do", hole 8).
+
+A DHT node chooses its own place, so the nodes nearest to a key are whoever wants to be. Everybody therefore holds its
+own record too, and linked peers are asked directly for what they hold. hivemind is imported where it is used (two
+seconds); its objects have no types.
+"""
+
+import asyncio
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.io.dht.adverts import AdvertValidator
+from noloco_p2p.io.dht.identity import SIGNATURE_BYTES
+
+WAIT_TIMEOUT_S = 2.0
+"""Longest wait for one peer's answer to one DHT question."""
+NEIGHBOURS = 20
+"""DHT nodes nearest to a key that a search asks: Kademlia's k."""
+STAGE_LIMIT_BYTES = 3 << 20
+"""Records of one stage that a node holds, without keys: with these, what one reply of hivemind can carry (4 MiB)."""
+UNTIL_ALL_ARE_ASKED = float("nan")
+"""As the expiration that suffices: no expiration that a reply claims, not even an infinite one, ends a search."""
+
+
+async def create(p2p: Any, validator: AdvertValidator, node_id: Any) -> Any:
+    """hivemind's DHTNode on its P2P, at `node_id` (its DHTID) or, if None, a place drawn at random."""
+    from hivemind.dht.node import DHTNode
+
+    node = await DHTNode.create(
+        p2p=p2p,
+        node_id=node_id,
+        bucket_size=NEIGHBOURS,
+        wait_timeout=WAIT_TIMEOUT_S,
+        record_validator=validator,
+        backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        reuse_get_requests=False,
+        chunk_size=1,  # one key in a question: two full ones are more than one reply can carry
+    )
+    # What a stranger puts into the cache would be given to readers in place of what is stored.
+    node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
+    return node
+
+
+async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
+    """Ask those of the linked peers that are not in the routing table to know this node; whether any answers."""
+    from hivemind.p2p import PeerID
+
+    peers = [PeerID.from_base58(peer_id) for peer_id in linked]
+    new = [peer for peer in peers if node.protocol.routing_table.get(peer_id=peer) is None]
+    answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in new))
+    for peer, answer in zip(new, answers, strict=True):
+        if answer is not None:
+            node.blacklist.register_success(peer)
+    return any(answer is not None for answer in answers)
+
+
+async def search(node: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """Under each key, what the nodes nearest to it hold: None, or a value that maps peer ids to valid payloads."""
+    found: dict[str, Any] = await node.get_many(keys, sufficient_expiration_time=UNTIL_ALL_ARE_ASKED)
+    return found
+
+
+def hold(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
+    """Keep this node's own record on this node, wherever else it is stored."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.validation import DHTRecord
+
+    protocol, key_id = node.protocol, DHTID.generate(key)
+    pack = protocol.serializer.dumps
+    record = DHTRecord(key_id.to_bytes(), pack(peer_id), pack(payload), expires)
+    protocol.storage.store_subkey(key_id, peer_id, protocol.record_validator.sign_value(record), expires)
+
+
+async def ask(node: Any, peers: Iterable[PeerId], keys: Sequence[str], into: Any) -> None:
+    """Ask each of these peers for the records that it holds, and put the valid ones into a `record_store`."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import PeerID
+
+    find, key_ids = node.protocol.call_find, [DHTID.generate(key) for key in keys]
+    asking = [find(PeerID.from_base58(peer), [key_id]) for peer in peers for key_id in key_ids]
+    for reply in await asyncio.gather(*asking):
+        for key_id, (found, _) in (reply or {}).items():
+            for peer_id, (record, expires) in found.value.items() if found is not None else ():
+                into.store_subkey(key_id, peer_id, record, expires)
+
+
+def merged(node: Any, found: Any, held: Any, key: str) -> dict[object, tuple[object, float]]:
+    """Payload and expiration of the records under a key, by peer id: what a search `found`, and what is in `held`."""
+    from hivemind.dht.routing import DHTID
+
+    unpack, others = node.protocol.serializer.loads, held.get(DHTID.generate(key))
+    records = dict(found.value) if found is not None else {}
+    for peer_id, (record, expires) in others.value.items() if others is not None else ():
+        if peer_id not in records or records[peer_id][1] < expires:
+            records[peer_id] = (unpack(record[SIGNATURE_BYTES:]), expires)
+    return records
+
+
+def record_store(limit_bytes: int = STAGE_LIMIT_BYTES) -> Any:
+    """A storage for hivemind's DHTProtocol with room for `limit_bytes` under each key; 0: it takes nothing.
+
+    hivemind's own has no bound, lets a replayed older record shorten the life of a newer one, and hands out the very
+    dictionary that a reader then merges other peers' answers into.
+    """
+    return _store_class()(limit_bytes)
+
+
+@functools.cache
+def _store_class() -> Any:
+    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+
+    class RecordStore(DHTLocalStorage):  # type: ignore[misc]  # hivemind is untyped
+        """Peers that are in keep their places and may renew their records; newcomers get the room that is left."""
+
+        def __init__(self, limit_bytes: int) -> None:
+            super().__init__()
+            self._limit_bytes = limit_bytes
+
+        def get(self, key: Any) -> Any:
+            """A copy of what is held under a key; None if there is nothing."""
+            found = super().get(key)
+            if found is None:
+                return None
+            held, copy = found.value, DictionaryDHTValue()
+            copy.data, copy.key_to_heap = dict(held.data), dict(held.key_to_heap)
+            copy.expiration_heap, copy.latest_expiration_time = list(held.expiration_heap), held.latest_expiration_time
+            return type(found)(copy, found.expiration_time)
+
+        def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+            """Whether it was stored: it lives longer than what is held, and there is room."""
+            found = super().get(key)
+            held = found.value if found is not None else DictionaryDHTValue()
+            before = held.get(subkey)
+            others = sum(len(one.value) for peer_id, one in held.items() if peer_id != subkey)
+            if before is not None and before.expiration_time >= expiration_time:
+                return False
+            if others + len(value) > self._limit_bytes or not held.store(subkey, value, expiration_time):
+                return False
+            if found is None or found.expiration_time < expiration_time:
+                self.store(key, held, expiration_time)
+            return True
+
+    return RecordStore

@@ -1,0 +1,155 @@
+"""Peers that try to decide what others find in the DHT."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import RUN, Node, daemon, node, run
+
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.io.dht import adverts, dht_node
+from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, living_records, stage_key
+from noloco_p2p.io.dht.identity import Identity, peer_id_of
+
+TTL_S = 30.0
+
+
+@asynccontextmanager
+async def neighbour_of_a_key(home: Path, distance: int, join: list[str]) -> AsyncIterator[Any]:
+    """A DHT node that has put itself next to the key of stage 0, and that forgets what it says that it stores."""
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage
+    from hivemind.p2p import PeerID
+
+    class Forgetful(DHTLocalStorage):  # type: ignore[misc]  # hivemind is untyped
+        def store_subkey(self, *args: Any) -> bool:
+            return True
+
+    async with daemon(home, join=join) as libp2p:
+        at = DHTID(int(DHTID.generate(stage_key(RUN, 0))) ^ (distance + 1))
+        liar = await DHTNode.create(p2p=libp2p.p2p, node_id=at, initial_peers=[])
+        liar.protocol.storage = Forgetful()
+        for one in await libp2p.links():
+            await liar.protocol.call_ping(PeerID.from_base58(one))
+        try:
+            yield liar
+        finally:
+            await liar.shutdown()
+
+
+@asynccontextmanager
+async def eclipsed(home: Path, liars: int) -> AsyncIterator[tuple[Node, Node]]:
+    """Two nodes, and `liars` nodes nearest to the key of stage 0 which both of them know."""
+    async with AsyncExitStack() as stack:
+        a = await stack.enter_async_context(node(home / "a"))
+        b = await stack.enter_async_context(node(home / "b", join=[a.address]))
+        for number in range(liars):
+            join = [a.address, b.address]
+            await stack.enter_async_context(neighbour_of_a_key(home / f"liar{number}", number, join))
+        table = [one.directory._node.protocol.routing_table for one in (a, b)]
+        async with asyncio.timeout(10.0):
+            while any(len(one.peer_id_to_uid) < liars + 1 for one in table):  # noqa: ASYNC110  other processes
+                await asyncio.sleep(0.02)
+        yield a, b
+
+
+def test_linked_peers_are_found_though_a_search_asks_liars_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_node, "NEIGHBOURS", 5)
+
+    async def scenario() -> None:
+        async with eclipsed(tmp_path, 5) as (a, b):
+            for one in (a, b):
+                await one.directory.announce(one.advert(), TTL_S)
+            assert [advert.peer_id for advert in await b.directory.peers()] == [b.libp2p.peer_id]
+            await b.directory.rejoin()
+            everybody = sorted([a.libp2p.peer_id, b.libp2p.peer_id])
+            assert [advert.peer_id for advert in await b.directory.peers()] == everybody
+
+    run(scenario)
+
+
+def test_a_record_in_the_cache_does_not_stand_in_for_what_is_stored(tmp_path: Path) -> None:
+    from hivemind.dht.routing import DHTID
+
+    async def scenario() -> None:
+        async with (
+            node(tmp_path / "a") as a,
+            node(tmp_path / "b", join=[a.address]) as b,
+            node(tmp_path / "liar", join=[a.address, b.address]) as liar,
+        ):
+            for one in (a, b, liar):
+                await one.directory.announce(one.advert(), TTL_S if one is not liar else 10 * TTL_S)
+            protocol, key = liar.directory._node.protocol, DHTID.generate(stage_key(RUN, 0))
+            record, expires = protocol.storage.get(key).value.get(liar.libp2p.peer_id)
+            for one in (a, b):
+                stored = await protocol.call_store(
+                    one.libp2p.p2p.peer_id, [key], [record], [expires], subkeys=[liar.libp2p.peer_id], in_cache=True
+                )
+                assert stored == [False]
+            everybody = sorted(one.libp2p.peer_id for one in (a, b, liar))
+            for one in (a, b):
+                assert [advert.peer_id for advert in await one.directory.peers()] == everybody
+
+    run(scenario)
+
+
+def test_a_reply_that_is_to_live_for_ever_does_not_end_a_search() -> None:
+    from hivemind.dht.node import _SearchState
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.utils.timed_storage import ValueWithExpiration
+
+    async def scenario() -> None:
+        key = DHTID.generate("key")
+        search = _SearchState(key, dht_node.UNTIL_ALL_ARE_ASKED)
+        for peer_id, expires in (("liar", float("inf")), ("honest", dht_time() + TTL_S)):
+            reply = DictionaryDHTValue()
+            reply.store(peer_id, b"record", dht_time() + TTL_S)
+            search.add_candidate(ValueWithExpiration(reply, expires), source_node_id=key)
+            assert not search.finished
+        assert sorted(search.binary_value.data) == ["honest", "liar"]
+        search.future.cancel()
+
+    run(scenario)
+
+
+def test_a_full_stage_keeps_those_that_are_in() -> None:
+    from hivemind.dht.routing import DHTID
+
+    store, key, expires = dht_node.record_store(1000), DHTID.generate("key"), dht_time() + TTL_S
+    assert store.store_subkey(key, "honest", bytes(400), expires)
+    assert store.store_subkey(key, "first", bytes(600), expires)
+    assert not store.store_subkey(key, "second", bytes(1), expires)
+    assert store.store_subkey(key, "honest", bytes(400), expires + 1)
+    assert not store.store_subkey(key, "honest", bytes(401), expires + 2)
+    assert sorted(store.get(key).value.data) == ["first", "honest"]
+    assert store.store_subkey(DHTID.generate("another"), "second", bytes(1000), expires)
+
+
+def test_an_older_record_that_is_replayed_shortens_no_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.utils import timed_storage
+
+    store, key, now = dht_node.record_store(), DHTID.generate("key"), dht_time()
+    assert store.store_subkey(key, "peer", b"new", now + 2 * TTL_S)
+    assert not store.store_subkey(key, "peer", b"old", now + TTL_S)
+    monkeypatch.setattr(timed_storage, "get_dht_time", lambda: now + 1.5 * TTL_S)
+    assert store.get(key).value.get("peer").value == b"new"
+
+
+def test_peers_seen_before_are_read_before_small_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adverts, "ADVERTS_PER_STAGE_LIMIT", 2)
+    ids = sorted(peer_id_of(bytes([number]) * 32) for number in range(5))
+    identity = Identity.open(tmp_path / "identity.key")
+    made = Advert(identity.peer_id, RUN, 0, ("127.0.0.1:5000",), state="training")
+    payload = adverts.encode(AdvertRecord(made, dht_time(), ()))
+    subkeys: dict[object, object] = {peer_id: (payload, dht_time() + TTL_S) for peer_id in ids}
+    read = living_records(subkeys, RUN, 0, dht_time(), frozenset(ids[3:]))
+    assert [record.advert.peer_id for record in read] == ids[3:]
+    identity.close()
