@@ -43,7 +43,7 @@ class DataSettings(Settings):
     """What the swarm trains on. Local paths are in the node's `data_files`."""
 
     kind: Literal["stdlib", "text", "c4", "parquet"] = "stdlib"
-    """`stdlib`: the running Python's own library; `text`: files; `c4`: JSON lines with `text`; `parquet`: token ids."""
+    """`stdlib`: the running Python's own library; `text`: files; `c4`: rows with `text`; `parquet`: of token ids."""
     dataset: HubName | None = None
     """Name of a data set on the Hugging Face hub, read as a stream; none: the node reads its `data_files`."""
     subset: HubName | None = None

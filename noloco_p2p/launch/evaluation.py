@@ -15,8 +15,8 @@ import numpy as np
 from noloco_p2p.compute.exported_model import ExportedModel, load_decoder, silence_transformers
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, HostTensor
-from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.data import corpora
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.io.data import corpora, hub_corpora
 from noloco_p2p.io.data.samples import IGNORED_TARGET
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer
@@ -141,13 +141,8 @@ def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer)
 
 def _documents(files: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Ids]:
     """Token ids of each file, and the end-of-text id after it. Raises ConfigError, LocalError."""
-    for name, path in sorted(corpora.matching_files(files).items()):
-        try:
-            stop = None if path.suffix == ".gz" else path.stat().st_size
-        except OSError as error:
-            raise LocalError(f"cannot read {name}: {error.strerror}") from error
-        for document in corpora.FileCorpus([], [corpora.FileSpan(path, 0, stop, True)], tokenizer).held_out():
-            yield document.ids
+    for _, path in sorted(corpora.matching_files(files).items()):
+        yield from (document.ids for document in hub_corpora.documents_of(path, tokenizer))
 
 
 def _batch(ids: Ids, length: int) -> Batch:

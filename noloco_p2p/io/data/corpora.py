@@ -1,12 +1,10 @@
-"""Where documents come from: what a corpus is, and the one made of text files. Nothing is drawn or cut here.
+"""Where documents come from: what a corpus is, and the one made of plain text files. Nothing is drawn or cut here.
 
 A corpus is a list of units (a piece of a file, a shard), each of which gives documents in a fixed order, so that a
 place in it is two numbers. A held-out document comes out empty: every document counts for the place.
 """
 
 import glob
-import gzip
-import itertools
 import os
 import sysconfig
 import zlib
@@ -29,16 +27,13 @@ PIECE_BYTES = 8_192
 MOST_PIECES = 65_536
 """Files are read in pieces of 8 KiB, or a 65,536th of the whole, so that a permutation of pieces mixes even a few."""
 
-BLOCK_BYTES = 1 << 20
-"""A .gz file cannot be entered in the middle: it is one unit, which gives documents of this many bytes."""
-
 FEW_UNITS = 64
 THIN_SHARE = 0.125
-"""With few units (FEW_UNITS) that can only be read from their start, a replica takes each document of a pass with this
+"""With few units (FEW_UNITS) that hold many documents, a replica takes each document of a pass with this
 probability; otherwise replicas that happen to read the same unit would all read the same documents."""
 
 READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error)
-"""What gzip, pyarrow and datasets raise for files that are missing, cut short or not what they should be."""
+"""What pyarrow and datasets raise for files that are missing, cut short or not what they should be."""
 
 
 Mask = npt.NDArray[np.uint8]
@@ -76,58 +71,42 @@ class Corpus(Protocol):
 
 
 class FileSpan(NamedTuple):
-    """Part of a file: bytes start to stop, or all of a .gz file (stop None)."""
+    """Part of a file: bytes start to stop, which may be its end."""
 
     path: Path
     start: int
-    stop: int | None
+    stop: int
     last: bool
 
 
 class FileCorpus:
-    """Text files, encoded when they are read, with the tokenizer's EOS after each file."""
+    """Text files, encoded when they are read, with the tokenizer's EOS after each file: one document a piece."""
+
+    share = 1.0
 
     def __init__(self, train: list[FileSpan], held_out: list[FileSpan], tokenizer: Tokenizer) -> None:
         self.units = len(train)
-        only_from_start = any(piece.stop is None for piece in train)
-        self.share = THIN_SHARE if only_from_start and len(train) < FEW_UNITS else 1.0
         self._train = train
         self._held_out = held_out
         self._tokenizer = tokenizer
 
     def documents(self, unit: int, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
-        """One document per piece; a .gz file gives one for each MiB."""
-        return self._read(self._train[unit], skip, take)
+        """The piece, unless it is to be skipped."""
+        if skip == 0:
+            yield self._read(self._train[unit]) if take() else EMPTY
 
     def held_out(self) -> Iterator[TokenizedDocument]:
         """Held-out pieces, sorted by relative path."""
-        for piece in self._held_out:
-            yield from self._read(piece, 0, lambda: True)
+        return map(self._read, self._held_out)
 
-    def _read(self, piece: FileSpan, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
-        blocks = _plain(piece) if piece.stop is not None else _unpacked(piece.path)
+    def _read(self, piece: FileSpan) -> TokenizedDocument:
         try:
-            for text, last in itertools.islice(blocks, skip, None):
-                yield self._encode(text, last) if take() else EMPTY
+            with piece.path.open("rb") as file:
+                file.seek(piece.start)
+                ids = self._tokenizer.encode(file.read(piece.stop - piece.start))
         except READ_ERRORS as error:
             raise LocalError(f"{piece.path} cannot be read: {error}") from error
-
-    def _encode(self, text: bytes, last: bool) -> TokenizedDocument:
-        ids = self._tokenizer.encode(text)
-        return TokenizedDocument(np.append(ids, np.int32(self._tokenizer.eos)) if last else ids)
-
-
-def _plain(piece: FileSpan) -> Iterator[tuple[bytes, bool]]:
-    with piece.path.open("rb") as file:
-        file.seek(piece.start)
-        yield file.read((piece.stop or 0) - piece.start), piece.last
-
-
-def _unpacked(path: Path) -> Iterator[tuple[bytes, bool]]:
-    with gzip.open(path) as file:
-        blocks = itertools.chain(iter(lambda: file.read(BLOCK_BYTES), b""), [b""])
-        for block, following in itertools.pairwise(blocks):
-            yield block, not following
+        return TokenizedDocument(np.append(ids, np.int32(self._tokenizer.eos)) if piece.last else ids)
 
 
 def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
@@ -190,6 +169,4 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
 
 
 def _pieces(path: Path, size: int, length: int) -> list[FileSpan]:
-    if path.suffix == ".gz":
-        return [FileSpan(path, 0, None, True)]
     return [FileSpan(path, at, min(at + length, size), at + length >= size) for at in range(0, size, length)]

@@ -1,10 +1,12 @@
-"""Corpora that are streams of the `datasets` library: C4's JSON lines, and parquet of token ids, local or from a hub.
+"""Corpora that are streams of the `datasets` library: rows of text or of token ids, from files or from a hub.
 
 `datasets` is imported only here, and only when such data is opened (1.7 s).
 """
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,22 @@ import numpy as np
 from noloco_p2p.config import DataSettings
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data import corpora
-from noloco_p2p.io.data.corpora import EMPTY, READ_ERRORS, TakeDocument, TokenizedDocument
+from noloco_p2p.io.data.corpora import EMPTY, READ_ERRORS, FileCorpus, FileSpan, TakeDocument, TokenizedDocument
 from noloco_p2p.io.data.tokenizers import Tokenizer, first_line
+
+LAYOUTS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+"""Ending of a file, that of a compressed one before → the reader of `datasets` for it."""
+COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
+BLOCK_LINES = 1_024
+"""Of a document of compressed text, which can only be read from its start."""
+
+Row = dict[str, Any]
 
 
 class StreamCorpus:
     """Rows of a streaming data set of the `datasets` library."""
 
-    def __init__(
-        self, train: Any, validation: Any | None, encode: Callable[[dict[str, Any]], TokenizedDocument]
-    ) -> None:
+    def __init__(self, train: Any, validation: Any | None, encode: Callable[[Row], TokenizedDocument]) -> None:
         self.units = int(train.num_shards)
         self.share = corpora.THIN_SHARE if self.units < corpora.FEW_UNITS else 1.0
         self._train = train
@@ -38,35 +46,59 @@ class StreamCorpus:
         """The validation split, or where there is none the rows with crc32(int32 ids) % 50 == 0, shard by shard."""
         if self._validation is not None:
             return self._read(self._validation, lambda: True)
-        return filter(_is_held_out, self._read(self._train, lambda: True))
+        return filter(_is_held_out, self.everything())
+
+    def everything(self) -> Iterator[TokenizedDocument]:
+        """All documents but those of the validation split, shard by shard. Raises LocalError."""
+        shards = (self._train.shard(self.units, unit) for unit in range(self.units))
+        return chain.from_iterable(self._read(shard, lambda: True) for shard in shards)
 
     def _read(self, rows: Any, take: TakeDocument) -> Iterator[TokenizedDocument]:
-        try:
+        with _told("the data"):
             for row in rows:
                 yield self._encode(row) if take() else EMPTY
-        except READ_ERRORS as error:
-            raise LocalError(f"the data cannot be read: {first_line(error)}") from error
 
 
 def _is_held_out(document: TokenizedDocument) -> bool:
     return zlib.crc32(document.ids.tobytes()) % corpora.HELD_OUT_EVERY == 0
 
 
-def c4_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokenizer) -> StreamCorpus:
-    """JSON lines with `text` (C4's layout): one document a row, with the tokenizer's EOS after it."""
+@contextmanager
+def _told(what: str, outcome: str = "read") -> Iterator[None]:
+    """Raises LocalError where `datasets`, or what it reads with, fails."""
+    try:
+        yield
+    except (*READ_ERRORS, ImportError) as error:
+        raise LocalError(f"{what} cannot be {outcome}: {first_line(error)}") from error
+
+
+def text_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokenizer) -> StreamCorpus:
+    """Rows with `text`: one document a row, with the tokenizer's EOS after it."""
+    return StreamCorpus(*_streams(data, patterns, ["text"]), _encoder(tokenizer))
+
+
+def _encoder(tokenizer: Tokenizer) -> Callable[[Row], TokenizedDocument]:
     end = np.int32(tokenizer.eos)
+    return lambda row: TokenizedDocument(np.append(tokenizer.encode((row["text"] or "").encode()), end))
 
-    def encode(row: dict[str, Any]) -> TokenizedDocument:
-        return TokenizedDocument(np.append(tokenizer.encode(row["text"].encode()), end))
 
-    train, validation = _streams("json", data, patterns, ["text"])
-    return StreamCorpus(train, validation, encode)
+def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument]:
+    """All text of one file. Raises LocalError."""
+    if not is_plain_text(path):
+        return StreamCorpus(_local([str(path)], ["text"]), None, _encoder(tokenizer)).everything()
+    with _told(str(path)):
+        return FileCorpus([], [FileSpan(path, 0, path.stat().st_size, True)], tokenizer).held_out()
+
+
+def is_plain_text(path: Path) -> bool:
+    """It can be entered anywhere, and is all text."""
+    return path.suffix not in {*COMPRESSED, *LAYOUTS}
 
 
 def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: int) -> StreamCorpus:
     """Rows that are token ids already, with an attention mask: one sample a row."""
 
-    def encode(row: dict[str, Any]) -> TokenizedDocument:
+    def encode(row: Row) -> TokenizedDocument:
         ids = np.asarray(row["input_ids"], np.int64)
         mask = np.asarray(row["attention_mask"], np.int64) != 0
         if ids.shape != mask.shape or ids.ndim != 1:
@@ -75,11 +107,11 @@ def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: in
             raise ValueError(f"a row has token ids from {ids.min()} to {ids.max()}, vocab_size is {vocabulary}")
         return TokenizedDocument(ids.astype(np.int32), mask.astype(np.uint8))
 
-    train, validation = _streams("parquet", data, patterns, ["input_ids", "attention_mask"])
+    train, validation = _streams(data, patterns, ["input_ids", "attention_mask"])
     return StreamCorpus(train.reshard(), validation, encode)
 
 
-def _streams(layout: str, data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None]:
+def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None]:
     """The training stream and the validation stream, None where the data has no such part."""
     if patterns:
         found = corpora.matching_files(patterns)
@@ -89,33 +121,39 @@ def _streams(layout: str, data: DataSettings, patterns: tuple[str, ...], columns
         if not train:
             raise ConfigError(f"data_files: only validation files match {', '.join(patterns)}")
         held_out = [str(found[name]) for name in chosen]
-        return _local(layout, train, columns), _local(layout, held_out, columns) if held_out else None
+        return _local(train, columns), _local(held_out, columns) if held_out else None
     if data.dataset is None:
         raise ConfigError(f"data.kind '{data.kind}' needs data_files, or data.dataset for a data set on the hub")
     return _hub(data.dataset, data.subset, columns)
 
 
-def _local(layout: str, files: list[str], columns: list[str]) -> Any:
+def _local(files: list[str], columns: list[str]) -> Any:
+    """The rows of local files, read as their endings say."""
     import datasets
 
-    try:
-        stream = datasets.load_dataset(layout, data_files=files, split="train", streaming=True)
+    plain = (path.with_suffix("") if path.suffix in COMPRESSED else path for path in map(Path, files))
+    readers = {LAYOUTS.get(path.suffix, "text") for path in plain}
+    if len(readers) > 1:
+        raise ConfigError(f"data_files: files of several kinds ({', '.join(sorted(readers))}) match: name those of one")
+    reader = readers.pop()
+    options = {"data_files": files, "split": "train", "streaming": True}
+    options |= {"keep_linebreaks": True} if reader == "text" else {}
+    with _told(f"data_files ({files[0]}, …)"):
+        stream = datasets.load_dataset(reader, **options)
         if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block
             features = stream.features.copy()
             features["timestamp"] = datasets.Value("string")
-            stream = datasets.load_dataset(layout, data_files=files, split="train", streaming=True, features=features)
+            stream = datasets.load_dataset(reader, features=features, **options)
+        if reader == "text":
+            return stream.batch(BLOCK_LINES).map(lambda block: {"text": "".join(block["text"])})
         return stream.select_columns(columns)
-    except READ_ERRORS as error:
-        raise LocalError(f"data_files ({files[0]}, …) cannot be read: {first_line(error)}") from error
 
 
 def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | None]:
     import datasets
 
-    try:
+    with _told(f"data set {name}", "opened"):
         names = {"train", *datasets.get_dataset_split_names(name, subset)} & {"train", "validation"}
         opened = {split: datasets.load_dataset(name, subset, split=split, streaming=True) for split in sorted(names)}
         streams = {split: stream.select_columns(columns) for split, stream in opened.items()}
         return streams["train"], streams.get("validation")
-    except READ_ERRORS as error:
-        raise LocalError(f"data set {name} cannot be opened: {first_line(error)}") from error

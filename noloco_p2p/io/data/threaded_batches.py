@@ -117,10 +117,11 @@ def _corpus(manifest: RunManifest, node_config: NodeConfig) -> corpora.Corpus:
     if data.kind == "parquet":
         return hub_corpora.parquet_corpus(data, files, vocabulary)
     tokenizer = tokenizers.load_tokenizer(data.tokenizer, node_config.tokenizer_dir, vocabulary)
-    if data.kind == "c4":
-        return hub_corpora.c4_corpus(data, files, tokenizer)
-    if data.kind == "text":
-        return corpora.file_corpus(corpora.matching_files(files), tokenizer)
+    if data.kind != "stdlib":
+        found = corpora.matching_files(files) if data.kind == "text" else {}
+        if found and all(map(hub_corpora.is_plain_text, found.values())):
+            return corpora.file_corpus(found, tokenizer)
+        return hub_corpora.text_corpus(data, files, tokenizer)
     if files:
         raise ConfigError("data_files is set, but data.kind 'stdlib' reads Python's own library; set data.kind: text")
     return corpora.stdlib_corpus(tokenizer)

@@ -1,6 +1,7 @@
 """The laws of the data: shifted targets, every token once, held-out means held out, exact resumption, clear errors."""
 
 import asyncio
+import bz2
 import gzip
 import itertools
 import json
@@ -17,6 +18,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 import pytest
+import zstandard
 from tokenizer_files import save_tokenizer
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -26,6 +28,15 @@ from noloco_p2p.io.data import corpora, hub_corpora, samples, tokenizers
 from noloco_p2p.io.data.threaded_batches import READ_AHEAD, ThreadedBatches, make_batches
 
 Numbers = npt.NDArray[np.int64]
+
+
+LINES = 16
+"""Of a block of compressed text."""
+
+
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_corpora, "BLOCK_LINES", LINES)
 
 
 def array(tensor: HostTensor) -> Numbers:
@@ -41,9 +52,29 @@ def manifest(kind: str, **changes: object) -> RunManifest:
 def write_text(folder: Path) -> tuple[str, ...]:
     for i in range(120):
         (folder / f"{i:03}.txt").write_text(f"<{i:03}>" * (20 + i % 7))
-    with gzip.open(folder / "more.txt.gz", "wt") as file:
-        file.write("<zzz>" * 40)
-    return (str(folder / "*.txt"), str(folder / "*.gz"))
+    return (str(folder / "*.txt"),)
+
+
+def write_packed(folder: Path) -> tuple[str, ...]:
+    """Two files of 60 blocks."""
+    for i, pack in enumerate((gzip, bz2)):
+        lines = [f"<{i}:{n:05}>\n" for n in range(60 * LINES)]
+        (folder / f"{i}.txt.{('gz', 'bz2')[i]}").write_bytes(pack.compress("".join(lines).encode()))
+    return (str(folder / "*.txt.*"),)
+
+
+def write_rows(kind: str, folder: Path) -> tuple[str, ...]:
+    """Two files of 200 rows, of a kind that pandas or pyarrow write."""
+    for part in range(2):
+        rows = datasets.Dataset.from_dict({"text": [f"é{part}:{i}, " * 8 for i in range(200)], "n": list(range(200))})
+        if kind == "arrow":
+            rows.save_to_disk(folder / str(part))
+        elif kind == "zst":
+            packed = zstandard.compress("\n".join(map(json.dumps, rows)).encode())
+            (folder / f"{part}.jsonl.zst").write_bytes(packed)
+        else:
+            {"csv": rows.to_csv, "jsonl": rows.to_json, "parquet": rows.to_parquet}[kind](folder / f"{part}.{kind}")
+    return (str(folder / f"**/*.{kind}"),)
 
 
 def write_c4(folder: Path) -> tuple[str, ...]:
@@ -68,12 +99,12 @@ def nothing(folder: Path) -> tuple[str, ...]:
     return ()
 
 
-KINDS = {"stdlib": nothing, "text": write_text, "c4": write_c4, "parquet": write_parquet}
+KINDS = {"stdlib": nothing, "text": write_text, "text packed": write_packed, "c4": write_c4, "parquet": write_parquet}
 
 
 @pytest.fixture(params=sorted(KINDS))
 def kind_and_files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, tuple[str, ...]]:
-    return request.param, KINDS[request.param](tmp_path)
+    return request.param.split()[0], KINDS[request.param](tmp_path)
 
 
 def read(batches: ThreadedBatches, count: int) -> list[Batch]:
@@ -164,10 +195,8 @@ def one_pass(kind: str, files: tuple[str, ...]) -> tuple[bytes, bytes]:
     """All text of a pass, and all held-out text, of a kind that reads text (ids back to bytes, EOS as a line end)."""
     corpus: corpora.Corpus
     tokenizer = tokenizers.BYTES
-    if kind == "c4":
-        from noloco_p2p.io.data.hub_corpora import c4_corpus
-
-        corpus = c4_corpus(manifest("c4").data, files, tokenizer)
+    if kind in ("c4", "rows"):
+        corpus = hub_corpora.text_corpus(manifest("c4" if kind == "c4" else "text").data, files, tokenizer)
     else:
         found = corpora.file_corpus(corpora.matching_files(files), tokenizer) if files else None
         corpus = found or corpora.stdlib_corpus(tokenizer)
@@ -187,7 +216,37 @@ def test_a_file_is_held_out_by_the_checksum_of_its_relative_path(tmp_path: Path)
         is_held_out = zlib.crc32(b"%03d.txt" % i) % 50 == 0
         assert (text in held_out, text in trained) == (is_held_out, not is_held_out), i
     assert held_out
-    assert b"<zzz>" * 40 + b"\n" in trained
+
+
+def test_packed_text_is_read_whole_in_blocks_of_lines(tmp_path: Path) -> None:
+    trained, held_out = one_pass("rows", write_packed(tmp_path))
+    lines = {text.encode() for i in range(2) for n in range(60 * LINES) if (text := f"<{i}:{n:05}>")}
+    assert set(trained.split()) | set(held_out.split()) == lines
+    assert len(trained.split()) + len(held_out.split()) == len(lines)
+    assert held_out.count(b"\n\n") == len(held_out.split()) // LINES > 0, "an end of text after each block"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow", "zst"])
+def test_rows_of_text_are_read_from_files_of_many_kinds(kind: str, tmp_path: Path) -> None:
+    files = write_rows(kind, tmp_path)
+    trained, held_out = one_pass("rows", files)
+    texts = [f"é{part}:{i}, ".encode() * 8 for part in range(2) for i in range(200)]
+    out = held_out.splitlines()
+    assert 1 <= len(out) <= 30
+    assert trained.splitlines() == [text for text in texts if text not in out]
+    batches = make_batches(manifest("text"), NodeConfig(data_files=files), "peer")
+    assert values(read(batches, 1)[0])
+    batches.close()
+    paths = sorted(tmp_path.glob(files[0].removeprefix(f"{tmp_path}/")))
+    every = [document.ids for path in paths for document in hub_corpora.documents_of(path, tokenizers.BYTES)]
+    assert sum(map(len, every)) == sum(len(text) + 1 for text in texts), "noloco eval reads all of them"
+
+
+def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\nhello\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "hello"}\n')
+    with pytest.raises(ConfigError, match=r"several kinds \(csv, json\) match"):
+        make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "*"),)), "peer")
 
 
 def test_the_standard_library_is_read_whole_without_its_tests() -> None:
