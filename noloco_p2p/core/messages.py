@@ -103,6 +103,8 @@ class Header:
     """Digest over the tensors (64 bits). Filled in by the sending transport, verified by the receiving one."""
     patient: bool = False
     """The sender would rather wait in line for a place than hear Busy: it has no better replica to ask."""
+    label: bytes = b""
+    """Shows, in a run for members, that the origin has begun the microbatch. Filled in by the origin's transport."""
 
 
 @dataclass(frozen=True, slots=True)

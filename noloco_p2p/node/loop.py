@@ -56,7 +56,7 @@ class Node:
         )
         self._rebalancer = Rebalancer(self.state, self.swarm)
         self._guardian = Guardian(self.state, self.swarm, self.waits, world.transport)
-        self.handler = RpcHandler(self.state, self._guardian)
+        self.handler = RpcHandler(self.state, self.swarm, self._guardian)
         """For this node's transport."""
         self._take_duties()
         self.finished = False

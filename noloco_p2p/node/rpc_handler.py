@@ -18,6 +18,7 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, Violation
 from noloco_p2p.node.guardian import Guardian
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.state import NodeState
@@ -28,8 +29,8 @@ from noloco_p2p.ports import Body
 class RpcHandler:
     """Implements ports.Handler for one node; its duties change when the node moves to another stage."""
 
-    def __init__(self, node: NodeState, guardian: Guardian) -> None:
-        self._node = node
+    def __init__(self, node: NodeState, swarm: Membership, guardian: Guardian) -> None:
+        self._node, self._swarm = node, swarm
         self._guardian = guardian
 
     def answer_with(self, server: MicrobatchServer, rounds: OuterRounds, donor: StateDonor) -> None:
@@ -38,12 +39,12 @@ class RpcHandler:
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler."""
-        self._check(header)
+        self._check(caller, header)
         return await self._server.propagate(caller, header, body)
 
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """See ports.Handler."""
-        self._check(header)
+        self._check(caller, header)
         return await self._server.evaluate(caller, header, body)
 
     async def fetch_snapshot(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
@@ -72,7 +73,7 @@ class RpcHandler:
             raise Declined("this node has not chosen its stage yet")
         return NodeDescription(me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version)
 
-    def _check(self, header: Header) -> None:
+    def _check(self, caller: PeerId, header: Header) -> None:
         """Refuse a microbatch that is not for this node, on its header alone: the tensors are not read.
 
         The order decides what the caller does next. Another run or stage is an error whatever this node is doing. On
@@ -90,6 +91,9 @@ class RpcHandler:
             raise Busy(f"{node.replica} is {state}")
         if node.draining or state not in ("training", "finished"):
             raise Declined(f"{node.replica} is {'leaving' if node.draining else state}")
+        seen = self._swarm.members.get(caller)
+        if node.manifest.security.root_key is not None and (seen is None or seen.stage != node.index - 1):
+            raise Busy(f"{node.replica} has not seen the caller in stage {node.index - 1} yet")
         rows = (node.manifest.microbatch_size, node.manifest.sequence_length)
         expected = (node.stage.state.hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))
         if header.specs not in (expected, expected[:2]):

@@ -10,8 +10,19 @@ from itertools import pairwise
 import pytest
 from elastic import TTL_S, plan_of
 
-from noloco_p2p.core.messages import Activation, Advert, Gradient, Header, Holding, PeerId, ReplicaState, TensorSpec
-from noloco_p2p.errors import Busy
+from noloco_p2p.core.messages import (
+    Activation,
+    Advert,
+    Gradient,
+    Header,
+    Holding,
+    MicrobatchId,
+    Origin,
+    PeerId,
+    ReplicaState,
+    TensorSpec,
+)
+from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.ports import Body, Claim
 from noloco_p2p.sim.faults import FaultySwarm
@@ -203,3 +214,26 @@ def test_a_replica_that_is_always_busy_is_waited_for_as_long_as_an_outer_round_m
     done = sorted(event.at_s for event in outcome.trace.of("microbatch") if event.peer.startswith("s0"))
     stalls = [later - earlier for earlier, later in pairwise(done) if later - earlier > 2.0]
     assert len(stalls) <= 1, "once it is known, nobody waits for it"
+
+
+def test_members_are_heard_from_the_stage_before_only() -> None:
+    """With nodes that come, go and move, and a member that calls from elsewhere."""
+    plan = plan_of((2, 2, 2), steps=STEPS, security={"root_key": "ab" * 32})
+    swarm, heard = FaultySwarm(plan), dict[str, str]()
+
+    def call() -> None:
+        server = swarm.process("s2r0").node
+        header = Header(plan.manifest.run_id, MicrobatchId("s0r0", 1, 1), Origin("s0r0", 1, 0), 2, 5.0)
+        for caller in ("s0r0", "s1r0", "s2r1", "s2r0", "nobody"):
+            try:
+                server.handler._check(caller, header)
+            except (Busy, Violation) as error:
+                heard[caller] = type(error).__name__
+
+    swarm.at(6.0, call)
+    swarm.at(7.0, lambda: swarm.crash("s1r0"))
+    swarm.at(9.0, lambda: swarm.start(1, 2))
+    outcome = check(swarm)
+    # Its own tensors are missing: that is asked after who calls.
+    assert heard == {"s1r0": "Violation"} | dict.fromkeys(("s0r0", "s2r1", "s2r0", "nobody"), "Busy")
+    assert steps(outcome) == {STEPS}

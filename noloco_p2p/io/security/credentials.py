@@ -54,6 +54,10 @@ class Credentials:
             self.chain, self.membership = chain, membership
             self._replaced_at = 0.0
 
+    def sign(self, message: bytes) -> bytes:
+        """By this node's libp2p identity."""
+        return self._identity.sign(message)
+
     @property
     def renewal_at(self) -> float:
         """When half of the certificate's life is over, unix seconds."""

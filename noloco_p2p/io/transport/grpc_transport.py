@@ -237,6 +237,7 @@ class GrpcTransport:
         feed: Callable[[bytes], T | None],
     ) -> T:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
+        activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         whole = claim is None and message_codec.fits_one_message(activation, self._line.whole_bytes)
         number = next(self._stripes) if not whole and self.line.needs_more(peer.peer_id) else 0

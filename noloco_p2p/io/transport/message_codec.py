@@ -158,6 +158,7 @@ def _head_and_frames(activation: Activation) -> tuple[pb.ActivationMessage, Iter
         specs=[to_spec(spec) for spec in specs],
         digest=wire.combined_digest(specs, digests, digest),
         patient=header.patient,
+        label=header.label,
     )
     return pb.ActivationMessage(header=head), wire.frames(tensors, digests)
 
@@ -192,6 +193,7 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
         specs=specs,
         digest=sent.digest,
         patient=sent.patient,
+        label=sent.label,
     )
 
 

@@ -227,6 +227,7 @@ class ActivationHeader(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     PATIENT_FIELD_NUMBER: _builtins.int
     STRIPE_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that it belongs to."""
     stage: _builtins.int
@@ -239,6 +240,10 @@ class ActivationHeader(_message.Message):
     """The sender would rather wait in line for a place than hear Busy."""
     stripe: _builtins.int
     """Not 0: calls of Stripe with this number may carry parts of the tensors."""
+    label: _builtins.bytes
+    """In a run for members: until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
+    signature over that, run, microbatch and origin. Passed on from hop to hop as it is.
+    """
     @_builtins.property
     def microbatch(self) -> Global___MicrobatchId:
         """Which microbatch this is."""
@@ -263,10 +268,11 @@ class ActivationHeader(_message.Message):
         digest: _builtins.int = ...,
         patient: _builtins.bool = ...,
         stripe: _builtins.int = ...,
+        label: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,19 +1,25 @@
 """Who is at the other end of a connection: as it says, in an open run; as its certificate says, among members."""
 
 import asyncio
+import json
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-from noloco_p2p.core.messages import PeerId
-from noloco_p2p.errors import Unreachable
+from noloco_p2p.core.messages import Header, PeerId
+from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.dht.identity import verify
 from noloco_p2p.io.security.certificates import Role
 from noloco_p2p.io.security.credentials import Credentials
 
+LABEL_S = 3_600.0
+"""How long a microbatch may be under way, seconds: longer than one call of gRPC lasts."""
+_UNTIL = struct.Struct(">Q")
 Options = tuple[tuple[str, Any], ...]
 
 
@@ -22,8 +28,6 @@ class Links(Protocol):
 
     me: PeerId
     run_id: str
-    proven: bool
-    """Whether a caller is who it says."""
 
     def add_port(self, server: Any, address: str) -> int:
         """Let a gRPC server listen at `host:port`; its TCP port. Raises RuntimeError: it cannot be bound."""
@@ -33,6 +37,12 @@ class Links(Protocol):
 
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """Who makes this call; `observers` may make it too. Raises Violation, Declined: it may not."""
+
+    def labelled(self, header: Header) -> Header:
+        """The header of an activation that leaves this node, with the label of its origin."""
+
+    def check_label(self, header: Header, caller: PeerId) -> None:
+        """Raises Violation unless the origin has begun this microbatch, and sends it itself to stage 1."""
 
     def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
         """Around a call to `peer`. Raises Unreachable in the middle of it when the peer is revoked."""
@@ -50,8 +60,6 @@ class Links(Protocol):
 class OpenLinks:
     """Neither authenticated nor encrypted: a caller is who it says. `sign` is the libp2p identity's."""
 
-    proven = False
-
     def __init__(self, me: PeerId, run_id: str, sign: Callable[[bytes], bytes] | None = None) -> None:
         self.me, self.run_id = me, run_id
         self._sign = sign
@@ -67,6 +75,13 @@ class OpenLinks:
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """See Links."""
         return str(dict(context.invocation_metadata()).get("noloco-peer", ""))
+
+    def labelled(self, header: Header) -> Header:
+        """See Links."""
+        return header
+
+    def check_label(self, header: Header, caller: PeerId) -> None:
+        """See Links. Nothing is known."""
 
     def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
         """See Links."""
@@ -87,8 +102,6 @@ class OpenLinks:
 
 class MemberLinks:
     """Mutual TLS: both ends show a certificate of the run (ARCHITECTURE.md, "Members")."""
-
-    proven = True
 
     def __init__(self, credentials: Credentials) -> None:
         self.me, self.run_id = credentials.peer_id, credentials.trust.run_id
@@ -113,6 +126,24 @@ class MemberLinks:
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """See Links. What the call itself says is not looked at."""
         return self._credentials.caller(context.auth_context(), observers=observers)
+
+    def labelled(self, header: Header) -> Header:
+        """See Links. That of another origin is passed on as it came."""
+        if header.stage > 1:
+            return header
+        until = _UNTIL.pack(int(self._credentials.clock() + LABEL_S))
+        return replace(header, label=until + self._credentials.sign(_labelled(header, until)))
+
+    def check_label(self, header: Header, caller: PeerId) -> None:
+        """See Links."""
+        origin = header.origin.peer
+        if header.microbatch.peer != origin or (header.stage == 1 and origin != caller):
+            raise Violation("at stage 1 a microbatch comes from the node that has read it")
+        until, signature = header.label[: _UNTIL.size], header.label[_UNTIL.size :]
+        if not verify(origin, _labelled(header, until), signature):
+            raise Violation("the origin has not signed this microbatch")
+        if _UNTIL.unpack(until)[0] <= self._credentials.clock():
+            raise Violation("the origin's signature of this microbatch has expired")
 
     def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
         """See Links."""
@@ -157,3 +188,9 @@ class MemberLinks:
     def _replaced(self) -> Any:
         """What the server shows from now on; None: what it showed before."""
         return None if self._credentials.leaf() is self._served else self._configuration()
+
+
+def _labelled(header: Header, until: bytes) -> bytes:
+    """What an origin signs. Evaluations have ids of their own."""
+    content = header.run_id, *header.microbatch, header.origin.step, header.origin.index, until.hex()
+    return b"noloco microbatch 1\x00" + json.dumps(content).encode()

@@ -271,8 +271,7 @@ class GrpcServicer:
             raise Violation("the call carries no header")
         head, frames = unpacked(first, pb.ActivationMessage)
         header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
-        if self.links.proven and header.stage == 1 and {header.microbatch.peer, header.origin.peer} != {caller.name}:
-            raise Violation("at stage 1 a microbatch comes from the node that has read it")
+        self.links.check_label(header, caller.name)
         header = replace(header, time_left_s=min(header.time_left_s, self._longest_s))
         rate = least_rate(sum(spec.nbytes for spec in header.specs), header.time_left_s)
         read = self._line.receiver(patience.reading(context.read, rate), rank_of(header, Precedence.ACTIVATION))

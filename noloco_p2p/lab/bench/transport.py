@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -160,13 +161,16 @@ async def serve(ready: Callable[[tuple[Advert, Advert, int]], None], home: Path)
 async def measure(places: tuple[Advert, Advert, int], home: Path, rounds: int, calls: int) -> dict[str, float]:
     """All figures but gloo's, against a far process that listens there (gRPC, with TLS, port of bare TCP)."""
     mine = make_transport("client", 2 * TENSOR_BYTES)
-    secure = make_transport("", 2 * TENSOR_BYTES, member_links(home / "client.key"))
+    links = member_links(home / "client.key")
+    secure, me = make_transport("", 2 * TENSOR_BYTES, links), links.me
+    header = replace(LARGE.header, microbatch=MicrobatchId(me, 1, 1), origin=messages.Origin(me, 1, 0), stage=1)
+    own = replace(LARGE, header=header)
     far, far_tls, port = places
     _, view = tensor_and_bytes(TENSOR_BYTES)
     watch, small = Stopwatch(), Stopwatch(calls // 10)
     transfers: dict[str, Callable[[], Awaitable[Gradient | Snapshot | ReplicaState]]] = {
         "propagate": lambda: mine.propagate(far, LARGE),
-        "tls": lambda: secure.propagate(far_tls, LARGE),
+        "tls": lambda: secure.propagate(far_tls, own),
         "snapshot": lambda: mine.fetch_snapshot(far, SnapshotRequest(1, 1), WAIT_S, SNAPSHOT_SPECS),
         "state": lambda: mine.fetch_state(far, WAIT_S, STATE_SPECS),
     }

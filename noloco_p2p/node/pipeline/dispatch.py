@@ -54,11 +54,12 @@ class StageInput:
     inputs: HostTensor
     targets: HostTensor
     mask: HostTensor | None
+    label: bytes = b""
 
     @classmethod
     def of(cls, sent: Activation) -> "StageInput":
         """At a later stage: of what the one before has sent."""
-        return cls(sent.header.microbatch, sent.header.origin, sent.hidden, sent.targets, sent.mask)
+        return cls(sent.header.microbatch, sent.header.origin, sent.hidden, sent.targets, sent.mask, sent.header.label)
 
 
 class StageResult(NamedTuple):
@@ -194,7 +195,7 @@ class Dispatcher:
                 if await self._asking.until_may_ask(output.microbatch, longest_s):
                     progressed()
                 continue
-            activation = replace(activation, header=replace(header, patient=patient))
+            activation = replace(activation, header=replace(header, patient=patient, label=output.label))
             call = partial(self._call, policy, activation, header_first, progressed)
             calls = {peer.peer_id: partial(call, peer) for peer in peers}
             left = self._asking.begin() if asks else _nothing

@@ -22,7 +22,7 @@ from members import HOUR_S, Club, forged, private, public
 from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo, run
 
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.core.messages import Advert, MicrobatchId, Origin
+from noloco_p2p.core.messages import Advert, Header, MicrobatchId, Origin
 from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.security import certificates
@@ -33,6 +33,7 @@ from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import MemberLinks
 
+OTHER = peer_id_of(bytes(range(32)))
 Shown = tuple[bytes, bytes] | None
 """What an attacker shows: (private key, chain from leaf to issuer), PEM; None: no certificate."""
 
@@ -385,15 +386,60 @@ def test_members_train_and_are_known_by_their_certificates(tmp_path: Path) -> No
                 with pytest.raises(Violation, match="comes from the node that has read it"):
                     await caller.propagate(peer, replace(alien, header=wrong))
             assert not node.calls
-            deeper = replace(alien, header=replace(alien.header, stage=2))
-            assert (await caller.propagate(peer, deeper)).tokens == 7
-            node.calls.clear()
             sent = replace(alien, header=replace(alien.header, microbatch=label[0], origin=label[1]))
             gradient = await caller.propagate(peer, sent)
             assert bytes(gradient.grad.data) == bytes(sent.hidden.data)
             assert await caller.progress(peer, [MicrobatchId("a", 1, 1)], 5.0) == [None]
             assert [who for who, _ in node.calls] == [mine.peer_id]
         await caller.close()
+
+    run(ask())
+
+
+def label(header: Header, microbatch: dict[str, Any] | None = None, **origin: Any) -> Header:
+    """The header with another id or origin under the signature that it has."""
+    changed = header.microbatch._replace(**microbatch or {})
+    return replace(header, microbatch=changed, origin=replace(header.origin, **origin))
+
+
+LABELS: list[tuple[str, str, Callable[[Header], Header], str]] = [
+    ("a microbatch passed on", "nothing wrong", label, ""),
+    ("a microbatch passed on", "no signature", lambda h: replace(h, label=b""), "not signed"),
+    ("a microbatch passed on", "another id", lambda h: label(h, {"counter": 2}), "not signed"),
+    ("a microbatch passed on", "an id of another start", lambda h: label(h, {"incarnation": 2}), "not signed"),
+    ("a microbatch passed on", "an evaluation's id", lambda h: label(h, {"incarnation": 0}), "not signed"),
+    ("a microbatch passed on", "a later step", lambda h: label(h, step=6), "not signed"),
+    ("a microbatch passed on", "another place in the step", lambda h: label(h, index=2), "not signed"),
+    ("a microbatch passed on", "a later end", lambda h: replace(h, label=bytes([1]) + h.label[1:]), "not signed"),
+    ("a microbatch passed on", "another origin beside the id", lambda h: label(h, peer=OTHER), "has read it"),
+    ("a microbatch passed on", "another origin", lambda h: label(h, {"peer": OTHER}, peer=OTHER), "not signed"),
+    ("a microbatch of yesterday", "to have it counted again", label, "expired"),
+]
+
+
+@pytest.mark.parametrize(("holds", "tries", "made", "why"), LABELS, ids=words)
+def test_a_microbatch_that_its_origin_has_not_begun(
+    tmp_path: Path, holds: str, tries: str, made: Callable[[Header], Header], why: str
+) -> None:
+    club, node, later = Club(tmp_path), Node(echo), [0.0]
+
+    async def ask() -> None:
+        origin = club.credentials("origin", clock=lambda: club.now + later[0])
+        plain = activation(run_id=club.run_id)
+        begun = MicrobatchId(origin.peer_id, 1, 1), Origin(origin.peer_id, 5, 1)
+        later[0] = -86_400.0 if why == "expired" else 0.0
+        signed = MemberLinks(origin).labelled(replace(plain.header, microbatch=begun[0], origin=begun[1]))
+        middle = transport(MemberLinks(club.credentials("middle")))
+        async with honest(club, node) as (_, peer):
+            sending = middle.propagate(peer, replace(plain, header=made(replace(signed, stage=2))))
+            if not why:
+                assert (await sending).tokens == 7
+                assert node.calls[0][1].label == signed.label, "it goes on as it came"
+            else:
+                with pytest.raises(Violation, match=why):
+                    await sending
+                assert not node.calls
+        await middle.close()
 
     run(ask())
 
