@@ -128,7 +128,7 @@ async def _open_ports(
     """Metrics, gRPC and directory, each to be closed by `closing`. Raises LocalError (a port in use)."""
     listen = local.listen
     telemetry = PrometheusTelemetry(manifest.stages)
-    metrics_port = telemetry.serve(listen.host, listen.metrics_port)
+    metrics_port = telemetry.serve(listen.host, listen.metrics_port, private=standing.credentials is not None)
     closing.callback(telemetry.close)
     closing.callback(asyncio.create_task(_watch_lag(telemetry)).cancel)
     me, run_id = libp2p.peer_id, manifest.run_id

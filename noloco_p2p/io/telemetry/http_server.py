@@ -17,7 +17,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -71,6 +72,9 @@ class HttpResponse:
     code: int = 200
 
 
+Health = Callable[[], tuple[Status | None, str | None]]
+_ADDRESS = re.compile(r"\S*(?:/(?:ip|dns)[46]?/|\d+\.\d+\.\d+\.\d+|[\w.\]-]+:\d)\S*")
+"""A word with an address in it, or with a host and a port."""
 Page = Callable[[str, str], HttpResponse]
 """(query, header `Accept`) → response, in a thread of the server. It must not wait for the event loop."""
 
@@ -86,20 +90,23 @@ class HttpServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, pages: Mapping[str, Page]) -> None:
+    def __init__(self, host: str, port: int, pages: Mapping[str, Page], outside: Mapping[str, Page]) -> None:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = addresses[0][0]
-        self.pages = pages
+        self.pages, self.outside = pages, outside
         self._accepted: dict[Any, tuple[float, str]] = {}
         """Connection → when it was accepted, and from where, oldest first."""
         self._changed = threading.Condition()
         super().__init__((host, port), _PageHandler)
 
     @classmethod
-    def open(cls, host: str, port: int, pages: Mapping[str, Page]) -> "HttpServer":
-        """Listen, and answer from now on (port 0 picks one). LocalError when it cannot be opened."""
+    def open(
+        cls, host: str, port: int, pages: Mapping[str, Page], outside: Mapping[str, Page] | None = None
+    ) -> "HttpServer":
+        """Listen, and answer from now on (port 0 picks one), whoever is at a public address with the pages for
+        `outside`. LocalError when it cannot be opened."""
         try:
-            server = cls(host, port, pages)
+            server = cls(host, port, pages, pages if outside is None else outside)
         except OSError as error:
             raise LocalError(
                 f"metrics: {host} port {port} cannot be opened ({error.strerror or error}); set listen.metrics_port"
@@ -183,7 +190,7 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
 
     def _response(self) -> HttpResponse:
         where = urlsplit(self.path)
-        page = self.server.pages.get(where.path)
+        page = (self.server.outside if _is_public(self.client_address[0]) else self.server.pages).get(where.path)
         if page is None:
             return HttpResponse(f"404 no such page; there are: {' '.join(self.server.pages)}\n".encode(), code=404)
         try:
@@ -200,7 +207,7 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
         """Nothing: a scrape is no news."""
 
 
-def pages(registry: CollectorRegistry, health: Callable[[], tuple[Status | None, str | None]]) -> Mapping[str, Page]:
+def pages(registry: CollectorRegistry, health: Health) -> Mapping[str, Page]:
     """Path → what makes its response.
 
     `health` gives the node's status, None before there is one, and what is wrong in one line, None when nothing is.
@@ -235,6 +242,29 @@ def pages(registry: CollectorRegistry, health: Callable[[], tuple[Status | None,
         "/status": status_page,
         "/": lambda query, accept: HttpResponse(HELP.encode()),
     }
+
+
+def without_addresses(health: Health) -> Health:
+    """What is told to outsiders: nobody's addresses, and none in a text."""
+
+    def told() -> tuple[Status | None, str | None]:
+        status, wrong = health()
+        if status is not None:
+            seen = tuple(replace(one, advert=_unlocated(one.advert)) for one in status.seen)
+            troubles = tuple(replace(one, message=_ADDRESS.sub("…", one.message)) for one in status.troubles)
+            status = replace(status, advert=_unlocated(status.advert), seen=seen, troubles=troubles)
+        return status, wrong and _ADDRESS.sub("…", wrong)
+
+    return told
+
+
+def _unlocated(advert: Advert) -> Advert:
+    return replace(advert, addresses=(), metrics="", libp2p_metrics="")
+
+
+def _is_public(host: str) -> bool:
+    ip = ip_address(host.partition("%")[0])
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_global
 
 
 def targets(status: Status) -> list[dict[str, object]]:

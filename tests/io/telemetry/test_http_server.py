@@ -23,6 +23,7 @@ from noloco_p2p.io.telemetry.http_server import REQUESTS_LIMIT, HttpResponse, Ht
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 
 RUN = "ab" * 32
+PAGES = ("/status", "/metrics", "/sd", "/health", "/")
 
 
 def advert(number: int, **changes: object) -> Advert:
@@ -118,6 +119,38 @@ def test_health_is_ok_or_one_line(telemetry: PrometheusTelemetry, asker: Asker, 
     assert text == "overdue: waited 99 s (at most 60 s) for gradient from 12D3KooWyou (microbatch 7 of X)\n"
     assert json.loads(asker.line("/status")[1])["health"] == text.strip()
     assert sample(telemetry, "healthy") == 0
+
+
+def test_whoever_asks_from_outside_a_run_for_members_learns_no_address(
+    telemetry: PrometheusTelemetry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trouble = (
+        "join address /ip4/192.0.2.9/tcp/4101/p2p/12D3: nobody at far.example:4102, [2001:db8::9]:4102, 192.0.2.8"
+    )
+    now = replace(status(), troubles=(Trouble("libp2p", trouble, 9.0),))
+    telemetry.watch(lambda: now, tmp_path)
+    asker = Asker(telemetry.serve("127.0.0.1", 0, private=True))
+    everything = {path: asker.ask(path)[2].decode() for path in PAGES}
+    assert "192.168.100.1:41002" in everything["/status"]
+    assert "192.168.100.1:41003" in everything["/sd"]
+    monkeypatch.setattr(http_server, "_is_public", lambda host: True)
+    told = {path: asker.ask(path)[2].decode() for path in PAGES}
+    for path, text in told.items():
+        assert not re.search(r"192\.|far\.example|2001|4100|4102", text), path
+    found = status_json.decode(told["/status"].encode())
+    assert [one.advert.peer_id for one in found.seen] == [one.advert.peer_id for one in now.seen]
+    assert json.loads(told["/sd"]) == []
+    expected = "join address … nobody at … … …"
+    assert http_server.without_addresses(lambda: (None, trouble))() == (None, expected)
+    assert [one.message for one in found.troubles] == [expected]
+
+
+@pytest.mark.parametrize(("host", "public"), [
+    ("127.0.0.1", False), ("::1", False), ("10.1.2.3", False), ("::ffff:192.168.1.2", False), ("fe80::1%eth0", False),
+    ("8.8.8.8", True), ("2606:4700::1", True), ("::ffff:8.8.8.8", True),
+])  # fmt: skip
+def test_outside_is_whoever_has_a_public_address(host: str, public: bool) -> None:
+    assert http_server._is_public(host) is public
 
 
 def test_status_reads_back(telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path) -> None:
