@@ -124,9 +124,7 @@ def test_health_is_ok_or_one_line(telemetry: PrometheusTelemetry, asker: Asker, 
 def test_whoever_asks_from_outside_a_run_for_members_learns_no_address(
     telemetry: PrometheusTelemetry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trouble = (
-        "join address /ip4/192.0.2.9/tcp/4101/p2p/12D3: nobody at far.example:4102, [2001:db8::9]:4102, 192.0.2.8"
-    )
+    trouble = "join address /ip4/192.0.2.9/tcp/4101/p2p/12D3: nobody at far.example:4102, [2001:db8::9]:4102, 192.0.2.8"
     now = replace(status(), troubles=(Trouble("libp2p", trouble, 9.0),))
     telemetry.watch(lambda: now, tmp_path)
     asker = Asker(telemetry.serve("127.0.0.1", 0, private=True))
