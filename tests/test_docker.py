@@ -124,11 +124,37 @@ def test_every_service_is_bounded_locked_in_and_starts_again_only_after_a_failur
     assert "depends_on" not in service, "it would stop them one after the other"
 
 
+def test_a_private_swarm_has_its_key_in_a_volume_and_its_invitation_in_a_secret() -> None:
+    private = yaml.safe_load((DOCKER / "compose.members.yaml").read_text("utf-8"))
+    services = private["services"]
+    made = {name: noloco_node(services[name]["command"]) for name in services}
+    assert noloco_node(SERVICES["bootstrap"]["command"]) | {"key": Path("/data/root.key")} == made["bootstrap"]
+    assert [*made["member"]["join"]] == ["@/run/secrets/invitation"]
+    composing = [str(TOOLS / "docker-compose"), "-f", str(COMPOSE), "-f", str(DOCKER / "compose.members.yaml")]
+    done = subprocess.run(
+        [*composing, "--profile", "member", "config", "--format", "json"],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)["services"]
+    assert [secret["source"] for secret in found["member"]["secrets"]] == [*private["secrets"]] == ["invitation"]
+    assert found["member"]["read_only"] is True
+    assert found["bootstrap"]["command"] == services["bootstrap"]["command"]
+
+
+def noloco_node(command: list[str]) -> dict[str, Any]:
+    """What noloco-node makes of a command line."""
+    return typer.main.get_command(app).make_context("noloco-node", [*command], resilient_parsing=True).params
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_a_node_understands_its_command_line(name: str) -> None:
     service = SERVICES[name]
-    context = typer.main.get_command(app).make_context("noloco-node", [*service["command"]], resilient_parsing=True)
-    given = (context.params["dir"], [*context.params["join"]], context.params["address_file"])
+    read = noloco_node(service["command"])
+    given = (read["dir"], [*read["join"]], read["address_file"])
     first: object = (Path("/data"), [], Path("/join/address"))
     # Without --dir, the first directory below the working directory that no other node holds.
     assert given == (first if name == "bootstrap" else (None, ["@/join/address"], None))

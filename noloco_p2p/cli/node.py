@@ -32,7 +32,8 @@ def node(
     ] = None,
     run: Annotated[str | None, Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
     key: Annotated[
-        Path | None, Option(metavar="FILE", help="Key of a run for members: this node admits others.")
+        Path | None,
+        Option(metavar="FILE", help="Key of a run for members, made if missing: this node admits others."),
     ] = None,
     stage: Annotated[int | None, Option(metavar="N", min=0, help="Stage; default: as before, or the neediest.")] = None,
     dir: Annotated[
@@ -58,8 +59,7 @@ def node(
         print(f"noloco-node {__version__}: reads the settings, imports torch and hivemind …", file=sys.stderr)
     from noloco_p2p.launch import settings
 
-    options = {"--stage": ("stage", stage), "--key": ("security", _security(key))}
-    overrides = settings.read(config, os.environ, set or (), options)
+    overrides = settings.read(config, os.environ, set or (), {"--stage": ("stage", stage)})
     from noloco_p2p.launch import foreseen, run_files
 
     foreseen.check_node(overrides, join or (), address_file, runs=not describe)
@@ -70,18 +70,9 @@ def node(
         with closing(identity):
             from noloco_p2p.launch.bootstrap import NodeOptions
 
-            made = NodeOptions(tuple(join or ()), run, identity, watch_stdin, overrides, address_file, key)
+            made = NodeOptions(tuple(join or ()), run, identity, watch_stdin, overrides, address_file, key).with_key()
             if _ran(made, log_json, first=dir is None):
                 return
-
-
-def _security(key: Path | None) -> dict[str, str] | None:
-    """What the root key of a run makes of its settings."""
-    if key is None:
-        return None
-    from noloco_p2p.launch import run_key
-
-    return {"root_key": run_key.public_half(run_key.read(key))}
 
 
 def _ran(options: "NodeOptions", json_lines: bool, *, first: bool) -> bool:

@@ -18,6 +18,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 HubName = Annotated[str, Field(pattern=f"^{HUB_NAME.pattern}$")]
 
+OPEN = "open"
+
 ModelConfig = dict[str, bool | int | float | str | list[bool | int | float | str | None] | None]
 TINY_LLAMA: ModelConfig = {
     "hidden_size": 128,
@@ -98,7 +100,13 @@ class SecuritySettings(Settings):
 
     root_key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """The public key of the run's root: `--key FILE` of the first node sets it, and the run is for members only; none:
-    open to everybody."""
+    open to everybody. A first node that others can reach makes a key by itself unless `security: open` is written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_word(cls, values: Any) -> Any:
+        """`security: open` says that there is no key, and that a first node at a public address is to make none."""
+        return {} if values == OPEN else values
 
 
 class RunManifest(Settings):

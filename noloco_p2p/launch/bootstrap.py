@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
@@ -24,6 +24,7 @@ from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.reach import is_open_to_others
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.launch import join_file, run_files, run_key, settings
 from noloco_p2p.ports import Batches
@@ -52,6 +53,23 @@ class NodeOptions:
     def dir(self) -> Path:
         """The node's directory: identity, known peers, endpoints.json, summary.json."""
         return self.identity.path.parent
+
+    def with_key(self) -> "NodeOptions":
+        """With the key that a first node's run has or is to have, in a file of its directory if none was named.
+
+        Raises ConfigError, LocalError.
+        """
+        own, stored = self.dir / run_key.KEY, run_files.stored_manifest(self.dir)
+        if self.key is None:
+            begins = stored is None and not self.overrides.says_who_may_join
+            begins = begins and is_open_to_others(self.overrides.node().listen)
+            goes_on = stored is not None and stored.security.root_key is not None and own.exists()
+            if self.join or not (begins or goes_on):
+                return self
+        path = self.key or own
+        known = path.exists() or self.join
+        public = run_key.public_half(run_key.read(path)) if known else run_key.make(path)
+        return replace(self, key=path, overrides=self.overrides.for_members(public))
 
 
 async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettings) -> Libp2pDaemon:

@@ -109,9 +109,11 @@ async def run(options: NodeOptions) -> None:
         ports.telemetry.watch(lambda: node.status(time.monotonic()), options.dir)
         await ports.transport.serve(node.handler)
         await joining.check_reachable(libp2p, ports.advert.addresses[0])
-        run_files.introduce(options.dir, ports.advert, libp2p, listen.host, standing.how_to_join(options.dir))
+        joins = [f"{address}{standing.invitation}" for address in libp2p.join_addresses]
+        how_to_join = standing.how_to_join(options.dir) or f"noloco-node --join {joins[0]}"
+        run_files.introduce(options.dir, ports.advert, libp2p, listen.host, how_to_join)
         if options.address_file is not None:
-            join_file.write(options.address_file, libp2p.join_addresses)
+            join_file.write(options.address_file, joins)
         closing.callback(lambda: run_files.store_summary(options.dir, node, ports.telemetry))
         signals.node = node
         await _until_the_end(node, ports.directory, libp2p, standing)

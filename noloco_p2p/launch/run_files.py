@@ -103,16 +103,13 @@ def _is_free(host: str, port: int) -> bool:
         return False
 
 
-def introduce(
-    directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: str, how_to_join: str | None = None
-) -> None:
+def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: str, how_to_join: str) -> None:
     """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`.
 
     `host` is where it listens: `noloco-node health` asks there, also where what is announced does not lead back here.
-    `how_to_join`: instead of the join address, where that is not enough.
+    An invitation is printed, in `how_to_join`, and not kept.
     """
-    joins = how_to_join or " ".join(["noloco-node", *(f"--join {address}" for address in libp2p.join_addresses)])
-    lines = {"peer id": advert.peer_id, "run": advert.run_id, "metrics": advert.metrics, "join": joins}
+    lines = {"peer id": advert.peer_id, "run": advert.run_id, "metrics": advert.metrics, "join": how_to_join}
     try:
         print("\n".join(f"{name:8} {value}" for name, value in lines.items()), flush=True)
     except OSError as error:

@@ -38,6 +38,10 @@ KEY, CERTIFICATE, ISSUER, BOOK, REVOKED = ROOT_KEY, "certificate.pem", "issuer.p
 who is revoked."""
 
 
+PRINTED_USES, PRINTED_S = 100, 7 * 86_400.0
+"""Of the invitation in the address that a node with the run's key prints."""
+
+
 def make(path: Path) -> str:
     """Write a new root key, mode 0600; its public half, in hexadecimal. Raises ConfigError: the file is there."""
     key = Ed25519PrivateKey.generate()
@@ -140,6 +144,8 @@ class Standing:
     """None: the run is open; and so of the rest."""
     credentials: Credentials | None = None
     issuer: Issuer | None = None
+    invitation: str = ""
+    """What makes a join address enough for newcomers; empty where none is needed, or the run's key is not here."""
 
     async def probe(self, address: str, peer: PeerId) -> str | None:
         """See `join_handshake.ReachabilityProbe`. Who examines a machine (noloco doctor) is an observer there."""
@@ -172,8 +178,8 @@ class Standing:
         await revocations.keep(libp2p, records.revoked, lambda: records.ahead, mine)
 
     def how_to_join(self, home: Path) -> str | None:
-        """What others are told instead of a join address; None: the address is enough."""
-        if self.credentials is None:
+        """What others are told instead of a join address; None: the address, with the invitation, is enough."""
+        if self.credentials is None or self.invitation:
             return None
         if self.issuer is None:
             return "for members only, and not through this node: ask where it was begun for an invitation"
@@ -190,11 +196,15 @@ async def of_node(
     trust = trust_in(manifest)
     if trust is None:
         return Standing(OpenLinks(identity.peer_id, manifest.run_id, identity.sign))
+    invitation = ""
     if key is not None:
         root = read(key)
         if public_half(root) != manifest.security.root_key:
             raise ConfigError(f"--key {key} is not the key of this run: leave it out, or name the right one")
         run_files.write_whole(home / ISSUER, certificates.issuer_certificate(root, trust, identity.peer_id, dht_time()))
+        until = dht_time() + PRINTED_S
+        token = Invitation.signed(root, trust.run_id, uses=PRINTED_USES, until=until, stage=None)
+        invitation = f"/invite/{token.text}"
     revoked = Revocations(trust, home / REVOKED)
     await revocations.ask(libp2p, revoked, libp2p.joined)
     issuer = _issuer(home, trust, identity, revoked)
@@ -211,7 +221,7 @@ async def of_node(
 
     credentials = Credentials(trust, identity, chain, keep, dht_time, revoked)
     records = MemberRecords(trust, revoked, lambda: credentials.chain)
-    return Standing(MemberLinks(credentials), records, credentials, issuer)
+    return Standing(MemberLinks(credentials), records, credentials, issuer, invitation)
 
 
 async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pDaemon, *, calls: bool) -> Standing:

@@ -37,6 +37,7 @@ LIMITS |= {"expected": "be", "pattern": "match"}
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)
 
 Model = TypeVar("Model", RunManifest, NodeConfig)
+SECURITY = "security"
 Options = Mapping[str, tuple[str, object]]
 """Name of an option → (key, value); the value is None for an option that was not given."""
 
@@ -57,8 +58,17 @@ class Overrides:
 
     @property
     def names_the_run(self) -> bool:
-        """A key of the manifest is among them."""
-        return any(entry.key[0] in RunManifest.model_fields for entry in self.entries)
+        """A key of the manifest is among them. Its root's key names no run: a node finds it again beside the run."""
+        return any(entry.key[0] in RunManifest.model_fields and entry.key[0] != SECURITY for entry in self.entries)
+
+    @property
+    def says_who_may_join(self) -> bool:
+        """`security`, or a key in it, is among them."""
+        return any(entry.key[0] == SECURITY for entry in self.entries)
+
+    def for_members(self, root_key: str) -> "Overrides":
+        """The same for a run with this root."""
+        return Overrides((*self.entries, SettingEntry((SECURITY, "root_key"), root_key, "--key")))
 
     def _validated(self, model: type[Model]) -> Model:
         refuse(_faults(model, self.entries))

@@ -8,7 +8,11 @@ import pytest
 from processes import NOLOCO, SMALL, NodeProcess, Nodes, node_processes, settings
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.launch import run_key
+from noloco_p2p.io.dht import reach
+from noloco_p2p.io.dht.identity import KEY, Identity
+from noloco_p2p.launch import run_files, run_key
+from noloco_p2p.launch.bootstrap import NodeOptions
+from noloco_p2p.launch.settings import read as read_settings
 
 HOUR_S = 3600.0
 ENDLESS = settings(steps="100000", start_replicas="1")
@@ -39,7 +43,9 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         words = printed.split()
         assert words[:2] == ["noloco-node", "--join"]
         assert words[2].startswith(f"{address}/invite/")
-        assert f"noloco invite --dir {first.dir}" in first.printed()
+        [shown] = re.findall("^join +noloco-node --join (\\S+)$", first.printed(), re.MULTILINE)
+        assert shown.startswith(f"{address}/invite/"), "it is enough for newcomers"
+        assert "/invite/" not in (first.dir / "endpoints.json").read_text()
         invited = nodes.start("--join", words[2], own_dir="invited")
         first.wait_for_steps(2)
         endpoints = invited.endpoints()
@@ -84,6 +90,49 @@ def test_a_swarm_of_members_trains_to_its_end(tmp_path: Path) -> None:
     assert (home / "0-0" / "issuer.pem").exists()
     assert (home / "1-0" / "certificate.pem").exists()
     assert not (home / "1-0" / "issuer.pem").exists()
+
+
+def options_of(home: Path, *sets: str, key: Path | None = None, join: tuple[str, ...] = ()) -> NodeOptions:
+    identity = Identity.open(home / KEY)
+    identity.close()
+    given = read_settings(None, {}, sets)
+    return NodeOptions(join, None, identity, False, given, key=key).with_key()
+
+
+@pytest.mark.parametrize("contained", [False, True])
+@pytest.mark.parametrize(("sets", "kept"), [
+    ((), "never"),
+    (("listen.host=127.0.0.9",), "never"),
+    (("listen.host=localhost",), "never"),
+    (("listen.host=0.0.0.0",), "outside of containers"),
+    (("listen.host=10.1.2.3",), "outside of containers"),
+    (("listen.host=0.0.0.0", "listen.announce_host=10.1.2.3"), "outside of containers"),
+    (("listen.host=0.0.0.0", "listen.announce_host=8.8.8.8"), "always"),
+    (("listen.host=0.0.0.0", "listen.announce_host=run.example"), "always"),
+    (("listen.host=8.8.8.8",), "always"),
+    (("listen.host=8.8.8.8", "security=open"), "never"),
+])  # fmt: skip
+def test_a_first_node_that_others_can_reach_makes_a_key_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], kept: str, contained: bool
+) -> None:
+    monkeypatch.setattr(reach, "CONTAINER_MARKS", (str(tmp_path),) if contained else ())
+    made = options_of(tmp_path, *sets)
+    wanted = kept == "always" or (kept == "outside of containers" and not contained)
+    assert (made.key is not None) is wanted is (tmp_path / "root.key").exists()
+    manifest = made.overrides.manifest()
+    assert (manifest.security.root_key is not None) is wanted
+    assert options_of(tmp_path, *sets, join=("@somebody",)).key is None, "it joins"
+    run_files.store_manifest(tmp_path, manifest)
+    again = options_of(tmp_path, *sets)
+    assert (again.key, again.overrides.manifest()) == (made.key, manifest), "a run keeps its key"
+    assert again.overrides.names_the_run is False
+
+
+def test_a_key_that_is_named_is_made_where_there_is_none(tmp_path: Path) -> None:
+    made = options_of(tmp_path, key=tmp_path / "mine.key")
+    assert made.overrides.manifest().security.root_key == run_key.public_half(run_key.read(tmp_path / "mine.key"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        options_of(tmp_path, key=tmp_path / "another.key", join=("@somebody",))
 
 
 def test_a_run_for_members_needs_its_key(tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 
+from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.io.dht.addresses import JoinAddress
 
+CONTAINER_MARKS = "/.dockerenv", "/run/.containerenv"
+"""Files that engines put into containers."""
 LOOKUP_S = 2.0
 """Longest wait for the addresses of names; what comes later is known the next time."""
 NAMES_AT_ONCE = 32
@@ -34,6 +38,14 @@ def scope(address: str) -> str:
     if ip.is_loopback or ip.is_link_local:
         return "loopback" if ip.is_loopback else "link"
     return "public" if ip.is_global else "private"
+
+
+def is_open_to_others(listen: ListenSettings) -> bool:
+    """Whether nodes of strangers may reach what listens there: not on loopback, nor in a network of containers."""
+    host = listen.announce_host or listen.host
+    where = scope(host) if _is_address(host) else "loopback" if host == "localhost" else "public"
+    contained = any(Path(mark).exists() for mark in CONTAINER_MARKS)
+    return where == "public" or (where != "loopback" and not contained)
 
 
 def _is_address(host: str) -> bool:
