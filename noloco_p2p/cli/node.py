@@ -57,11 +57,9 @@ def node(
         return
     if sys.stderr.isatty() and not (log_json or describe):
         print(f"noloco-node {__version__}: reads the settings, imports torch and hivemind …", file=sys.stderr)
-    from noloco_p2p.launch import settings
+    from noloco_p2p.launch import foreseen, run_files, settings
 
     overrides = settings.read(config, os.environ, set or (), {"--stage": ("stage", stage)})
-    from noloco_p2p.launch import foreseen, run_files
-
     foreseen.check_node(overrides, join or (), address_file, runs=not describe)
     if describe:
         _describe(overrides)
@@ -69,9 +67,10 @@ def node(
     for identity in run_files.own_identities(dir):
         with closing(identity):
             from noloco_p2p.launch.bootstrap import NodeOptions
+            from noloco_p2p.observe.web_page import pages
 
-            made = NodeOptions(tuple(join or ()), run, identity, watch_stdin, overrides, address_file, key).with_key()
-            if _ran(made, log_json, first=dir is None):
+            made = NodeOptions(tuple(join or ()), run, identity, watch_stdin, overrides, address_file, key, pages)
+            if _ran(made.with_key(), log_json, first=dir is None):
                 return
 
 

@@ -9,7 +9,7 @@ import importlib
 import logging
 import math
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.reach import is_open_to_others
+from noloco_p2p.io.telemetry.http_server import Health, Page
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.launch import join_file, run_files, run_key, settings
 from noloco_p2p.ports import Batches
@@ -48,6 +49,8 @@ class NodeOptions:
     """The join addresses are written there once others can join."""
     key: Path | None = None
     """The root key of a members' run, by which this node admits others."""
+    pages: Callable[[Health], Mapping[str, Page]] | None = None
+    """Pages of its HTTP server besides those that every node has, or in their place."""
 
     @property
     def dir(self) -> Path:

@@ -97,7 +97,7 @@ async def run(options: NodeOptions) -> None:
         closing.push_async_callback(asyncio.wait, [imports])
         standing = await run_key.of_node(options.dir, options.identity, options.key, manifest, libp2p)
         heard = local.model_copy(update={"listen": listen})
-        ports = await _open_ports(closing, libp2p, heard, manifest, options.dir, standing)
+        ports = await _open_ports(closing, libp2p, heard, manifest, options, standing)
         run_files.store_manifest(options.dir, manifest)
         run_files.store_local_files(options.dir, local)
         journal = FileJournal(options.dir, ports.telemetry.counters)
@@ -124,13 +124,14 @@ async def _open_ports(
     libp2p: Libp2pDaemon,
     local: NodeConfig,
     manifest: RunManifest,
-    home: Path,
+    options: NodeOptions,
     standing: Standing,
 ) -> NodePorts:
     """Metrics, gRPC and directory, each to be closed by `closing`. Raises LocalError (a port in use)."""
     listen = local.listen
     telemetry = PrometheusTelemetry(manifest.stages)
-    metrics_port = telemetry.serve(listen.host, listen.metrics_port, private=standing.credentials is not None)
+    private = standing.credentials is not None
+    metrics_port = telemetry.serve(listen.host, listen.metrics_port, options.pages, private=private)
     closing.callback(telemetry.close)
     closing.callback(asyncio.create_task(_watch_lag(telemetry)).cancel)
     me, run_id = libp2p.peer_id, manifest.run_id
@@ -141,7 +142,7 @@ async def _open_ports(
         libp2p,
         run_id=run_id,
         stages=manifest.stages,
-        known_path=home / "known-peers.json",
+        known_path=options.dir / "known-peers.json",
         members=standing.records,
     )
     closing.push_async_callback(directory.close)

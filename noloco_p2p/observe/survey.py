@@ -14,7 +14,7 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.status import SeenPeer
+from noloco_p2p.core.status import SeenPeer, Status
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
 from noloco_p2p.humanize import short_id
 from noloco_p2p.io.dht.reach import Reach, endpoint
@@ -70,9 +70,15 @@ async def by_url(url: str) -> list[Report]:
     except Unreachable as error:
         raise Unreachable(f"{error}: give the metrics address that a running node prints") from None
     assert first.status is not None
-    own = filter(None, map(endpoint, (base, *first.status.advert.addresses)))
+    return await around(first.status, base, first.clock_ahead_s)
+
+
+async def around(status: Status, base: str | None = None, clock_ahead_s: float | None = None) -> list[Report]:
+    """The swarm that the node of this status sees, that node included; `base`: where it answered, if it was asked."""
+    own = filter(None, map(endpoint, (*filter(None, [base]), *status.advert.addresses)))
     reach = Reach(host for host, _ in own)
-    return await by_adverts(await reach.within(map(_here, first.status.seen)), known=[first], reach=reach)
+    first = Report(status.advert.peer_id, status.advert, status, "", clock_ahead_s)
+    return await by_adverts(await reach.within(map(_here, status.seen)), known=[first], reach=reach)
 
 
 async def by_adverts(

@@ -70,10 +70,13 @@ class HttpResponse:
     body: bytes
     content_type: str = TEXT
     code: int = 200
+    policy: str = ""
+    """Of its content's security."""
 
 
 Health = Callable[[], tuple[Status | None, str | None]]
-_ADDRESS = re.compile(r"\S*(?:/(?:ip|dns)[46]?/|\d+\.\d+\.\d+\.\d+|[\w.\]-]+:\d)\S*")
+"""The node's status, None before there is one, and what is wrong in one line, None when nothing is."""
+ADDRESS = re.compile(r"\S*(?:/(?:ip|dns)[46]?/|\d+\.\d+\.\d+\.\d+|[\w.\]-]+:\d)\S*")
 """A word with an address in it, or with a host and a port."""
 Page = Callable[[str, str], HttpResponse]
 """(query, header `Accept`) → response, in a thread of the server. It must not wait for the event loop."""
@@ -178,6 +181,9 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
         body = response.body
         self.send_response(response.code)
         self.send_header("Content-Type", response.content_type)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if response.policy:
+            self.send_header("Content-Security-Policy", response.policy)
         if len(body) >= SMALLEST_GZIP_BYTES and gzip_accepted(self.headers.get("Accept-Encoding", "")):
             body = gzip.compress(body, 1)
             self.send_header("Content-Encoding", "gzip")
@@ -208,10 +214,7 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
 
 
 def pages(registry: CollectorRegistry, health: Health) -> Mapping[str, Page]:
-    """Path → what makes its response.
-
-    `health` gives the node's status, None before there is one, and what is wrong in one line, None when nothing is.
-    """
+    """Path → what makes its response."""
 
     def metrics(query: str, accept: str) -> HttpResponse:
         encoder, content_type = choose_encoder(accept)
@@ -251,9 +254,9 @@ def without_addresses(health: Health) -> Health:
         status, wrong = health()
         if status is not None:
             seen = tuple(replace(one, advert=_unlocated(one.advert)) for one in status.seen)
-            troubles = tuple(replace(one, message=_ADDRESS.sub("…", one.message)) for one in status.troubles)
+            troubles = tuple(replace(one, message=ADDRESS.sub("…", one.message)) for one in status.troubles)
             status = replace(status, advert=_unlocated(status.advert), seen=seen, troubles=troubles)
-        return status, wrong and _ADDRESS.sub("…", wrong)
+        return status, wrong and ADDRESS.sub("…", wrong)
 
     return told
 

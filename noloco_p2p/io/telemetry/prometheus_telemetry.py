@@ -22,7 +22,7 @@ from noloco_p2p.core.members import STATES
 from noloco_p2p.core.status import NodeFigures, Status
 from noloco_p2p.io.telemetry import node_figures
 from noloco_p2p.io.telemetry.counters import LAST_VALUES, MOST_LABELS, TALLIES, RunCounters, known_labels
-from noloco_p2p.io.telemetry.http_server import STARTING, HttpServer, pages, without_addresses
+from noloco_p2p.io.telemetry.http_server import STARTING, Health, HttpServer, Page, pages, without_addresses
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.log import EventLog, RepeatLimiter
 
@@ -59,13 +59,18 @@ class PrometheusTelemetry(Collector):
         self._phases = {name: phases.labels(name) for name in PHASES}
         ProcessCollector(registry=self.registry)
 
-    def serve(self, host: str, port: int, *, private: bool = False) -> int:
+    def serve(
+        self, host: str, port: int, more: Callable[[Health], Mapping[str, Page]] | None = None, *, private: bool = False
+    ) -> int:
         """Answer from threads of its own; returns the port (0 picks one). LocalError when it is in use.
 
+        `more` gives pages without addresses, besides those that every node has, or in their place.
         `private`: whoever asks from a public address learns nobody's address.
         """
-        outside = pages(self.registry, without_addresses(self._health) if private else self._health)
-        self._server = HttpServer.open(host, port, pages(self.registry, self._health), outside)
+        others = {} if more is None else more(self._health)
+        inside = {**pages(self.registry, self._health), **others}
+        outside = {**pages(self.registry, without_addresses(self._health)), **others} if private else inside
+        self._server = HttpServer.open(host, port, inside, outside)
         return int(self._server.server_address[1])
 
     def close(self) -> None:
