@@ -25,15 +25,15 @@ def new_key(file: Annotated[Path, Argument(metavar="FILE", help="File to write; 
 
     public = run_key.make(file)
     print(f"wrote {file}; its public half is {public}")
-    print(f"begin the run with: noloco-node --key {file}")
+    print(f"start the run with: noloco-node --key {file}")
 
 
 def invite_others(
     dir: Annotated[Path, Option(help="Directory of the node that others will join; it was started with --key.")],
-    uses: Annotated[int, Option(min=1, metavar="N", help="Peers that it admits.")] = 1,
-    lasts: Annotated[str, Option("--for", metavar="24h", help="How long: minutes (m), hours (h) or days (d).")] = "24h",
+    uses: Annotated[int, Option(min=1, metavar="N", help="How many peers it admits.")] = 1,
+    lasts: Annotated[str, Option("--for", metavar="24h", help="Valid for minutes (m), hours (h) or days (d).")] = "24h",
     stage: Annotated[
-        int | None, Option(metavar="N", min=0, help="Stage that they are to hold; default: the neediest.")
+        int | None, Option(metavar="N", min=0, help="Stage for them to hold; default: the neediest.")
     ] = None,
     key: KeyFile = None,
 ) -> None:

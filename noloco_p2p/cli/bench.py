@@ -17,7 +17,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with
 
 @bench.command("pipeline")
 def bench_pipeline(
-    microbatches: Annotated[int, typer.Option(metavar="N", min=1, help="Microbatches of a stage-0 node a step.")] = 4,
+    microbatches: Annotated[int, typer.Option(metavar="N", min=1, help="Microbatches per step of a stage-0 node.")] = 4,
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of the measurement.")] = 30.0,
     as_json: AsJson = False,
 ) -> None:
@@ -38,9 +38,9 @@ def bench_transport(as_json: AsJson = False) -> None:
 @bench.command("baseline")
 def bench_baseline(
     kind: Annotated[Literal["ddp", "fsdp", "diloco"], typer.Option(help="Of torch.distributed.")] = "ddp",
-    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Processes, and nodes of the swarm.")] = 4,
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Processes, and nodes in the swarm.")] = 4,
     config: ConfigFile = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps; default: those of the run.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps; default: the run's.")] = None,
     set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -96,18 +96,18 @@ def bench_monitoring(
 
 @bench.command("churn")
 def bench_churn(
-    kill_every: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds from one kill to the next.")] = 10.0,
-    minutes: Annotated[float, typer.Option(min=0.05, metavar="M", help="Minutes in which nodes are killed.")] = 5.0,
+    kill_every: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds between kills.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.05, metavar="M", help="Minutes during which nodes are killed.")] = 5.0,
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "3x3",
     kill_last: Annotated[bool, typer.Option("--kill-last", help="Kill all replicas of a stage for good.")] = False,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the run, and of which nodes are killed when.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K seeds in a row.")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the run and of the kills.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K consecutive seeds.")] = 1,
     steps: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Length of the runs; default: what a swarm does in M minutes."),
     ] = None,
-    cold: Annotated[bool, typer.Option(help="Measure restarts of all nodes, of 2x2 and 3x3.")] = True,
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of all nodes.")] = None,
+    cold: Annotated[bool, typer.Option(help="Measure restarts of all nodes, in 2x2 and 3x3.")] = True,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting for all nodes.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What killing and stopping nodes costs a real swarm: stalls, losses, and the loss beside an undisturbed run's."""
@@ -120,16 +120,16 @@ def bench_churn(
 
 @bench.command("links")
 def bench_links(
-    rates: Annotated[str | None, typer.Option(metavar="MBIT,...", help="Lines, megabits per second both ways.")] = None,
-    delays: Annotated[str | None, typer.Option(metavar="MS,...", help="Milliseconds one way.")] = None,
+    rates: Annotated[str | None, typer.Option(metavar="MBIT,...", help="Line rates, Mbit/s each way.")] = None,
+    delays: Annotated[str | None, typer.Option(metavar="MS,...", help="One-way latencies, milliseconds.")] = None,
     codecs: Annotated[
-        str, typer.Option(metavar="CODEC,...", help="Of hidden states and gradients; bfloat16 is compared with.")
+        str, typer.Option(metavar="CODEC,...", help="Codec of hidden states and gradients, next to bfloat16.")
     ] = "bfloat16",
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "2x2",
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of each measurement.")] = 30.0,
     quick: Annotated[bool, typer.Option("--quick", help="50 Mbit/s with 10 and 50 ms, where not given.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the page.")] = Path("noloco-links"),
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of all nodes.")] = None,
+    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting for all nodes.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Real swarms behind emulated lines, and the simulator on the same lines: tokens/s, and bytes per token.

@@ -11,17 +11,17 @@ from noloco_p2p.cli.options import Device, ExportDir
 def finetune_model(
     model: ExportDir,
     data: Annotated[
-        list[str], Option(metavar="FILE", help="JSON lines with a prompt and a completion; a glob; repeatable.")
+        list[str], Option(metavar="FILE", help="JSON lines with a prompt and a completion; globs; repeatable.")
     ],
     out: Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; it must be new, or empty.")],
     learning_rate: Annotated[
-        float | None, Option(metavar="X", min=0, help="Peak, after the warm-up; default: a tenth of the run's.")
+        float | None, Option(metavar="X", min=0, help="Peak after the warm-up; default: a tenth of the run's.")
     ] = None,
-    batch_size: Annotated[int, Option(metavar="N", min=1, help="Examples of an optimizer step.")] = 32,
+    batch_size: Annotated[int, Option(metavar="N", min=1, help="Examples per optimizer step.")] = 32,
     epochs: Annotated[int, Option(metavar="N", min=1, help="Passes over the examples.")] = 3,
     steps: Annotated[int | None, Option(metavar="N", min=1, help="Optimizer steps, instead of --epochs.")] = None,
-    held_out: Annotated[float, Option(metavar="X", min=0, max=0.9, help="Share of examples to measure on.")] = 0.05,
-    seed: Annotated[int, Option(metavar="N", min=0, help="Of the order of the examples, and of what is held out.")] = 0,
+    held_out: Annotated[float, Option(metavar="X", min=0, max=0.9, help="Share of examples to hold out.")] = 0.05,
+    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the order and of the held-out examples.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Train an exported model on prompts and their completions, on this machine, and write it as another one.
@@ -39,9 +39,9 @@ def finetune_model(
 
 def make_tasks(
     out: Annotated[Path, Argument(metavar="DIR", help="Directory to write.")],
-    seed: Annotated[int, Option(metavar="N", min=0, help="What the items follow from.")] = 0,
-    train: Annotated[int, Option(metavar="N", min=1, max=5000, help="Items of each task for noloco finetune.")] = 2000,
-    test: Annotated[int, Option(metavar="N", min=1, max=1000, help="Other items, for noloco eval --tasks.")] = 200,
+    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the items.")] = 0,
+    train: Annotated[int, Option(metavar="N", min=1, max=5000, help="Items per task for noloco finetune.")] = 2000,
+    test: Annotated[int, Option(metavar="N", min=1, max=1000, help="Items per task for noloco eval --tasks.")] = 200,
 ) -> None:
     """Make five small tasks: addition, sorting, brackets, copying, recall."""
     from noloco_p2p.lab.made_tasks import TRAIN, write_tasks

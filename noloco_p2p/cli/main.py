@@ -30,9 +30,9 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def noloco(
-    debug: Annotated[bool, Option(DEBUG, help="Show a traceback with an error.")] = False,
+    debug: Annotated[bool, Option(DEBUG, help="Show a traceback on errors.")] = False,
     version: Annotated[
-        bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version, and stop.")
+        bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train a language model on a swarm of peers (NoLoCo)."""
@@ -55,10 +55,10 @@ def swarm(
         ),
     ] = None,
     members: Annotated[
-        bool, Option("--members", help="For members only: links are encrypted; noloco invite lets others in.")
+        bool, Option("--members", help="Members only: encrypted links; noloco invite lets others in.")
     ] = False,
-    plain: Annotated[bool, Option("--plain", help="Lines instead of a live table.")] = False,
-    sample: Annotated[bool, Option("--sample/--no-sample", help="Let the model write a few lines at the end.")] = True,
+    plain: Annotated[bool, Option("--plain", help="Print lines instead of a live table.")] = False,
+    sample: Annotated[bool, Option("--sample/--no-sample", help="Let the model write a sample at the end.")] = True,
 ) -> None:
     """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
 
@@ -86,7 +86,7 @@ def resume(dir: NodeDir) -> None:
     """Let a paused node go on; it catches up with the others first."""
     from noloco_p2p.launch import node_probe
 
-    print("\n".join(f"asked to go on: {node}" for node in node_probe.send_signal(dir, node_probe.RESUME)))
+    print("\n".join(f"asked to resume: {node}" for node in node_probe.send_signal(dir, node_probe.RESUME)))
 
 
 @app.command()
@@ -135,10 +135,10 @@ def export_model(
         Literal["mean", "one"], Option(help="The mean of all replicas of each stage, or one of each.")
     ] = "mean",
     replicas: Annotated[
-        bool, Option("--replicas/--no-replicas", help="Of a mean: the single replicas as well, for noloco eval.")
+        bool, Option("--replicas/--no-replicas", help="With a mean, also write each replica, for noloco eval.")
     ] = True,
     tokenizer_dir: Annotated[
-        str | None, Option(metavar="DIR", help="The tokenizer's files, instead of the hub.")
+        str | None, Option(metavar="DIR", help="Directory of the tokenizer's files, instead of the hub.")
     ] = None,
 ) -> None:
     """Write the model as a Hugging Face directory, from the newest outer round that every stage has.
@@ -156,16 +156,16 @@ def evaluate_model(
     out: ExportDir,
     data: Annotated[
         list[str] | None,
-        Option(metavar="DATA", help="stdlib, text files or globs; repeatable. Default: what the run held out."),
+        Option(metavar="DATA", help="stdlib, text files or globs; repeatable. Default: the run's held-out data."),
     ] = None,
     held_out: Annotated[
-        bool, Option("--held-out", help="Of files: only what a run over them holds out, not all tokens.")
+        bool, Option("--held-out", help="With files: only the part that a run over them holds out.")
     ] = False,
-    microbatches: Annotated[int | None, Option(metavar="N", min=1, help="At most so many microbatches.")] = None,
+    microbatches: Annotated[int | None, Option(metavar="N", min=1, help="Evaluate at most N microbatches.")] = None,
     tasks: Annotated[
         str | None, Option(metavar="A,B", help="Instead of the loss: tasks of lm-evaluation-harness (extra eval).")
     ] = None,
-    task_dir: Annotated[Path, Option(metavar="DIR", help="Of --tasks: their YAML files.")] = Path("tasks"),
+    task_dir: Annotated[Path, Option(metavar="DIR", help="With --tasks: where their YAML files are.")] = Path("tasks"),
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -186,10 +186,10 @@ def evaluate_model(
 @app.command("generate")
 def generate_text(
     out: ExportDir,
-    prompt: Annotated[str, Option(metavar="TEXT", help="The text to go on from.")],
-    tokens: Annotated[int, Option(metavar="N", min=1, help="Longest continuation, tokens.")] = 200,
-    temperature: Annotated[float, Option(metavar="X", min=0, help="0: always the likeliest token.")] = 0.8,
-    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the draws.")] = 0,
+    prompt: Annotated[str, Option(metavar="TEXT", help="The text to continue.")],
+    tokens: Annotated[int, Option(metavar="N", min=1, help="Longest continuation in tokens.")] = 200,
+    temperature: Annotated[float, Option(metavar="X", min=0, help="0 always takes the likeliest token.")] = 0.8,
+    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Print what an exported model says after a prompt."""
@@ -204,7 +204,7 @@ def doctor(
     config: ConfigFile = None,
     set: Settings = None,
     dir: Annotated[
-        Path | None, Option(metavar="DIR", help="Directory of a node or a swarm: how it is, and its swarm.")
+        Path | None, Option(metavar="DIR", help="Directory of a node or swarm: check it and its swarm.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -222,8 +222,8 @@ def top(
     url: Annotated[
         str | None, Option(metavar="URL", help="A node's metrics address, http://HOST:PORT; quicker than --join.")
     ] = None,
-    once: Annotated[bool, Option("--once", help="Print the swarm once, as without a terminal.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object, once.")] = False,
+    once: Annotated[bool, Option("--once", help="Print the swarm once and exit.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object and exit.")] = False,
     interval: Annotated[float, Option(metavar="X", min=0.2, max=3600, help="Seconds between readings.")] = 2.0,
 ) -> None:
     """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
@@ -238,21 +238,17 @@ def simulate(
         Path | None,
         Argument(metavar="FILE|NAME", help="YAML file, or one of noloco configs by its name; default: lan."),
     ] = None,
-    nodes: Annotated[int | None, Option(min=1, metavar="N", help="Nodes in all, shared out over the stages.")] = None,
-    seed: Annotated[int | None, Option(metavar="N", min=0, help="What everything follows from; default: 0.")] = None,
-    seeds: Annotated[
-        str | None, Option(metavar="A:B", help="One run for each seed from A up to B, which is left out.")
-    ] = None,
+    nodes: Annotated[int | None, Option(min=1, metavar="N", help="Number of nodes, spread over the stages.")] = None,
+    seed: Annotated[int | None, Option(metavar="N", min=0, help="Seed of the run; default: 0.")] = None,
+    seeds: Annotated[str | None, Option(metavar="A:B", help="One run per seed from A up to, not including, B.")] = None,
     set: Settings = None,
     as_json: Json = False,
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Write every event; sha256sum of the file is the trace_hash.")
     ] = None,
-    check: Annotated[
-        bool, Option("--check", help="Run twice, in two processes; the first event that differs.")
-    ] = False,
+    check: Annotated[bool, Option("--check", help="Run twice, in two processes; show the first difference.")] = False,
     plots: Annotated[Path | None, Option(metavar="DIR", help="Draw the run as SVG files.")] = None,
-    jobs: Annotated[int, Option(metavar="N", min=1, help="Of --seeds: runs that are made at once.")] = 2,
+    jobs: Annotated[int, Option(metavar="N", min=1, help="With --seeds: runs at once.")] = 2,
 ) -> None:
     """Simulate a swarm: real nodes in one process under virtual time, with a network, faults, and a seed.
 
@@ -266,10 +262,10 @@ def simulate(
 
 @app.command()
 def experiment(
-    name: Annotated[str | None, Argument(metavar="NAME", help="Which one; without a name: the list.")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Which one; without a name, list them.")] = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")] = None,
-    quick: Annotated[bool, Option("--quick", help="A smaller version, of minutes.")] = False,
-    jobs: Annotated[int, Option(metavar="N", min=1, help="Cases that are measured at once, each with one thread.")] = 2,
+    quick: Annotated[bool, Option("--quick", help="A smaller version that takes minutes.")] = False,
+    jobs: Annotated[int, Option(metavar="N", min=1, help="Cases measured at once, each with one thread.")] = 2,
 ) -> None:
     """Answer one of the questions about the method: a report with figures, plots, and every run with its seed.
 

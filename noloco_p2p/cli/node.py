@@ -28,12 +28,12 @@ def node(
     config: ConfigFile = None,
     join: SwarmAddresses = None,
     address_file: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the address for --join there, as soon as others can join.")
+        Path | None, Option(metavar="FILE", help="Write the --join address there once others can join.")
     ] = None,
     run: Annotated[str | None, Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
     key: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Key of a run for members, made if missing: this node admits others."),
+        Option(metavar="FILE", help="Key of a members-only run, made if missing: this node admits others."),
     ] = None,
     stage: Annotated[int | None, Option(metavar="N", min=0, help="Stage; default: as before, or the neediest.")] = None,
     dir: Annotated[
@@ -41,10 +41,10 @@ def node(
     ] = None,
     set: Settings = None,
     log_json: Annotated[bool, Option("--log-json", help="Log JSON lines.")] = False,
-    describe: Annotated[bool, Option("--describe", help="Print the sizes of all stages, and stop.")] = False,
-    debug: Annotated[bool, Option(DEBUG, help="Show a traceback with an error.")] = False,
+    describe: Annotated[bool, Option("--describe", help="Print the sizes of all stages and exit.")] = False,
+    debug: Annotated[bool, Option(DEBUG, help="Show a traceback on errors.")] = False,
     watch_stdin: Annotated[bool, Option("--watch-stdin", hidden=True)] = False,
-    version: Annotated[bool, Option("--version", help="Print the version, and stop.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Run one node: train a language model together with others.
 
@@ -56,7 +56,7 @@ def node(
         print(__version__)
         return
     if sys.stderr.isatty() and not (log_json or describe):
-        print(f"noloco-node {__version__}: reads the settings, imports torch and hivemind …", file=sys.stderr)
+        print(f"noloco-node {__version__}: reading the settings, importing torch and hivemind …", file=sys.stderr)
     from noloco_p2p.launch import foreseen, run_files, settings
 
     overrides = settings.read(config, os.environ, set or (), {"--stage": ("stage", stage)})
@@ -96,7 +96,7 @@ def health(
     dir: Annotated[
         Path | None, Option(metavar="DIR", help="Directory of the node; default: the newest in noloco-runs.")
     ] = None,
-    url: Annotated[str | None, Option(metavar="URL", help="Where a node serves its metrics, instead of --dir.")] = None,
+    url: Annotated[str | None, Option(metavar="URL", help="A node's metrics address, instead of --dir.")] = None,
 ) -> None:
     """Ask a running node whether it is well: prints ok, or what is wrong and ends with exit code 1."""
     from noloco_p2p.observe.health_check import ask

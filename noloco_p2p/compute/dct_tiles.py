@@ -74,7 +74,7 @@ class SparseVector:
         ):
             size, (values_NK, places_NK) = tiles.rows * tiles.columns, (part.view(-1, tiles.kept) for part in both)
             if bool((places_NK[:, 0] < 0).any() | (places_NK[:, -1] >= size).any() | (places_NK.diff() <= 0).any()):
-                raise Violation(f"{whose} has places that are not those of a tile of {size} values, ascending")
+                raise Violation(f"{whose} has places that do not ascend within a tile of {size} values")
             parts.append(values.new_zeros(len(values_NK), size).scatter_(1, places_NK, values_NK).flatten())
         return torch.cat(parts)
 

@@ -112,9 +112,9 @@ def check_split(config: Any, stages: int) -> None:
     if not isinstance(layers, int):
         raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use another family")
     if layers > MOST_LAYERS:
-        raise ConfigError(f"model.config: {layers} layers are more than the {MOST_LAYERS} that a model may have here")
+        raise ConfigError(f"model.config: {layers} layers; at most {MOST_LAYERS} are allowed")
     if stages > layers:
-        raise ConfigError(f"stages is {stages}, but the model has only {layers} layers: at least one layer a stage")
+        raise ConfigError(f"stages is {stages}, but the model has only {layers} layers: each stage needs one")
     if stages > 1 and getattr(config, "tie_word_embeddings", False):
         raise ConfigError(
             f"model.config: tie_word_embeddings is true, which needs one stage, not {stages}: the two end stages "
@@ -195,5 +195,5 @@ def checked_config(manifest: RunManifest) -> Any:
         )
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-        raise ConfigError(f"model.config: num_attention_heads {heads} is no multiple of num_key_value_heads {shared}")
+        raise ConfigError(f"model.config: num_attention_heads {heads} is not divisible by num_key_value_heads {shared}")
     return config

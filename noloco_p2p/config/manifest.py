@@ -83,7 +83,7 @@ class WireSettings(Settings):
     forward: WireCodec = "float32"
     """Hidden states: element type, or codes with a scale for each block: `int8` (8.25 bits a value), `int4` (4.5)."""
     backward: WireCodec = "float32"
-    """Their gradients, likewise."""
+    """Their gradients, with the same choices."""
 
 
 class EvaluationSettings(Settings):
@@ -99,8 +99,8 @@ class SecuritySettings(Settings):
     """Who may take part (ARCHITECTURE.md, "Members")."""
 
     root_key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """The public key of the run's root: `--key FILE` of the first node sets it, and the run is for members only; none:
-    open to everybody. A first node that others can reach makes a key by itself unless `security: open` is written."""
+    """Public key of the run's root; the first node's `--key FILE` sets it. With it the run is members-only; none: open
+    to everybody. A first node that others can reach makes its own key unless `security: open` is set."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +113,7 @@ class RunManifest(Settings):
     """The immutable settings of a run: equal on all nodes; their hash is the run id."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "tiny"
-    """Name of the run for people; it names the directory of `noloco swarm`."""
+    """Name of the run, and of its directory under `noloco swarm`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, data order, routes and pairs."""
     start_replicas: Positive = 2
@@ -137,7 +137,7 @@ class RunManifest(Settings):
     outer: OuterSettings = OuterSettings()
     """The outer round."""
     routing: Literal["random", "weighted", "balanced", "fixed"] = "random"
-    """Choice of the next replica: at random, also by its speed, in even turns from the seed, or always the same."""
+    """Choice of the next replica: uniformly at random, at random by speed, evenly from the seed, or always the same."""
     wire: WireSettings = WireSettings()
     """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
@@ -150,7 +150,7 @@ class RunManifest(Settings):
     @model_validator(mode="before")
     @classmethod
     def _read_older(cls, values: Any) -> Any:
-        """A manifest of before `wire` has one `wire_dtype` for both directions."""
+        """An older manifest has one `wire_dtype` for both directions instead of `wire`."""
         if isinstance(values, dict) and "wire_dtype" in values:
             both = dict.fromkeys(WireSettings.model_fields, values["wire_dtype"])
             values = {"wire": both} | {key: value for key, value in values.items() if key != "wire_dtype"}
@@ -160,7 +160,7 @@ class RunManifest(Settings):
     def _check(self) -> "RunManifest":
         reason = self.outer.update.instability
         if reason is not None and self.outer.pairing != "none" and not self.outer.allow_unstable:
-            raise ValueError(f"outer: {reason}; set outer.allow_unstable to run it all the same")
+            raise ValueError(f"outer: {reason}; set outer.allow_unstable to run it anyway")
         if len(self.canonical_json()) > MANIFEST_LIMIT_BYTES:
             raise ValueError(f"the manifest is larger than {MANIFEST_LIMIT_BYTES} bytes")
         return self

@@ -44,16 +44,16 @@ class LimitSettings(Settings):
     microbatch_deadline_s: Seconds = 600.0
     """Longest time without progress for one microbatch on its way through all stages and back, seconds."""
     patience_floor_s: Seconds = 2.0
-    """Shortest silence after which a peer that serves a call is taken for gone, seconds."""
+    """Shortest silence after which a peer that serves a call counts as gone, seconds."""
     drain_s: Seconds = 20.0
     """Longest time to finish the microbatches in hand when the node has to leave, seconds."""
     upload_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Most that this node sends over gRPC, Mbit/s over any 10 s (the DHT's traffic is not counted); none: no limit."""
+    """Most that this node sends over gRPC, Mbit/s over any 10 s (DHT traffic does not count); none: no limit."""
     download_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Most that it receives, likewise."""
+    """Most that it receives, counted in the same way."""
     hours: Annotated[tuple[Annotated[str, Field(pattern=f"^{SPAN}$")], ...], BeforeValidator(one_or_more)] = ()
-    """When the machine is ours, in its local time: `22:00-07:00`, or a list of such spans. Outside of them the node
-    pauses, and one that is started joins when they begin; none: always."""
+    """When the node may use the machine, in local time: `22:00-07:00`, or a list of such spans. Outside them the node
+    pauses, and a node started then joins when they begin; none: always."""
     linger_s: Seconds = 30.0
     """Longest wait for the other nodes at the end of the run, seconds."""
 
@@ -62,7 +62,7 @@ class NodeComputeSettings(Settings):
     """How this node computes."""
 
     recompute: bool = False
-    """Compute activations again in the backward pass: a third more work, far less memory for what is in flight."""
+    """Recompute activations in the backward pass: a third more compute, far less memory per microbatch in flight."""
 
 
 class CheckpointSettings(Settings):
@@ -93,7 +93,7 @@ class NodeConfig(Settings):
     threads: Positive | None = None
     """CPU threads for compute; none: torch's own choice, OMP_NUM_THREADS."""
     compute: NodeComputeSettings = NodeComputeSettings()
-    """Work against memory."""
+    """Compute versus memory."""
     stage: Annotated[int, Field(ge=0)] | None = None
     """Stage to hold; none: that of the newest checkpoint, else the one with the least capacity."""
     data_files: tuple[str, ...] = ()

@@ -13,12 +13,12 @@ from noloco_p2p.core.tiles import kept_of
 
 
 class OuterSettings(Settings):
-    """The outer round (METHOD.md, "Outer rules"). What is not set has the default of the rule: shown is `noloco`'s."""
+    """The outer round (METHOD.md, "Outer rules"). Unset keys have the rule's defaults; those shown are `noloco`'s."""
 
     rule: RuleName = "noloco"
-    """What replicas give each other, and make of it: `noloco` (the paper), `gossip` (θ, often), `averaged` (φ, δ),
-    and of all replicas of the stage `diloco` (Δ), `dct` (some coefficients of a momentum) and `sync` (gradients, before
-    every inner step)."""
+    """What replicas exchange, and how they merge it. Between pairs: `noloco` (the paper), `gossip` (θ, often),
+    `averaged` (φ, δ). Among all replicas of the stage: `diloco` (Δ), `dct` (some coefficients of a momentum), `sync`
+    (gradients, before every inner step)."""
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """α, the outer momentum."""
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
@@ -32,16 +32,16 @@ class OuterSettings(Settings):
     max_stale_rounds: Annotated[int, Field(ge=0)] = 2
     """A snapshot from up to this many rounds away is still merged."""
     partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Longest wait for a partner behind the round, seconds; none: two inner steps, of device time if training waits;
-    where the rule takes from all replicas, `deadline_s`."""
+    """Longest wait for a partner behind the round, seconds; none: two inner steps (of device time if training waits),
+    or `deadline_s` if the rule takes from all replicas."""
     deadline_s: Seconds = 60.0
     """Longest transfer of one snapshot, seconds."""
     codec: OuterCodec = "full"
-    """How a vector travels: `full`, `bfloat16`, `int8` or `int4`: 4, 2, 1 or half a byte a parameter (METHOD.md)."""
+    """Encoding of vectors: `full`, `bfloat16`, `int8` or `int4`: 4, 2, 1 or half a byte per parameter (METHOD.md)."""
     overlap: bool = True
-    """Train on while the partner's snapshot is on its way; what is trained meanwhile is kept. `false`: wait for it."""
+    """Keep training while the partner's snapshot is in transit, without losing that training; `false`: wait for it."""
     allow_unstable: bool = False
-    """Accept settings with which replicas drift apart (for experiments)."""
+    """Accept settings that let replicas drift apart (for experiments)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -55,11 +55,11 @@ class OuterSettings(Settings):
     def _check(self) -> "OuterSettings":
         """What all replicas merge alike travels as it is, or rounded to the nearest."""
         if self.update.common and self.codec not in ("full", "bfloat16"):
-            raise ValueError(f"with rule {self.rule} all merge the same values: codec {self.codec} depends on who asks")
+            raise ValueError(f"rule {self.rule} needs equal values for all: codec {self.codec} depends on who asks")
         if self.update.sparse and self.codec != "full":
-            raise ValueError(f"rule {self.rule} offers few values, and their places: codec full, not {self.codec}")
+            raise ValueError(f"rule {self.rule} sends values with positions: it needs codec full, not {self.codec}")
         if self.update.gradients and (self.codec, self.inner_steps, self.overlap) != ("full", 1, False):
-            raise ValueError(f"rule {self.rule} adds up gradients: codec full, inner_steps 1, overlap false")
+            raise ValueError(f"rule {self.rule} sums gradients: it needs codec full, inner_steps 1, overlap false")
         return self
 
     @property

@@ -128,7 +128,7 @@ class Gossip(OuterRule):
         """A pair's distance is multiplied by 1 − 2γ when both move."""
         if 0 < self.gamma < 1:
             return None
-        return f"gamma {self.gamma:g} drives the two of a pair apart: it must lie between 0 and 1 (½: they meet)"
+        return f"gamma {self.gamma:g} drives pairs apart: it must lie between 0 and 1 (at ½ they meet)"
 
     def offer(self, own: Values) -> Offer:
         """θ_f."""

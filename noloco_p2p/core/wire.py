@@ -119,9 +119,9 @@ def check_same(sent: Sequence[TensorSpec], expected: Sequence[TensorSpec], what:
     """Raises Violation, which names the first difference, unless these tensors are the expected ones in their order."""
     for one, wanted in zip(sent, expected, strict=False):
         if one != wanted:
-            raise Violation(f"the {what} has {one}, expected was {wanted}"[:MAX_NAME_CHARACTERS])
+            raise Violation(f"the {what} has {one}, expected {wanted}"[:MAX_NAME_CHARACTERS])
     if len(sent) != len(expected):
-        raise Violation(f"the {what} has {len(sent)} tensors, expected were {len(expected)}")
+        raise Violation(f"the {what} has {len(sent)} tensors, expected {len(expected)}")
 
 
 def buffer(length: int) -> memoryview:

@@ -100,7 +100,7 @@ async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettin
                 continue
             if not addresses.given or not ran_before:
                 raise
-            log.warning("%s; tries the peers that it knows from before", error)
+            log.warning("%s; trying the peers known from before", error)
             addresses = join_file.JoinAddresses(())
 
 

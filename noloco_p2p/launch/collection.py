@@ -98,7 +98,7 @@ def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:
     rounds = {s: {c.manifest.round for c in checkpoints if c.manifest.stage == s} for s in range(stages)}
     empty = [str(stage) for stage, held in rounds.items() if not held]
     if empty:
-        raise ConfigError(f"no checkpoint of stage {', '.join(empty)} is there: give the directories of its nodes too")
+        raise ConfigError(f"no checkpoint of stage {', '.join(empty)}: give the directories of its nodes too")
     common = set.intersection(*rounds.values())
     if not common:
         held = "; ".join(f"stage {s} has {', '.join(map(str, sorted(held)))}" for s, held in rounds.items())
@@ -143,7 +143,7 @@ def _manifest(checkpoints: Sequence[CheckpointFiles]) -> RunManifest:
         if found is not None:
             return found[1]
     missing = _home(checkpoints[0]) / run_files.MANIFEST
-    raise LocalError(f"{missing} is not there, nor in the other directories: without it the model is not known")
+    raise LocalError(f"{missing} is missing, here and in the other directories: it says what the model is")
 
 
 def _home(checkpoint: CheckpointFiles) -> Path:

@@ -115,7 +115,7 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
 
     name, parquet = manifest.data.tokenizer, manifest.data.kind == "parquet"
     if parquet and tokenizer_dir is None and name == "bytes":
-        say("no tokenizer is written: the run read token ids; name theirs with --tokenizer-dir")
+        say("no tokenizer written: the run read token ids; name their tokenizer with --tokenizer-dir")
         return None
     if parquet and tokenizer_dir is not None:
         name = tokenizer_dir

@@ -62,7 +62,7 @@ def run_finetune(
     manifest, _ = export.read_record(model)
     trained, held, too_long = _split(read_examples(data, export.exported_tokenizer(manifest, model)), manifest, recipe)
     if too_long:
-        say(f"left out, longer than the run's {manifest.sequence_length} tokens: {too_long:,} examples")
+        say(f"skipped, longer than the run's {manifest.sequence_length} tokens: {too_long:,} examples")
     steps = recipe.steps or recipe.epochs * math.ceil(len(trained) / recipe.batch_size)
     say(f"{len(trained):,} examples, {len(held):,} held out; steps of {recipe.batch_size}: {steps:,}")
     peak = recipe.learning_rate

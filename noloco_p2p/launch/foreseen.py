@@ -39,7 +39,7 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
     check_vocabulary(manifest, local)
     parameters = _plain_parameters(manifest)
     if parameters is None or local.device not in ("auto", "cpu"):
-        say("checks model and device: importing torch …")
+        say("checking model and device: importing torch …")
         from noloco_p2p.compute.factory import check_model, stage_sizes
         from noloco_p2p.compute.hardware import pick_device
 
@@ -86,7 +86,7 @@ def check_ports(listen: ListenSettings) -> None:
         for name, port in chosen.items():
             same = [other for other, number in chosen.items() if number == port and other != name]
             if same:
-                raise ConfigError(f"listen.{name} and listen.{same[0]} are both {port}: give each a port of its own")
+                raise ConfigError(f"listen.{name} and listen.{same[0]} are both {port}: give each its own port")
             held.enter_context(reserve_port(listen.host, port, f"listen.{name}"))
         held.enter_context(reserve_port(listen.host, 0))
 

@@ -50,7 +50,7 @@ class JoinAddresses:
         while not (found := tuple(self)) and self.files:
             if time.monotonic() >= self._give_up_at:
                 raise Unreachable(f"there is no join address in {' or '.join(map(str, self.files))}")
-            self._say(logging.INFO, f"waits for the join address in {' and '.join(map(str, self.files))}")
+            self._say(logging.INFO, f"waiting for the join address in {' and '.join(map(str, self.files))}")
             await asyncio.sleep(POLL_S)
         return found
 
@@ -58,7 +58,7 @@ class JoinAddresses:
         """Nobody answered: whether a file may have other addresses later. If so, logs why, and pauses."""
         if not self.files or time.monotonic() >= self._give_up_at:
             return False
-        self._say(logging.WARNING, f"{failure}; reads the file again until somebody answers")
+        self._say(logging.WARNING, f"{failure}; reading the file again until somebody answers")
         await asyncio.sleep(AGAIN_S)
         return True
 

@@ -84,7 +84,7 @@ class SnapshotCollector:
                 break
             target = following
         if best is None:
-            raise LocalError("the swarm moved on faster than its snapshots came: no outer round came from every stage")
+            raise LocalError("the swarm moved on faster than its snapshots arrived: no outer round is complete")
         return best
 
     async def _holders(self) -> list[Advert]:
@@ -97,7 +97,7 @@ class SnapshotCollector:
             if not missing:
                 return holders
         stages = ", ".join(map(str, sorted(missing)))
-        raise LocalError(f"nobody in the swarm has trained weights of stage {stages} to give: try again later")
+        raise LocalError(f"no node of the swarm has trained weights of stage {stages} to give: try again later")
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:
         """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""

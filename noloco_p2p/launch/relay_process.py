@@ -95,6 +95,6 @@ class RelayProcess:
         except OSError:
             answer = b""
         if not answer:
-            raise LocalError(f"the relay of --link {self.link} does not answer: see what it has printed")
+            raise LocalError(f"the relay of --link {self.link} does not answer: see its output")
         found: dict[str, Any] = json.loads(answer)
         return found

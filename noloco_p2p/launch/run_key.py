@@ -125,7 +125,7 @@ def _root(node_dir: Path, key: Path | None, manifest: RunManifest) -> Ed25519Pri
     places = [key] if key is not None else [node_dir / KEY, node_dir.parent / KEY, node_probe.HOME / KEY]
     root = read(next((place for place in places if place.exists()), places[0]))
     if public_half(root) != manifest.security.root_key:
-        raise ConfigError("the key is not that of this run: name the file that the run was begun with by --key")
+        raise ConfigError("the key is not that of this run: name the file given to --key when the run was started")
     return root
 
 
@@ -213,7 +213,7 @@ async def of_node(
         chain = issuer.issue(identity.peer_id, "member")
     if chain is None:
         if not libp2p.joined:
-            raise ConfigError("security.root_key: begin a run for members with --key FILE, which noloco key new writes")
+            raise ConfigError("security.root_key: start a members-only run with --key FILE (see noloco key new)")
         chain = await admission.invited(libp2p, trust, "member", dht_time())
 
     def keep(chain: bytes) -> None:

@@ -148,7 +148,7 @@ class LocalSwarm:
         """What is not yet so that the first inner step can be taken."""
         there = [node for node in self._nodes if node.endpoints is not None]
         if not there:
-            return f"importing torch: node {self._nodes[0].name} comes first, the others join it"
+            return f"importing torch: node {self._nodes[0].name} starts first, the others join it"
         if len(there) < len(self._nodes):
             return f"starting {len(self._nodes)} nodes: {len(there)} of {len(self._nodes)}"
         ready = {node.stage for node in self._nodes if row(node).get("state") not in (None, "starting")}
@@ -169,7 +169,7 @@ class LocalSwarm:
         try:
             return line if self._cut_off else line | self._relay.counts()
         except LocalError as error:
-            self._display.say(f"what each line has carried is not known: {error}")
+            self._display.say(f"the traffic of each line is unknown: {error}")
             return line
 
     def _leave(self) -> None:
@@ -180,7 +180,7 @@ class LocalSwarm:
         if self._cut_off or not any(node.running for node in self._nodes):
             return
         heard, nodes = len(self._signals), self._nodes
-        self._display.say("leaving in order, again: at once" if heard else "stopping the other nodes")
+        self._display.say("shutting down; a second signal stops at once" if heard else "stopping the other nodes")
         with ThreadPoolExecutor(len(nodes)) as pool:
             self._read(pool)
         if not self._trains:
@@ -212,7 +212,7 @@ class LocalSwarm:
                 print(f"  {line}", file=sys.stderr)
             return 2 if code == 2 else 1
         if self._cut_off:
-            print("error: the relay of --link has died: no node reached another one any more", file=sys.stderr)
+            print("error: the relay of --link died, so no node could reach another", file=sys.stderr)
             return 1
         if not completed:
             print("error: a node left before the run's end; see the logs", file=sys.stderr)
@@ -250,14 +250,14 @@ def run_swarm(
         if resumed is not None:
             display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
-            display.say("starts again at step 0: nothing had been saved")
+            display.say("starting again at step 0: nothing had been saved")
         with stop_signals() as signals:
             code = LocalSwarm(plan, run_dir, resumed, display, signals, link).run()
         if signals:
-            display.say(f"go on with: noloco swarm --dir {shlex.quote(str(run_dir))}")
+            display.say(f"continue with: noloco swarm --dir {shlex.quote(str(run_dir))}")
         elif code == 0:
             if sample:
-                display.say("importing torch, for a few lines of the model (--no-sample leaves them out)")
+                display.say("importing torch for a sample of the model (--no-sample skips it)")
                 print("\n".join(swarm_end.sample_lines(run_dir)))
             swarm_end.say_what_next(run_dir, display.say)
         return code

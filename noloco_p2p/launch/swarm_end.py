@@ -19,7 +19,7 @@ def sample_lines(run_dir: Path) -> list[str]:
     """The first lines that a run's model writes, from its newest checkpoints, or one that says why there are none."""
     size = sum(path.stat().st_size for path in run_dir.glob("*/checkpoints/*/*.safetensors"))
     if size > MOST_BYTES:
-        return ["no lines of the model: it is large, noloco generate loads it"]
+        return ["no sample: the model is large; noloco generate loads it"]
     try:
         with tempfile.TemporaryDirectory(prefix="noloco-sample-") as home:
             model = Path(home) / "model"
@@ -28,7 +28,7 @@ def sample_lines(run_dir: Path) -> list[str]:
 
             text = run_generate(model, "", tokens=SAMPLE_TOKENS, temperature=0.8, seed=0, device="cpu")
     except (NolocoError, OSError) as error:
-        return [f"no lines of the model: {error}"]
+        return [f"no sample: {error}"]
     wrapped = (line for long in text.splitlines() for line in textwrap.wrap(long, WIDTH, drop_whitespace=False))
     return ["the model writes:", *[f"    {line.rstrip()}" for line in wrapped if line.strip()][:LINES]]
 

@@ -66,7 +66,7 @@ def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
         found.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")
     if rate is not None:
         found.append(f"{rate:,.0f} tokens/s while training")
-    return [*found, "the summary of before stays: it has more" if path is None else f"summary: {path}"]
+    return [*found, "keeping the earlier summary, which has more" if path is None else f"summary: {path}"]
 
 
 def _known(summaries: Iterable[Mapping[str, Any]], figure: str) -> list[float]:

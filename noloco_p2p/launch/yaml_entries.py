@@ -143,7 +143,7 @@ class _Reader:
                 return [] if self.is_file else [SettingEntry(key, None, self.source)]
             if not self.is_file or isinstance(root, yaml.MappingNode):
                 return list(self._walk(loader, key, root, self.source))
-            self.faults.append(f"{self._place(root.start_mark)}: a file with lines `key: value` is wanted")
+            self.faults.append(f"{self._place(root.start_mark)}: expected lines of the form `key: value`")
         except UNREADABLE as error:
             problem, mark = None, None
             if isinstance(error, yaml.MarkedYAMLError):

@@ -79,7 +79,7 @@ class Checkpointer:
         if await self._has_a_mate() or node.manifest.outer.pairing == "none" or not self._guardians():
             return
         final = await self._rounds.freeze(node.advert.outer_round + 1)
-        node.event("info", message=f"waits until a guardian has the weights of stage {node.index}")
+        node.event("info", message=f"waiting until a guardian has the weights of stage {node.index}")
         assert node.drain_by is not None, "only a node that leaves hands over"
         left_s = node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S
         if not await self._waits.until(
@@ -89,7 +89,7 @@ class Checkpointer:
             max(0.0, left_s),
             why=ForRound(final.round),
         ):
-            node.event("warning", message="leaves although no guardian has pulled its weights")
+            node.event("warning", message="leaving although no guardian has pulled its weights")
 
     async def entrust(self) -> bool:
         """Before a pause: freezes a last replica's weights, for guardians to pull meanwhile. False: it is not that."""

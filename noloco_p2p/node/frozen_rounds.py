@@ -67,7 +67,7 @@ class FrozenRounds:
                 idle=True,
             )
         if whole_group and round not in self._kept:
-            raise Declined(f"this replica gives nothing of round {round}: it has come to {max(self._kept, default=0)}")
+            raise Declined(f"this replica has no round {round} to give: its newest is {max(self._kept, default=0)}")
         if not self._kept:
             raise Declined("this replica has no snapshot yet")
         at = max(self._kept)

@@ -69,7 +69,7 @@ class GroupPull:
         try:
             found = await self._puller.fetch(mate, mine, wait_s, idle)
             if found.theirs[0].view is None:
-                raise Violation(f"{mate.peer_id} does not say whom it counts with")
+                raise Violation(f"{mate.peer_id} does not say which replicas it expects")
         except PeerError as error:
             if not isinstance(error, Declined) or node.now() - began >= wait_s:
                 members.failed(mate.peer_id, now=node.now())

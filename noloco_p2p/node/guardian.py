@@ -187,7 +187,7 @@ class Guardian:
         if theirs.peer != donor.peer_id:
             raise Violation(f"{donor.peer_id} sent the weights of {theirs.peer}")
         if not node.is_possible(theirs.round, theirs.step):
-            raise Declined(f"{donor.peer_id} says that it has come to round {theirs.round}, step {theirs.step}")
+            raise Declined(f"{donor.peer_id} claims an impossible round {theirs.round}, step {theirs.step}")
         return theirs
 
     def _rest(self, stage: int, took_s: float) -> None:

@@ -118,7 +118,7 @@ class Joining:
     async def take_over(self, ahead: Sequence[PeerId]) -> None:
         """Become one of those that a round has shown to be ahead; where none gives its state, the next round tells."""
         node, counted_from = self._node, self._node.advert.partner_from_round
-        node.event("warning", message=f"differs from {len(ahead)} replicas of its stage: takes over their state")
+        node.event("warning", message=f"differs from {len(ahead)} replicas of its stage: copying their state")
         node.publish(partner_from_round=agreement.NOT_YET)
         for peer in ahead:
             donor = self._swarm.members.get(peer)
@@ -150,7 +150,7 @@ class Joining:
         while not node.draining:
             others, own = await self._ask_around(), self._weights.own_of_stage()
             if not await self._know_the_clock() and node.now() - began < 3 * node.config.directory.ttl_s:
-                self._report("waiting for an answer from somebody who trains")
+                self._report("waiting for an answer from a node in training")
                 await self._membership_loop.next_reading()
                 continue
             if node.now() - began > TRANSFER_DEADLINE_S:  # Whoever was to resume from newer weights has not.
@@ -163,9 +163,9 @@ class Joining:
                 if source.kind == "wait":
                     self._report(f"waiting: {source.reason}")
                 elif source.kind == "fresh" and self._may_come_back(others, began):
-                    self._report(f"waiting for somebody who has weights of stage {node.index}")
+                    self._report(f"waiting for a node with weights of stage {node.index}")
                 elif await self._weights.restore(source):
-                    return f"goes on at outer round {node.advert.outer_round}, step {node.step}"
+                    return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
             await self._membership_loop.next_reading()
         return ""
 
@@ -240,7 +240,7 @@ class Rebalancer:
         ready = self._readings >= READINGS_BEFORE and self._have_answered()
         if target is not None and ready and balance.may_move(node.advert, others):
             node.event("moved", stage=target, reason=reason)
-            node.drain(f"moves to stage {target}: {reason}", next_stage=target)
+            node.drain(f"moving to stage {target}: {reason}", next_stage=target)
 
     def _left_to(self, others: Sequence[Advert], target: int, rounds_left: float) -> bool:
         """A move leaves nothing behind that is only listed: without those that are silent I would move as well."""

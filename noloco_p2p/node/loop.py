@@ -126,7 +126,7 @@ class Node:
             await until(lambda: node.error is not None, "end of what is held", Resource.INNER_STEP, drain_s)
         if node.error is not None:
             raise node.error
-        node.event("warning", message=f"left after {node.config.limits.drain_s:g} s with work in hand")
+        node.event("warning", message=f"left after {node.config.limits.drain_s:g} s with unfinished work")
 
     async def _live(self) -> None:
         node = self.state

@@ -146,7 +146,7 @@ class WeightRestorer:
         node, step = self._node, self._clock_of_others()
         await self._go_on_at(int(step) // node.manifest.outer.inner_steps, step, node.inner_steps)
         node.event(
-            "warning", message=f"nobody has the weights of stage {node.index}: it begins with its initial weights"
+            "warning", message=f"nobody has the weights of stage {node.index}: starting from the initial weights"
         )
 
     async def _load(self, held: Holding) -> Checkpoint | None:
@@ -163,7 +163,7 @@ class WeightRestorer:
             speed = median(a.steps_per_s for a in answering)
             limit = min(limit, schedule.furthest(self._clock_of_others(), ttl_s, speed, m))
         if step > limit or round > limit // m + 2:
-            raise Declined(f"the weights of {whose} are of round {round}, step {step:g}: the run is not there yet")
+            raise Declined(f"the weights of {whose} are of round {round}, step {step:g}, which the run has not reached")
 
     def _clock_of_others(self) -> float:
         """The median over those who train and have answered, in steps: one liar among them does not move it."""

@@ -102,7 +102,7 @@ class Shutdown:
             await stay(*pulled)
             return
         if not await stay(lambda: not others(lambda s: s > 0), "end of the later stages", Resource.SWARM):
-            node.event("warning", message="evaluates although a later stage has not finished")
+            node.event("warning", message="evaluating although a later stage has not finished")
         await self.evaluate()
         node.publish(evaluated=True)
         await stay(lambda: not others(lambda s: s == 0), "end of stage 0", Resource.SWARM)

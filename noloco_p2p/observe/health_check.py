@@ -25,7 +25,7 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
         found = _newest(home) if directory is None else directory / ENDPOINTS
         url = None if found is None else _address(found)
         if url is None:
-            return False, f"no node has said where it is in {found or home / 'node-*' / ENDPOINTS}"
+            return False, f"no node has written its address to {found or home / 'node-*' / ENDPOINTS}"
     return _answer(_checked(url))
 
 

@@ -66,7 +66,7 @@ async def by_url(url: str) -> list[Report]:
     try:
         first = await ask(base)
     except Violation as error:
-        raise Violation(f"{base} does not answer as a node of this program: {error}") from None
+        raise Violation(f"{base} does not answer like a noloco node: {error}") from None
     except Unreachable as error:
         raise Unreachable(f"{error}: give the metrics address that a running node prints") from None
     assert first.status is not None

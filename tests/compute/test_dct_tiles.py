@@ -249,10 +249,10 @@ def with_first(sent: Snapshot, at: int, *values: float) -> Snapshot:
 @pytest.mark.parametrize(
     ("at", "values", "said"),
     [
-        (1, (-1,), "places that are not those of a tile"),
-        (1, (*range(1937, 1953),), "places that are not those of a tile"),
-        (1, (5, 5), "places that are not those of a tile"),
-        (1, (9, 5), "places that are not those of a tile"),
+        (1, (-1,), "places that do not ascend within a tile"),
+        (1, (*range(1937, 1953),), "places that do not ascend within a tile"),
+        (1, (5, 5), "places that do not ascend within a tile"),
+        (1, (9, 5), "places that do not ascend within a tile"),
         (0, (np.nan,), "not finite in vector"),
         (0, (np.inf,), "not finite in vector"),
     ],

@@ -146,7 +146,7 @@ def test_a_strangers_manifest_cannot_fill_memory_before_a_stage_is_chosen() -> N
     with pytest.raises(ConfigError, match="its heads are too wide to be tried"):
         check_model(RunManifest(model=ModelSettings(config={**wide, "vocab_size": 2**17}), stages=2))
     deep = RunManifest().model.config | {"num_hidden_layers": 10**8}
-    with pytest.raises(ConfigError, match="100000000 layers are more than the 1024"):
+    with pytest.raises(ConfigError, match="100000000 layers; at most 1024 are allowed"):
         check_model(RunManifest(model=ModelSettings(config=deep)))
 
 

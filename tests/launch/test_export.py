@@ -131,7 +131,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         exported(tmp_path / "nowhere", out)
     save(manifest, run / "0-0", make_replica(manifest, 0, "a"), "a", 3)
-    with pytest.raises(ConfigError, match="no checkpoint of stage 1 "):
+    with pytest.raises(ConfigError, match="no checkpoint of stage 1: give"):
         exported(run, out)
     save(manifest, run / "1-0", make_replica(manifest, 1, "b"), "b", 2)
     with pytest.raises(ConfigError, match="stage 0 has 3; stage 1 has 2"):
@@ -166,7 +166,7 @@ def test_the_manifest_must_be_that_of_the_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match=r"manifest\.json is damaged"):
         exported(tmp_path, tmp_path / "out")
     path.unlink()
-    with pytest.raises(LocalError, match=r"manifest\.json is not there"):
+    with pytest.raises(LocalError, match=r"manifest\.json is missing"):
         exported(tmp_path, tmp_path / "out")
 
 

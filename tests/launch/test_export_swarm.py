@@ -151,7 +151,7 @@ def test_one_replica_of_each_stage(tmp_path: Path) -> None:
 def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
     async def test() -> None:
         async with swarm(tmp_path / "a", holders((0, 5))) as address:
-            with pytest.raises(LocalError, match="nobody in the swarm has trained weights of stage 1"):
+            with pytest.raises(LocalError, match="no node of the swarm has trained weights of stage 1"):
                 await from_swarm([address], one=False, say=print)
         with pytest.raises(Unreachable, match="nobody answers"):
             await from_swarm([address], one=False, say=print)

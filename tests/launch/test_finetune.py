@@ -114,7 +114,7 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path, model: Path) -
     data = written(tmp_path / "data.jsonl", pairs)
     figures = tuned(model, data, tmp_path / "out", said, steps=1, held_out=0.0)
     assert (figures["examples"], figures["too_long"]) == (2, 1)
-    assert said[0] == "left out, longer than the run's 16 tokens: 1 examples"
+    assert said[0] == "skipped, longer than the run's 16 tokens: 1 examples"
     with pytest.raises(ConfigError, match="of 1 examples 0 fit into the run's 16 tokens"):
         tuned(model, written(tmp_path / "long.jsonl", pairs[2:]), tmp_path / "none")
 

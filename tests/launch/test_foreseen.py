@@ -21,12 +21,12 @@ from noloco_p2p.launch import compose, foreseen
 
 SWARM, NODE = "swarm", "noloco-node"
 MISTAKES = [
-    (SWARM, "--stages 5", "stages is 5, but the model has only 4 layers: at least one layer a stage"),
+    (SWARM, "--stages 5", "stages is 5, but the model has only 4 layers: each stage needs one"),
     (SWARM, "--set model.config.num_attention_heads=3", "hidden size (128).*multiple.*attention heads (3)"),
     (
         SWARM,
         "--set model.config.num_key_value_heads=3",
-        "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+        "num_attention_heads 4 is not divisible by num_key_value_heads 3",
     ),
     (SWARM, "--set model.family=lama", "knows no causal language model 'lama' (did you mean 'llama'?)"),
     (SWARM, "--set model.config.num_hidden_layer=4", "did you mean 'num_hidden_layers'?"),
@@ -44,7 +44,7 @@ MISTAKES = [
     (SWARM, "--set device=cuda:99", "cuda:99 is not here .*; set device to cpu or auto"),
     (SWARM, "--set data.kind=text --set data_files=[{tmp}/*.txt]", "data_files: no file matches {tmp}/*.txt"),
     (SWARM, "--set data.kind=text", "this kind of data needs data_files"),
-    (SWARM, "--set data.kind=text --set data_files=[{tmp}/small]", "too small: one piece to train on"),
+    (SWARM, "--set data.kind=text --set data_files=[{tmp}/small]", "too small: it needs one piece to train on"),
     (SWARM, "--set data_files=[{tmp}/small]", "data.kind 'stdlib' reads Python's own library; set data.kind: text"),
     (
         SWARM,
@@ -53,12 +53,12 @@ MISTAKES = [
     ),
     (SWARM, "--dir {tmp}/small/run", "--dir {tmp}/small/run is a file, not of a swarm: name another directory"),
     (SWARM, "--link 200", "--link 200: "),
-    (SWARM, "--set outer.gamma=2", "outer: .*; set outer.allow_unstable to run it all the same"),
+    (SWARM, "--set outer.gamma=2", "outer: .*; set outer.allow_unstable to run it anyway"),
     (SWARM, "--set outer.rule=adam", "outer.rule must be 'noloco'"),
     (SWARM, "--set outer.codec=int3", "outer.codec must be"),
     (SWARM, "--set inner.optimizer=moun", "inner.optimizer must be 'adamw' or 'muon', not 'moun'"),
     (NODE, "--set listen.dht_port={port}", "port {port} .*in use"),
-    (NODE, "--set listen.dht_port=4101 --set listen.grpc_port=4101", "are both 4101: give each a port of its own"),
+    (NODE, "--set listen.dht_port=4101 --set listen.grpc_port=4101", "are both 4101: give each its own port"),
     (NODE, "--set listen.host=203.0.113.7", "cannot listen on 203.0.113.7"),
     (NODE, "--join 127.0.0.1:4101", "127.0.0.1:4101"),
     (NODE, "--stage 2", "stage 2: the run has stages 0 to 1"),

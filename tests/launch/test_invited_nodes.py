@@ -59,7 +59,7 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         found = json.loads(said(nodes, "top", "--join", words[2], "--json"))
         assert {node["peer"] for node in found["nodes"]} == {first.endpoints().peer_id, endpoints.peer_id}
         report = said(nodes, "doctor", "--join", words[2], code=1)
-        assert "2 of 2 nodes are reached at their gRPC addresses" in report
+        assert "2 of 2 nodes can be reached at their gRPC addresses" in report
         assert "reaches this machine at" in report
         said(nodes, "export", "--join", words[2], "--out", str(tmp_path / "model"))
         assert (tmp_path / "model" / "noloco.json").exists()
@@ -138,7 +138,7 @@ def test_a_key_that_is_named_is_made_where_there_is_none(tmp_path: Path) -> None
 def test_a_run_for_members_needs_its_key(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         root = settings(security__root_key="ab" * 32)
-        assert "begin a run for members with --key FILE" in refused(nodes.start(*SMALL, *root, own_dir="first"))
+        assert "start a members-only run with --key FILE" in refused(nodes.start(*SMALL, *root, own_dir="first"))
 
 
 def test_a_key_is_made_once_and_kept_from_others(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
     address.write_text(f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}\n")
     with node_processes(tmp_path) as nodes:
         by_file = nodes.start("--join", f"@{address}", cwd=terminals)
-        by_file.wait_for(lambda: "reads the file again" in by_file.logged(), "word that the address of before is dead")
+        by_file.wait_for(
+            lambda: "reading the file again" in by_file.logged(), "word that the address of before is dead"
+        )
         first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals, fresh=True)
         pasted = say_join_command(first)
         assert pasted[0] == "--join"

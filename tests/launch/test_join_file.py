@@ -98,7 +98,7 @@ def test_a_node_waits_for_the_file_and_says_so_once(path: Path, caplog: pytest.L
         return await asyncio.wait_for(coming, 5)
 
     assert asyncio.run(scenario()) == (ONE,)
-    assert caplog.messages == [f"waits for the join address in {path}"]
+    assert caplog.messages == [f"waiting for the join address in {path}"]
 
 
 def test_nobody_waits_for_a_file_when_another_address_is_there(path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_file_is_read_again_after_nobody_answered_and_an_address_is_not(
         assert not await JoinAddresses([ONE]).may_change(failure)
 
     asyncio.run(scenario())
-    assert caplog.messages == ["nobody answers; reads the file again until somebody answers"]
+    assert caplog.messages == ["nobody answers; reading the file again until somebody answers"]
 
 
 def test_a_node_that_was_here_before_waits_only_so_long(path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_node_that_was_here_before_waits_only_so_long(path: Path) -> None:
 def test_a_signal_ends_the_wait_at_once_and_in_order(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         node = nodes.start("--join", f"@{tmp_path / 'address'}", own_dir="node")
-        node.wait_for(lambda: "waits for the join address in" in node.logged(), "word that it waits")
+        node.wait_for(lambda: "waiting for the join address in" in node.logged(), "word that it waits")
         node.process.send_signal(signal.SIGTERM)
         assert node.end() == 0
         assert node.logged().splitlines()[-1].endswith("stopped at once")

@@ -104,7 +104,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- 1\n", ":1: a file with lines `key: value` is wanted"),
+        ("- 1\n", ":1: expected lines of the form `key: value`"),
         ("a: 1\nb: [1\n", ":3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("name: !!python/name:os.system\n", ":1: not valid YAML: could not determine a constructor"),
     ],

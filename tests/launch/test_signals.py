@@ -62,7 +62,7 @@ def test_a_node_gets_the_signal(tmp_path: Path) -> None:
         assert paused.stdout == f"asked to pause: {tmp_path} (process {process.pid})\n"
         resumed = noloco("resume", "--dir", str(tmp_path))
         assert (resumed.returncode, heard(process)) == (0, "SIGUSR2")
-        assert resumed.stdout == f"asked to go on: {tmp_path} (process {process.pid})\n"
+        assert resumed.stdout == f"asked to resume: {tmp_path} (process {process.pid})\n"
 
 
 def test_all_nodes_of_a_swarm_get_the_signal(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     assert f"summary: {swarm.dir / 'summary.json'}" in swarm.printed()
     for name in ("0-0", "0-1", "1-0", "1-1"):
         assert re.search(rf"^{name}  finished  inner step", swarm.printed(), re.M)
-    started = ["importing torch: node 0-0 comes first, the others join it"]
+    started = ["importing torch: node 0-0 starts first, the others join it"]
     assert [line for line in swarm.printed().splitlines() if line.startswith("importing torch: ")] == started
     assert "the model writes:\n    " in swarm.printed()
     assert f"export    noloco export --from {swarm.dir} --out {swarm.dir}/model" in swarm.printed()
@@ -162,8 +162,8 @@ def test_ctrl_c_ends_it_with_a_summary(tmp_path: Path) -> None:
         assert swarm.end() == 130, swarm.logged()
         nodes.nothing_left()
     printed = swarm.printed().splitlines()
-    assert printed[printed.index("leaving in order, again: at once") :].count("2 of 2 nodes have left") == 1
-    assert printed[-1] == f"go on with: noloco swarm --dir {swarm.dir}"
+    assert printed[printed.index("shutting down; a second signal stops at once") :].count("2 of 2 nodes have left") == 1
+    assert printed[-1] == f"continue with: noloco swarm --dir {swarm.dir}"
     summary = swarm.summary()
     assert summary["completed"] is False
     assert summary["tokens"] > 0
@@ -285,7 +285,7 @@ def test_a_relay_that_dies_ends_the_swarm(tmp_path: Path) -> None:
         os.kill(relay_below(tmp_path), signal.SIGKILL)
         assert swarm.end() == 1
         nodes.nothing_left()
-    assert "the relay of --link has died" in swarm.logged()
+    assert "the relay of --link died" in swarm.logged()
     assert swarm.summary()["link"] == {"line": "100mbit,5ms"}
 
 

@@ -81,11 +81,11 @@ def test_nobody_answers(home: Path, tmp_path: Path) -> None:
     )
     empty = tmp_path / "nothing"
     empty.mkdir()
-    expected = (False, f"no node has said where it is in {empty / 'node-*' / 'endpoints.json'}")
+    expected = (False, f"no node has written its address to {empty / 'node-*' / 'endpoints.json'}")
     assert ask(None, None, empty) == expected
     for content in ("", "{", "[]", '{"peer_id": "P"}', '{"metrics": ""}'):
         (empty / "endpoints.json").write_text(content)
-        assert ask(empty, None, home) == (False, f"no node has said where it is in {empty / 'endpoints.json'}")
+        assert ask(empty, None, home) == (False, f"no node has written its address to {empty / 'endpoints.json'}")
 
 
 @pytest.mark.parametrize("url", ["", "https://127.0.0.1:1", "http://[::1", "http://a:99999", "/data"])

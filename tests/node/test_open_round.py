@@ -125,7 +125,7 @@ def test_a_crash_takes_the_round_with_it(mid: float) -> None:
 
 def test_a_move_forgets_the_round(mid: float) -> None:
     def move(swarm: FaultySwarm) -> None:
-        swarm.process(WHO).node.state.drain("moves to stage 0", next_stage=0)
+        swarm.process(WHO).node.state.drain("moving to stage 0", next_stage=0)
 
     outcome = disturbed(mid, at=move)
     process = outcome.nodes[WHO]

@@ -61,14 +61,14 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "device, older than its deadline": (
         "device",
         "error",
-        "its device is stuck in forward, for 7.0 s now",
+        "its device has been stuck in forward for 7.0 s",
         _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 7.0, 6.0, why(1)))),
         _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 5.0, 6.0, why(1)))),
     ),
     "device, as long as twenty-four steps": (
         "device",
         "error",
-        "its device is stuck in backward, for 12 s now",
+        "its device has been stuck in backward for 12 s",
         _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 12.0, 60.0, why(1)))),
         _set(
             "S1R0",
@@ -99,14 +99,14 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "full disk": (
         "disk",
         "error",
-        "50 MB are left",
+        "50 MB left",
         _set("S1R0", lambda r: with_figures(r, disk_free_bytes=50_000_000)),
         _set("S1R0", lambda r: with_figures(r, disk_free_bytes=None)),
     ),
     "nearly full disk": (
         "disk",
         "warning",
-        "900 MB are left",
+        "900 MB left",
         _set("S1R0", lambda r: with_figures(r, disk_free_bytes=900_000_000)),
         _set("S1R0", lambda r: with_figures(r, disk_free_bytes=1_100_000_000)),
     ),
@@ -197,7 +197,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "a wait that has outlived its deadline": (
         "overdue",
         "warning",
-        "has waited 20 s for batch from data, longer than such a wait may take",
+        "has waited 20 s for batch from data, longer than such a wait should take",
         _set("S0R0", lambda r: waiting(r, wait("batch", Resource.DATA, 20.0, 10.0))),
         _set("S0R0", lambda r: waiting(r, wait("batch", Resource.DATA, 9.0, 10.0))),
     ),

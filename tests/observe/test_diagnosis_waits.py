@@ -56,7 +56,7 @@ def test_a_chain_of_waits_leads_to_the_stuck_device() -> None:
     nodes["S0R1"] = waiting(nodes["S0R1"], *gradient_of(1, 0, 6, 0.1))
     found = _found(nodes)
     assert [(f.name, f.peer) for f in found] == [("device", peer(2, 2))]
-    assert found[0].sentence.endswith("its device is stuck in backward, for 19 s now; that holds back 3 nodes")
+    assert found[0].sentence.endswith("its device has been stuck in backward for 19 s; that holds back 3 nodes")
 
 
 def test_who_waits_at_the_door_waits_for_what_that_node_waits_for() -> None:

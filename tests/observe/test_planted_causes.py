@@ -142,7 +142,7 @@ def test_3_the_only_link_to_a_stage_is_an_error() -> None:
 def test_9_a_device_that_is_stuck_is_named_and_not_those_who_wait_for_it() -> None:
     for seen in looked((2, 2), lambda swarm: swarm.slow("s1r0", FOR_EVER), 15.0, 18.0):
         assert seen.bad[0] == ("device", "s1r0"), seen.findings
-        assert "its device is stuck in" in seen.sentence
+        assert "its device has been stuck in" in seen.sentence
 
 
 # --- real processes -----------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_the_directory_of_a_running_node_tells_that_it_is_well(pair: Pair) -> No
     (running,) = uvloop.run(machine.check_node_dirs(report, pair.first.dir))
     assert running == pair.first.endpoints()
     assert [(finding.severity, finding.name) for _, finding in report.findings] == [("ok", "node")]
-    assert f"(process {pair.first.process.pid}) is well" in report.findings[0][1].sentence
+    assert f"(process {pair.first.process.pid}) is healthy" in report.findings[0][1].sentence
 
 
 def test_8_a_killed_libp2p_daemon_is_named(pair: Pair) -> None:

@@ -318,7 +318,7 @@ def test_a_url_at_which_no_node_answers() -> None:
 
     async def go() -> None:
         async with _server(_saying(_http(b"<html>"))) as url:
-            with pytest.raises(Violation, match="does not answer as a node of this program: status is not JSON"):
+            with pytest.raises(Violation, match="does not answer like a noloco node: status is not JSON"):
                 await survey.by_url(url)
 
     asyncio.run(go())

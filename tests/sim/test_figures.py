@@ -52,7 +52,7 @@ MOVED = [
     event(8.0, "outer_round", result="partner", seconds=2.0),
     event(8.0, "replica_std", value=0.5),
     event(9.0, "replica_std", value=0.25),
-    event(12.0, "state", state="draining", reason="moves to stage 1: wanted"),
+    event(12.0, "state", state="draining", reason="moving to stage 1: wanted"),
     event(13.0, "state", state="syncing", reason="comes to stage 1"),
     event(15.0, "state", state="training", reason="synced"),
     event(16.0, "microbatch", result="done"),

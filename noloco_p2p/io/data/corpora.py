@@ -162,9 +162,7 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
         train = [piece for i, piece in enumerate(every) if i % HELD_OUT_EVERY]
         held_out = every[::HELD_OUT_EVERY]
     if not train or not held_out:
-        raise ConfigError(
-            f"the data ({names[0]}, …) is too small: one piece to train on and one to hold out are needed"
-        )
+        raise ConfigError(f"the data ({names[0]}, …) is too small: it needs one piece to train on and one to hold out")
     return FileCorpus(train, held_out, tokenizer)
 
 

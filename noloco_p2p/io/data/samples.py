@@ -77,7 +77,7 @@ class SampleStream:
         if len(rows) < size:
             raise ConfigError(
                 f"the held-out part of the data gives {len(rows)} samples of {length + 1} tokens, fewer than one "
-                f"microbatch ({size}): more data, or a smaller sequence_length or microbatch_size, is needed"
+                f"microbatch ({size}): add data, or lower sequence_length or microbatch_size"
             )
         return tuple(_batch(rows[at : at + size]) for at in range(0, len(rows) - size + 1, size))
 

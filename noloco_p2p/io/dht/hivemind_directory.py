@@ -118,7 +118,7 @@ class HivemindDirectory:
         entries = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
         until = self._expires.get(self._newest.stage, 0.0) if self._newest is not None else 0.0
         if until > asked_at + dht_node.WAIT_TIMEOUT_S and not any(entries.values()):
-            raise Unreachable("the directory lost all adverts, this node's own too")
+            raise Unreachable("the directory lost all adverts, including this node's own")
         merged = {self._keys[key]: dht_node.merged(self._dht, entries[key], self._heard, key) for key in self._keys}
         records = adverts.newest_of_each(
             record

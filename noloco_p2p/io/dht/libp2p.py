@@ -167,10 +167,10 @@ class Libp2pDaemon:
             raise Declined(f"peer {peer_id} failed at {name}: {str(error)[:200]!r}") from error
         except P2PDaemonError as error:
             if "protocols not supported" in str(error):
-                raise Declined(f"peer {peer_id} does not answer {name}: it is no noloco node, or not ready") from error
+                raise Declined(f"peer {peer_id} does not answer {name}: not a noloco node, or not ready") from error
             raise Unreachable(f"peer {peer_id} cannot be reached: {str(error)[:200]!r}") from error
         if len(answer) > CALL_LIMIT_BYTES or answer[:1] not in (_ERROR, _ANSWER):
-            raise Violation(f"peer {peer_id} answered {name} with {len(answer)} bytes that mean nothing")
+            raise Violation(f"peer {peer_id} answered {name} with {len(answer)} meaningless bytes")
         if answer[:1] == _ERROR:
             raise Declined(f"peer {peer_id}: {answer[1:201].decode(errors='replace')!r}")
         return answer[1:]

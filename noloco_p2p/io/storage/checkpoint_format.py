@@ -169,7 +169,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
     try:
         content = json.loads(text)
         if not isinstance(content, dict) or content.pop("digest", None) != manifest_digest(content):
-            raise DamagedCheckpoint(f"checkpoint {path} is damaged: its digest is another one")
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: its digest differs")
         if content.get("format") != FORMAT:
             raise ForeignCheckpointFormat(
                 f"checkpoint {path} has format {content.get('format')}, this program reads {FORMAT}"

@@ -50,7 +50,7 @@ class FileCheckpoints:
         try:
             found = list(checkpoint_format.complete_checkpoints(self._folder.glob("stage-*.json")))
         except OSError as error:
-            raise LocalError(f"checkpoints in {self._folder}: {error.strerror}; see to its permissions") from error
+            raise LocalError(f"checkpoints in {self._folder}: {error.strerror}; check its permissions") from error
         own = [one for one in found if (one.manifest.run_id, one.manifest.peer_id) == (self._run_id, self._peer_id)]
         return sorted((one for one in own if one.path not in self._damaged), key=lambda one: one.manifest.saved)
 
@@ -60,7 +60,7 @@ class FileCheckpoints:
                 return checkpoint_format.read_checkpoint(stored)
             except DamagedCheckpoint as error:
                 self._damaged.add(stored.path)
-                log.warning("%s; the one before it is used", error)
+                log.warning("%s; using the one before it", error)
         return None
 
     def _save(self, checkpoint: Checkpoint) -> None:

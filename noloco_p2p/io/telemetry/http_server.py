@@ -47,7 +47,7 @@ SMALLEST_GZIP_BYTES = 1_024
 
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
-STARTING = "starting: this node meets the others and reads what it needs"
+STARTING = "starting: this node is meeting the others and reading what it needs"
 """Its health before there is a node that could be asked."""
 METRICS_PATH = "/metrics"
 METRICS_URL = re.compile(r"http://((?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5})(/[\w./-]{0,100})?")

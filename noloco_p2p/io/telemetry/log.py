@@ -33,8 +33,8 @@ LINES = {
     "evaluation": "validation at step {step}: {loss:.4f} nats per token over {tokens} tokens",
     "checkpoint": "checkpoint of outer round {round}: {seconds:.2f} s, {bytes:,} bytes",
     "guarded": "guards stage {stage}: holds its outer round {round}, {bytes:,} bytes",
-    "resumed": "goes on from step {step:g} (outer round {round}), weights from: {source}{from_peer}",
-    "moved": "moves to stage {stage}: {reason}",
+    "resumed": "continuing from step {step:g} (outer round {round}), weights from: {source}{from_peer}",
+    "moved": "moving to stage {stage}: {reason}",
     "stuck": "watchdog: {message}",
     "info": "{message}",
 }
@@ -157,7 +157,7 @@ class EventLog:
             case "warning":
                 self._warn(str(fields["message"]), "", kind, fields)
             case "reroute":
-                self._trouble(f"microbatch routed again: {fields['reason']}", kind, fields)
+                self._trouble(f"microbatch re-routed: {fields['reason']}", kind, fields)
             case "microbatch" if fields["result"] not in ("done", "repeat"):
                 dropped = f" ({fields.get('reason', 'other')})" if fields["result"] == "dropped" else ""
                 self._trouble(f"microbatch {fields['result']}{dropped}", kind, fields)

@@ -94,7 +94,7 @@ def check_admissible(context: Any, run_id: str) -> None:
         raise Violation(f"a call needs a deadline of at most {MAX_CALL_S:g} s")
     name = str(sent.get("noloco-peer", ""))
     if name and not is_peer_id(name):
-        raise Violation("the caller's peer id is no short printable text")
+        raise Violation("the caller's peer id is not short printable text")
 
 
 def wanted_bytes(context: Any) -> int:
@@ -136,7 +136,7 @@ class Patience:
                 came_s = (len(result) if isinstance(result, bytes) else nbytes) / least_bytes_per_s
                 return result
         except TimeoutError:
-            raise Silent(f"the peer took or gave nothing for {self._reserve_s:g} s, or next to nothing") from None
+            raise Silent(f"the peer moved next to no data for {self._reserve_s:g} s") from None
         finally:
             self._settle(came_s)
             self._waits.discard(timeout)
@@ -179,7 +179,7 @@ class Callers:
         """One more of these for as long as the `with` lasts. Raises Busy."""
         of_host, of_caller = (share.what, caller.host), (share.what, *caller)
         if self._held[of_host] >= share.of_host or self._held[of_caller] >= share.of_caller:
-            raise Busy(f"{caller.host} has as many {share.what} here as it may")
+            raise Busy(f"{caller.host} has as many {share.what} here as allowed")
         self._held.update((of_host, of_caller))
         try:
             yield

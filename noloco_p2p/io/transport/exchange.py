@@ -149,7 +149,7 @@ async def next_message(call: Any, what: str, peer: PeerId, seconds: float) -> by
             message: bytes = _some(await call.read())
             return message
     except TimeoutError:
-        raise Unreachable(f"nothing more of a {what} came from {peer} for {seconds:g} s") from None
+        raise Unreachable(f"no more of the {what} came from {peer} for {seconds:g} s") from None
 
 
 def _some(message: T) -> T:

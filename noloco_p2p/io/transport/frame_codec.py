@@ -103,7 +103,7 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
             raise Violation(f"a {kind.DESCRIPTOR.name} of {len(raw)} bytes has too long a header")
         return kind.FromString(b"".join(head)), frames
     except (IndexError, DecodeError):
-        raise Violation(f"{len(raw)} bytes came that are no {kind.DESCRIPTOR.name}") from None
+        raise Violation(f"{len(raw)} bytes came that are not a {kind.DESCRIPTOR.name}") from None
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:

@@ -84,7 +84,7 @@ class IncomingActivation:
             raise
         except grpc.aio.BaseError:
             # gRPC can neither write nor read: the call is over, or the server.
-            raise Unreachable("the caller was gone before its body was here") from None
+            raise Unreachable("the caller was gone before its body arrived") from None
         finally:
             assembler.discard()
         self.complete = True

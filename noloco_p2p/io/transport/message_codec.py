@@ -125,7 +125,7 @@ def streamed(head: Streamed, stream: Iterable[wire.Frame], message_bytes: int, *
 def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
     """A microbatch's name. Raises Violation: it may be kept for long."""
     if not is_peer_id(message.peer):
-        raise Violation("a microbatch is of a peer whose id is no short printable text")
+        raise Violation("the peer id of a microbatch is not short printable text")
     return MicrobatchId(message.peer, message.incarnation, message.counter)
 
 
@@ -179,7 +179,7 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
     if not (isfinite(sent.time_left_s) and sent.time_left_s > 0 and sent.stage > 0):
         raise Violation(f"an activation for stage {sent.stage} with {sent.time_left_s} s left makes no sense")
     if not is_peer_id(sent.origin.peer):
-        raise Violation("an activation is of an origin whose id is no short printable text")
+        raise Violation("the origin's id in an activation is not short printable text")
     check_counts(sent.origin.step, sent.origin.index)
     specs = tuple(from_spec(spec) for spec in sent.specs[: MOST_SPECS + 1])
     wire.total_bytes(specs, max_bytes)
@@ -274,6 +274,6 @@ def from_loss(raw: bytes, targets: TensorSpec) -> LossSum:
     if reply.HasField("refusal"):
         raise to_error(reply.refusal)
     if not reply.HasField("loss"):
-        raise Violation("the reply to an evaluation is no loss")
+        raise Violation("the reply to an evaluation is not a loss")
     check_loss(reply.loss.loss_sum, reply.loss.tokens, targets)
     return LossSum(reply.loss.loss_sum, reply.loss.tokens)

@@ -63,7 +63,7 @@ class GradientReader(ReplyReader[pb.Reply, Gradient]):
     def _begin(self, message: pb.Reply) -> tuple[TensorSpec, ...]:
         self._head = message.gradient
         if message_codec.from_microbatch(self._head.microbatch) != self._microbatch:
-            raise Violation("the reply is no gradient of the microbatch that was sent")
+            raise Violation("the reply is not the gradient of the microbatch sent")
         spec = message_codec.from_spec(self._head.spec)
         if spec != self._spec:
             raise Violation(f"the gradient is {spec}, not {self._spec}"[: message_codec.MESSAGE_CHARACTERS])

@@ -115,7 +115,7 @@ class GrpcServicer:
             except (grpc.aio.BaseError, Unreachable) as error:
                 # gRPC could not write: a link to the caller is broken, or it does not read.
                 if incoming.stripes is not None or isinstance(error, Unreachable):
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection was lost that carried the reply")
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection that carried the reply was lost")
                 return
         self._count(direction="out", kind=kind, bytes=size)
         self._line.measured.up.carries(kind, size)
@@ -157,7 +157,7 @@ class GrpcServicer:
         except NolocoError:
             pass
         if await self.callers.drain(said, context, NO_MORE.__ne__):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody here expects this part of a body")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this node does not expect this part of a body")
 
     async def fetch_snapshot(self, said: Caller, request: pb.SnapshotRequest, context: Any) -> None:
         """Send a snapshot."""
@@ -216,7 +216,7 @@ class GrpcServicer:
         try:
             caller, handler = self._admit(said, context)
             if len(request.microbatches) > MAX_CALLS:
-                raise Violation(f"{len(request.microbatches)} microbatches are more than a node serves at once")
+                raise Violation(f"{len(request.microbatches)} microbatches are more than a node serves at a time")
             microbatches = [message_codec.from_microbatch(one) for one in request.microbatches]
             sent = {reply.microbatch: reply.sent for reply in self._replies if reply.caller == caller.name}
             reports = [
@@ -280,7 +280,7 @@ class GrpcServicer:
         key = caller, head.header.stripe
         if head.header.stripe and not frames:
             if key in self._striped:
-                raise Violation("the numbers of two activations are equal")
+                raise Violation("two activations have the same number")
             incoming.stripes = stripes = Stripes()
             self._striped[key] = stripes, header, patience, rate
             leaving.callback(self._striped.pop, key)

@@ -32,7 +32,7 @@ def checked(reply: pb.DescribeReply, request: pb.DescribeRequest, peer_id: PeerI
     if (said.peer_id, said.run_id) != (peer_id, links.run_id):
         raise Violation(f"another node or run answers for {peer_id}")
     if not links.verify(peer_id, _signed(request.nonce, said), reply.signature):
-        raise Violation(f"{peer_id} has not signed what it says of itself")
+        raise Violation(f"{peer_id} did not sign its description")
     return said
 
 

@@ -99,11 +99,11 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
     def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
         self._head = header = message.header
         if not is_peer_id(header.peer):
-            raise Violation("the snapshot is of a peer whose id is no short printable text")
+            raise Violation("the peer id of the snapshot is not short printable text")
         if len(header.group) > LARGEST_GROUP or not all(map(is_peer_id, header.group)):
             raise Violation(f"the snapshot names more than {LARGEST_GROUP} peers, or one without a short printable id")
         if any(one >= other for one, other in pairwise(header.group)):
-            raise Violation("the peers that the snapshot names do not ascend")
+            raise Violation("the snapshot's peers are not in ascending order")
         message_codec.check_counts(header.round, header.step)
         return message_codec.from_specs(header.specs, self._expected, self.what)
 

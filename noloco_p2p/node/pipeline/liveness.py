@@ -103,7 +103,7 @@ class Liveness:
             async with call.bound:
                 return await reply
         except TimeoutError:
-            raise call.failure or Stalled(f"{peer.peer_id} got no further for {longest_s:.3g} s") from None
+            raise call.failure or Stalled(f"{peer.peer_id} made no progress for {longest_s:.3g} s") from None
         finally:
             del self._calls[call]
             if not self._calls:
@@ -150,7 +150,7 @@ class Liveness:
         except PeerError as error:
             for call in asked:
                 if call in self._calls:
-                    call.fail(Unreachable(f"{peer.peer_id} does not say how far it is: {error}"), self._node.now())
+                    call.fail(Unreachable(f"{peer.peer_id} does not report progress: {error}"), self._node.now())
             return
         self._answers.observe(self._node.now() - began)
         answered = [(call, report) for call, report in zip(asked, reports, strict=True) if call in self._calls]
@@ -170,13 +170,13 @@ class Liveness:
             # Its header may be on its way behind the bodies of others, or its reply; after a while it is lost.
             call.unknown_since = now if call.unknown_since is None else call.unknown_since
             if now - call.unknown_since > LOST_SILENCES * floor_s:
-                call.fail(Unreachable(f"{id} does not have microbatch {call.microbatch.counter} in hand"), now)
+                call.fail(Unreachable(f"{id} does not have microbatch {call.microbatch.counter}"), now)
             return
         call.unknown_since = None
         rate = call.peer.microbatches_per_s
         stuck_s = max(STUCK_SILENCES * floor_s, STUCK_OPERATIONS / rate) if rate else None
         if stuck_s is not None and report.stuck_s > stuck_s:
-            call.fail(Unreachable(f"the device of {id} has ended nothing for {report.stuck_s:.3g} s"), now)
+            call.fail(Unreachable(f"the device of {id} has completed nothing for {report.stuck_s:.3g} s"), now)
         elif call.events is None:
             call.events = report.events
         elif report.events != call.events:

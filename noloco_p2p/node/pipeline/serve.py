@@ -163,7 +163,7 @@ class MicrobatchServer:
             case Admission.JOIN:
                 call = self._calls[key]
                 if call.caller == caller and not call.received:
-                    self._cancel(call, "its body broke off; it is asked for again")
+                    self._cancel(call, "its body broke off; it is requested again")
             case Admission.ADMIT | Admission.WAIT | Admission.QUEUE:
                 self._calls[key] = call = _ServedCall(caller, header, body)
                 if verdict.answer is Admission.ADMIT:
@@ -202,7 +202,7 @@ class MicrobatchServer:
             call.callers -= 1
             lost = call.body is body and not call.received
             if (lost or not call.callers) and not call.task.done():
-                self._cancel(call, "the caller that was to send its body is gone")
+                self._cancel(call, "the caller that was sending its body is gone")
 
     def _cancel(self, call: _ServedCall, refusal: str) -> None:
         """All who wait for it hear Busy."""
@@ -257,7 +257,7 @@ class MicrobatchServer:
                         await event.wait()
                 except TimeoutError:
                     if operations == self._waits.operations:
-                        raise Busy(f"{self._node.replica} has not come so far yet") from None
+                        raise Busy(f"{self._node.replica} has not reached this step yet") from None
 
     def progress(self, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
         """See ports.Handler."""
@@ -289,7 +289,7 @@ class MicrobatchServer:
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
         """See ports.Handler; the header has been checked. It goes past the intake, within a small limit."""
         if len(self._evaluating) >= self._node.config.limits.evaluations:
-            raise Busy(f"{self._node.replica} evaluates as many microbatches as it may")
+            raise Busy(f"{self._node.replica} already evaluates as many microbatches as allowed")
         key = object()
         self._evaluating[key] = header.microbatch, body
         try:

@@ -32,7 +32,7 @@ ASIDE_S = 1.0
 A call that fails sets the callee aside at its caller, for twice as long each time. So a node that is well and yet set
 aside, again and again, by one caller has a link that is broken; set aside by all, a port that is closed.
 """
-_ADVICE = "listen.grpc_port there must be open to all nodes: look at firewalls and NAT, and at listen.announce_host"
+_ADVICE = "listen.grpc_port there must be open to all nodes: check firewalls, NAT and listen.announce_host"
 
 Hop = tuple[PeerId, Purpose | None]
 """A node, and what it is waited for: only its waits on behalf of that are followed; None: all of them."""

@@ -101,8 +101,8 @@ def _gone(paths: Mapping[PeerId, WaitPaths]) -> Iterator[Cause]:
     gone = {missing: by for each in paths.values() for missing, by in each.gone.items()}
     for missing in sorted(gone):
         node, by = short_id(missing), short_id(gone[missing])
-        text = f"node {node} is not in the directory any more, and node {by} waits for it"
-        yield at_node("warning", "unreachable", missing, text, "if it does not end by itself, start that node again")
+        text = f"node {node} is no longer in the directory, but node {by} waits for it"
+        yield at_node("warning", "unreachable", missing, text, "if this does not end by itself, restart that node")
 
 
 def _without_consequences(swarm: SwarmView, shown: Sequence[Cause]) -> list[Cause]:
@@ -135,7 +135,7 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
             continue
         whom = f"node {short_id(wait.whom)}" if isinstance(wait.whom, str) else wait.whom
         waits = f"{swarm.name(at)} has waited {elapsed(wait.since_s)} for {wait.what} from {whom}"
-        advice = "look at the log of that node"
+        advice = "check the log of that node"
         if late_s is not None:
             text, advice = (
                 f"no inner step for {elapsed(late_s)}: {waits}",
@@ -143,7 +143,7 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
             )
             found[at] = at_node("error", "stall", at, text, advice)
         else:
-            found[at] = at_node("warning", "overdue", at, f"{waits}, longer than such a wait may take", advice)
+            found[at] = at_node("warning", "overdue", at, f"{waits}, longer than such a wait should take", advice)
     return [found[at] for at in sorted(found)]
 
 

@@ -68,7 +68,7 @@ def stuck(status: Status) -> Wait | None:
 def _silent_loop(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     if loop_is_silent(status):
         silent = elapsed(status.figures.loop_silent_s)
-        advice = "something blocks its process (a debugger, a stopped disk, no memory): look at it there, restart it"
+        advice = "something blocks its process (a debugger, a stopped disk, no memory): check it there, then restart it"
         yield at_node("error", "loop", peer, f"{swarm.name(peer)}: its event loop has stood still for {silent}", advice)
 
 
@@ -76,8 +76,8 @@ def _stuck_device(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Ca
     wait = stuck(status)
     if wait is not None:
         waited = elapsed(wait.since_s)
-        sentence = f"{swarm.name(peer)}: its device is stuck in {wait.what}, for {waited} now"
-        advice = "look at the device there (nvidia-smi, other programs on it, memory); restart the node"
+        sentence = f"{swarm.name(peer)}: its device has been stuck in {wait.what} for {waited}"
+        advice = "check the device there (nvidia-smi, other programs on it, memory); restart the node"
         yield at_node("error", "device", peer, sentence, advice)
 
 
@@ -85,13 +85,13 @@ def _troubles(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]
     for trouble in status.troubles[:TROUBLES_LIMIT]:
         sentence = f"{swarm.name(peer)}: {trouble.message} (for {elapsed(trouble.since_s)})"
         severity: Severity = "error" if trouble.name in _SERIOUS else "warning"
-        yield at_node(severity, line(trouble.name), peer, sentence, "the node goes on; its log has more")
+        yield at_node(severity, line(trouble.name), peer, sentence, "the node continues; its log has details")
 
 
 def _disk(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     free = status.figures.disk_free_bytes
     if free is not None and free < DISK_LOW_BYTES and not any(trouble.name == "disk" for trouble in status.troubles):
-        sentence = f"{swarm.name(peer)}: {size_text(free)} are left on the disk of its directory"
+        sentence = f"{swarm.name(peer)}: {size_text(free)} left on the disk of its directory"
         advice = "free some space there, or lower checkpoint.keep: checkpoints fail on a full disk"
         yield at_node("error" if free < DISK_FULL_BYTES else "warning", "disk", peer, sentence, advice)
 
@@ -221,7 +221,7 @@ def _stages(swarm: SwarmView) -> Iterator[Cause]:
     if thin:
         numbers = ", ".join(map(str, thin)) if len(thin) <= 12 else plural(len(thin), "stage")
         which = f"stages {numbers} have one replica each" if len(thin) > 1 else f"stage {thin[0]} has one replica"
-        advice = "start one more node, it goes where it is needed most"
+        advice = "start one more node; it goes where it is needed most"
         yield at_node("warning", "stage-thin", None, f"{which}: without it the run stands still", advice)
 
 
@@ -234,7 +234,7 @@ def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
     blamed = [report.peer for report in silent] or paused
     if silent:
         why = f": {named(blamed)} {'does' if len(silent) == 1 else 'do'} not answer"
-        advice = f"start it again, or another node in its place; {silent[0].failure}" if silent[0].failure else advice
+        advice = f"restart it, or start another node in its place; {silent[0].failure}" if silent[0].failure else advice
     elif paused or starting:
         state = "paused" if paused else "starting"
         why = f": {named(paused or starting)} {'is' if len(paused or starting) == 1 else 'are'} {state}"

@@ -18,7 +18,7 @@ from noloco_p2p.humanize import plural
 from noloco_p2p.observe import terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding
 
-BUSY = "stop what else keeps this machine or its disk busy, and try again"
+BUSY = "stop whatever else keeps this machine or its disk busy, and try again"
 """What to do when work on this machine takes much too long."""
 QUIET_S = 1.0
 """A step that takes longer is announced."""

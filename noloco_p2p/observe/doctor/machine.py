@@ -47,7 +47,7 @@ def check_python(report: DoctorReport) -> None:
     python, wanted = declared()
     if not SpecifierSet(python).contains(here, prereleases=True):
         report.error(
-            "python", f"Python {here}: {PACKAGE} needs {python}", "install a Python that fits, and the package in it"
+            "python", f"Python {here}: {PACKAGE} needs {python}", "install a supported Python, and the package in it"
         )
     faults = {one: fault for one in wanted if (fault := _package_fault(Requirement(one))) is not None}
     for one, fault in faults.items():
@@ -84,7 +84,7 @@ def _package_fault(wanted: Requirement) -> str | None:
 
 async def check_device(report: DoctorReport, local: NodeConfig) -> str | None:
     """The device that the settings ask for. Returns its name in torch, None when it is not here."""
-    doing, advice = "importing torch", "see to the driver, or set device to cpu or auto"
+    doing, advice = "importing torch", "check the driver, or set device to cpu or auto"
     return await report.attempt("device", doing, in_time(doing, IMPORT_S, lambda: _device(report, local)), advice, BUSY)
 
 
@@ -145,9 +145,9 @@ def check_slow_start(report: DoctorReport) -> None:
         return
     if forgets:
         advice = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0, as root, makes far peers faster"
-        report.ok("line", f"connections start slowly after each rest; {advice}")
+        report.ok("line", f"connections start slowly again after each idle period; {advice}")
     else:
-        report.ok("line", "connections go on as fast after a rest")
+        report.ok("line", "connections keep their speed after an idle period")
 
 
 def check_time(report: DoctorReport) -> None:
@@ -201,7 +201,7 @@ async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEnd
         else:
             _report_end(report, node_dir, endpoints)
     if not node_dirs:
-        report.ok("node", f"no node has been in {directory} yet")
+        report.ok("node", f"no node has run in {directory} yet")
     return running
 
 
@@ -214,7 +214,7 @@ def _report_end(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints |
         started, ended = 1.0, 0.0
     if endpoints is not None and (summary is None or ended < started):
         sentence = f"{node_dir}: the node's process {endpoints.pid} is gone, and did not end by itself"
-        advice = "start it again with the same --dir: it goes on from its checkpoint"
+        advice = "restart it with the same --dir: it continues from its checkpoint"
         report.warning("node", sentence, advice)
     else:
         state = "" if summary is None else f", it ended {summary.get('state')}"
@@ -223,10 +223,10 @@ def _report_end(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints |
 
 async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints) -> None:
     node = f"{node_dir}: node {short_id(endpoints.peer_id)} (process {endpoints.pid})"
-    advice = "see below what it waits for, and its log; start a stopped or blocked process again"
+    advice = "see below what it waits for, and its log; restart a stopped or blocked process"
     answer = in_time(f"asking the {node}", HEALTH_S, lambda: health_check.ask(node_dir, None))
-    found = await report.attempt("node", f"asking the node of {node_dir} how it is", answer, advice)
+    found = await report.attempt("node", f"asking the node in {node_dir} for its status", answer, advice)
     if found is not None and found[0]:
-        report.ok("node", f"{node} is well")
+        report.ok("node", f"{node} is healthy")
     elif found is not None:
         report.error("node", f"{node}: {found[1]}", advice, endpoints.peer_id)

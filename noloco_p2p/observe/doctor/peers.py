@@ -40,14 +40,14 @@ CLOSE_S = 1.5
 READINGS = 3
 READING_PAUSE_S = 1.0
 """One reading of a DHT that was joined a moment ago can miss somebody."""
-ANOTHER_NODE = "give the address of a node that runs"
+ANOTHER_NODE = "give the address of a running node"
 
 
 async def open_daemon(
     report: DoctorReport, identity: Identity, listen: ListenSettings, join: Sequence[JoinAddress]
 ) -> Libp2pDaemon | None:
     """Start p2pd; None, reported, when it does not start."""
-    advice = "see listen.host and listen.dht_port, and whether p2pd may run here, and is not held up by other work"
+    advice = "check listen.host and listen.dht_port, that p2pd may run here, and that other work does not hold it up"
 
     async def start() -> Libp2pDaemon:
         await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind"))
@@ -89,7 +89,7 @@ async def ask_run(
             theirs = manifest_from_json(received)
         except PeerError as error:
             advice = "wait until that node has started, or join another one"
-            report.error("run", f"{short_id(peer)} does not give its run: {error}", advice, peer)
+            report.error("run", f"{short_id(peer)} does not say what its run is: {error}", advice, peer)
             continue
         about = f"{theirs.stages} stages, {theirs.steps} steps, id {theirs.run_id}"
         if manifest is None:
@@ -182,7 +182,7 @@ async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, host: str, p
 async def admission(report: DoctorReport, libp2p: Libp2pDaemon, manifest: RunManifest) -> tuple[Standing, bool]:
     """As what this machine may ask the swarm, and whether nodes answer it over gRPC; reports when they would not."""
     asking = run_key.of_observer(libp2p.identity, manifest, libp2p, calls=True)
-    advice = "give the address that noloco invite prints; the links between nodes are not looked at"
+    advice = "give the address that noloco invite prints; the links between nodes are not checked"
     standing = await report.attempt("members", "asking for an observer's certificate", asking, advice)
     if standing is not None:
         return standing, True
@@ -222,7 +222,7 @@ async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> 
     present = [found[peer] for peer in sorted(found) if found[peer].state in PRESENT]
     if whole and not present:
         advice = "set this machine's clock if it is wrong: all adverts look expired by it; else try again"
-        report.warning("directory", "the directory lists no node that is there", advice)
+        report.warning("directory", "the directory lists no live node", advice)
     return present
 
 
@@ -246,10 +246,10 @@ async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: 
     for advert, reason in zip(dialled, reasons, strict=True):
         if reason is not None:
             node = f"node {short_id(advert.peer_id)} of stage {advert.stage}"
-            advice = "see whether it still runs, and whether its port is open for this machine"
+            advice = "check that it still runs and that its port is open to this machine"
             report.warning("unreachable", f"{node} cannot be reached from here ({reason})", advice, advert.peer_id)
-    sentence = f"{reasons.count(None)} of {len(dialled)} nodes are reached at their gRPC addresses"
+    sentence = f"{reasons.count(None)} of {len(dialled)} nodes can be reached at their gRPC addresses"
     if None in reasons:
         report.ok("peers", sentence)
     else:
-        report.error("peers", sentence, "see to this machine's network: outgoing connections must be open")
+        report.error("peers", sentence, "check this machine's network: outgoing connections must be open")

@@ -76,7 +76,7 @@ class RunRequirements:
     async def check(self, home: Path, stage: int | None) -> list[int] | None:
         """All that the run asks at a stage, or at any. Returns the parameters of each stage; None without a model."""
         doing = "importing the model's code"
-        advice = "the run cannot be held by this version: see model.* and stages"
+        advice = "this version cannot run it: check model.* and stages"
         parameters = await self.report.attempt("model", doing, in_time(doing, MODEL_S, self._sizes), advice, BUSY)
         if parameters is None:
             return None
@@ -128,7 +128,7 @@ class RunRequirements:
             free = shutil.disk_usage(where).free
         except OSError as error:
             sentence = f"nothing can be written to {where} ({error.strerror})"
-            self.report.error("disk", sentence, "free some space, see to its permissions, or name another --dir")
+            self.report.error("disk", sentence, "free some space, check its permissions, or name another --dir")
             return
         room = f"{where} has {size_text(free)} free"
         if self.local.checkpoint.every_steps is None:
@@ -149,8 +149,8 @@ class RunRequirements:
     async def check_data(self) -> None:
         """Whether tokenizer and data are to be had, tried as a node of stage 0 tries it."""
         doing, data = "reading the held-out data", self.manifest.data
-        advice = "see data.* of the run, and data_files and tokenizer_dir of this node"
-        late = "a node waits for it too: take data that lie on this machine (data_files)"
+        advice = "check data.* of the run, and data_files and tokenizer_dir of this node"
+        late = "a node waits for it too: use data on this machine (data_files)"
         if await self.report.attempt("data", doing, in_time(doing, DATA_S, self._open_data), advice, late):
             self.report.ok(
                 "data", f"tokenizer and held-out data are here ({data.kind} with tokenizer {data.tokenizer})"
@@ -170,7 +170,7 @@ class RunRequirements:
         found: list[tuple[float, Advert]] = []
         for peer, answer in zip(peers, answers, strict=True):
             if isinstance(answer, NolocoError):
-                advice = "see to that node and to the network between it and this machine"
+                advice = "check that node and the network between it and this machine"
                 sentence = f"{short_id(peer.peer_id)} of stage {stage}: {answer}"
                 self.report.warning("latency", sentence, advice, peer.peer_id)
             else:
@@ -206,8 +206,8 @@ class RunRequirements:
         """
         measured = await self._device_seconds(stage, parameters, replicas)
         if measured is None:
-            reason = f"nobody announces one for stage {stage}, and it is not measured here"
-            self.report.ok("speed", f"no speed can be given: {reason}")
+            reason = f"no replica of stage {stage} announces one, and it is not measured here"
+            self.report.ok("speed", f"the speed cannot be estimated: {reason}")
             return
         from noloco_p2p.compute.model_family import make_config
 
@@ -219,7 +219,7 @@ class RunRequirements:
         places = min(run.microbatches_per_step, self.local.limits.max_in_flight or run.microbatches_per_step)
         rate, bound = expected_rate(device_s, wire_bytes, stage, below, following, places)
         self.report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate * tokens}
-        expected = f"at stage {stage} about {rate * tokens:,.0f} tokens/s are to be expected, bounded by {bound}"
+        expected = f"at stage {stage} about {rate * tokens:,.0f} tokens/s can be expected, bounded by {bound}"
         self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of the device per microbatch, {origin}")
         others = max(1, len(replicas)) if run.outer.update.common else 1
         snapshot_bytes = others * run.outer.vector_bytes(parameters, run.compute_dtype)

@@ -133,7 +133,7 @@ class RunCharts:
         note = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
         return [
             _panel(_by_step("Spread of the replicas", lines), _keys(colours), note),
-            _panel(_by_step("Learning rate", rates), (), "By step, as the spread beside it."),
+            _panel(_by_step("Learning rate", rates), (), "By step, like the spread next to it."),
         ]
 
     def membership(self) -> Panel:
@@ -181,7 +181,7 @@ class RunCharts:
                 last_s = process.ended_at - self._run.began_at
                 axes.cross(last_s / self._unit_s, middle, f"{node.name}: its last line at {last_s:.0f} s")
         states = {span.state for node in nodes for process in node.processes for span in process.spans}
-        note = "A stroke: a process began. A cross: its last line, without an end; it was killed, or still runs."
+        note = "Stroke: a process started. Cross: its last line, with no end; it was killed, or still runs."
         left_out = len(self._run.nodes) - len(nodes)
         note += f" {left_out} nodes are left out." if left_out else ""
         return _panel(axes.svg, [key for key in _keys(STATE_COLOURS) if key.label in states], note)

@@ -92,5 +92,5 @@ def test_nobody_sends_to_stage_0() -> None:
     tasks: list[asyncio.Task[None]] = []
     swarm.at(1.0, lambda: tasks.append(asyncio.get_running_loop().create_task(ask())))
     swarm.run(limit_s=600)
-    assert heard == ["this node holds stage 0, which nobody sends to"]
+    assert heard == ["this node holds stage 0, which takes no activations"]
     assert tasks[0].exception() is None

@@ -379,11 +379,11 @@ def test_members_train_and_are_known_by_their_certificates(tmp_path: Path) -> No
         caller = transport(MemberLinks(mine))
         async with honest(club, node) as (_, peer):
             alien = activation(run_id=club.run_id)
-            with pytest.raises(Violation, match="comes from the node that has read it"):
+            with pytest.raises(Violation, match="only from the node that read it"):
                 await caller.propagate(peer, alien)
             label = MicrobatchId(mine.peer_id, 1, 1), Origin(mine.peer_id, 5, 1)
             for wrong in (replace(alien.header, microbatch=label[0]), replace(alien.header, origin=label[1])):
-                with pytest.raises(Violation, match="comes from the node that has read it"):
+                with pytest.raises(Violation, match="only from the node that read it"):
                     await caller.propagate(peer, replace(alien, header=wrong))
             assert not node.calls
             sent = replace(alien, header=replace(alien.header, microbatch=label[0], origin=label[1]))

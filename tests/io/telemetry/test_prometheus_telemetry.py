@@ -345,11 +345,11 @@ def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO
         "WARNING microbatch dropped (drained): it leaves",
         "WARNING stage 1 has had no replica for 42 s: the run waits for one",
         "checkpoint of outer round 3: 0.50 s, 2,000 bytes",
-        "goes on from step 30.5 (outer round 3), weights from: peer of Q",
-        "moves to stage 1: it holds the swarm back",
+        "continuing from step 30.5 (outer round 3), weights from: peer of Q",
+        "moving to stage 1: it holds the swarm back",
     ):
         assert part in text
-    assert text.count("routed again") == 1, "trouble is logged once in a while"
+    assert text.count("re-routed") == 1, "trouble is logged once in a while"
 
 
 def test_log_lines_for_machines(

@@ -307,7 +307,7 @@ def test_numbers_of_one_caller_differ() -> None:
             await granted(start, messages(7)[0])
             second = start("Propagate")
             await second.write(messages(7)[0])
-            assert "numbers of two activations" in (await soon(second.read())).refusal.message
+            assert "two activations have the same number" in (await soon(second.read())).refusal.message
 
     run(scenario())
 

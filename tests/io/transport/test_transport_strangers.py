@@ -84,7 +84,7 @@ def test_a_place_is_held_only_while_bytes_come(
                 bringing.append(asyncio.create_task(brings(call, body)))
             for call in calls:
                 # Who is just writing finds that it cannot.
-                expected = "Failed" if await soon(call.code()) is grpc.StatusCode.INTERNAL else "gave nothing"
+                expected = "Failed" if await soon(call.code()) is grpc.StatusCode.INTERNAL else "next to no data"
                 assert expected in await call.details() or brings is drips
             assert node.ends == ["Silent"] * 8
             for task in bringing:
@@ -211,7 +211,7 @@ def test_a_donor_that_drips_is_given_up_long_before_the_deadline(hasty: None, mo
 
     async def scenario() -> None:
         async with pair(Node(hang)) as both:
-            with pytest.raises(Unreachable, match="next to nothing"):
+            with pytest.raises(Unreachable, match="next to no data"):
                 await soon(both.a.fetch_state(both.peer, 1800.0, tuple(one.spec for one in state.tensors)))
             await soon(gone.wait())
         assert len(calls) == 1
