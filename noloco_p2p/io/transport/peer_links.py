@@ -138,7 +138,7 @@ class MemberLinks:
         """See Links."""
         origin = header.origin.peer
         if header.microbatch.peer != origin or (header.stage == 1 and origin != caller):
-            raise Violation("at stage 1 a microbatch comes from the node that has read it")
+            raise Violation("stage 1 takes a microbatch only from the node that read it")
         until, signature = header.label[: _UNTIL.size], header.label[_UNTIL.size :]
         if not verify(origin, _labelled(header, until), signature):
             raise Violation("the origin has not signed this microbatch")
