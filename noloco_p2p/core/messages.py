@@ -234,7 +234,8 @@ class Advert:
     run_id: str
     stage: int
     addresses: tuple[str, ...]
-    """gRPC addresses, `host:port`, best first."""
+    """gRPC addresses, best first: `host:port`; of a node behind NAT `p2p`, over a link that it keeps to the caller, and
+    `relay/<peer id>` of relays. Of a node's own: where it listens."""
     metrics: str = ""
     """`http://host:port/metrics`, empty when it serves none."""
     libp2p_metrics: str = ""

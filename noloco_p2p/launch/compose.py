@@ -34,7 +34,7 @@ from noloco_p2p.io.telemetry.log import start as start_log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.launch import bootstrap, join_file, run_files, run_key
+from noloco_p2p.launch import bootstrap, join_file, run_files, run_key, ways
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.run_key import Standing
 from noloco_p2p.node.loop import Node
@@ -108,9 +108,10 @@ async def run(options: NodeOptions) -> None:
         node = _node(ports, manifest, local, options.dir, data, imports)
         ports.telemetry.watch(lambda: node.status(time.monotonic()), options.dir)
         await ports.transport.serve(node.handler)
-        await joining.check_reachable(libp2p, ports.advert.addresses[0])
         joins = [f"{address}{standing.invitation}" for address in libp2p.join_addresses]
         how_to_join = standing.how_to_join(options.dir) or f"noloco-node --join {joins[0]}"
+        if libp2p.ways is not None:
+            how_to_join = ways.NOT_HERE
         run_files.introduce(options.dir, ports.advert, libp2p, listen.host, how_to_join)
         if options.address_file is not None:
             join_file.write(options.address_file, joins)
@@ -135,9 +136,12 @@ async def _open_ports(
     closing.callback(telemetry.close)
     closing.callback(asyncio.create_task(_watch_lag(telemetry)).cancel)
     me, run_id = libp2p.peer_id, manifest.run_id
+    streams = ways.open_streams(closing, libp2p, run_id, standing)
     transport = GrpcTransport(standing.links, listen, telemetry, LARGEST_ACTIVATION_BYTES, local.limits)
     await transport.listen()
     closing.push_async_callback(transport.close)
+    host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
+    hidden = await ways.find(libp2p, streams, listen.host, host, transport.port)
     directory = await HivemindDirectory.open(
         libp2p,
         run_id=run_id,
@@ -152,7 +156,10 @@ async def _open_ports(
     if standing.records is not None:
         await admission.serve(libp2p, standing.issuer)
         await revocations.serve(libp2p, standing.records.revoked)
-    host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
+    if hidden is not None:
+        closing.callback(asyncio.create_task(hidden.keep(directory.announce_again)).cancel)
+    elif (relay := ways.relay(libp2p, run_id, standing, transport, local)) is not None:
+        await relay.serve()
     advert = Advert(
         me,
         run_id,

@@ -25,13 +25,17 @@ UNTIL_ALL_ARE_ASKED = float("nan")
 """As the expiration that suffices: no expiration that a reply claims, not even an infinite one, ends a search."""
 
 
-async def create(p2p: Any, validator: AdvertValidator, node_id: Any) -> Any:
-    """hivemind's DHTNode on its P2P, at `node_id` (its DHTID) or, if None, a place drawn at random."""
+async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_only: bool = False) -> Any:
+    """hivemind's DHTNode on its P2P, at `node_id` (its DHTID) or, if None, a place drawn at random.
+
+    One that `asks_only` is known to nobody and answers nobody: most others could not reach it.
+    """
     from hivemind.dht.node import DHTNode
 
     node = await DHTNode.create(
         p2p=p2p,
         node_id=node_id,
+        client_mode=asks_only,
         bucket_size=NEIGHBOURS,
         wait_timeout=WAIT_TIMEOUT_S,
         record_validator=validator,

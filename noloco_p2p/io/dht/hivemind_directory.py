@@ -1,7 +1,6 @@
 """The real directory: adverts in a Hivemind DHT, which runs in this process's own event loop beside the daemon.
 
-It outlives the daemon, which `keep` starts again when it dies. No microbatch ever waits for it. hivemind is imported
-where it is used (two seconds).
+It outlives the daemon, which `keep` starts again when it dies. No microbatch ever waits for it.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from typing import Any
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
 from noloco_p2p.io.dht import adverts, dht_node
-from noloco_p2p.io.dht.addresses import JoinAddress, KnownPeers
+from noloco_p2p.io.dht.addresses import KnownPeers
 from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, T
 from noloco_p2p.io.dht.member_records import MemberRecords
@@ -43,8 +42,7 @@ class HivemindDirectory:
     """`ports.Directory` over the DHT; one per run and process.
 
     While it has no daemon every call raises Unreachable. Identity, address, adverts, known peers and the records that
-    this node keeps for others outlive the daemon, so its peers need not notice.
-    """
+    this node keeps for others outlive the daemon, so its peers need not notice."""
 
     def __init__(
         self, libp2p: Libp2pDaemon, run_id: str, stages: int, known: KnownPeers, members: MemberRecords | None
@@ -67,8 +65,6 @@ class HivemindDirectory:
         self._heard = dht_node.record_store()
         """Records that linked peers gave when they were asked for what they hold themselves."""
         self._turn = 0
-        self._met: dict[PeerId, JoinAddress] = {}
-        """Where the daemons of the peers in the last reading are."""
         self._rejoining: asyncio.Task[None] | None = None
 
     @classmethod
@@ -78,8 +74,7 @@ class HivemindDirectory:
         """Start a DHT node for the run on the daemon of `libp2p`, and find the others; of `members` only, if given.
 
         Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable when peers were
-        joined and none of them answers as a DHT node; without a join address it is normal to find no peer: this is then
-        the first node.
+        joined and none of them answers as a DHT node; who joins nobody and finds nobody is the first node.
         """
         known = KnownPeers(known_path)
         known.load()
@@ -105,6 +100,11 @@ class HivemindDirectory:
         await self._store(advert, ttl_s)
         self._newest = advert
 
+    async def announce_again(self) -> None:
+        """Announce the newest advert with the ways of now. Raises as `announce`."""
+        if (newest := self._newest) is not None:
+            await self._store(newest, self._expires[newest.stage] - dht_time())
+
     async def withdraw(self) -> None:
         """See `ports.Directory`. Does nothing when nothing was announced since the last time."""
         if self._newest is not None:
@@ -129,7 +129,7 @@ class HivemindDirectory:
             records = self._members.read(records, adverts.libp2p_addresses)
         self._seen = frozenset(record.advert.peer_id for record in records)
         daemons = [address for record in records for address in adverts.libp2p_addresses(record)[:1]]
-        self._met = {address.peer_id: address for address in await self._libp2p.reach.joins(daemons)}
+        self._libp2p.met = {address.peer_id: address for address in await self._libp2p.reach.joins(daemons)}
         now, unix_s = asyncio.get_running_loop().time(), dht_time()
         return await self._libp2p.reach.within(
             replace(record.advert, announced_at=now - max(0.0, unix_s - record.announced_at)) for record in records
@@ -149,7 +149,7 @@ class HivemindDirectory:
         linked = await self._libp2p.links()
         await self._ping(linked)
         await self._ask_directly(sorted(linked))
-        self._known.remember(address for peer_id, address in sorted(self._met.items()) if peer_id in linked)
+        self._known.remember(address for peer_id, address in sorted(self._libp2p.met.items()) if peer_id in linked)
 
     async def keep(self, trouble: Callable[[str | None], None]) -> None:
         """Start the daemon again whenever it dies. Ends only with a LocalError: it could not be kept alive.
@@ -196,10 +196,7 @@ class HivemindDirectory:
             raise Unreachable(f"{error}") from error
 
     async def _restart(self) -> str:
-        """Start the daemon again and go on there, at the same place in the DHT and with all records.
-
-        Finding no known peer is no error. Returns why there is no daemon, or an empty text.
-        """
+        """Start the daemon again and go on there, with all records. Why there is no daemon, or an empty text."""
         await self.close()
         try:
             await self._libp2p.restart()
@@ -208,7 +205,7 @@ class HivemindDirectory:
             return f"the libp2p daemon (p2pd) could not be started again ({error})"
         node.protocol.storage, self._node = self._node.protocol.storage, node
         try:
-            self._known.remember(address for _, address in sorted(self._met.items()))
+            self._known.remember(address for _, address in sorted(self._libp2p.met.items()))
             await self.rejoin()
         except (LocalError, PeerError) as error:
             log.warning("rejoining: %s", error)
@@ -218,11 +215,14 @@ class HivemindDirectory:
     async def _store(self, advert: Advert, ttl_s: float) -> None:
         members = self._members
         of_member = (members.certificate, members.revoked.held.number) if members is not None else ("", 0)
-        payload = adverts.encode(AdvertRecord(advert, dht_time(), tuple(self._libp2p.join_addresses), *of_member))
-        key = stage_key(self._run_id, advert.stage)
+        ways, places = self._libp2p.ways, tuple(self._libp2p.join_addresses)
+        if ways is not None:
+            advert, places = replace(advert, addresses=ways()), ()
+        payload = adverts.encode(AdvertRecord(advert, dht_time(), places, *of_member))
         try:
             await self._store_at_others(advert, payload, ttl_s)
         finally:
+            key = stage_key(self._run_id, advert.stage)
             dht_node.hold(self._node, key, advert.peer_id, payload, self._expires[advert.stage])
 
     async def _store_at_others(self, advert: Advert, payload: bytes, ttl_s: float) -> None:
@@ -265,7 +265,7 @@ class HivemindDirectory:
         while self._libp2p.joined and not self._node.protocol.routing_table.peer_id_to_uid:
             if asyncio.get_running_loop().time() > deadline:
                 raise Unreachable(
-                    f"join address {self._libp2p.joined[0]}: the peer is there but keeps no directory of this run"
+                    f"join address {self._libp2p.joined[0]}: the peer there keeps no directory of this run"
                 )
             await asyncio.sleep(0.2)
             await self._ping(await self._libp2p.links())
@@ -292,7 +292,7 @@ class HivemindDirectory:
 
         hashed = {DHTID.generate(key).to_bytes(): stage for key, stage in self._keys.items()}
         validator = adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time, self._members)
-        creating = dht_node.create(self._libp2p.p2p, validator, node_id)
+        creating = dht_node.create(self._libp2p.p2p, validator, node_id, asks_only=self._libp2p.ways is not None)
         return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
 
 

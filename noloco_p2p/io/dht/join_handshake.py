@@ -12,14 +12,15 @@ from collections.abc import Awaitable, Callable
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.errors import Busy, ConfigError, LocalError, Unreachable, Violation
+from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.humanize import plain
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.dht.reach import endpoint, joined
+from noloco_p2p.io.dht.reach import STREAM, endpoint, joined
+from noloco_p2p.io.dht.ways_in import WaysIn
 
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
-"""Dials (`host:port`) and checks which peer answers: None when it is the expected one, else the reason."""
+"""Dials (`host:port`, or `p2p`) and checks which peer answers: None when it is the expected one, else the reason."""
 
 MANIFEST_CALL = "noloco/manifest/1"
 DIAL_BACK_CALL = "noloco/dial-back/1"
@@ -102,19 +103,22 @@ async def serve_dial_back(
     """
     allowed = DialRateLimit() if allowance is None else allowance
 
-    async def reached(host: str, port: int, caller: PeerId) -> str | None:
+    async def reached(place: tuple[str, int] | None, caller: PeerId) -> str | None:
+        if place is None:
+            return await probe(STREAM, caller)
+        host, port = place
         known = await libp2p.reach.addresses([host])
         return await probe(joined(known[host], port), caller) if host in known else f"{host} is not dialled from there"
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         address = request[:_ADDRESS_LIMIT].decode("ascii", errors="replace")
         place = endpoint(address)
-        if place is None:
+        if place is None and address != STREAM:
             raise Violation("the address is not of the form host:port")
         if not allowed.begin(now=asyncio.get_running_loop().time()):
             return json.dumps(_BUSY).encode()
         try:
-            reason = await asyncio.wait_for(reached(*place, caller), PROBE_TIMEOUT_S)
+            reason = await asyncio.wait_for(reached(place, caller), PROBE_TIMEOUT_S)
         except TimeoutError:
             reason = f"no answer within {PROBE_TIMEOUT_S:g} s"
         except Unreachable as error:
@@ -127,7 +131,7 @@ async def serve_dial_back(
 
 
 async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> str | None:
-    """Ask a linked peer to dial `address` (`host:port`) and find this node there: None, or why it could not.
+    """Ask a linked peer to find this node at `address` (`host:port`, or `p2p`): None, or why it could not.
 
     Raises Busy (it dials enough others now: ask again later), Unreachable, Declined, Violation.
     """
@@ -146,26 +150,38 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
     return plain(reason, _REASON_LIMIT)
 
 
-async def check_reachable(libp2p: Libp2pDaemon, address: str) -> None:
-    """Let a joined peer dial this node's gRPC address (`host:port`) back. Raises LocalError when it cannot reach it.
+async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> bool:
+    """Let a joined peer find this node at its gRPC address (`host:port`), or else over streams, which `ways` takes.
 
-    A peer that cannot be asked (it has just died, or is busy) says nothing about the address: the next one is asked.
+    Whether it is reached at the address. Raises LocalError: in neither way. A peer that cannot be asked (it has just
+    died, or is busy) says nothing: the next one is asked.
     """
-    failure = ""
+    failure, reason = "", None
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
         await asyncio.sleep(attempt)
         for peer in libp2p.joined:
             try:
-                reason = await ask_dial_back(libp2p, peer.peer_id, address)
-            except (Busy, Unreachable) as error:
+                reason = reason or await ask_dial_back(libp2p, peer.peer_id, address)
+                if reason is None:
+                    return True
+                await ways.serve()
+                no_stream = await ask_dial_back(libp2p, peer.peer_id, STREAM)
+            except (Busy, Declined, Unreachable) as error:
                 failure = str(error)
                 continue
-            if reason is None:
-                return
-            port = address.rpartition(":")[2]
-            raise LocalError(
-                f"others cannot reach this node at {address} ({reason}): open TCP port {port}, "
-                "or set listen.announce_host and listen.grpc_port to what leads here"
-            )
+            if no_stream is None:
+                log.warning("%s; they come over links that this node keeps open", _unreachable(address, reason))
+                return False
+            failure = no_stream
+    if reason is not None:
+        raise LocalError(f"{_unreachable(address, reason)}, nor over libp2p ({failure})")
     if failure:
         log.warning("no peer could be asked whether others reach this node at %s: %s", address, failure)
+    return True
+
+
+def _unreachable(address: str, reason: str) -> str:
+    return (
+        f"others cannot reach this node at {address} ({reason}): open TCP port {address.rpartition(':')[2]}, "
+        "or set listen.announce_host and listen.grpc_port to what leads here"
+    )

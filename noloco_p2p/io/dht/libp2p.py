@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
@@ -21,6 +21,17 @@ from noloco_p2p.io.dht.reach import Reach
 T = TypeVar("T")
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 """Answers one call: (authenticated caller, request) → response. A PeerError's text reaches the caller."""
+
+
+class Stream(NamedTuple):
+    """Bytes both ways to a peer, or to a process of this machine."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+StreamHandler = Callable[[PeerId, Stream], Awaitable[None]]
+"""Serves one stream of an authenticated peer, which ends with it."""
 
 DIAL_TIMEOUT_S = 5.0
 DAEMON_TIMEOUT_S = 5.0
@@ -52,6 +63,11 @@ class Libp2pDaemon:
         self._address = address
         self._death = "the libp2p daemon has ended"
         self._handlers: dict[str, CallHandler] = {}
+        self._stream_handlers: dict[str, StreamHandler] = {}
+        self.met: dict[PeerId, JoinAddress] = {}
+        """Where the daemons of other peers are, as the directory was last read: those that are dialled from here."""
+        self.ways: Callable[[], tuple[str, ...]] | None = None
+        """The addresses of a node that nobody can dial; in the DHT it asks only, then."""
 
     @classmethod
     async def open(
@@ -95,6 +111,8 @@ class Libp2pDaemon:
         await self._start()
         for name, handler in self._handlers.items():
             await self.serve(name, handler)
+        for name, stream_handler in self._stream_handlers.items():
+            await self.serve_streams(name, stream_handler)
 
     @property
     def peer_id(self) -> PeerId:
@@ -174,6 +192,33 @@ class Libp2pDaemon:
         if answer[:1] == _ERROR:
             raise Declined(f"peer {peer_id}: {answer[1:201].decode(errors='replace')!r}")
         return answer[1:]
+
+    async def serve_streams(self, name: str, handler: StreamHandler) -> None:
+        """Take streams of this name from now on, after a restart too. Once per name."""
+
+        async def answer(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await handler(info.peer_id.to_base58(), Stream(reader, writer))
+            finally:
+                writer.close()
+
+        self._stream_handlers[name] = handler
+        adding = self.p2p.add_binary_stream_handler(name, answer)
+        await self.guard(adding, DAEMON_TIMEOUT_S, "the libp2p daemon")
+
+    async def open_stream(self, peer_id: PeerId, name: str) -> Stream:
+        """A stream to a linked peer; nobody is dialled. Raises Unreachable (no link, no answer), LocalError."""
+        from hivemind.p2p import PeerID
+        from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+        if peer_id not in await self.links():
+            raise Unreachable(f"there is no link to {peer_id}")
+        opening = self.p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), name)
+        try:
+            _, reader, writer = await self.guard(opening, DIAL_TIMEOUT_S, f"peer {peer_id}: a stream for {name}")
+        except P2PDaemonError as error:
+            raise Unreachable(f"peer {peer_id} takes no stream for {name}: {str(error)[-100:]!r}") from error
+        return Stream(reader, writer)
 
     async def guard(self, waiting: Awaitable[T], timeout_s: float, what: str) -> T:
         """Await something that the daemon does. Raises Unreachable when it takes longer, LocalError when it is dead."""

@@ -57,6 +57,11 @@ class MemberRecords:
             self.issuers[peer_id] = at[0]
         return True
 
+    def belongs(self, peer_id: PeerId, certificate: str, until: float) -> bool:
+        """Whether this is the certificate of a member who has not been revoked, good `until` then."""
+        issuer = self.admits(peer_id, certificate, until, []) and self._checked(certificate.encode()).issuer
+        return bool(issuer) and not self.revoked.names(peer_id, str(issuer))
+
     def read(
         self, records: Sequence["AdvertRecord"], daemons: Callable[["AdvertRecord"], Sequence[JoinAddress]]
     ) -> list["AdvertRecord"]:

@@ -13,8 +13,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.messages import PEER_ID_CHARACTERS, Advert, PeerId
 from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.identity import public_key_of
 
 CONTAINER_MARKS = "/.dockerenv", "/run/.containerenv"
 """Files that engines put into containers."""
@@ -23,6 +24,10 @@ LOOKUP_S = 2.0
 NAMES_AT_ONCE = 32
 NAMES_KEPT, KEPT_S = 256, 60.0
 """Names whose addresses are remembered, and for how long, seconds."""
+STREAM = "p2p"
+"""The address of a peer to which others open a stream over a link that it keeps."""
+RELAY = "relay/"
+"""Before the peer id of a relay: the address of a peer to which that one splices streams."""
 _HOST = r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))"
 _ENDPOINT = re.compile(rf"(?:http://)?{_HOST}:([1-9][0-9]{{0,4}})(?:/[A-Za-z0-9_./-]{{0,100}})?")
 """`host:port`, an IPv6 host in brackets; or the URL of a page there."""
@@ -66,6 +71,18 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def relay_of(address: str) -> PeerId | None:
+    """The relay that an address names; None: it is no such address."""
+    relay = address.removeprefix(RELAY)
+    known = address.startswith(RELAY) and len(relay) <= PEER_ID_CHARACTERS and public_key_of(relay) is not None
+    return relay if known else None
+
+
+def is_streamed(address: str) -> bool:
+    """Whether a peer at this address is reached over libp2p."""
+    return address == STREAM or relay_of(address) is not None
+
+
 class Reach:
     """What is dialled from one machine. Belongs to one event loop."""
 
@@ -86,7 +103,10 @@ class Reach:
         return {host: some[0] for host, some in found.items() if some}
 
     async def within(self, adverts: Iterable[Advert]) -> list[Advert]:
-        """These adverts without the addresses that are not dialled from here; in those of gRPC no name is left."""
+        """These adverts without the addresses that are not dialled from here; in those of gRPC no name is left.
+
+        Streams dial nobody but relays, where these say that they are (`joins`).
+        """
         adverts = list(adverts)
         named = {text for one in adverts for text in (*one.addresses, one.metrics, one.libp2p_metrics)}
         places = {text: at for text in sorted(named) if (at := endpoint(text)) is not None}
@@ -95,7 +115,9 @@ class Reach:
         return [
             replace(
                 one,
-                addresses=tuple(dialled[text] for text in one.addresses if text in dialled),
+                addresses=tuple(
+                    dialled.get(text, text) for text in one.addresses if text in dialled or is_streamed(text)
+                ),
                 metrics=one.metrics if one.metrics in dialled else "",
                 libp2p_metrics=one.libp2p_metrics if one.libp2p_metrics in dialled else "",
             )

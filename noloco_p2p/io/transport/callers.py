@@ -7,7 +7,7 @@ import asyncio
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +17,7 @@ import grpc.aio
 
 from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId, is_peer_id
 from noloco_p2p.errors import Busy, Unreachable, Violation
+from noloco_p2p.io.dht.reach import RELAY
 
 PROTOCOL = "4"
 """Version of proto/noloco.proto that this node speaks."""
@@ -50,6 +51,9 @@ ACTIVATIONS = Share("activations", 160, 192)
 """Of the 256 headers that wait in line at most."""
 TRANSFERS = Share("transfers of weights", 4, 64)
 DRAINS = Share("refused calls that are drained", 128, 256)
+OF_RELAYED = 4
+"""A caller behind a relay has at most one part in so many of what all have that come through it."""
+NO_STREAMS: Mapping[str, str] = {}
 
 
 def metadata(me: PeerId, run_id: str, wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
@@ -62,16 +66,19 @@ class Caller(NamedTuple):
     """Who calls."""
 
     host: str
-    """IP address; of IPv6 the network of 64 bits, for all of its addresses are one subscriber's."""
+    """IP address; of IPv6 the network of 64 bits, for all of its addresses are one subscriber's. Of a stream `p2p/` and
+    the peer that opened it; `relay/` and the relay: who is behind it is unknown, and all that are count together."""
     name: PeerId
     """What the caller says; until its certificate is checked, what that says where it has one."""
 
     @classmethod
-    def of(cls, context: Any) -> "Caller":
-        """Of a call."""
+    def of(cls, context: Any, streams: Mapping[str, str] = NO_STREAMS) -> "Caller":
+        """Of a call; `streams`: see `Streams.hosts`."""
         [certified, *_] = context.auth_context().get("peer_dns", ()) or [b""]
         said = str(dict(context.invocation_metadata()).get("noloco-peer", ""))[:PEER_ID_CHARACTERS]
-        return cls(_host(str(context.peer())), certified.decode(errors="replace") or said)
+        peer = str(context.peer())
+        host = streams.get(unquote(peer).partition(":")[2]) or _host(peer)
+        return cls(host, certified.decode(errors="replace") or said)
 
 
 @lru_cache(1024)
@@ -178,7 +185,9 @@ class Callers:
     def holding(self, share: Share, caller: Caller) -> Iterator[None]:
         """One more of these for as long as the `with` lasts. Raises Busy."""
         of_host, of_caller = (share.what, caller.host), (share.what, *caller)
-        if self._held[of_host] >= share.of_host or self._held[of_caller] >= share.of_caller:
+        relayed = caller.host.startswith(RELAY)
+        most = min(share.of_caller, share.of_host // OF_RELAYED) if relayed else share.of_caller
+        if self._held[of_host] >= share.of_host or self._held[of_caller] >= most:
             raise Busy(f"{caller.host} has as many {share.what} here as allowed")
         self._held.update((of_host, of_caller))
         try:

@@ -17,7 +17,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.transport.peer_links import Links
+from noloco_p2p.io.transport.peer_links import Links, target
 
 CHANNELS_PER_PEER = CONNECTIONS
 """A second connection is opened while the first one is in use, or when a body goes over both."""
@@ -200,7 +200,12 @@ class ChannelPool:
         try:
             reasons = []
             for address in peer.addresses:
-                channel = PeerChannel(address, self._links.channel(address, peer.peer_id, self._options))
+                try:
+                    dialled = await target(self._links, address, peer.peer_id)
+                except Unreachable as error:
+                    reasons.append(f"{address}: {error}")
+                    continue
+                channel = PeerChannel(address, self._links.channel(dialled, peer.peer_id, self._options))
                 self._open.add(channel)
                 reason = await connect(channel.channel, CONNECT_S)
                 if reason is None:

@@ -14,6 +14,7 @@ import grpc.aio
 from noloco_p2p.core.messages import Header, PeerId
 from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.dht.identity import verify
+from noloco_p2p.io.dht.streams import Streams
 from noloco_p2p.io.security.certificates import Role
 from noloco_p2p.io.security.credentials import Credentials
 
@@ -28,12 +29,14 @@ class Links(Protocol):
 
     me: PeerId
     run_id: str
+    streams: Streams | None
+    """The ways to and from peers that accept no connections; None: there are none."""
 
     def add_port(self, server: Any, address: str) -> int:
         """Let a gRPC server listen at `host:port`; its TCP port. Raises RuntimeError: it cannot be bound."""
 
     def channel(self, address: str, peer: PeerId, options: Options, role: Role = "member") -> Any:
-        """A gRPC channel to `peer`, which has this role, at `host:port`."""
+        """A gRPC channel to `peer`, which has this role, at what `target` gave."""
 
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """Who makes this call; `observers` may make it too. Raises Violation, Declined: it may not."""
@@ -57,8 +60,15 @@ class Links(Protocol):
         """Whether `peer` has answered with it."""
 
 
+async def target(links: Links, address: str, peer: PeerId) -> str:
+    """What gRPC dials for one connection to a peer at one of its addresses. Raises Unreachable."""
+    return address if links.streams is None else await links.streams.target(address, peer)
+
+
 class OpenLinks:
     """Neither authenticated nor encrypted: a caller is who it says. `sign` is the libp2p identity's."""
+
+    streams: Streams | None = None
 
     def __init__(self, me: PeerId, run_id: str, sign: Callable[[bytes], bytes] | None = None) -> None:
         self.me, self.run_id = me, run_id
@@ -102,6 +112,8 @@ class OpenLinks:
 
 class MemberLinks:
     """Mutual TLS: both ends show a certificate of the run (ARCHITECTURE.md, "Members")."""
+
+    streams: Streams | None = None
 
     def __init__(self, credentials: Credentials) -> None:
         self.me, self.run_id = credentials.peer_id, credentials.trust.run_id

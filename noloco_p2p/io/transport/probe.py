@@ -10,12 +10,16 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import OPTIONS, connect
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
-from noloco_p2p.io.transport.peer_links import Links
+from noloco_p2p.io.transport.peer_links import Links, target
 
 
 async def probe(address: str, peer_id: PeerId, links: Links, timeout_s: float, role: Role = "member") -> str | None:
-    """Whether the node `peer_id` of our run answers at `address` (`host:port`): None, or the reason in words."""
-    run_id, channel = links.run_id, links.channel(address, peer_id, OPTIONS, role)
+    """Whether the node `peer_id` of our run answers at `address` (see `Advert`): None, or the reason in words."""
+    try:
+        dialled = await target(links, address, peer_id)
+    except PeerError as error:
+        return str(error)
+    run_id, channel = links.run_id, links.channel(dialled, peer_id, OPTIONS, role)
     try:
         async with asyncio.timeout(timeout_s):
             reason = await connect(channel, timeout_s)

@@ -12,7 +12,7 @@ from noloco_p2p.core.messages import Header, PeerId
 from noloco_p2p.errors import Busy, LocalError, Unreachable
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller
+from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, NO_STREAMS, Caller
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
@@ -81,7 +81,8 @@ def _bounded(
 
     async def answer(request: Any, context: Any) -> Any:
         try:
-            caller = Caller.of(context)
+            streams = servicer.links.streams
+            caller = Caller.of(context, NO_STREAMS if streams is None else streams.hosts)
             with servicer.callers.holding(CALLS, caller):
                 async with servicer.links.called(context):
                     return await method(caller, request, context)

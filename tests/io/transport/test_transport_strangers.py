@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -16,7 +16,7 @@ from noloco_p2p.core.messages import HostTensor, PeerId, ReplicaState, TensorSpe
 from noloco_p2p.errors import Busy, Declined, Unreachable, Violation
 from noloco_p2p.io.transport import callers, frame_codec, message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import LEAST_BYTES_PER_S, RESERVE_S, Caller, Callers, Patience, Share
+from noloco_p2p.io.transport.callers import CALLS, LEAST_BYTES_PER_S, RESERVE_S, Caller, Callers, Patience, Share
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
@@ -149,7 +149,8 @@ def test_one_caller_and_one_host_have_a_share_of_the_calls_and_not_all(monkeypat
 
             async def held(name: PeerId) -> Any:
                 call = stub.Propagate(timeout=60.0, metadata=callers.metadata(name, RUN))
-                await call.write(head)
+                with suppress(grpc.aio.AioRpcError):  # it may be refused before it is written
+                    await call.write(head)
                 return call
 
             calls = [await held("X") for _ in range(3)]
@@ -283,15 +284,15 @@ def test_what_this_node_itself_delays_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "host"),
+    ("peer", "host", "streamed"),
     [
-        ("ipv4:10.1.2.3:4102", "10.1.2.3"),
-        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:4102", "2001:db8:1:2::/64"),
-        ("ipv6:[::1]:4102", "::/64"),
-        ("ipv6:[fe80::1%25eth0]:4102", "fe80::/64"),
+        ("ipv4:10.1.2.3:4102", "10.1.2.3", "p2p/B"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:4102", "2001:db8:1:2::/64", "2001:db8:1:2::/64"),
+        ("ipv6:%5B::1%5D:4102", "::/64", "relay/B"),
+        ("ipv6:[fe80::1%25eth0]:4102", "fe80::/64", "fe80::/64"),
     ],
 )
-def test_a_host_is_an_address_or_a_network_of_one_subscriber(peer: str, host: str) -> None:
+def test_a_host_is_an_address_or_a_network_or_who_opened_the_stream(peer: str, host: str, streamed: str) -> None:
     class Context:
         def peer(self) -> str:
             return peer
@@ -303,6 +304,24 @@ def test_a_host_is_an_address_or_a_network_of_one_subscriber(peer: str, host: st
             return {}
 
     assert Caller.of(Context()) == (host, "A")
+    assert Caller.of(Context(), {"10.1.2.3:4102": "p2p/B", "[::1]:4102": "relay/B"}).host == streamed
+
+
+def test_who_comes_through_a_relay_leaves_three_parts_in_four_to_the_others() -> None:
+    held = Callers()
+    with ExitStack() as leaving:
+
+        def most(caller: Caller) -> int:
+            for count in range(CALLS.of_host + 1):
+                try:
+                    leaving.enter_context(held.holding(CALLS, caller))
+                except Busy:
+                    return count
+            raise AssertionError("no bound")
+
+        assert [most(Caller("relay/R", name)) for name in "ABCDE"] == [CALLS.of_host // 4] * 4 + [0]
+        assert most(Caller("10.0.0.1", "R")) == CALLS.of_caller, "the relay's own share is another"
+    assert held.holds_nothing
 
 
 # --- lengths and counts, before anything is parsed or kept -----------------------------------------------------------

@@ -1,0 +1,105 @@
+"""What a public node does for members behind NAT: it splices the streams of two that have asked it to.
+
+It sees what they send as it travels, which is TLS between members.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import Declined, LocalError, PeerError
+from noloco_p2p.io.dht.adverts import dht_time
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
+from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.dht.streams import RELAY_STREAMS, RELAYED_STREAMS, RESERVE_CALL, hear, say, splice
+
+RESERVED_S = 15.0
+"""Lifetime of a reservation that is not renewed, seconds."""
+MOST_RESERVED = 256
+CIRCUITS, CIRCUITS_OF_PEER = 512, 64
+"""Pairs of streams spliced at once, and those of which a peer is one end: three connections a peer that it calls."""
+BURST_S = 0.25
+"""What the relayed share of the line holds, in seconds of its rate."""
+
+
+class MemberRelay:
+    """The reservations and circuits of one relay. Belongs to one event loop."""
+
+    def __init__(
+        self, libp2p: Libp2pDaemon, run_id: str, members: MemberRecords | None, bytes_per_s: Callable[[], float]
+    ) -> None:
+        """`members`: only they reserve, where there are some; `bytes_per_s`: what all circuits carry together."""
+        self._libp2p, self._run_id, self._members = libp2p, run_id, members
+        self._bytes_per_s = bytes_per_s
+        self._until: dict[PeerId, float] = {}
+        """Reservations, on the loop's clock."""
+        self._circuits: Counter[PeerId] = Counter()
+        self._carrying: set[asyncio.Task[None]] = set()
+        if members is not None:
+            members.revoked.listen(self._cut)
+        self._turn = asyncio.Lock()
+        self._free_at = 0.0
+
+    async def serve(self) -> None:
+        """Take reservations and splice, from now on. Once per daemon."""
+        await self._libp2p.serve(RESERVE_CALL, self._reserve)
+        await self._libp2p.serve_streams(RELAY_STREAMS, self._relay)
+
+    async def _reserve(self, caller: PeerId, request: bytes) -> bytes:
+        run_id, _, certificate = request[:8192].decode("ascii", errors="replace").partition("\n")
+        now = asyncio.get_running_loop().time()
+        if run_id != self._run_id:
+            raise Declined("this relay is of another run")
+        if self._members is not None and not self._members.belongs(caller, certificate, dht_time() + RESERVED_S):
+            raise Declined("this relay is for members of its run")
+        self._until = {peer: until for peer, until in self._until.items() if until > now}
+        if caller not in self._until and len(self._until) >= MOST_RESERVED:
+            raise Declined("this relay has as many reservations as it takes")
+        self._until[caller] = now + RESERVED_S
+        return b""
+
+    async def _relay(self, caller: PeerId, stream: Stream) -> None:
+        if (task := asyncio.current_task()) is not None:
+            self._carrying.add(task)
+            task.add_done_callback(self._carrying.discard)
+        with suppress(PeerError, LocalError, OSError), ExitStack() as leaving:
+            self._take(caller, leaving)  # else the stream ends without a word
+            target = await hear(stream)
+            try:
+                self._take(target, leaving)
+                onward = await self._libp2p.open_stream(target, RELAYED_STREAMS)
+            except (PeerError, LocalError) as error:
+                await say(stream, str(error))
+                return
+            leaving.callback(onward.writer.close)
+            await say(stream, "")
+            await splice(stream, onward, self._pace)
+
+    def _take(self, peer: PeerId, leaving: ExitStack) -> None:
+        """One end of a circuit, given back when the stack ends. Raises Declined."""
+        if self._until.get(peer, 0.0) < asyncio.get_running_loop().time():
+            raise Declined(f"{peer} has no reservation")
+        if self._circuits[peer] >= CIRCUITS_OF_PEER or self._circuits.total() >= 2 * CIRCUITS:
+            raise Declined(f"{peer} has as many circuits as it may")
+        self._circuits[peer] += 1
+        leaving.callback(self._give_back, peer)
+
+    def _give_back(self, peer: PeerId) -> None:
+        self._circuits[peer] -= 1
+        self._circuits += Counter()  # forgets who has none
+
+    def _cut(self) -> None:
+        """Somebody was revoked: all reservations and circuits end; who still belongs to the run comes back."""
+        self._until.clear()
+        for task in self._carrying:
+            task.cancel()
+
+    async def _pace(self, nbytes: int) -> None:
+        """Wait until so many more bytes fit; circuits take turns."""
+        async with self._turn:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(self._free_at, now - BURST_S) + nbytes / self._bytes_per_s()
+            if self._free_at > now:
+                await asyncio.sleep(self._free_at - now)

@@ -1,0 +1,156 @@
+"""gRPC connections over libp2p streams, to peers that accept no others (ARCHITECTURE.md, "Reachability").
+
+gRPC dials a socket of this machine; what it sends there goes on as it is, encrypted or not, over a stream to the peer,
+or to a relay that splices it with another one.
+"""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
+from noloco_p2p.humanize import plain
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
+from noloco_p2p.io.dht.reach import is_streamed, relay_of
+
+STREAMS, RELAY_STREAMS, RELAYED_STREAMS = "noloco/grpc/1", "noloco/relay/1", "noloco/relayed/1"
+RESERVE_CALL = "noloco/reserve/1"
+RESERVE_TIMEOUT_S = 3.0
+OPEN_TIMEOUT_S = 5.0
+"""Longest wait for a relay's word, and for gRPC to take up a stream that was opened for it."""
+CHUNK_BYTES = 1 << 16
+"""Read at once. With what the streams' two buffers hold, at most half a MiB waits here in each direction."""
+_WORD_LIMIT = 200
+
+
+async def say(stream: Stream, word: str) -> None:
+    """Send a short text, ahead of all else that goes over a stream."""
+    data = word.encode()[:_WORD_LIMIT]
+    stream.writer.write(bytes([len(data)]) + data)
+    await stream.writer.drain()
+
+
+async def hear(stream: Stream) -> str:
+    """The short text with which a stream begins. Raises Unreachable: it does not come."""
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            [length] = await stream.reader.readexactly(1)
+            return plain((await stream.reader.readexactly(length)).decode(errors="replace"), _WORD_LIMIT)
+    except (TimeoutError, OSError, EOFError) as error:
+        raise Unreachable("the other end of the stream says nothing") from error
+
+
+async def splice(one: Stream, other: Stream, pace: Callable[[int], Awaitable[object]] | None = None) -> None:
+    """Carry bytes both ways until either end stops or breaks; then both are closed. `pace` is awaited for each part."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(CHUNK_BYTES):
+            if pace is not None:
+                await pace(len(data))
+            writer.write(data)
+            await writer.drain()
+
+    ways = [
+        asyncio.ensure_future(carry(one.reader, other.writer)),
+        asyncio.ensure_future(carry(other.reader, one.writer)),
+    ]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        for stream in (one, other):
+            stream.writer.close()
+
+
+class Streams:
+    """The streams that a node opens for gRPC. Belongs to one event loop."""
+
+    def __init__(self, libp2p: Libp2pDaemon, run_id: str, certificate: Callable[[], str] = str) -> None:
+        """`certificate`: of this node as a member, PEM; empty in an open run."""
+        self.hosts: dict[str, str] = {}
+        """Connections to this node's gRPC server from itself, `host:port` → whose streams they carry."""
+        self._libp2p, self._run_id, self._certificate = libp2p, run_id, certificate
+        self._folder: Path | None = None
+        self._numbers = count()
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    async def target(self, address: str, peer: PeerId) -> str:
+        """What gRPC dials, once, for a peer at one of its addresses. Raises Unreachable."""
+        if not is_streamed(address):
+            return address
+        try:
+            stream = await self._opened(address, peer)
+        except (LocalError, ConfigError, PeerError) as error:
+            raise Unreachable(str(error)) from error
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="noloco-", dir="/tmp"))
+        path = self._folder / str(next(self._numbers))
+        taken: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+
+        def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if taken.done():
+                writer.close()
+            else:
+                taken.set_result(Stream(reader, writer))
+
+        server = await asyncio.start_unix_server(take, path)
+        task = asyncio.create_task(self._carry(server, path, taken, stream))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        return f"unix:{path}"
+
+    async def reserve(self, relay: PeerId) -> None:
+        """Have a linked relay splice streams from and to this node, for a while. Raises a PeerError: it will not."""
+        request = f"{self._run_id}\n{self._certificate()}".encode()
+        await self._libp2p.call(relay, RESERVE_CALL, request, RESERVE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """End all streams."""
+        for task in self._carrying:
+            task.cancel()
+        await asyncio.gather(*self._carrying, return_exceptions=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _opened(self, address: str, peer: PeerId) -> Stream:
+        relay = relay_of(address)
+        if relay is None:
+            return await self._libp2p.open_stream(peer, STREAMS)
+        if relay == self._libp2p.peer_id:
+            raise Unreachable("this node is the relay, and has no link to the peer")
+        if relay not in await self._libp2p.links():
+            if relay not in self._libp2p.met:
+                raise Unreachable(f"nobody says where relay {relay} is")
+            await self._libp2p.dial(self._libp2p.met[relay])
+        await self.reserve(relay)
+        stream = await self._libp2p.open_stream(relay, RELAY_STREAMS)
+        try:
+            await say(stream, peer)
+            if refusal := await hear(stream):
+                raise Unreachable(f"relay {relay}: {refusal}")
+        except BaseException:
+            stream.writer.close()
+            raise
+        return stream
+
+    async def _carry(self, server: asyncio.Server, path: Path, taken: asyncio.Future[Stream], stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                local = await taken
+        except TimeoutError:
+            return
+        else:
+            await splice(local, stream)
+        finally:
+            stream.writer.close()
+            server.close()
+            with suppress(FileNotFoundError):
+                os.unlink(path)

@@ -1,0 +1,135 @@
+"""How a node that accepts no connection from outside is reached all the same: over links that it keeps to public
+members, and through two of these as relays (ARCHITECTURE.md, "Reachability").
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import ConfigError, LocalError, PeerError
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
+from noloco_p2p.io.dht.reach import RELAY, STREAM, joined
+from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, splice
+
+RELAYS = 2
+LOOK_S = 3.0
+"""Time between two questions to each relay: with its timeout, one that is dead is replaced within 10 s."""
+REFUSED_S = 60.0
+"""How long a public member that relays nothing is not asked again."""
+DIALS = 8
+"""Links that are opened at once."""
+MOST_LINKS = 128
+"""Public members to which links are kept; others come through the relays."""
+STREAMS_OF_PEER, STREAMS_OF_RELAY, MOST_STREAMS = 16, 64, 512
+"""At once."""
+
+log = logging.getLogger(__name__)
+
+
+class WaysIn:
+    """The ways to one node. Belongs to one event loop."""
+
+    def __init__(self, libp2p: Libp2pDaemon, streams: Streams, server: tuple[str, int]) -> None:
+        """`server`: host and port of this node's gRPC server, from here."""
+        self._libp2p, self._streams, self._server = libp2p, streams, server
+        self._relays: tuple[PeerId, ...] = ()
+        self._refused_at: dict[PeerId, float] = {}
+        self._open: Counter[str] = Counter()
+
+    def addresses(self) -> tuple[str, ...]:
+        """What the advert says, best first."""
+        return STREAM, *(f"{RELAY}{relay}" for relay in self._relays)
+
+    async def serve(self) -> None:
+        """Carry streams of others to the gRPC server, from now on."""
+        await self._libp2p.serve_streams(STREAMS, partial(self._carry, f"{STREAM}/", STREAMS_OF_PEER))
+        await self._libp2p.serve_streams(RELAYED_STREAMS, self._relayed)
+
+    async def find_relays(self) -> bool:
+        """Renew the reservations, and find others for those that are lost. Whether the addresses changed."""
+        before, now = self._relays, asyncio.get_running_loop().time()
+        relays = await self._reserved_of(before)
+        if len(relays) < RELAYS:
+            linked = self._public.keys() & await self._libp2p.links() - {*before}
+            asked = [one for one in linked if now - self._refused_at.get(one, -REFUSED_S) >= REFUSED_S]
+            relays += await self._reserved_of(sorted(asked, key=self._place)[: 2 * RELAYS])
+        self._relays = tuple(relays[:RELAYS])
+        return self._relays != before
+
+    async def keep(self, changed: Callable[[], Awaitable[object]]) -> None:
+        """Keep relays and links, for ever; `changed` tells others of other relays."""
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._again(self._keep_relays, changed))
+            both.create_task(self._again(self._keep_links))
+
+    async def _again(self, look: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await look(*arguments)
+            except (PeerError, LocalError) as error:
+                log.warning("ways to this node: %s", error)
+
+    async def _keep_relays(self, changed: Callable[[], Awaitable[object]]) -> None:
+        if await self.find_relays():
+            log.info("relays: %s", ", ".join(self._relays) or "none")
+            await changed()
+
+    @property
+    def _public(self) -> dict[PeerId, JoinAddress]:
+        return {one.peer_id: one for one in self._libp2p.joined} | self._libp2p.met
+
+    async def _reserved_of(self, relays: Sequence[PeerId]) -> list[PeerId]:
+        holds = await asyncio.gather(*map(self._reserved, relays))
+        return [relay for relay, held in zip(relays, holds, strict=True) if held]
+
+    async def _reserved(self, relay: PeerId) -> bool:
+        try:
+            await self._streams.reserve(relay)
+        except PeerError:
+            self._refused_at[relay] = asyncio.get_running_loop().time()
+            return False
+        return True
+
+    async def _keep_links(self) -> None:
+        linked, public = await self._libp2p.links(), self._public
+        wanted = sorted(public, key=self._place)[:MOST_LINKS]
+        missing = [public[peer] for peer in wanted if peer not in linked][:DIALS]
+        failures = await asyncio.gather(*map(self._libp2p.dial, missing), return_exceptions=True)
+        for failure in failures:
+            if failure is not None and not isinstance(failure, PeerError | ConfigError):
+                raise failure
+
+    def _place(self, peer: PeerId) -> bytes:
+        """Each node has an order of its own, so that not all choose the same relays."""
+        return blake2b(f"{self._libp2p.peer_id} {peer}".encode()).digest()
+
+    async def _relayed(self, peer: PeerId, stream: Stream) -> None:
+        if peer in self._relays:
+            await self._carry(RELAY, STREAMS_OF_RELAY, peer, stream)
+
+    async def _carry(self, kind: str, most: int, peer: PeerId, stream: Stream) -> None:
+        """Splice a stream with a connection to the gRPC server, which then knows from whom it comes."""
+        whose = kind + peer
+        if self._open[whose] >= most or self._open.total() >= MOST_STREAMS:
+            return
+        self._open[whose] += 1
+        try:
+            try:
+                server = Stream(*await asyncio.open_connection(*self._server))
+            except OSError:
+                return  # this node ends
+            here = joined(*server.writer.get_extra_info("sockname")[:2])
+            self._streams.hosts[here] = whose
+            try:
+                await splice(stream, server)
+            finally:
+                del self._streams.hosts[here]
+        finally:
+            self._open[whose] -= 1
+            self._open += Counter()

@@ -1,0 +1,63 @@
+"""How others reach a node, found out at its start (ARCHITECTURE.md, "Reachability"), and what it relays for others."""
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from noloco_p2p.config import LimitSettings, NodeConfig
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT
+from noloco_p2p.core.line_rate import MeasuredLine
+from noloco_p2p.io.dht import join_handshake as joining
+from noloco_p2p.io.dht.addresses import from_here
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.reach import joined
+from noloco_p2p.io.dht.relay_service import MemberRelay
+from noloco_p2p.io.dht.streams import Streams
+from noloco_p2p.io.dht.ways_in import WaysIn
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.launch.run_key import Standing
+
+RELAYED_SHARE = 0.05
+"""Of its line, what a member passes on for others."""
+UNMEASURED_MBIT_PER_S = 100.0
+"""What a line counts as before it was measured."""
+NOT_HERE = "not through this node, which others cannot dial, but by the address of another one"
+
+
+def open_streams(closing: AsyncExitStack, libp2p: Libp2pDaemon, run_id: str, standing: Standing) -> Streams:
+    """The streams of a node's links, to be closed by `closing`."""
+    members = standing.records
+    streams = Streams(libp2p, run_id, lambda: "" if members is None else members.certificate)
+    closing.push_async_callback(streams.close)
+    standing.links.streams = streams
+    return streams
+
+
+async def find(libp2p: Libp2pDaemon, streams: Streams, listen_host: str, host: str, port: int) -> WaysIn | None:
+    """How this node, whose gRPC server listens at `listen_host`, is reached; None: at `host` and `port`, as announced.
+
+    Raises LocalError: in no way.
+    """
+    ways = WaysIn(libp2p, streams, (from_here(listen_host).strip("[]"), port))
+    if await joining.check_reachable(libp2p, joined(host, port), ways):
+        return None
+    libp2p.ways = ways.addresses
+    await ways.find_relays()
+    return ways
+
+
+def relay(
+    libp2p: Libp2pDaemon, run_id: str, standing: Standing, transport: GrpcTransport, local: NodeConfig
+) -> MemberRelay | None:
+    """None: this node relays nothing."""
+    rate = _relayed_rate(local.limits, transport.line, members=standing.records is not None)
+    return None if rate is None else MemberRelay(libp2p, run_id, standing.records, rate)
+
+
+def _relayed_rate(limits: LimitSettings, line: MeasuredLine, *, members: bool) -> Callable[[], float] | None:
+    """Bytes per second; None: nothing."""
+    given, most = limits.relay_mbit_per_s, limits.upload_mbit_per_s or UNMEASURED_MBIT_PER_S
+    if given is not None:
+        return (lambda: given * BYTES_PER_MBIT) if given else None
+    if not members:
+        return None
+    return lambda: RELAYED_SHARE * (line.up.bytes_per_s or most * BYTES_PER_MBIT)

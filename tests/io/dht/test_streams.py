@@ -1,0 +1,209 @@
+"""gRPC over libp2p streams on loopback: to a peer that keeps a link, through a relay, and who may not."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from daemons import RUN, STRANGER, daemon, run, until
+from members import Club
+from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
+
+from noloco_p2p.config import ListenSettings
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.errors import Declined, Unreachable
+from noloco_p2p.io.dht import relay_service
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.dht.relay_service import MemberRelay
+from noloco_p2p.io.dht.streams import RELAY_STREAMS, RELAYED_STREAMS, Streams, hear, say
+from noloco_p2p.io.dht.ways_in import WaysIn
+from noloco_p2p.io.security.credentials import Credentials
+from noloco_p2p.io.security.revocations import Revocations
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.peer_links import MemberLinks
+
+BODY = (1, 512, 512)
+"""1 MiB: more than all buffers on the way hold."""
+
+
+@dataclass
+class Peer:
+    """A member that serves gRPC at a port which nobody is told."""
+
+    libp2p: Libp2pDaemon
+    streams: Streams
+    transport: GrpcTransport
+    ways: WaysIn
+
+    @property
+    def id(self) -> PeerId:
+        return self.libp2p.peer_id
+
+    async def reaches(self, other: "Peer", *addresses: str) -> None:
+        """An activation there, and its gradient back."""
+        sent = activation(BODY, run_id=RUN)
+        head = sent.header
+        mine = head.microbatch._replace(peer=self.id), replace(head.origin, peer=self.id)
+        sent = replace(sent, header=replace(head, microbatch=mine[0], origin=mine[1]))
+        peer = Advert(other.id, RUN, 1, addresses or other.ways.addresses())
+        assert (await self.transport.propagate(peer, sent)).grad.data == sent.hidden.data
+
+    async def circuit(self, relay: "Peer", target: PeerId) -> str:
+        """What a relay says to the wish for a stream to a target; Unreachable: nothing."""
+        stream = await self.libp2p.open_stream(relay.id, RELAY_STREAMS)
+        await say(stream, target)
+        answer = await hear(stream)
+        stream.writer.close()
+        return answer
+
+
+@asynccontextmanager
+async def member(club: Club, name: str, *join: Peer) -> AsyncIterator[Peer]:
+    async with daemon(club.home / name, join=[one.libp2p.join_addresses[0] for one in join]) as libp2p:
+        chain = club.chain(libp2p.peer_id)
+        streams = Streams(libp2p, RUN, chain.decode)
+        links = MemberLinks(Credentials(club.trust, libp2p.identity, chain))
+        links.streams = streams
+        transport = GrpcTransport(links, ListenSettings(), Events(), MAX_BODY_BYTES)
+        await transport.serve(Node(echo))
+        try:
+            yield Peer(libp2p, streams, transport, WaysIn(libp2p, streams, ("127.0.0.1", transport.port)))
+        finally:
+            await transport.close()
+            await streams.close()
+
+
+@asynccontextmanager
+async def relay(
+    club: Club, name: str, bytes_per_s: float = 1e9, revoked: Revocations | None = None
+) -> AsyncIterator[Peer]:
+    async with member(club, name) as peer:
+        records = MemberRecords(club.trust, revoked or Revocations(club.trust))
+        await MemberRelay(peer.libp2p, RUN, records, lambda: bytes_per_s).serve()
+        yield peer
+
+
+def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    club, links = Club(tmp_path, RUN), Libp2pDaemon.links
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as closing:
+            enter = closing.enter_async_context
+            r, s = await enter(relay(club, "r")), await enter(relay(club, "s"))
+            b = await enter(member(club, "b", r, s))
+            a = await enter(member(club, "a", r))
+
+            hidden = {b.id, s.id}
+
+            async def links_of_a(libp2p: Libp2pDaemon) -> set[PeerId]:
+                """Over loopback libp2p dials whom it hears of."""
+                return await links(libp2p) - (hidden if libp2p is a.libp2p else set())
+
+            monkeypatch.setattr(Libp2pDaemon, "links", links_of_a)
+            await b.ways.serve()
+            with pytest.raises(Unreachable, match="p2p: there is no link"):
+                await a.reaches(b)
+            assert await b.ways.find_relays()
+            assert set(b.ways.addresses()) == {"p2p", f"relay/{r.id}", f"relay/{s.id}"}
+            with pytest.raises(Unreachable, match="nobody says where relay"):
+                await a.reaches(b, f"relay/{s.id}")
+            hidden.remove(s.id)
+            a.libp2p.met = {one.peer_id: one for one in b.libp2p.joined}
+            for one in (r, s):
+                await a.reaches(b, f"relay/{one.id}")
+                assert f"relay/{one.id}" in b.streams.hosts.values()
+            await s.reaches(b)
+            assert f"p2p/{s.id}" in b.streams.hosts.values()
+            with pytest.raises(Unreachable, match="this node is the relay"):
+                await r.reaches(b, f"relay/{r.id}")
+            assert not await b.ways.find_relays(), "both are renewed"
+
+            await s.libp2p.close()
+
+            async def gone() -> bool:
+                return f"relay/{s.id}" not in b.streams.hosts.values()
+
+            await until(gone)
+            assert await b.ways.find_relays()
+            assert b.ways.addresses() == ("p2p", f"relay/{r.id}")
+            await a.reaches(b)
+        assert not b.streams.hosts
+
+    run(scenario)
+
+
+def test_a_relay_serves_members_that_have_reserved_and_none_takes_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    club = Club(tmp_path, RUN)
+    monkeypatch.setattr(relay_service, "CIRCUITS_OF_PEER", 2)
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as closing:
+            enter = closing.enter_async_context
+            revoked = Revocations(club.trust)
+            r = await enter(relay(club, "r", revoked=revoked))
+            a, b = await enter(member(club, "a", r)), await enter(member(club, "b", r))
+            for shown in (b"", club.chain(b.id), club.chain(a.id, "observer"), b"\n" * 9000):
+                with pytest.raises(Declined, match="for members of its run"):
+                    await Streams(a.libp2p, RUN, shown.decode).reserve(r.id)
+            with pytest.raises(Declined, match="of another run"):
+                await Streams(a.libp2p, "ef" * 32).reserve(r.id)
+            await b.ways.serve()
+            await b.ways.find_relays()
+            with pytest.raises(Unreachable, match="says nothing"):
+                await a.circuit(r, b.id)
+            await a.streams.reserve(r.id)
+            assert await a.circuit(r, STRANGER) == f"{STRANGER} has no reservation"
+            held = [await a.libp2p.open_stream(r.id, RELAY_STREAMS) for _ in range(2)]
+            for stream in held:
+                await say(stream, b.id)
+                assert await hear(stream) == ""
+            with pytest.raises(Unreachable, match="says nothing"):
+                await a.circuit(r, b.id)
+            for stream in held:
+                stream.writer.close()
+
+            async def free() -> bool:
+                with suppress(Unreachable):
+                    return await a.circuit(r, b.id) == ""
+                return False
+
+            await until(free)
+            await b.ways.find_relays()
+            live = await a.libp2p.open_stream(r.id, RELAY_STREAMS)
+            await say(live, b.id)
+            assert await hear(live) == ""
+            revoked.adopt(club.revoking(int(time.time()), a.id))
+            assert await live.reader.read() == b"", "circuits end with a revocation"
+            with pytest.raises(Declined, match="for members of its run"):
+                await a.streams.reserve(r.id)
+            assert not await b.ways.find_relays(), "who still belongs reserves again"
+            stray = await a.libp2p.open_stream(b.id, RELAYED_STREAMS)
+            assert await stray.reader.read() == b"", "only relays that it has chosen bring it streams"
+            stray.writer.close()
+
+    run(scenario)
+
+
+def test_a_relay_passes_on_what_its_owner_lets_it(tmp_path: Path) -> None:
+    club, rate = Club(tmp_path, RUN), 2e6
+
+    async def scenario() -> None:
+        async with relay(club, "r", rate) as r, member(club, "a", r) as a, member(club, "b", r) as b:
+            await b.ways.serve()
+            await b.ways.find_relays()
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            for _ in range(2):
+                await a.reaches(b, f"relay/{r.id}")
+            there_and_back = 4 * 4 * 512 * 512
+            assert clock() - began >= there_and_back / rate - relay_service.BURST_S
+
+    run(scenario)

@@ -1,0 +1,115 @@
+"""A small internet in network namespaces: public hosts, and hosts behind gateways of each kind. Linux, root, iptables.
+
+Its addresses are public ones, which lead nowhere else: no namespace has a way out.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+IPTABLES, IP6TABLES = (shutil.which(f"{name}-nft") or shutil.which(name) for name in ("iptables", "ip6tables"))
+PUBLIC, PUBLIC_6 = "11.1.1", "2a10:1::"
+WAN = "wan0"
+
+
+def why_not() -> str:
+    """Why there can be none here; empty: there can."""
+    if shutil.which("ip") is None or IPTABLES is None or IP6TABLES is None:
+        return "needs ip and iptables"
+    made = subprocess.run(["unshare", "-n", IPTABLES, "-t", "nat", "-L"], capture_output=True, check=False)
+    return "" if made.returncode == 0 and os.access("/run", os.W_OK) else "network namespaces cannot be made here"
+
+
+@dataclass
+class Internet:
+    """Made by `internet`, with which it goes."""
+
+    name: str
+    hosts: list[str] = field(default_factory=list)
+
+    def namespace(self, host: str) -> str:
+        return f"{self.name}-{host}"
+
+    def run(self, host: str, *words: str) -> None:
+        """A command there; it has to succeed."""
+        done = subprocess.run(["ip", "netns", "exec", self.namespace(host), *words], capture_output=True, check=False)
+        assert done.returncode == 0, (words, done.stderr)
+
+    def host(self, name: str) -> None:
+        """One without a line."""
+        subprocess.run(["ip", "netns", "add", self.namespace(name)], check=True)
+        self.hosts.append(name)
+        self.run(name, "ip", "link", "set", "lo", "up")
+
+    def public(self, name: str, number: int) -> str:
+        """A host with a line to all others; its address."""
+        self.host(name)
+        self._wire("wan", f"to-{name}", name, WAN)
+        self.run("wan", "ip", "link", "set", f"to-{name}", "master", "br0")
+        for address in (f"{PUBLIC}.{number}/24", f"{PUBLIC_6}{number}/64"):
+            self._address(name, WAN, address)
+        return f"{PUBLIC}.{number}"
+
+    def gateway(self, name: str, number: int, *nat: str, behind: str | None = None, drops: Sequence[str] = ()) -> None:
+        """A gateway for one host, `at-<name>`, at 192.168.<number>.2; `behind` another one's host: carrier-grade.
+
+        `nat`: what comes after MASQUERADE. What nobody inside has asked for goes nowhere; nor does what `drops` says.
+        """
+        if behind is None:
+            self.public(name, number)
+            out = WAN
+        else:
+            name, out = f"at-{behind}", "eth0"
+        inside = f"at-{name}"
+        self.host(inside)
+        self._wire(name, "lan0", inside, "eth0")
+        for host, interface, address in ((name, "lan0", 1), (inside, "eth0", 2)):
+            self._address(host, interface, f"192.168.{number}.{address}/24")
+        self.run(inside, "ip", "route", "add", "default", "via", f"192.168.{number}.1")
+        self.run(name, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        for words in (
+            ("-t", "nat", "-A", "POSTROUTING", "-o", out, "-j", "MASQUERADE", *nat),
+            ("-P", "FORWARD", "DROP"),
+            *(("-A", "FORWARD", *drop, "-j", "DROP") for drop in [drops] if drop),
+            ("-A", "FORWARD", "-i", "lan0", "-j", "ACCEPT"),
+            ("-A", "FORWARD", "-m", "state", "--state", "ESTABLISHED,RELATED", "-j", "ACCEPT"),
+            ("-A", "INPUT", "-i", out, "-j", "DROP"),
+        ):
+            self.run(name, str(IPTABLES), *words)
+
+    def firewall_6(self, name: str, number: int) -> None:
+        """A host of IPv6 only, to which nobody opens a connection."""
+        self.public(name, number)
+        self.run(name, "ip", "address", "del", f"{PUBLIC}.{number}/24", "dev", WAN)
+        for words in (
+            ("-A", "INPUT", "-i", WAN, "-p", "tcp", "-m", "state", "--state", "NEW", "-j", "DROP"),
+            ("-A", "INPUT", "-i", WAN, "-p", "udp", "-j", "DROP"),
+        ):
+            self.run(name, str(IP6TABLES), *words)
+
+    def _wire(self, one: str, end: str, other: str, other_end: str) -> None:
+        peer = ("peer", "name", other_end, "netns", self.namespace(other))
+        self.run(one, "ip", "link", "add", end, "type", "veth", *peer)
+        self.run(one, "ip", "link", "set", end, "up")
+        self.run(other, "ip", "link", "set", other_end, "up")
+
+    def _address(self, host: str, interface: str, address: str) -> None:
+        more = ("nodad",) if ":" in address else ()
+        self.run(host, "ip", "address", "add", address, "dev", interface, *more)
+
+
+@contextmanager
+def internet() -> Iterator[Internet]:
+    """One with nobody in it yet; afterwards no namespace of it is left."""
+    made = Internet(f"noloco{os.getpid()}")
+    try:
+        made.host("wan")
+        made.run("wan", "ip", "link", "add", "br0", "type", "bridge")
+        made.run("wan", "ip", "link", "set", "br0", "up")
+        yield made
+    finally:
+        for host in made.hosts:
+            subprocess.run(["ip", "netns", "del", made.namespace(host)], check=False)

@@ -1,0 +1,16 @@
+"""`noloco-node` in a network namespace: a script with its name (`ip netns`) and the arguments of `noloco-node`."""
+
+import ctypes
+import os
+import sys
+
+from noloco_p2p.cli.node import main
+
+CLONE_NEWNET = 0x40000000
+
+if __name__ == "__main__":
+    namespace = os.open(f"/run/netns/{sys.argv.pop(1)}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(namespace)
+    main()
