@@ -38,7 +38,7 @@ class Claim:
     take: Callable[[], bool]
     """A peer has asked: may it leave for this one? False: another peer was faster, the call is over."""
     left: Callable[[], None]
-    """Called when all of it has been sent."""
+    """All of it has been sent."""
 
 
 ALONE = Claim(lambda: True, lambda: None)
@@ -102,8 +102,8 @@ class Transport(Protocol):
         """Send an activation, wait for the gradient as long as the link and the peer's process are there.
 
         The body leaves when the peer has asked for it and `claim` lets it; with None at once, if one message holds it.
-        Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec`
-        and has the same microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
+        Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec` and has the same
+        microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
         """
 
     async def evaluate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> LossSum:
@@ -120,16 +120,15 @@ class Transport(Protocol):
         """Fetch what `request` asks for, tensor by tensor, from a replica of its stage or from a guardian.
 
         The peer may hold the answer back up to `wait_s` until it has reached the round; after that `deadline_s` bounds
-        the transfer, and a silence in it is taken for the end of the peer much earlier. Raises Violation unless the
-        tensors are exactly `expected`, in that order, and digests agree.
+        the transfer, and a silence ends it much earlier. Raises Violation unless the tensors are exactly `expected`, in
+        that order, and digests agree.
         """
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: TensorSpecs) -> ReplicaState:
         """Fetch a replica's whole state, tensor by tensor, within `deadline_s`.
 
-        A transfer that is cut goes on with the same copy of the same peer, never with another one. Raises Unreachable
-        when the peer is gone for good, Declined when it has no state to give or the copy is gone, Violation unless the
-        tensors are exactly `expected` and digests agree.
+        A transfer that is cut goes on with the same copy of the same peer. Raises Unreachable when the peer is gone for
+        good, Declined when it has no state to give or the copy is gone, Violation as `fetch_snapshot`.
         """
 
     async def describe(self, peer: Advert) -> NodeDescription:
@@ -192,6 +191,9 @@ class Stage(Protocol):
     async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """Forward without a graph: hidden states, or at the last stage the loss."""
 
+    async def is_sound(self) -> bool:
+        """Its weights and what it makes of a microbatch of its own are finite; nothing of it is counted or kept."""
+
     async def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, move θ (METHOD.md, "Inner step"), zero the accumulators."""
 
@@ -224,10 +226,7 @@ class Stage(Protocol):
         """
 
     async def adopt(self, theirs: Snapshot) -> None:
-        """Start from a replica's weights alone: θ = θ_f, the rule and the optimizer begin anew.
-
-        Raises Violation, and changes nothing, if they are unfit or not finite.
-        """
+        """Start from a replica's weights alone: θ = θ_f, the rule and the optimizer begin anew. Raises as `restore`."""
 
     async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """Freeze everything of now but the inner step under way; later changes do not touch it."""

@@ -22,6 +22,8 @@ class AccumulatedMicrobatch:
     microbatch: MicrobatchId
     tokens: int
     loss_sum: float
+    clip: float = 1.0
+    """What the gradient that came back was multiplied by."""
 
 
 class GradientAccumulator:

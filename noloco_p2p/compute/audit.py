@@ -47,7 +47,8 @@ class Audit:
         for one in added:
             previous, following = label.routes.get(one.microbatch, (None, None))
             entry = {"id": microbatch_key(one.microbatch), "previous": previous, "next": following}
-            entries.append(entry | {"tokens": one.tokens, "loss_sum": one.loss_sum})
+            counted = {"tokens": one.tokens, "loss_sum": one.loss_sum} | ({"clip": one.clip} if one.clip < 1 else {})
+            entries.append(entry | counted)
         line = {name: getattr(label, name) for name in ("inner_step", "step", "learning_rate")}
         line |= {"microbatches": entries, "at": time.time()}
         path = self._directory / f"steps-{self._peer_id}.jsonl"
@@ -81,6 +82,10 @@ class Audit:
             "frozen_after": str(inner_steps[0]),
             "merged_after": str(inner_steps[1]),
         }
+        if theirs and theirs[0].factors:
+            vectors = [kind for kind in tensors if kind.startswith("partner_vector")]
+            names = [f"{kind}/{name}" for kind in vectors for name in tensors[kind]]
+            metadata["clip"] = json.dumps(dict(zip(names, theirs[0].factors, strict=True)))
         metadata |= {name: repr(getattr(outer, name)) for name in ("alpha", "beta", "gamma")}
         flat = {f"{kind}/{name}": tensor for kind, named in tensors.items() for name, tensor in named.items()}
         self._save(f"round-{number:06d}-{self._peer_id}.safetensors", flat, metadata)

@@ -213,13 +213,16 @@ class DeviceStage:
         """As in the port."""
         return await self._device.call(IDLE, partial(self._open_stage().evaluate, inputs, targets, mask))
 
+    async def is_sound(self) -> bool:
+        """As in the port."""
+        return await self._device.call(NORMAL, self._open_stage().is_sound)
+
     async def inner_step(self, label: StepLabel) -> StepResult:
         """As in the port, with the seconds that the device worked from the begin of the previous inner step to now."""
         take = self._open_stage().inner_step
 
         def work() -> StepResult:
-            result = take(label)
-            return dataclasses.replace(result, busy_s=self._device.take_busy_s())
+            return dataclasses.replace(take(label), busy_s=self._device.take_busy_s())
 
         return await self._device.call(URGENT, work)
 
@@ -254,10 +257,8 @@ class DeviceStage:
         await self._device.call(URGENT, partial(self._open_stage().restore, theirs))
 
     def close(self) -> None:
-        """End the device thread after the running call and let go of the stage; may be repeated.
-
-        Calls that wait, and later calls, get LocalError. The stage's memory is free once the running call has ended.
-        """
+        """End the device thread after the running call and let go of the stage; may be repeated. Calls that wait, and
+        later ones, get LocalError. The stage's memory is free once the running call has ended."""
         self._device.close()
         self._stage = None
 
@@ -280,14 +281,13 @@ async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_i
         from noloco_p2p.compute.hardware import set_threads
 
         set_threads(node.threads)
-        audit = node.audit
         return make_torch_stage(
             manifest,
             index,
             peer_id,
             device=node.device,
-            audit_dir=audit.dir,
-            audit_weights=audit.weights,
+            audit_dir=node.audit.dir,
+            audit_weights=node.audit.weights,
             recompute=node.compute.recompute,
         )
 

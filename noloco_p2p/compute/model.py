@@ -70,6 +70,13 @@ class StageModule:
         found = {parameter for module in inner for parameter in module.parameters(recurse=False) if parameter.ndim == 2}
         return frozenset(name for name, parameter in self.parameters.items() if parameter in found)
 
+    def any_inputs(self, shape_BT: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Tokens at stage 0, else hidden states of unit variance; the same ones each time."""
+        draw = torch.Generator().manual_seed(self.index)
+        if self.index == 0:
+            return torch.randint(self.vocabulary, shape_BT, generator=draw)
+        return torch.randn((*shape_BT, self.hidden_size), generator=draw, dtype=dtype)
+
     def __call__(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
         """Logits B×T×V at the last stage, else hidden states B×T×D. `inputs` is B×T tokens at stage 0, else B×T×D."""
         arguments = {"input_ids" if self.index == 0 else "inputs_embeds": inputs, "use_cache": False}

@@ -15,9 +15,10 @@ from noloco_p2p.compute.dct_tiles import DctTiles
 from noloco_p2p.compute.lattice_pull import ReplicaDistances
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core import agreement, outer_update
+from noloco_p2p.core.guard import PairDistances
 from noloco_p2p.core.lattice_format import LATTICE_BITS
 from noloco_p2p.core.outer_rules import Dct, Offer, OuterRule
-from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, largest_accepted
 
 ByName = dict[str, Tensor]
 
@@ -41,6 +42,8 @@ class OuterState:
         self.parameters = [host_tensor.spec_of(name, theta) for name, theta in thetas.items()]
         """What they are, in the stage's order."""
         self.count = sum(theta.numel() for theta in thetas.values())
+        self.learning_rate = 0.0
+        """Of the last inner step, which distances between replicas follow."""
         self._vector_before: Tensor | None = None
         self._forget_others()
 
@@ -98,9 +101,15 @@ class OuterState:
         moved = torch.zeros_like(vector) if before is None else vector - before
         return bytes(self._distances.bounds(vector, moved).tolist())
 
+    def radii(self) -> tuple[float, ...]:
+        """How far a partner's vector may be from the one that was just frozen, by group of tensors."""
+        return self._pairs.radii(self.learning_rate)
+
     def met(self, theirs: Sequence[PartnerVector]) -> None:
-        """Others' vectors are merged: how far they were is what later bounds are made from."""
+        """Others' vectors are merged: how far they were is what later bounds and radii are made from."""
         for one in theirs:
+            if one.apart:
+                self._pairs.observe(one.apart, self.learning_rate)
             if self._distances is not None and one.distances is not None:
                 self._distances.observe(host_tensor.to_torch(one.distances))
 
@@ -156,6 +165,11 @@ class OuterState:
         self._forget_others()
 
     @property
+    def largest_accepted(self) -> float:
+        """The largest value that weights may have which take the place of these."""
+        return largest_accepted(max(host_tensor.largest(theta.detach()) for theta in self._fast.values()))
+
+    @property
     def _dtype(self) -> torch.dtype:
         return next(iter(self._fast.values())).dtype
 
@@ -175,3 +189,4 @@ class OuterState:
         codec = self._settings.codec
         self._distances = ReplicaDistances(LATTICE_BITS[codec]) if codec in LATTICE_BITS else None
         self._vector_before = None
+        self._pairs = PairDistances()

@@ -4,6 +4,7 @@ What comes from a peer or a file is checked here before the stage continues from
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.core.messages import HostTensor, ReplicaState, TensorSpec
 from noloco_p2p.errors import Violation
+
+ROUNDED, SQUARE_VANISHES = 2.0, 1e-18
+"""What rounding may add to the mean of gradients beside their mean square; squares of what is far below the second are
+0."""
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """By kind, then by parameter name, both in the order in which they travel."""
@@ -34,10 +39,13 @@ def pack(kinds: Kinds) -> tuple[HostTensor, ...]:
     return tuple(host_tensor.from_torch(name, tensor) for name, tensor in flat.items())
 
 
-def checked(tensors: Sequence[HostTensor], expected: Sequence[TensorSpec], whose: str) -> list[Tensor]:
+def checked(
+    tensors: Sequence[HostTensor], expected: Sequence[TensorSpec], whose: str, most: float = inf
+) -> list[Tensor]:
     """The values of these tensors, which they may share memory with; `whose` begins the message.
 
-    Raises Violation unless names, dtypes, shapes and lengths are as expected, in order, and all values finite.
+    Raises Violation unless names, dtypes, shapes and lengths are as expected, in order, and all values finite and, but
+    for Adam's, not larger than `most`.
     """
     found = [tensor.spec for tensor in tensors]
     if found != list(expected):
@@ -48,15 +56,20 @@ def checked(tensors: Sequence[HostTensor], expected: Sequence[TensorSpec], whose
         raise Violation(f"{whose} does not fit this stage: {reason}")
     values = [host_tensor.to_torch(tensor) for tensor in tensors]
     for tensor, one in zip(tensors, values, strict=True):
-        if not host_tensor.is_finite(one):
+        if not isfinite(largest := host_tensor.largest(one)):
             raise Violation(f"{whose} is not finite in {tensor.name}")
+        if largest > most and not tensor.name.startswith("adam_"):
+            raise Violation(f"{whose} has a value of {largest:.3g} in {tensor.name}, and {most:.3g} is all that it may")
     return values
 
 
-def unpack_state(state: ReplicaState, index: int, expected: Sequence[TensorSpec]) -> dict[str, dict[str, Tensor]]:
+def unpack_state(
+    state: ReplicaState, index: int, expected: Sequence[TensorSpec], most: float = inf, most_mean: float = inf
+) -> dict[str, dict[str, Tensor]]:
     """The tensors of a state that stage `index` can continue from; they may share memory with it.
 
-    Raises Violation as `checked`, and for another stage, a mean square or a step count below zero.
+    Raises Violation as `checked`, and for another stage, a mean square or a step count below zero, and a mean beyond
+    `most_mean` times the root of its mean square.
     """
     if state.stage != index or state.adam_steps < 0:
         raise Violation(
@@ -64,11 +77,14 @@ def unpack_state(state: ReplicaState, index: int, expected: Sequence[TensorSpec]
             f"after {state.adam_steps} steps of the optimizer"
         )
     kinds: dict[str, dict[str, Tensor]] = {}
-    values = checked(state.tensors, expected, f"the state of {state.peer}")
+    values = checked(state.tensors, expected, f"the state of {state.peer}", most)
     for tensor, one in zip(state.tensors, values, strict=True):
         kind, _, name = tensor.name.partition("/")
         kinds.setdefault(kind, {})[name] = one
     for name, square in kinds.get("adam_square", {}).items():
         if square.numel() and float(torch.min(square)) < 0:
             raise Violation(f"the state of {state.peer} is below zero in adam_square/{name}")
+        beyond = ROUNDED * most_mean * square.sqrt() + SQUARE_VANISHES
+        if most_mean < inf and bool((kinds["adam_mean"][name].abs() > beyond).any()):
+            raise Violation(f"the state of {state.peer} has means in adam_mean/{name} that no gradients give")
     return kinds

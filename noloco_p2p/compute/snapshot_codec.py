@@ -14,6 +14,7 @@ from noloco_p2p.compute.dct_tiles import SparseVector
 from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import LatticePull
 from noloco_p2p.compute.outer_state import OuterState
+from noloco_p2p.compute.partner_guard import PartnerGuard
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.agreement import GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
@@ -47,6 +48,7 @@ class SnapshotCodec:
         self._offered = vector_size(run.outer.update, count)
         self._sparse = SparseVector(shapes) if run.outer.update.sparse else None
         kept = None if self._sparse is None else self._sparse.kept
+        self._guard = PartnerGuard(parameters, run.outer.update.offered)
         self._common, self._gradients = bool(run.outer.update.common), run.outer.update.gradients
         self.specs, self.lattice = snapshot_specs(run.outer.codec, count, self._offered, run.compute_dtype, kept)
         """What travels to a partner, and its format in a codec that has bounds."""
@@ -65,7 +67,7 @@ class SnapshotCodec:
         kept, weights = map(host_tensor.from_torch, ("vector", "weights"), (vector, theta))
         view = GroupView((), outer.digest(theta)) if self._common else None
         round, step, inner_steps = place
-        return FrozenRound(peer, round, step, kept, weights, inner_steps, outer.bounds(vector), view)
+        return FrozenRound(peer, round, step, kept, weights, inner_steps, outer.bounds(vector), view, outer.radii())
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for.
@@ -103,9 +105,11 @@ class SnapshotCodec:
     ) -> PartnerVector:
         """A partner's vector and sample, as in the port.
 
-        Raises Violation unless they are what was asked for, finite, and what comes of them is of this replica's size.
+        Raises Violation unless they are what was asked for and finite, and what all merge alike of this replica's size.
         """
         found = self._decoded(mine, request, theirs, before)
+        if not self._common:
+            return found if found.missing else self._guard.judged(mine, found)
         own, most = (host_tensor.largest(host_tensor.to_torch(one)) for one in (mine.vector, found.vector))
         if not most <= largest_accepted(own):
             raise Violation(f"the snapshot of {theirs.peer} has a value of {most:.3g}, mine are {own:.3g} at most")

@@ -12,7 +12,7 @@ Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import isfinite
+from math import isfinite, sqrt
 from statistics import fmean
 
 import torch
@@ -28,15 +28,8 @@ from noloco_p2p.compute.model import StageModule
 from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.compute.snapshot_codec import SnapshotCodec
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import (
-    Gradient,
-    HostTensor,
-    LossSum,
-    MicrobatchId,
-    PeerId,
-    ReplicaState,
-    TensorSpec,
-)
+from noloco_p2p.core.guard import NormClip
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import GUARDED_DTYPE, FrozenRound, PartnerVector, Snapshot, round_group
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
@@ -48,8 +41,7 @@ IGNORED = -100
 class TorchStage:
     """The real stage. Its methods raise what the port says, and torch's own errors (no memory).
 
-    `recompute`: graphs are not kept but made again from their input, a third more work for less memory. Whoever gives a
-    microbatch up has to `discard` its graph in either case.
+    `recompute`: graphs are not kept but made again from their input. `discard` frees them in either case.
     """
 
     def __init__(
@@ -77,13 +69,14 @@ class TorchStage:
         self._codec = SnapshotCodec(manifest, part.index, self._outer.parameters)
         self.encode, self.decode = self._codec.encode, self._codec.decode
         """As in the port; any thread may call them."""
+        self._returned = NormClip()
         self._inner_steps = 0
         """Inner steps that these weights have seen."""
         shape_BT = (manifest.microbatch_size, manifest.sequence_length)
         shape_BTD = (*shape_BT, part.hidden_size)
         self._hidden = ActivationCodec("hidden", manifest.wire.forward, shape_BTD, self._compute)
         self._grad = ActivationCodec("grad", manifest.wire.backward, shape_BTD, self._compute)
-        body_bytes = self._hidden.spec.nbytes * ((not self._first) + (not self._last))
+        body_bytes = self._hidden.spec.nbytes * (2 - self._first - self._last)
         self.memory = GraphMemory(device, self._parameters, body_bytes, keeps=not (self._last or recompute))
         self._graphs = GraphStore(self.memory, recompute=recompute)
         self._inputs, self._targets = (TensorSpec(name, "int32", shape_BT) for name in ("inputs", "targets"))
@@ -124,9 +117,12 @@ class TorchStage:
             return self._nothing(microbatch)
         kept = self._graphs.take(self._pass, graph)
         grad_BTD = self._grad.decode(self._to_device(wire)).to(kept.hidden.dtype)
-        return self._contribute(
-            AccumulatedMicrobatch(microbatch, gradient.tokens, gradient.loss_sum), kept.leaf, kept.hidden, grad_BTD
-        )
+        if not isfinite(norm := total_norm([grad_BTD])):
+            return self._nothing(microbatch)
+        if (clip := self._returned.factor(norm / sqrt(max(1, gradient.tokens)))) < 1:
+            grad_BTD = grad_BTD * clip
+        added = AccumulatedMicrobatch(microbatch, gradient.tokens, gradient.loss_sum, clip)
+        return self._contribute(added, kept.leaf, kept.hidden, grad_BTD)
 
     def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
@@ -153,6 +149,14 @@ class TorchStage:
             return LossSum(float(loss), tokens)
         return self._sent(self._pass(inputs, mask).hidden)
 
+    @torch.no_grad()
+    def is_sound(self) -> bool:
+        """As in the port. The output's squares are finite, too: a later stage takes them."""
+        inputs = self._part.any_inputs(self._inputs.shape, self._compute)
+        with self._autocast():
+            output = self._part(inputs.to(self._device), None)
+        return isfinite(total_norm([output.to(self._compute), *self._parameters]))
+
     def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, move θ, as in the port. `busy_s` is left 0 for the device to fill in.
 
@@ -164,7 +168,7 @@ class TorchStage:
             norm = self._sums.mean(self._sums.divisor, self._manifest.inner.clip_norm)
             self._optimizer.step(label.learning_rate)
         self._sums.close_step()
-        self._inner_steps = label.inner_step
+        self._inner_steps, self._outer.learning_rate = label.inner_step, label.learning_rate
         if self._audit is not None:
             self._audit.inner_step(label, added, first=self._first)
         return StepResult(tokens, sum(one.loss_sum for one in added), len(added), norm, 0.0)
@@ -188,32 +192,30 @@ class TorchStage:
         record = None if self._audit is None else self._outer.record(mine, theirs)
         self._outer.merge(vectors, group.mine, host_tensor.to_torch(mine.weights), group.lag)
         if self._audit is not None and record is not None:
-            record |= {f"{kind}_after": named for kind, named in self._outer.kinds.items()}
-            record |= self._optimizer.moments()
-            steps = (mine.inner_steps, self._inner_steps)
-            self._audit.round(mine.round, theirs, steps, record, self._manifest.outer)
+            record |= {f"{kind}_after": named for kind, named in self._outer.kinds.items()} | self._optimizer.moments()
+            self._audit.round(mine.round, theirs, (mine.inner_steps, self._inner_steps), record, self._manifest.outer)
         return result
 
     def adopt(self, theirs: Snapshot) -> None:
         """Take over another replica's θ_f, with δ = 0 and a fresh optimizer, as in the port."""
-        expected = [self.state.weights[self.state.index]]
-        (weights,) = replica_tensors.checked(theirs.tensors, expected, f"the weights of {theirs.peer}")
-        self._outer.adopt(weights)
+        expected, whose = [self.state.weights[self.state.index]], f"the weights of {theirs.peer}"
+        self._outer.adopt(*replica_tensors.checked(theirs.tensors, expected, whose, self._outer.largest_accepted))
         self._optimizer.reset()
         self._graphs.clear()
         self._sums.restart(())
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """Freeze the present φ, θ, δ, moments and spent ids in host memory, as in the port. `number` is left 0."""
-        moments = self._optimizer.moments()
-        copies = {kind: {name: host_tensor.copy(one) for name, one in named.items()} for kind, named in moments.items()}
-        tensors = replica_tensors.pack(self._outer.capture() | copies)
+        moments = self._optimizer.moments().items()
+        copies = {kind: {name: host_tensor.copy(one) for name, one in named.items()} for kind, named in moments}
         counts = (self.state.index, round, step, inner_steps, self._optimizer.steps)
+        tensors = replica_tensors.pack(self._outer.capture() | copies)
         return ReplicaState(self._peer_id, *counts, tensors, spent=self._sums.spent())
 
     def restore(self, theirs: ReplicaState) -> None:
         """Become that replica, as in the port; graphs that are still kept are freed."""
-        kinds = replica_tensors.unpack_state(theirs, self.state.index, self.state.replica)
+        limits = self._outer.largest_accepted, self._manifest.inner.most_mean
+        kinds = replica_tensors.unpack_state(theirs, self.state.index, self.state.replica, *limits)
         self._outer.restore(kinds)
         self._optimizer.restore(kinds, theirs.adam_steps)
         self._graphs.clear()
@@ -244,7 +246,7 @@ class TorchStage:
             if not isfinite(total_norm([one for one in grads if one is not None])):
                 return self._nothing(added.microbatch)
             self._sums.add(added, grads)
-        return Contribution(grad, added.loss_sum, added.tokens, counted, finite=True)
+        return Contribution(grad, added.loss_sum, added.tokens, counted, True, added.clip)
 
     def _nothing(self, microbatch: MicrobatchId) -> Contribution:
         """A microbatch that was not finite: it is spent, with zero tokens, and adds no gradient."""
@@ -286,15 +288,13 @@ class TorchStage:
         return None if mask is None else self._to_device(host_tensor.check(mask, self._mask)).bool()
 
     def _to_device(self, values: Tensor) -> Tensor:
-        if self._device.type == "cpu":
-            return values
-        return values.pin_memory().to(self._device, non_blocking=True)
+        on_host = self._device.type == "cpu"
+        return values if on_host else values.pin_memory().to(self._device, non_blocking=True)
 
     def _sent(self, hidden_BTD: Tensor) -> HostTensor:
         """A stage's output as it travels; encoded on the device, so that less of it is copied."""
         return host_tensor.from_torch("hidden", host_tensor.to_host(self._hidden.encode(hidden_BTD)))
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self._device.type == "cpu" or self._compute == torch.float64:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        plain = self._device.type == "cpu" or self._compute == torch.float64
+        return nullcontext() if plain else torch.autocast(self._device.type, dtype=torch.bfloat16)

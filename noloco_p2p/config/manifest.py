@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from math import inf, sqrt
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -75,6 +76,12 @@ class InnerSettings(Settings):
     """Decoupled weight decay."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients of a stage are clipped to this L2 norm."""
+
+    @property
+    def most_mean(self) -> float:
+        """No mean of gradients is more times the root of their mean square (Cauchy and Schwarz): 1.2 with our β."""
+        gap = (1 - self.beta2) * (1 - self.beta1**2 / self.beta2) if self.beta2 else 0.0
+        return (1 - self.beta1) / sqrt(gap) if gap > 0 else inf
 
 
 class WireSettings(Settings):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import sqrt
 from statistics import fmean
 from struct import unpack
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from noloco_p2p.core.agreement import GroupView
 from noloco_p2p.core.lattice_format import (
@@ -28,6 +28,7 @@ SAMPLED_SHARE = 256
 FEWEST_SAMPLED, MOST_SAMPLED = 1024, 16_384
 """One in so many parameters of a stage is sampled for the replica spread, at least and at most so many."""
 DRAW_BITS = 32
+Verdict = Literal["", "clipped", "outlier", "refused"]
 GUARDED_DTYPE = "bfloat16"
 """θ_f for guardians: what rounding costs here is less than what is lost with momentum and optimizer."""
 
@@ -60,6 +61,8 @@ class FrozenRound:
     """Of each chunk, how far others' vectors may be from this one (`core.lattice_format`); empty in other codecs."""
     view: GroupView | None = None
     """Under a rule that takes from all replicas of the stage."""
+    radii: tuple[float, ...] = ()
+    """How far a partner's vector may be, by group of tensors (`core.guard`); empty: not known yet."""
 
     @property
     def lattice(self) -> LatticeRequest | None:
@@ -133,6 +136,12 @@ class PartnerVector:
     """Chunks that are not known yet: what to ask for next. Nothing merges a vector that misses some."""
     view: GroupView | None = None
     """As in `FrozenRound`."""
+    apart: tuple[float, ...] = ()
+    """How far it is from the puller's own by group of tensors, once clipped."""
+    factors: tuple[float, ...] = ()
+    """What the difference of each tensor was multiplied by; empty: it was not clipped."""
+    verdict: Verdict = ""
+    """Of `core.guard`; empty: it was taken as it is. Nothing merges a vector that is `refused`."""
 
 
 class RoundGroup(NamedTuple):

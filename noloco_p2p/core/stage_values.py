@@ -49,6 +49,8 @@ class Contribution:
     """The parameter gradients and tokens were added; False: the id had been spent here and they were dropped."""
     finite: bool
     """False: loss or gradient was not finite; it counts as a microbatch of zero tokens, and `grad` is zero."""
+    clip: float = 1.0
+    """What the gradient that came back was multiplied by (`core.guard`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,8 @@ class NodeFigures:
     """By how they ended."""
     rerouted: Mapping[str, int] = field(default_factory=dict)
     """By reason."""
+    distrusted: Mapping[str, int] = field(default_factory=dict)
+    """What peers sent and was not taken as it was (`core.guard`), by what came of it."""
     idle_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the device waited, by cause."""
     device_s: float = 0.0

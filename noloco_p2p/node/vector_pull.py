@@ -51,8 +51,8 @@ class VectorPuller:
     async def fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
         """A peer's vector of about my round, whole; chunks that came wrong are asked for again, alone.
 
-        Raises Declined when its round is too far away, or let go of before all was here, else as
-        Transport.fetch_snapshot. `idle`: nothing waits for it.
+        Raises Violation when it is refused (`core.guard`), Declined when its round is too far away, or let go of before
+        all was here, else as Transport.fetch_snapshot. `idle`: nothing waits for it.
         """
         node, found, stale = self._node, None, self._node.manifest.outer.max_stale_rounds
         request = SnapshotRequest(node.index, mine.round, wait_s, lattice=mine.lattice)
@@ -65,9 +65,17 @@ class VectorPuller:
             with self._waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(mine.round), idle=idle):
                 found = await node.stage.decode(mine, request, theirs, found)
             if found.missing is None:
+                self._report(found)
                 return Pull("", (found,), nbytes, asked_again)
             request, stale = replace(request, round=found.round, wait_s=0.0, lattice=found.missing), 0
             asked_again += len(found.missing.bounds)
+
+    def _report(self, found: PartnerVector) -> None:
+        """Of a vector that was not taken as it is. Raises Violation for one that is refused."""
+        if found.verdict:
+            self._node.event("distrusted", result=found.verdict, peer=found.peer, round=found.round)
+        if found.verdict == "refused":
+            raise Violation(f"the vector of {found.peer} is too far from mine to be merged")
 
     async def _ask(self, peer: Advert, request: SnapshotRequest, round: int, idle: bool) -> Snapshot:
         """The peer's answer, for my round. Raises as Transport.fetch_snapshot, Violation for another replica's."""

@@ -17,15 +17,7 @@ from typing import NamedTuple
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.agreement import GroupView, digest
-from noloco_p2p.core.messages import (
-    Gradient,
-    HostTensor,
-    LossSum,
-    MicrobatchId,
-    PeerId,
-    ReplicaState,
-    TensorSpec,
-)
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState, TensorSpec
 from noloco_p2p.core.outer_rules import vector_size
 from noloco_p2p.core.outer_update import carried_over
 from noloco_p2p.core.seeds import generator
@@ -131,6 +123,10 @@ class LinearStage:
             return self._hidden("hidden", self._outputs(values))
         errors, tokens = self._errors(values, targets)
         return LossSum(sum(0.5 * e * e for e in errors), tokens)
+
+    def is_sound(self) -> bool:
+        """See `ports.Stage`."""
+        return all(isfinite(value * value) for value in (*self.theta, *self._outputs([1.0])))
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """See `ports.Stage`."""

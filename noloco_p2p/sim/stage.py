@@ -46,6 +46,9 @@ class SyncStage(Protocol):
     def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """See `ports.Stage`."""
 
+    def is_sound(self) -> bool:
+        """See `ports.Stage`."""
+
     def inner_step(self, label: StepLabel) -> StepResult:
         """See `ports.Stage`; `busy_s` is left to the device."""
 
@@ -139,6 +142,10 @@ class TimedStage:
     async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """See `ports.Stage`."""
         return await self._run(EVALUATE, self._costs.forward_s, partial(self.stage.evaluate, inputs, targets, mask))
+
+    async def is_sound(self) -> bool:
+        """See `ports.Stage`."""
+        return await self._run(FORWARD, self._costs.forward_s, self.stage.is_sound)
 
     async def inner_step(self, label: StepLabel) -> StepResult:
         """See `ports.Stage`."""

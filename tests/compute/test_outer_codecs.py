@@ -27,7 +27,7 @@ def make_replica(peer: str, codec: str, *, seed: int, dtype: str = "float32") ->
     for step in range(3):
         run_microbatch(stages, make_batch(100 * seed + step), microbatch(step, f"origin-{seed}"))
         for stage in stages:
-            stage.inner_step(make_label(step + 1))
+            stage.inner_step(make_label(step + 1, 1e-3))
     return stages[0]
 
 

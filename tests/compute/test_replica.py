@@ -162,6 +162,11 @@ def broken(state: ReplicaState) -> dict[str, ReplicaState]:
     return {
         **cases,
         "is below zero in adam_square/": _with(state, -1, lambda t: poisoned(t, -1e-9)),
+        **{
+            f"has a value of 1e.38 in {kind}/": _with(state, parameters * (i + 1) - 1, lambda t: poisoned(t, 1e38))
+            for i, kind in enumerate(("fast", "slow", "momentum"))
+        },
+        "has means in adam_mean/": _with(state, parameters * 4 - 1, lambda t: poisoned(t, 1.0)),
         "fast/x .* out of place": _with(state, 0, lambda t: dataclasses.replace(t, name="fast/x")),
         "float32 .* out of place": _with(state, 3, lambda t: dataclasses.replace(t, dtype="float32")),
         "bytes do not hold": _with(state, -1, lambda t: dataclasses.replace(t, data=t.data[:-8])),

@@ -70,13 +70,18 @@ def test_a_vector_of_another_stage_or_with_a_sample_that_is_not_finite_is_a_viol
 
 
 @pytest.mark.parametrize("value", [1e38, -1e38, 1e5, -1e5])
-def test_a_vector_that_is_finite_and_out_of_all_proportion_is_a_violation(value: float) -> None:
+@pytest.mark.parametrize("rule", ["noloco", "diloco"])
+def test_a_vector_that_is_finite_and_out_of_all_proportion_is_not_merged(rule: str, value: float) -> None:
     """Merged, it would spread by gossip, and into every checkpoint."""
-    stage, other = moved("me", 0.0), moved("other", 0.001)
+    stage, other = (make_stages(make_manifest(outer={"rule": rule}), peer)[0] for peer in ("me", "other"))
     mine, request = stage.snapshot(1, 10), SnapshotRequest(0)
     sent = other.encode(other.snapshot(1, 10), request, "me")
-    assert stage.decode(mine, request, sent).missing is None
+    assert stage.decode(mine, request, sent).verdict == ""
     vector = host_tensor.to_torch(sent.tensors[0]).clone()
     vector[100] = value
+    changed = replace(sent, tensors=(host_tensor.from_torch("vector", vector), sent.tensors[1]))
+    if rule == "noloco":
+        assert stage.decode(mine, request, changed).verdict == "refused"
+        return
     with pytest.raises(Violation, match="mine are"):
-        stage.decode(mine, request, replace(sent, tensors=(host_tensor.from_torch("vector", vector), sent.tensors[1])))
+        stage.decode(mine, request, changed)

@@ -1,6 +1,7 @@
 """The synchronous stage: what counts, what is refused, the inner step, and that nothing unfinite stays behind."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumulator
 from noloco_p2p.compute.activation_codec import ActivationCodec
+from noloco_p2p.core.guard import LARGEST_NORM
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum
 from noloco_p2p.core.spent_ids import SPENT_IDS, SPENT_STEPS
 from noloco_p2p.errors import Violation
@@ -312,3 +314,45 @@ def test_one_stage_that_is_first_and_last() -> None:
         losses.append(stage.inner_step(make_label(step)).loss_sum / given.tokens)
     assert losses[0] > 4
     assert losses[-1] < 0.5
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_stage_tells_whether_it_computes_well_and_nothing_of_it_is_kept(index: int, dtype: str) -> None:
+    stage = make_stages(make_manifest(dtype=dtype))[index]
+    before = stage.capture(0, 0.0, 0)
+    assert stage.is_sound()
+    assert stage.capture(0, 0.0, 0) == before
+    theta = next(iter(stage.parameters.values()))
+    for value in (torch.nan, torch.inf, 1e30 if dtype == "float32" else 1e200):
+        with torch.no_grad():
+            kept = theta.flatten()[3].clone()
+            theta.view(-1)[3] = value
+        assert not stage.is_sound()
+        with torch.no_grad():
+            theta.view(-1)[3] = kept
+    assert stage.is_sound()
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38])
+def test_hidden_states_that_are_finite_and_overflow_are_no_fault_of_the_stage(value: float) -> None:
+    stage = make_stages(make_manifest(dtype="float32"))[1]
+    hidden = host_tensor.from_torch("hidden", torch.full(stage.state.hidden.shape, value))
+    batch = make_batch(1)
+    assert not stage.loss_backward(microbatch(1), hidden, batch.targets, None).finite
+    assert stage.is_sound()
+
+
+def test_a_gradient_that_is_far_longer_than_usual_is_clipped_and_noted() -> None:
+    first, last = make_stages(make_manifest())
+    for counter in range(20):
+        graph, hidden = first.forward(make_batch(1).inputs, None)
+        reply = as_gradient(last.loss_backward(microbatch(counter), hidden, make_batch(1).targets, None), microbatch(0))
+        usual = first.backward(graph, microbatch(counter), reply)
+    assert usual.clip == 1.0
+    sums = gradients([first])
+    graph, _ = first.forward(make_batch(1).inputs, None)
+    far = replace(reply, grad=host_tensor.from_torch("grad", 1000 * host_tensor.to_torch(reply.grad)))
+    assert first.backward(graph, microbatch(20), far).clip == pytest.approx(LARGEST_NORM / 1000)
+    for name, total in gradients([first]).items():
+        assert torch.allclose(total, sums[name] * (1 + LARGEST_NORM / 20), rtol=1e-5, atol=1e-6)

@@ -128,18 +128,14 @@ def test_lacking_names_what_is_missing() -> None:
     assert lacking(me, others, 2, 1, {"waiting"}) == {}
 
 
-def test_ten_non_finite_in_a_row_stop_the_node_when_it_cannot_be_one_sender() -> None:
+def test_ten_non_finite_in_a_row_name_their_peers() -> None:
     streak = NonFiniteStreak()
-    for _ in range(LONGEST_STREAK):
-        assert streak.reason_to_stop(["a"]) is None
-        streak.record(False, "a")
-    assert streak.reason_to_stop(["a", "b"]) is None, "one sender of several may be the one that is broken"
-    assert streak.reason_to_stop(["b"]) is None, "the broken one has left, and the other is not it"
-    assert "10 microbatches in a row" in (streak.reason_to_stop(["a"]) or "")
-    streak.record(False, "b")
-    assert streak.reason_to_stop(["a", "b", "c"]) is not None
-    streak.record(True, "a")
-    assert streak.reason_to_stop(["a"]) is None
+    for _ in range(2):
+        for peer in ["a", *["b"] * (LONGEST_STREAK - 2)]:
+            assert streak.record(False, peer) == set()
+        assert streak.record(False, "a") == {"a", "b"}, "and it begins anew"
+    for turn in range(3 * LONGEST_STREAK):
+        assert streak.record(turn % LONGEST_STREAK == 0, "a") == set()
 
 
 def used(members: Members, *, now: float) -> list[str]:

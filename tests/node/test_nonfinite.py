@@ -38,6 +38,9 @@ class BadStage(LinearStage):
         super().__init__(manifest, index, me)
         self._bad, self._loud, self._turn = bad, loud, 0
 
+    def is_sound(self) -> bool:
+        return not (self._bad(self._turn + 1) or self._loud(self._handles + 1)) and super().is_sound()
+
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         graph, hidden = super().forward(inputs, mask)
         if self._loud(graph):
@@ -51,6 +54,13 @@ class BadStage(LinearStage):
         if self._bad(self._turn):
             grads, loss_sum = [nan, *grads[1:]], inf
         return super()._contribute(microbatch, inputs, grads, tokens, loss_sum)
+
+
+class WellStage(BadStage):
+    """Its weights and its device are well, whatever it sends."""
+
+    def is_sound(self) -> bool:
+        return LinearStage.is_sound(self)
 
 
 class GradlessStage(LinearStage):
@@ -78,6 +88,12 @@ def make(
     bad: dict[PeerId, Turns], loud: dict[PeerId, Turns], manifest: RunManifest, index: int, me: PeerId
 ) -> LinearStage:
     return BadStage(manifest, index, me, bad.get(me, never), loud.get(me, never))
+
+
+def make_well(
+    bad: dict[PeerId, Turns], loud: dict[PeerId, Turns], manifest: RunManifest, index: int, me: PeerId
+) -> LinearStage:
+    return WellStage(manifest, index, me, bad.get(me, never), loud.get(me, never))
 
 
 def run(
@@ -189,6 +205,30 @@ def test_a_node_alone_stops_with_the_reason() -> None:
     assert list(stopped(outcome)) == ["s0r0"]
     assert outcome.nodes["s0r0"].inner_steps == LONGEST_STREAK // 4
     assert outcome.nodes["s0r0"].linear_stage.version == LONGEST_STREAK // 4
+
+
+def for_a_while(turn: int) -> bool:
+    return turn <= 4 * LONGEST_STREAK
+
+
+@pytest.mark.parametrize(
+    ("bad", "loud", "blamed"),
+    [
+        ({}, {"s0r0": for_a_while, "s0r1": for_a_while}, "s1"),
+        ({"s1r0": for_a_while, "s1r1": for_a_while}, {}, "s0"),
+    ],
+    ids=["hidden states that overflow, from two origins", "replies of two replicas that are not finite"],
+)
+def test_a_node_that_computes_well_is_not_stopped_by_what_others_send(
+    bad: dict[PeerId, Turns], loud: dict[PeerId, Turns], blamed: str
+) -> None:
+    outcome = run((2, 2), stage_factory=partial(make_well, bad, loud))
+    assert stopped(outcome) == {}
+    check_the_others_finished(outcome)
+    for peer, node in outcome.nodes.items():
+        found = [one.get("result") for one in node.trace.of("distrusted")]
+        assert set(found) <= {"not_finite"}
+        assert bool(found) >= peer.startswith(blamed), "it is counted"
 
 
 def test_nine_in_a_row_stop_nobody() -> None:

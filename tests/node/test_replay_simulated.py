@@ -1,6 +1,7 @@
 """Real nodes with real torch stages compute the algorithm of the reference, to 1e-9."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -22,7 +23,7 @@ from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import LatticePull
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
-from noloco_p2p.core import outer_rules, outer_update
+from noloco_p2p.core import guard, outer_rules, outer_update
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.lattice_format import OuterCodec
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
@@ -106,6 +107,25 @@ def test_a_simulated_run_computes_the_algorithm(
     assert report.delays == ({0, 1, 2, 3} if overlap else {0})
     assert report.deviations.keys() >= {"slow", "fast", "momentum_after", "adam_mean", "adam_square", "loss"}
     assert max(report.deviations.values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("rule", ["noloco", "averaged"])
+def test_what_was_clipped_is_on_record_and_computes_the_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: RuleName
+) -> None:
+    """All that comes, also where it is usual: vectors to some 0.01 of my own, gradients to half of the median norm."""
+    for name, value in {"UNKNOWN": 0.01, "REFUSED": 1e9, "LARGEST_NORM": 0.5, "NORMS_KEPT": 8}.items():
+        monkeypatch.setattr(guard, name, value)
+    outcome = simulate(lockstep("llama", rule=rule), tmp_path)
+    counted = Counter(event.get("result") for event in outcome.trace.of("distrusted"))
+    assert counted.keys() == {"clipped", "gradient"}
+    report = replayed(lockstep("llama", rule=rule), tmp_path)
+    assert report.deviations.keys() >= {"slow", "partner_vector", "momentum_after", "adam_mean", "loss"}
+    assert max(report.deviations.values()) <= TOLERANCE
+    steps = tmp_path / f"steps-{peer_id(0, 0)}.jsonl"
+    steps.write_text(steps.read_text().replace('"clip": 0.', '"clip": 0.9'))
+    with pytest.raises(AssertionError, match="deviates by"):
+        replayed(lockstep("llama", rule=rule), tmp_path)
 
 
 MUON = {"optimizer": "muon", "weight_decay": 0.1}

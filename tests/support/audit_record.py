@@ -6,7 +6,7 @@ Of the tensors only names are looked at here; `reference` recomputes them. Nothi
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Serving:
     next: str | None
     tokens: int
     loss_sum: float
+    clip: float = 1.0
+    """What the gradient that came back was multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Round:
     """The same when it merged: later where it trained on while the partner's snapshot was on its way."""
     partner_round: int = 0
     """Which of the partner's was taken."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """What the difference of each tensor to the partner's was multiplied by, by its name in the file; empty: by 1."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ def read_steps(path: Path) -> list[InnerStep]:
     for line in path.read_text(encoding="utf-8").splitlines():
         e = json.loads(line)
         servings = tuple(
-            Serving(s["id"], s["previous"], s["next"], s["tokens"], s["loss_sum"]) for s in e["microbatches"]
+            Serving(s["id"], s["previous"], s["next"], s["tokens"], s["loss_sum"], s.get("clip", 1.0))
+            for s in e["microbatches"]
         )
         entries.append(InnerStep(e["inner_step"], e["step"], e["learning_rate"], servings))
     return entries
@@ -243,7 +248,8 @@ def read_round(record: Record, number: int, outer: Manifest) -> dict[str, Round]
             require(metadata["partner_id"] == ",".join(others), f"{where}: took from {partner}")
             rounds[peer] = Round(None, frozen_after, merged_after, 0)
             continue
-        rounds[peer] = Round(partner, frozen_after, merged_after, int(round or 0))
+        factors = json.loads(metadata.get("clip", "{}"))
+        rounds[peer] = Round(partner, frozen_after, merged_after, int(round or 0), factors)
         if partner is not None:
             other = partner != peer and record.stages.get(partner) == record.stages[peer]
             require(other, f"{where}: {partner} is no other replica of its stage")

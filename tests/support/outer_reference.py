@@ -40,13 +40,24 @@ class FrozenReplica:
 
 
 def decoded(
-    mine: FrozenReplica, theirs: FrozenReplica, used: Sequence[Tensors], outer: Mapping[str, Any]
+    mine: FrozenReplica,
+    theirs: FrozenReplica,
+    used: Sequence[Tensors],
+    outer: Mapping[str, Any],
+    factors: Mapping[str, float],
 ) -> list[Tensors]:
-    """What the parts of `theirs` may come to at the replica `mine`, which `used` these; see `as_decoded`."""
-    vectors = [mine.offered(outer), theirs.offered(outer), used]
-    own, other, found = (_joined(parts) for parts in vectors)
-    joined = as_decoded(own, other, found, outer["codec"])
-    return [{name: joined[f"{at}/{name}"] for name in part} for at, part in enumerate(used)]
+    """What the parts of `theirs` may come to at the replica `mine`, which `used` these; see `as_decoded`.
+
+    By the `factors` the difference of each tensor to its own was multiplied after that.
+    """
+    own, other, found = map(_joined, (mine.offered(outer), theirs.offered(outer), used))
+    by_name = {
+        f"{at}/{name}": factors.get(f"partner_vector{at or ''}/{name}", 1.0) for at, p in enumerate(used) for name in p
+    }
+    whole = {name: own[name] + (values - own[name]) / by_name[name] for name, values in found.items()}
+    joined = as_decoded(own, other, whole if factors else found, outer["codec"])
+    clipped = {name: own[name] + by_name[name] * (joined[name] - own[name]) for name in joined} if factors else joined
+    return [{name: clipped[f"{at}/{name}"] for name in part} for at, part in enumerate(used)]
 
 
 def _joined(parts: Sequence[Tensors]) -> Tensors:

@@ -192,7 +192,11 @@ def microbatch_gradients(
             batch = {part: data[f"{part}/{name}"].long() for part in parts}
             loss = loss_sum(model, weights, batch)
             found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
-            gradients[name] = dict(zip(weights, found, strict=True))
+            # What was clipped where it came back has been so for that stage and all before it.
+            clips = [servings[peer, name].clip for peer in routes[name]]
+            factors = [math.prod(clips[at:]) for at, peer in enumerate(routes[name]) for _ in replicas[peer].fast]
+            scaled = [factor * gradient for factor, gradient in zip(factors, found, strict=True)]
+            gradients[name] = dict(zip(weights, scaled, strict=True))
             tokens = int((batch["targets"] != -100).sum())
             report.tokens.add(tokens)
             for peer in routes[name]:
@@ -325,7 +329,7 @@ def merge(
             {name: recorded[f"partner_vector{at or ''}/{name}"] for name in replica.fast}
             for at in range(len(partner.offered(outer)))
         ]
-        theirs = partner, decoded(frozen, partner, used, outer)
+        theirs = partner, decoded(frozen, partner, used, outer, one.factors)
         taken = {f"partner_vector{at or ''}": part for at, part in enumerate(theirs[1])}
         lag = abs(min(one.partner_round * outer["inner_steps"], manifest["steps"]) - one.frozen_after)
     after = merged(frozen, theirs, lag, outer)

@@ -61,6 +61,7 @@ TALLIES = (
     Tally("microbatch", "microbatches", ("result",), None, "Microbatches by how they ended here.", "microbatches"),
     Tally("microbatch", "dropped", ("reason",), None, "Microbatches given up, by reason.", "dropped"),
     Tally("reroute", "rerouted", ("reason",), None, "Microbatches sent to another replica.", "rerouted"),
+    Tally("distrusted", "distrusted", ("result",), None, "What peers sent and was not taken as it was.", "distrusted"),
     Tally("busy", "busy_replies", ("direction",), None, "Busy answers sent (in) and received (out).", "busy"),
     Tally("idle", "idle_seconds", ("cause",), "seconds", "Seconds that the device waited.", "idle_s"),
     Tally("bytes", "bytes", ("direction", "kind"), "bytes", "Bytes received and sent.", "bytes"),
@@ -117,6 +118,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "microbatches": ("done", "repeat", "nonfinite", "violation", "dropped"),
     "rerouted": ("unreachable", "declined", "violation", "stalled", "fallback"),
     "dropped": ("violation", "busy", "cancelled", "leaving", "declined"),
+    "distrusted": ("clipped", "refused", "outlier", "gradient", "not_finite"),
     "busy_replies": ("in", "out"),
     "idle_seconds": ("gradients", "microbatches", "partner"),
 }

@@ -63,6 +63,7 @@ def status_figures(counters: RunCounters, directory: Path | None) -> NodeFigures
             rounds=counters.by_label("outer_rounds"),
             microbatches=counters.by_label("microbatches"),
             rerouted=counters.by_label("rerouted"),
+            distrusted=counters.by_label("distrusted"),
             idle_s=counters.by_label("idle_seconds"),
             device_s=float(counters.total("device_seconds")),
             bytes_in=moved_bytes.get("in", 0),

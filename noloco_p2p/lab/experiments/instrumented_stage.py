@@ -86,7 +86,7 @@ class InstrumentedStage:
         # What is not measured goes to the stage unchanged.
         self.forward, self.backward, self.loss_backward = stage.forward, stage.backward, stage.loss_backward
         self.discard, self.evaluate, self.adopt = stage.discard, stage.evaluate, stage.adopt
-        self.encode, self.decode = stage.encode, stage.decode
+        self.encode, self.decode, self.is_sound = stage.encode, stage.decode, stage.is_sound
         self.capture, self.restore = stage.capture, stage.restore
 
     @property

@@ -132,6 +132,8 @@ class Dispatcher:
         except BaseException:
             stage.discard(graph)
             raise
+        if done.clip < 1:
+            node.event("distrusted", result="gradient", peer=peer)
         return StageResult(done, peer, gradient.served, gradient.finite)
 
     async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:
@@ -227,10 +229,8 @@ class Dispatcher:
             return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed)
 
     def _note_failure(self, heard: Attempts, id: PeerId, error: PeerError) -> None:
-        """A call failed: set the peer aside if it is at fault; raise what must not be retried.
-
-        A peer that says Busy or Declined is alive, and so is one that says how far it is.
-        """
+        """A call failed: set the peer aside if it is at fault; raise what must not be retried. Busy and Declined are
+        said by who is alive, and so is how far it is."""
         swarm = self._swarm
         if isinstance(error, Violation) and not heard.trains:
             raise Declined(str(error)) from error

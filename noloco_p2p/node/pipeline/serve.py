@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from noloco_p2p.core import members, routing, wire
 from noloco_p2p.core.intake import Admission, AttemptKey, Intake
 from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, MicrobatchId, PeerId, Progress
-from noloco_p2p.core.nonfinite import NonFiniteStreak
 from noloco_p2p.core.status import AnyReplica, Resource, for_microbatch
 from noloco_p2p.core.timeouts import WAIT_SHARE, AdaptiveTimeout
-from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Violation
+from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageInput, StageResult
+from noloco_p2p.node.pipeline.finite_watch import FiniteWatch
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Body
@@ -52,7 +52,7 @@ class MicrobatchServer:
         self.intake: Intake[Gradient] = Intake(node.places)
         self._calls: dict[AttemptKey, _ServedCall] = {}
         self._evaluating: dict[object, tuple[MicrobatchId, Body]] = {}
-        self._streak = NonFiniteStreak()
+        self._watch = FiniteWatch(node, swarm, waits)
         self._timeout = AdaptiveTimeout()
         self._given_up: dict[PeerId, float] = {}
         """Origins that were silent for too long, and since when."""
@@ -236,7 +236,8 @@ class MicrobatchServer:
                 node.count(key.microbatch, caller, result.next_hop)
                 node.event("microbatch", result="done" if reply.finite else "nonfinite")
             self._admit(self.intake.done(key, counted=counted, reply=reply))
-            self._judge(result, header.origin.peer)
+            # What broke further down is not mine.
+            await self._watch.ended(result.contribution.finite or not result.finite_below, header.origin.peer)
             return reply
         finally:
             self._forget(key)
@@ -275,12 +276,6 @@ class MicrobatchServer:
         assert done.grad is not None, "a later stage has an input gradient"
         served = (self._node.me, *result.served)
         return Gradient(key.microbatch, done.grad, done.loss_sum, done.tokens, served, result.finite)
-
-    def _judge(self, result: StageResult, origin: PeerId) -> None:
-        """Stop the node when one result after the other is not finite and it cannot be the others' fault."""
-        self._streak.record(result.contribution.finite or not result.finite_below, origin)
-        if (reason := self._streak.reason_to_stop(self._swarm.view.origins)) is not None:
-            self._node.fail(LocalError(reason))
 
     def _gauge(self) -> None:
         self._node.event("gauge", name="in_flight", value=self.intake.in_flight)

@@ -3,11 +3,11 @@
 import asyncio
 
 from noloco_p2p.core.messages import Batch, MicrobatchId, Origin
-from noloco_p2p.core.nonfinite import NonFiniteStreak
 from noloco_p2p.core.status import Resource
-from noloco_p2p.errors import Busy, LocalError, PeerError, Violation
+from noloco_p2p.errors import Busy, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageInput
+from noloco_p2p.node.pipeline.finite_watch import FiniteWatch
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 
@@ -24,7 +24,7 @@ class MicrobatchSource:
         self._dispatcher = dispatcher
         self._incarnation = incarnation
         self._counter = 0
-        self._streak = NonFiniteStreak()
+        self._watch = FiniteWatch(node, swarm, waits)
 
     async def read_and_send(self) -> dict[MicrobatchId, Batch]:
         """The microbatches of one inner step, at most `NodeState.places` at once, until the last one has ended."""
@@ -65,10 +65,7 @@ class MicrobatchSource:
         self._swarm.heard()
         node.count(microbatch, None, result.next_hop)
         node.event("microbatch", result="done" if result.finite else "nonfinite")
-        self._streak.record(result.finite, result.next_hop or node.me)
-        reason = self._streak.reason_to_stop((node.me,) if node.last else self._swarm.view.following)
-        if reason is not None:
-            node.fail(LocalError(reason))
+        await self._watch.ended(result.finite, result.next_hop or node.me)
 
     def _reason(self, error: BaseException) -> str:
         """The reason for which a microbatch was dropped, as a label."""

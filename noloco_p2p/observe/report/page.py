@@ -119,6 +119,7 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
         "Network": [
             ("Bytes by kind", ("direction and kind", "bytes"), _counts(run.total("bytes"), humanize.size_text)),
             ("Re-routes by reason", ("what", "count"), _counts(run.total("rerouted"))),
+            ("Not taken as it came, by what came of it", ("what", "count"), _counts(run.total("distrusted"))),
             ("Microbatches by result", ("what", "count"), _counts(run.total("microbatches"))),
             ("Microbatches dropped, by reason", ("what", "count"), _counts(run.total("dropped"))),
         ],

@@ -18,7 +18,7 @@ from noloco_p2p.launch.run_files import MANIFEST
 from noloco_p2p.observe.plotting.time_bins import Increment
 from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean, node_dirs, number, read_processes
 
-TALLIES = ("microbatches", "dropped", "rerouted", "rounds", "idle_s", "bytes", "phase_s")
+TALLIES = ("microbatches", "dropped", "rerouted", "distrusted", "rounds", "idle_s", "bytes", "phase_s")
 INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moves"}
 """Events in the list of what went wrong, and what they are called there."""
 MOST_INCIDENTS = 100

@@ -84,6 +84,7 @@ figures = by_type(
     rounds=tallies,
     microbatches=tallies,
     rerouted=tallies,
+    distrusted=tallies,
     idle_s=st.dictionaries(texts, numbers, max_size=3),
 )
 statuses = by_type(

@@ -1,0 +1,80 @@
+"""Holds a partner's vector against one's own, group by group of tensors (`core.guard`). Host memory only."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import hypot, inf, prod, sqrt
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.compute import host_tensor
+from noloco_p2p.core import guard
+from noloco_p2p.core.messages import TensorSpec
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
+
+CHUNK = 1 << 17
+"""Values that are compared at once: they stay in a core's cache."""
+
+
+class PartnerGuard:
+    """Of one stage whose vectors offer so many values of each of these parameters. One pull at a time."""
+
+    def __init__(self, parameters: Sequence[TensorSpec], offered: int) -> None:
+        names = [(part, guard.group_of(spec)) for part in range(offered) for spec in parameters]
+        ends = accumulate((prod(spec.shape) for _ in range(offered) for spec in parameters), initial=0)
+        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        self._offered, self._groups = offered, len(places)
+        self._tensors = [(places[name], slice(*ends)) for name, ends in zip(names, pairwise(ends), strict=True)]
+        self._stranger: PartnerVector | None = None
+        """The last one, if it was refused: another that agrees with it shows who the outlier is."""
+
+    def judged(self, mine: FrozenRound, theirs: PartnerVector) -> PartnerVector:
+        """The partner's vector clipped, with its distances and its verdict; what is refused is not to be merged."""
+        own, found = host_tensor.to_torch(mine.vector), host_tensor.to_torch(theirs.vector)
+        radii = mine.radii
+        if not (radii and all(radii)):
+            radii = self._filled_in(radii or (0.0,) * self._groups, own)
+        apart = self._distances(own, found)
+        factors = guard.factors(apart, radii)
+        far = (factors is None or min(factors) < 1) and self._is_far(own, apart)
+        if factors is None or far:
+            other, self._stranger = self._stranger, theirs
+            agreed = other is not None and other.peer != theirs.peer and self._agree(other, theirs, radii)
+            return replace(theirs, verdict="outlier" if agreed and not far else "refused")
+        self._stranger = None
+        apart = tuple(map(min, apart, radii))
+        if min(factors) == 1:
+            return replace(theirs, apart=apart)
+        clipped = found.clone()
+        by_tensor = [factors[group] for group, _ in self._tensors]
+        for factor, (_, values) in zip(by_tensor, self._tensors, strict=True):
+            if factor < 1:
+                torch.lerp(own[values], found[values], factor, out=clipped[values])
+        vector = host_tensor.from_torch("vector", clipped)
+        return replace(theirs, vector=vector, apart=apart, factors=tuple(by_tensor), verdict="clipped")
+
+    def _filled_in(self, radii: Sequence[float], own: Tensor) -> tuple[float, ...]:
+        """Radii that are not known follow from all that is offered of the group. Zeros tell nothing."""
+        norms, groups = self._distances(own, None), self._groups // self._offered
+        both = [hypot(*norms[group % groups :: groups]) for group in range(self._groups)]
+        return tuple(radius or guard.UNKNOWN * norm or inf for radius, norm in zip(radii, both, strict=True))
+
+    def _is_far(self, own: Tensor, apart: Sequence[float]) -> bool:
+        """Out of all proportion to one's own."""
+        return hypot(*apart) > guard.FURTHEST * hypot(*self._distances(own, None))
+
+    def _agree(self, one: PartnerVector, other: PartnerVector, radii: Sequence[float]) -> bool:
+        """The two are as near to each other as partners are."""
+        vectors = host_tensor.to_torch(one.vector), host_tensor.to_torch(other.vector)
+        return all(distance <= radius for distance, radius in zip(self._distances(*vectors), radii, strict=True))
+
+    def _distances(self, own: Tensor, theirs: Tensor | None) -> tuple[float, ...]:
+        """L2 norms of the difference, or of `own`, by group; infinite where the squares overflow."""
+        squares = [0.0] * self._groups
+        for group, values in self._tensors:
+            for at in range(values.start, values.stop, CHUNK):
+                part = slice(at, min(at + CHUNK, values.stop))
+                gap = own[part] if theirs is None else torch.sub(own[part], theirs[part])
+                squares[group] += float(torch.dot(gap, gap))
+        return tuple(map(sqrt, squares))

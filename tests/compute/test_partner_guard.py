@@ -1,0 +1,127 @@
+"""A partner's vector held against one's own, by real stages: clipped, refused, or taken because I am the outlier."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from stages import make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
+
+from noloco_p2p.compute import host_tensor
+from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
+
+RULES = ("noloco", "averaged", "gossip")
+
+
+def replicas(rule: str, *peers: str) -> list[TorchStage]:
+    """First stages of a run, each after a few steps on data of its own."""
+    found = []
+    for seed, peer in enumerate(peers):
+        stages = make_stages(make_manifest(dtype="float64", outer={"rule": rule}), peer)
+        for step in range(3):
+            run_microbatch(stages, make_batch(100 * seed + step), microbatch(step, peer))
+            for stage in stages:
+                stage.inner_step(make_label(step + 1, 1e-3))
+        found.append(stages[0])
+    return found
+
+
+def pulled(stage: TorchStage, other: TorchStage, round: int, change: float = 0.0) -> tuple[FrozenRound, PartnerVector]:
+    """What `stage` makes of the other's vector, moved by `change` in every value."""
+    mine, request = stage.snapshot(round, 0), SnapshotRequest(0)
+    sent = other.encode(other.snapshot(round, 0), request, "me")
+    vector = host_tensor.to_torch(sent.tensors[0]) + change
+    return mine, stage.decode(
+        mine, request, replace(sent, tensors=(host_tensor.from_torch("vector", vector), *sent.tensors[1:]))
+    )
+
+
+def values(found: PartnerVector | FrozenRound) -> torch.Tensor:
+    return host_tensor.to_torch(found.vector)
+
+
+def acquainted(stage: TorchStage, other: TorchStage) -> None:
+    """Rounds until the stage knows how far others are. Both move on."""
+    for round in range(1, 5):
+        mine, theirs = pulled(stage, other, round)
+        assert theirs.verdict == ""
+        stage.merge(mine, [theirs])
+        for one in (stage, other):
+            with torch.no_grad():
+                for theta in one.parameters.values():
+                    theta.add_(torch.randn(theta.shape, generator=torch.Generator().manual_seed(round)), alpha=1e-4)
+    assert stage.snapshot(9, 0).radii
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_who_is_far_is_merged_as_if_it_were_at_the_radius(rule: str) -> None:
+    stage, other = replicas(rule, "me", "other")
+    acquainted(stage, other)
+    _, usual = pulled(stage, other, 9)
+    assert (usual.verdict, usual.factors) == ("", ())
+    mine, far = pulled(stage, other, 9, 0.005)
+    assert far.verdict == "clipped"
+    assert min(far.factors) < 1
+    assert far.apart == pytest.approx(tuple(map(min, far.apart, mine.radii)))
+    unclipped = values(mine) + (values(usual) + 0.005 - values(mine))
+    at = 0
+    for part in range(len(far.factors) // len(stage.parameters)):
+        for factor, theta in zip(far.factors[part * len(stage.parameters) :], stage.parameters.values(), strict=False):
+            one = slice(at, at + theta.numel())
+            expected = values(mine)[one] + factor * (unclipped - values(mine))[one]
+            assert torch.allclose(values(far)[one], expected, rtol=0, atol=1e-15)
+            at += theta.numel()
+    assert at == len(values(mine))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_out_of_all_proportion_is_refused_from_the_first_round_on(rule: str) -> None:
+    stage, other = replicas(rule, "me", "other")
+    for _ in range(2):
+        for change in (1e3, 1e38, -1e38, 1e308):
+            assert pulled(stage, other, 9, change)[1].verdict == "refused"
+        acquainted(stage, other)
+
+
+def test_two_that_agree_with_each_other_and_not_with_me_are_taken() -> None:
+    stage, other, third = replicas("noloco", "me", "other", "third")
+    acquainted(stage, other)
+    assert pulled(stage, other, 9, 0.08)[1].verdict == "refused"
+    assert pulled(stage, other, 9, 0.08)[1].verdict == "refused", "the same one again says nothing new"
+    mine, found = pulled(stage, third, 9, 0.08)
+    assert (found.verdict, found.factors, found.apart) == ("outlier", (), ())
+    before = mine.radii
+    stage.merge(mine, [found])
+    assert stage.snapshot(10, 0).radii == before
+
+
+def test_two_that_differ_or_lead_far_away_are_refused_however_often_they_come() -> None:
+    stage, other, third = replicas("noloco", "me", "other", "third")
+    acquainted(stage, other)
+    for one, change in [(other, 0.08), (third, -0.08), (other, 100.0), (third, 100.0)] * 2:
+        assert pulled(stage, one, 9, change)[1].verdict == "refused"
+
+
+def test_an_ordinary_one_in_between_makes_two_that_are_far_no_pair() -> None:
+    stage, other, third = replicas("noloco", "me", "other", "third")
+    acquainted(stage, other)
+    verdicts = [
+        pulled(stage, one, 9, change)[1].verdict for one, change in [(other, 0.08), (other, 0.0), (third, 0.08)]
+    ]
+    assert verdicts == ["refused", "", "refused"]
+
+
+def test_other_weights_begin_anew() -> None:
+    stage, other = replicas("noloco", "me", "other")
+    acquainted(stage, other)
+    stage.restore(other.capture(9, 0.0, 3))
+    assert stage.snapshot(9, 0).radii == ()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_vector_with_the_other_sign_is_refused_from_the_first_round_on(rule: str) -> None:
+    stage, other = replicas(rule, "me", "other")
+    mine, request = stage.snapshot(1, 0), SnapshotRequest(0)
+    sent = other.encode(other.snapshot(1, 0), request, "me")
+    flipped = host_tensor.from_torch("vector", -host_tensor.to_torch(sent.tensors[0]))
+    assert stage.decode(mine, request, replace(sent, tensors=(flipped, sent.tensors[1]))).verdict == "refused"

@@ -1,0 +1,83 @@
+"""How far partners may be: the radius, what is clipped, what is refused."""
+
+from math import inf, nan
+
+import pytest
+
+from noloco_p2p.core.guard import FEWEST, LARGEST_NORM, NORMS_KEPT, RADIUS, REFUSED, NormClip, PairDistances, factors
+from noloco_p2p.core.guard import group_of as group
+from noloco_p2p.core.messages import TensorSpec
+
+
+def usual(*distances: tuple[float, ...], learning_rate: float = 1.0) -> PairDistances:
+    pairs = PairDistances()
+    for distance in distances:
+        pairs.observe(distance, learning_rate)
+    return pairs
+
+
+def test_the_radius_is_a_multiple_of_the_median_and_follows_the_learning_rate() -> None:
+    pairs = usual((1.0, 10.0), (2.0, 30.0), (900.0, 20.0), learning_rate=0.5)
+    assert pairs.radii(0.5) == (2 * RADIUS, 20 * RADIUS)
+    assert pairs.radii(1.0) == (4 * RADIUS, 40 * RADIUS)
+    assert pairs.radii(0.1) == (2 * RADIUS, 20 * RADIUS), "what came before fades with the rounds, not at once"
+
+
+def test_few_distances_or_no_learning_rate_tell_nothing() -> None:
+    assert usual(*[(1.0,)] * (FEWEST - 1)).radii(1.0) == ()
+    assert usual(*[(1.0,)] * FEWEST, learning_rate=0.0).radii(1.0) == ()
+
+
+def test_who_is_far_is_clipped_to_the_radius_and_who_is_much_too_far_refused() -> None:
+    assert factors((1.0, 2.0), (2.0, 2.0)) == (1.0, 1.0)
+    assert factors((1.0, 4.0), (2.0, 2.0)) == (1.0, 0.5)
+    assert factors((2 * REFUSED,), (2.0,)) == (1 / REFUSED,)
+    for far in (2.01 * REFUSED, 1e38, inf, nan):
+        assert factors((1.0, far), (2.0, 2.0)) is None
+
+
+def test_a_minority_of_liars_moves_no_radius() -> None:
+    pairs = usual(*[(1.0,), (1.0,), (1.0,), (RADIUS,)] * 8)
+    assert pairs.radii(1.0) == (RADIUS,)
+
+
+def test_where_all_have_come_to_be_far_the_radius_grows() -> None:
+    """As after a partition: what is merged is clipped at first, and soon it is not."""
+    pairs, rounds = usual(*[(1.0,)] * 16), 0
+    while (found := factors((30.0,), pairs.radii(1.0))) != (1.0,):
+        assert found is not None, "it is never refused"
+        pairs.observe((min(30.0, *pairs.radii(1.0)),), 1.0)
+        rounds += 1
+    assert rounds <= 20
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("model.layers.3.mlp.up_proj.weight", (4, 4), "model.layers.3"),
+        ("transformer.h.11.attn.c_attn.weight", (4, 4), "transformer.h.11"),
+        ("lm_head.weight", (4, 4), "lm_head.weight"),
+        ("model.layers.3.input_layernorm.weight", (4,), "vectors"),
+        ("model.norm.weight", (4,), "vectors"),
+    ],
+)
+def test_groups(name: str, shape: tuple[int, ...], expected: str) -> None:
+    assert group(TensorSpec(name, "float32", shape)) == expected
+
+
+def test_a_gradient_is_clipped_to_a_multiple_of_the_median_norm() -> None:
+    clip = NormClip()
+    assert [clip.factor(1e6)] + [clip.factor(2.0) for _ in range(NORMS_KEPT)] == [1.0] * (NORMS_KEPT + 1)
+    assert clip.factor(LARGEST_NORM * 2) == 1.0
+    assert clip.factor(LARGEST_NORM * 8) == 0.25
+    for _ in range(NORMS_KEPT // 3):
+        clip.factor(1e9)
+        clip.factor(0.0)
+    assert clip.factor(LARGEST_NORM * 2) == 1.0, "neither large ones nor zeros move the median while they are few"
+
+
+def test_norms_that_all_grow_are_followed() -> None:
+    clip = NormClip()
+    for norm in [1.0] * NORMS_KEPT + [50.0] * (3 * NORMS_KEPT):
+        found = clip.factor(norm)
+    assert found == 1.0
