@@ -411,7 +411,7 @@ LABELS: list[tuple[str, str, Callable[[Header], Header], str]] = [
     ("a microbatch passed on", "a later step", lambda h: label(h, step=6), "not signed"),
     ("a microbatch passed on", "another place in the step", lambda h: label(h, index=2), "not signed"),
     ("a microbatch passed on", "a later end", lambda h: replace(h, label=bytes([1]) + h.label[1:]), "not signed"),
-    ("a microbatch passed on", "another origin beside the id", lambda h: label(h, peer=OTHER), "has read it"),
+    ("a microbatch passed on", "another origin beside the id", lambda h: label(h, peer=OTHER), "that read it"),
     ("a microbatch passed on", "another origin", lambda h: label(h, {"peer": OTHER}, peer=OTHER), "not signed"),
     ("a microbatch of yesterday", "to have it counted again", label, "expired"),
 ]
