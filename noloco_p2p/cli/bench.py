@@ -94,6 +94,18 @@ def bench_monitoring(
     _report(lambda: monitoring.run(pairs, seconds), as_json)
 
 
+@bench.command("fuzz")
+def bench_fuzz(
+    messages: Annotated[int, typer.Option(metavar="N", min=100, help="Messages in all.")] = 10_000,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the messages.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Random and mutated messages at what strangers reach of a node: crashes, stalls, growth of memory."""
+    from noloco_p2p.lab.bench import fuzz
+
+    _report(lambda: fuzz.run(messages, seed), as_json)
+
+
 @bench.command("churn")
 def bench_churn(
     kill_every: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds between kills.")] = 10.0,

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Header, PeerId
@@ -38,19 +39,17 @@ def methods(servicer: GrpcServicer) -> Any:
             "Evaluate": grpc.stream_stream_rpc_method_handler(bounded(serve(_evaluate))),
             "Stripe": grpc.stream_stream_rpc_method_handler(bounded(servicer.stripe)),
             "FetchSnapshot": grpc.unary_stream_rpc_method_handler(
-                bounded(servicer.fetch_snapshot), request_deserializer=pb.SnapshotRequest.FromString
+                bounded(servicer.fetch_snapshot, pb.SnapshotRequest.FromString)
             ),
             "FetchState": grpc.unary_stream_rpc_method_handler(
-                bounded(servicer.fetch_state), request_deserializer=pb.StateRequest.FromString
+                bounded(servicer.fetch_state, pb.StateRequest.FromString)
             ),
             "Progress": grpc.unary_unary_rpc_method_handler(
-                bounded(servicer.progress),
-                request_deserializer=pb.ProgressRequest.FromString,
+                bounded(servicer.progress, pb.ProgressRequest.FromString),
                 response_serializer=pb.ProgressReply.SerializeToString,
             ),
             "Describe": grpc.unary_unary_rpc_method_handler(
-                bounded(servicer.describe),
-                request_deserializer=pb.DescribeRequest.FromString,
+                bounded(servicer.describe, pb.DescribeRequest.FromString),
                 response_serializer=pb.DescribeReply.SerializeToString,
             ),
         },
@@ -74,10 +73,12 @@ def bound(
 
 
 def _bounded(
-    servicer: GrpcServicer, method: Callable[[Caller, Any, Any], Awaitable[Any]]
+    servicer: GrpcServicer,
+    method: Callable[[Caller, Any, Any], Awaitable[Any]],
+    read: Callable[[bytes], Any] = lambda request: request,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     """The method, for as many calls at once as one caller may have, and as long as it belongs to the run; it is told
-    who calls."""
+    who calls, and given what `read` makes of the request."""
 
     async def answer(request: Any, context: Any) -> Any:
         try:
@@ -85,7 +86,9 @@ def _bounded(
             caller = Caller.of(context, NO_STREAMS if streams is None else streams.hosts)
             with servicer.callers.holding(CALLS, caller):
                 async with servicer.links.called(context):
-                    return await method(caller, request, context)
+                    return await method(caller, read(request), context)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         except Busy as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except Unreachable as error:

@@ -234,6 +234,24 @@ def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> No
     run(scenario())
 
 
+@pytest.mark.parametrize("method", ["FetchSnapshot", "FetchState", "Progress", "Describe"])
+def test_a_request_that_is_no_message_is_refused_and_nothing_is_logged(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC would log a traceback for each: anybody could fill a disk with them."""
+
+    async def scenario() -> None:
+        async with pair(Node(hang)) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
+            says = (("noloco-peer", "raw"), ("noloco-run", RUN), ("noloco-protocol", callers.PROTOCOL))
+            calling = channel.unary_stream(f"/noloco.v1.Node/{method}")(b"\x0a\xff", timeout=5, metadata=says)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await calling.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(scenario())
+    assert not caplog.records
+
+
 def test_an_activation_of_one_message_is_the_same_stream_to_the_contract() -> None:
     async def scenario() -> None:
         sent = activation(mask=True)
