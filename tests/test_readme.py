@@ -60,7 +60,7 @@ COMMANDS = (
     "sim",
     "experiment",
 )
-BENCHES = ("pipeline", "baseline", "transport", "stage", "outer", "monitoring", "churn", "links")
+BENCHES = ("pipeline", "baseline", "transport", "stage", "outer", "monitoring", "churn", "fuzz", "links")
 
 HOSTS = {"arxiv.org", "HOST", "localhost", "127.0.0.1"}
 
