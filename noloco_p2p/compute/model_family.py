@@ -88,9 +88,19 @@ def _nearest(name: str, known: set[str] | None = None) -> str:
 
 def _causal_families() -> set[str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return set(_causal_classes()) & set(CONFIG_MAPPING_NAMES)
+
+
+def _causal_classes() -> Mapping[str, Any]:
+    """Family → the name of its causal language model."""
+    import transformers.utils
+
+    # Every model imports the losses of all, and one for images imports scipy if there is one: 34 MiB, half a second.
+    transformers.utils.is_scipy_available = lambda: False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING_NAMES)
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def one_line(error: BaseException) -> str:
@@ -131,9 +141,7 @@ def layer_ranges(layers: int, stages: int) -> tuple[range, ...]:
 
 def model_class(config: Any) -> Any:
     """The causal language model class of a configuration; imports only that family's module."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    name: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    name: Any = _causal_classes()[config.model_type]
     package = type(config).__module__.rpartition(".")[0]
     family = package.rpartition(".")[2]
     return getattr(importlib.import_module(f"{package}.modeling_{family}"), name)

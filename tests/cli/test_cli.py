@@ -98,6 +98,18 @@ def test_help_imports_nothing_heavy(module: str) -> None:
     assert done.stderr.strip() == "[]"
 
 
+def test_a_node_imports_nothing_that_it_does_not_use() -> None:
+    """What it imports it waits for, and holds for all of the run."""
+    unused = ("scipy", "datasets", "pandas", "pyarrow", "hivemind.averaging", "hivemind.moe", "hivemind.optim")
+    program = (
+        "import sys; from noloco_p2p.launch import bootstrap, compose; from noloco_p2p.config import RunManifest\n"
+        "import hivemind.dht.node, hivemind.p2p; bootstrap.check_model(RunManifest())\n"
+        f"print([m for m in {unused!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def reading(at: float, steps: float, tokens: float) -> MetricsReading:
     return MetricsReading(
         at,

@@ -50,7 +50,7 @@ async def open_daemon(
     advice = "check listen.host and listen.dht_port, that p2pd may run here, and that other work does not hold it up"
 
     async def start() -> Libp2pDaemon:
-        await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind"))
+        await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind.p2p"))
         host = announced_host(listen.host, listen.announce_host, join[0] if join else None)
         return await Libp2pDaemon.open(identity, host=listen.host, port=listen.dht_port, announce_host=host)
 
