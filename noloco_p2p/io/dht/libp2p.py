@@ -111,7 +111,8 @@ class Libp2pDaemon:
         await self._start()
         for name, handler in self._handlers.items():
             await self.serve(name, handler)
-        for name, stream_handler in self._stream_handlers.items():
+        stream_handlers, self._stream_handlers = self._stream_handlers, {}
+        for name, stream_handler in stream_handlers.items():
             await self.serve_streams(name, stream_handler)
 
     @property
@@ -194,15 +195,17 @@ class Libp2pDaemon:
         return answer[1:]
 
     async def serve_streams(self, name: str, handler: StreamHandler) -> None:
-        """Take streams of this name from now on, after a restart too. Once per name."""
+        """Take streams of this name from now on, after a restart too; by the newest handler of the name."""
 
         async def answer(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                await handler(info.peer_id.to_base58(), Stream(reader, writer))
+                await self._stream_handlers[name](info.peer_id.to_base58(), Stream(reader, writer))
             finally:
                 writer.close()
 
-        self._stream_handlers[name] = handler
+        known, self._stream_handlers[name] = name in self._stream_handlers, handler
+        if known:
+            return
         adding = self.p2p.add_binary_stream_handler(name, answer)
         await self.guard(adding, DAEMON_TIMEOUT_S, "the libp2p daemon")
 

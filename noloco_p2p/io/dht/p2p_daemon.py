@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ async def start(identity: Identity, host: str, address: JoinAddress, metrics_por
     metrics = [] if metrics_port is None else [f"-metricsAddr={bare}:{metrics_port}"]
     use_hivemind_log_handler("nowhere")
     try:
-        return await OwnGroup.create(
+        made = await OwnGroup.create(
             identity_path=str(identity.path),
             check_if_identity_free=False,  # it knows RSA keys only; the lock file beside the key does this
             host_maddrs=[host_multiaddress(host, address.port)],
@@ -73,12 +74,20 @@ async def start(identity: Identity, host: str, address: JoinAddress, metrics_por
             auto_nat=False,
             use_relay=False,
         )
+        made._client.control._handler = partial(_handled, made._client.control._handler)
+        return made
     except P2PDaemonError as error:
         if "address already in use" in str(error):
             raise LocalError(port_in_use(host, address.port, "listen.dht_port")) from error
         raise LocalError(f"the libp2p daemon did not start: {' '.join(str(error).split())[:300]}") from error
     except (OSError, EOFError) as error:
         raise LocalError("the libp2p daemon died while it started") from error
+
+
+async def _handled(handler: Any, reader: Any, writer: Any) -> None:
+    """hivemind's handler of streams, without a traceback for each one that was reset before it began."""
+    with contextlib.suppress(OSError, EOFError):
+        await handler(reader, writer)
 
 
 async def stop(p2p: Any) -> None:

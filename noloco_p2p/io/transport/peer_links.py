@@ -14,6 +14,7 @@ import grpc.aio
 from noloco_p2p.core.messages import Header, PeerId
 from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.dht.identity import verify
+from noloco_p2p.io.dht.reach import is_streamed
 from noloco_p2p.io.dht.streams import Streams
 from noloco_p2p.io.security.certificates import Role
 from noloco_p2p.io.security.credentials import Credentials
@@ -62,7 +63,11 @@ class Links(Protocol):
 
 async def target(links: Links, address: str, peer: PeerId) -> str:
     """What gRPC dials for one connection to a peer at one of its addresses. Raises Unreachable."""
-    return address if links.streams is None else await links.streams.target(address, peer)
+    if links.streams is not None:
+        return await links.streams.target(address, peer)
+    if is_streamed(address):
+        raise Unreachable("it is behind NAT, and answers members only")
+    return address
 
 
 class OpenLinks:

@@ -11,12 +11,14 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError
 from noloco_p2p.humanize import short_id
 from noloco_p2p.io.dht import adverts, join_handshake
-from noloco_p2p.io.dht.addresses import JoinAddress, announced_host
+from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, from_here
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
-from noloco_p2p.io.dht.reach import joined
+from noloco_p2p.io.dht.reach import STREAM, endpoint, joined
+from noloco_p2p.io.dht.streams import Streams
+from noloco_p2p.io.dht.ways_in import WaysIn
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.probe import probe
@@ -151,29 +153,39 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
     try:
         await transport.listen()
         host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
-        await _dialled_back(report, libp2p, host, transport.port)
+        here = from_here(listen.host).strip("[]"), transport.port
+        ways = WaysIn(libp2p, Streams(libp2p, links.run_id), here)
+        await _dialled_back(report, libp2p, joined(host, transport.port), ways)
     except LocalError as error:
         report.error("port", str(error), "set listen.grpc_port")
     finally:
         await transport.close()
 
 
-async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, host: str, port: int) -> None:
-    """Let joined peers dial this machine's gRPC address, at which this process listens, back."""
-    address, failure = joined(host, port), ""
+async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> None:
+    """Let joined peers dial this machine's gRPC address, at which this process listens, back; else over a stream."""
+    failure = ""
     for peer in (target.peer_id for target in libp2p.joined):
         try:
             with report.step(f"letting {short_id(peer)} dial {address} back"):
-                reason = await join_handshake.ask_dial_back(libp2p, peer, address)
+                reason = no_stream = await join_handshake.ask_dial_back(libp2p, peer, address)
+                if reason is not None:
+                    await ways.serve()
+                    no_stream = await join_handshake.ask_dial_back(libp2p, peer, STREAM)
         except PeerError as error:
             failure = str(error)
             continue
         if reason is None:
             report.ok("port", f"{short_id(peer)} reaches this machine at {address}")
         else:
+            port = address.rpartition(":")[2]
             advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to what leads here"
             sentence = f"{short_id(peer)} cannot reach this machine at {address} ({reason})"
-            report.error("port", sentence, advice, libp2p.peer_id)
+            if no_stream is None:
+                sentence += "; a node here is reached over links that it keeps to public nodes, which is slower"
+                report.warning("port", sentence, f"to be reached directly, {advice}", libp2p.peer_id)
+            else:
+                report.error("port", sentence, advice, libp2p.peer_id)
         return
     advice = "try again, or join another node"
     report.warning("port", f"nobody could be asked to dial {address} back: {failure}", advice)
@@ -228,7 +240,7 @@ async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> 
 
 async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: Links) -> None:
     """Whether this machine reaches the gRPC addresses of the nodes that are present."""
-    dialled = [advert for advert in present if advert.addresses][:MOST_PROBED]
+    dialled = [advert for advert in present if any(map(endpoint, advert.addresses))][:MOST_PROBED]
     if not dialled:
         return
 

@@ -14,8 +14,9 @@ from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.errors import Declined, Unreachable
+from noloco_p2p.errors import Declined, LocalError, Unreachable
 from noloco_p2p.io.dht import relay_service
+from noloco_p2p.io.dht.join_handshake import check_reachable, serve_dial_back
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.relay_service import MemberRelay
@@ -24,7 +25,9 @@ from noloco_p2p.io.dht.ways_in import WaysIn
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import MemberLinks
+from noloco_p2p.io.transport.peer_links import MemberLinks, OpenLinks
+from noloco_p2p.observe.doctor.doctor_report import DoctorReport
+from noloco_p2p.observe.doctor.peers import check_reached
 
 BODY = (1, 512, 512)
 """1 MiB: more than all buffers on the way hold."""
@@ -205,5 +208,31 @@ def test_a_relay_passes_on_what_its_owner_lets_it(tmp_path: Path) -> None:
                 await a.reaches(b, f"relay/{r.id}")
             there_and_back = 4 * 4 * 512 * 512
             assert clock() - began >= there_and_back / rate - relay_service.BURST_S
+
+    run(scenario)
+
+
+def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_path: Path) -> None:
+    reaches = {"p2p"}
+
+    async def probe(address: str, peer: PeerId) -> str | None:
+        return None if address in reaches else "nothing accepts connections there"
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            await serve_dial_back(a, probe)
+            ways = WaysIn(b, Streams(b, RUN), ("127.0.0.1", 9))
+            assert not await check_reachable(b, "127.0.0.1:9", ways)
+            report = DoctorReport(as_json=True)
+            await check_reached(report, b, ListenSettings(), OpenLinks(b.peer_id, RUN))
+            [(_, found)] = report.findings
+            assert (found.severity, found.name) == ("warning", "port")
+            assert "is reached over links that it keeps" in found.sentence
+            assert "open TCP port" in found.advice
+            reaches.clear()
+            with pytest.raises(LocalError, match=r"open TCP port 9, .*, nor over libp2p \(nothing accepts"):
+                await check_reachable(b, "127.0.0.1:9", ways)
+            reaches.add("127.0.0.1:9")
+            assert await check_reachable(b, "127.0.0.1:9", ways)
 
     run(scenario)
