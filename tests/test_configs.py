@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from noloco_p2p.compute.factory import stage_sizes
-from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.config import InnerSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.outer_rules import DEFAULTS
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab import scenario_files
@@ -44,11 +44,16 @@ def test_tiny_is_the_defaults_written_out() -> None:
     given = {entry.key for entry in settings.read(CONFIGS / "tiny.yaml", {}, []).entries}
     of_the_rule = {key for defaults in DEFAULTS.values() for key in defaults}
     left_out = set(KnownKeys.of(RunManifest).keys) - given
-    assert left_out == {("outer", key) for key in of_the_rule}, "every key of the manifest stands there but these"
+    of_the_optimizer = {("inner", "peak_learning_rate")}
+    assert left_out == of_the_optimizer | {("outer", key) for key in of_the_rule}, "all keys stand there but these"
+    for optimizer, rate in (("adamw", 1e-3), ("muon", 1e-2)):
+        chosen = settings.read(CONFIGS / "tiny.yaml", {}, [f"inner.optimizer={optimizer}"]).manifest()
+        assert chosen.inner == InnerSettings(optimizer=optimizer)  # type: ignore[arg-type]
+        assert chosen.inner.peak_learning_rate == rate
     for rule in DEFAULTS:
         chosen = settings.read(CONFIGS / "tiny.yaml", {}, [f"outer.rule={rule}"]).manifest()
         assert chosen.outer == OuterSettings(rule=rule), "with that rule's own defaults"
-    commented = (CONFIGS / "tiny.yaml").read_text("utf-8").partition("Those of noloco:\n")[2].partition("  pairing")[0]
+    commented = (CONFIGS / "tiny.yaml").read_text("utf-8").partition("Those of gossip:\n")[2].partition("  pairing")[0]
     written = yaml.safe_load(re.sub("^  # ", "", commented, flags=re.MULTILINE))
     assert written == {key: getattr(OuterSettings(), key) for key in of_the_rule}
     assert sum(stage.parameters for stage in stage_sizes(manifest)) == 1_148_032
@@ -111,10 +116,10 @@ def test_c4_and_reddit_differ_in_their_data_only(size: str) -> None:
 @pytest.mark.parametrize(
     ("outer", "least", "most"),
     [
-        ({}, 4.0, 4.1),
-        ({"codec": "int4"}, 0.5, 0.56),
+        ({"rule": "noloco"}, 4.0, 4.1),
+        ({"rule": "noloco", "codec": "int4"}, 0.5, 0.56),
         ({"rule": "averaged"}, 8.0, 8.1),
-        ({"rule": "gossip", "codec": "int4"}, 0.5, 0.56),
+        ({}, 0.5, 0.56),
         ({"rule": "dct"}, 0.04, 0.1),  # 32 values of 4096, each with its place; and the sample
         ({"rule": "sync"}, 4.0, 4.1),
     ],

@@ -19,7 +19,6 @@ from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.host_memory import free_host_bytes, microbatch_bytes
 from noloco_p2p.compute.host_tensor import DTYPES
-from noloco_p2p.compute.inner_optimizer import check_optimizer
 from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
@@ -61,13 +60,12 @@ def make_torch_stage(
 ) -> TorchStage:
     """The synchronous stage `index` with its initial weights.
 
-    Raises ConfigError (no such stage, model, split or optimizer) and LocalError (no such device, no memory, no audit
+    Raises ConfigError (no such stage, model, split) and LocalError (no such device, no memory, no audit
     directory).
     `self_test` False leaves out the comparison of the split with the whole, for a second stage of the same process.
     """
     if not 0 <= index < manifest.stages:
         raise ConfigError(f"stage is {index}, but the run has stages 0 to {manifest.stages - 1}")
-    check_optimizer(manifest.inner)
     config = model_family.checked_config(manifest)
     dtype = DTYPES[manifest.compute_dtype]
     chosen = pick_device(device)
@@ -82,12 +80,11 @@ def make_torch_stage(
 
 
 def check_model(manifest: RunManifest) -> Any:
-    """The configuration of a model that exists, fits its stages and splits exactly, for an optimizer that is here.
+    """The configuration of a model that exists, fits its stages and splits exactly.
 
     Raises ConfigError.
     Takes as long as importing the family's code, plus a fraction of a second.
     """
-    check_optimizer(manifest.inner)
     config = model_family.checked_config(manifest)
     check_architecture(config, manifest.stages, DTYPES[manifest.compute_dtype])
     return config

@@ -11,18 +11,9 @@ from torch import Tensor, nn
 
 from noloco_p2p.compute.replica_tensors import Kinds
 from noloco_p2p.config import InnerSettings
-from noloco_p2p.errors import ConfigError
 
 Named = dict[str, Tensor]
 """A tensor for each parameter, by global name, in the stage's order."""
-
-
-def check_optimizer(settings: InnerSettings) -> None:
-    """Raises ConfigError when the installed torch lacks the optimizer of the run."""
-    if settings.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-        raise ConfigError(
-            f"inner.optimizer is muon, which torch {torch.__version__} does not have: install torch 2.9 or newer"
-        )
 
 
 class InnerOptimizer:

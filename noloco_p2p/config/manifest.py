@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from math import inf, sqrt
 from typing import Annotated, Any, Literal
 
@@ -58,10 +59,10 @@ class DataSettings(Settings):
 class InnerSettings(Settings):
     """The inner optimizer, which moves the fast weights, and its schedule (METHOD.md, "Inner step")."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """`adamw`, or `muon` for the matrices of the layers and AdamW for the rest (needs torch 2.9)."""
-    peak_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
-    """Learning rate at the end of the warm-up, of both optimizers."""
+    optimizer: Literal["adamw", "muon"] = "muon"
+    """`muon` for the matrices of the layers and AdamW for the rest, or `adamw` for all."""
+    peak_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-2
+    """Learning rate at the end of the warm-up; where it is not set, 1e-2 with `muon` and 1e-3 with `adamw`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 100
     """Length of the linear warm-up in steps, at most a tenth of `steps`."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -76,6 +77,14 @@ class InnerSettings(Settings):
     """Decoupled weight decay."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients of a stage are clipped to this L2 norm."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """The peak of the optimizer."""
+        if isinstance(values, Mapping) and values.get("optimizer") == "adamw":
+            return {"peak_learning_rate": 1e-3, **values}
+        return values
 
     @property
     def most_mean(self) -> float:
@@ -165,6 +174,7 @@ class RunManifest(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> "RunManifest":
+        self.outer.check_known()
         reason = self.outer.update.instability
         if reason is not None and self.outer.pairing != "none" and not self.outer.allow_unstable:
             raise ValueError(f"outer: {reason}; set outer.allow_unstable to run it anyway")

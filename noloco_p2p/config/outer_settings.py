@@ -13,30 +13,30 @@ from noloco_p2p.core.tiles import kept_of
 
 
 class OuterSettings(Settings):
-    """The outer round (METHOD.md, "Outer rules"). Unset keys have the rule's defaults; those shown are `noloco`'s."""
+    """The outer round (METHOD.md, "Outer rules"). Unset keys have the rule's defaults; those shown are `gossip`'s."""
 
-    rule: RuleName = "noloco"
-    """What replicas exchange, and how they merge it. Between pairs: `noloco` (the paper), `gossip` (θ, often),
+    rule: RuleName = "gossip"
+    """What replicas exchange, and how they merge it. Between pairs: `gossip` (θ, often), `noloco` (the paper),
     `averaged` (φ, δ). Among all replicas of the stage: `diloco` (Δ), `dct` (some coefficients of a momentum), `sync`
     (gradients, before every inner step)."""
-    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """α, the outer momentum."""
-    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """β, the outer learning rate."""
-    gamma: Finite = 0.7
+    gamma: Finite = 0.5
     """γ, the pull towards the partner's weights; with `noloco` it must satisfy S1: 0 < γ < 2(1−α²)."""
-    inner_steps: Positive = 10
+    inner_steps: Positive = 1
     """m: clock steps from one outer round to the next."""
     pairing: Literal["matched", "random", "none"] = "matched"
     """How partners are drawn: `matched` in pairs, `random` by each replica for itself; `none`: no outer rounds."""
-    max_stale_rounds: Annotated[int, Field(ge=0)] = 2
+    max_stale_rounds: Annotated[int, Field(ge=0)] = 16
     """A snapshot from up to this many rounds away is still merged."""
     partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Longest wait for a partner behind the round, seconds; none: two inner steps (of device time if training waits),
     or `deadline_s` if the rule takes from all replicas."""
     deadline_s: Seconds = 60.0
     """Longest transfer of one snapshot, seconds."""
-    codec: OuterCodec = "full"
+    codec: OuterCodec = "int4"
     """Encoding of vectors: `full`, `bfloat16`, `int8` or `int4`: 4, 2, 1 or half a byte per parameter (METHOD.md)."""
     overlap: bool = True
     """Keep training while the partner's snapshot is in transit, without losing that training; `false`: wait for it."""
@@ -49,7 +49,7 @@ class OuterSettings(Settings):
         """The defaults of the rule. One that does not exist is refused later."""
         if not isinstance(values, Mapping):
             return values
-        return {**DEFAULTS.get(values.get("rule", "noloco"), {}), **values}
+        return {**DEFAULTS.get(values.get("rule", "gossip"), {}), **values}
 
     @model_validator(mode="after")
     def _check(self) -> "OuterSettings":
@@ -61,6 +61,12 @@ class OuterSettings(Settings):
         if self.update.gradients and (self.codec, self.inner_steps, self.overlap) != ("full", 1, False):
             raise ValueError(f"rule {self.rule} sums gradients: it needs codec full, inner_steps 1, overlap false")
         return self
+
+    def check_known(self) -> None:
+        """Raises ValueError where something is set that the rule does not have."""
+        for name in ("alpha", "beta", "gamma"):
+            if getattr(self, name) and not DEFAULTS[self.rule][name]:
+                raise ValueError(f"rule {self.rule} has no {name}: choose another outer.rule")
 
     @property
     def update(self) -> OuterRule:

@@ -226,13 +226,16 @@ def _mean(values: Sequence[Any]) -> Any:
     return _sum(values) / len(values)
 
 
+_PAIRS: Mapping[str, Any] = {"codec": "full", "max_stale_rounds": 2, "overlap": True}
+_ALL: Mapping[str, Any] = {"codec": "full", "max_stale_rounds": 0, "overlap": False}
+_GOSSIP: Mapping[str, Any] = {"codec": "int4", "max_stale_rounds": 16, "overlap": True}
 DEFAULTS: Mapping[RuleName, Mapping[str, Any]] = {
-    "noloco": {"alpha": 0.5, "beta": 0.7, "gamma": 0.7, "inner_steps": 10},
-    "averaged": {"alpha": 0.5, "beta": 0.7, "gamma": 0.0, "inner_steps": 10},
-    "gossip": {"alpha": 0.0, "beta": 0.0, "gamma": 0.5, "inner_steps": 1, "max_stale_rounds": 16},
-    "diloco": {"alpha": 0.9, "beta": 0.7, "gamma": 0.0, "inner_steps": 500, "max_stale_rounds": 0, "overlap": False},
-    "dct": {"alpha": 0.95, "beta": 0.7, "gamma": 0.0, "inner_steps": 128, "max_stale_rounds": 0, "overlap": False},
-    "sync": {"alpha": 0.0, "beta": 0.0, "gamma": 0.0, "inner_steps": 1, "max_stale_rounds": 0, "overlap": False},
+    "gossip": {**_GOSSIP, "alpha": 0.0, "beta": 0.0, "gamma": 0.5, "inner_steps": 1},
+    "noloco": {**_PAIRS, "alpha": 0.5, "beta": 0.7, "gamma": 0.7, "inner_steps": 10},
+    "averaged": {**_PAIRS, "alpha": 0.5, "beta": 0.7, "gamma": 0.0, "inner_steps": 10},
+    "diloco": {**_ALL, "alpha": 0.9, "beta": 0.7, "gamma": 0.0, "inner_steps": 500},
+    "dct": {**_ALL, "alpha": 0.95, "beta": 0.7, "gamma": 0.0, "inner_steps": 128},
+    "sync": {**_ALL, "alpha": 0.0, "beta": 0.0, "gamma": 0.0, "inner_steps": 1},
 }
 """Settings of a rule, by name (config.OuterSettings), where nobody sets them; 0 for those that it does not have."""
 

@@ -67,8 +67,9 @@ def run_finetune(
     say(f"{len(trained):,} examples, {len(held):,} held out; steps of {recipe.batch_size}: {steps:,}")
     peak = recipe.learning_rate
     if peak is None:
-        peak = RATE_SHARE * manifest.inner.peak_learning_rate
-    inner = manifest.inner.model_copy(update={"peak_learning_rate": peak})
+        adamw = manifest.inner if manifest.inner.optimizer == "adamw" else InnerSettings(optimizer="adamw")
+        peak = RATE_SHARE * adamw.peak_learning_rate
+    inner = manifest.inner.model_copy(update={"optimizer": "adamw", "peak_learning_rate": peak})
 
     from noloco_p2p.compute import exported_model
 

@@ -129,7 +129,6 @@ def _plain_parameters(manifest: RunManifest) -> int | None:
     hidden, layers, wide, heads, vocabulary, positions = numbers
     right = (
         manifest.model.family == PLAIN_FAMILY
-        and manifest.inner.optimizer == "adamw"
         and hidden % (2 * heads) == 0  # the rotation of positions takes the values of a head in pairs
         and manifest.stages <= layers <= MOST_PLAIN_LAYERS
         and manifest.sequence_length <= positions

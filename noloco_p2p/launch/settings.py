@@ -124,9 +124,10 @@ def manifest_from_json(data: bytes) -> RunManifest:
 
 
 def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:
-    """`base`, by default the defaults, with what the entries set; those of an outer rule are its own affair."""
+    """`base`, by default the defaults, with what the entries set. An optimizer and an outer rule have their own."""
     mine = [entry for entry in entries if entry.key[0] in model.model_fields]
-    values = model().model_dump(mode="json", exclude={"outer"}) if base is None else base.model_dump(mode="json")
+    own = {"inner", "outer"} if base is None else None
+    values = (base or model()).model_dump(mode="json", exclude=own)
     return json.dumps(overlaid(mine, values), default=str)
 
 

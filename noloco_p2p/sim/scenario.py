@@ -45,7 +45,7 @@ class RunSettings(Settings):
     """Length of the run in steps of the clock."""
     inner: InnerSettings = InnerSettings()
     """The inner optimizer."""
-    outer: OuterSettings = OuterSettings(inner_steps=20)
+    outer: OuterSettings = OuterSettings(rule="noloco", inner_steps=20)
     """The outer round."""
     routing: Literal["random", "weighted", "balanced", "fixed"] = "random"
     """How the next replica of a microbatch is chosen."""

@@ -39,7 +39,7 @@ def noloco(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
         (["swarm", "--stages", "0"], "--stages"),
         (["swarm", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["swarm", "--set", "outer.inner_stepz=3"], "outer.inner_steps"),
-        (["swarm", "--set", "outer.alpha=0.9"], "S1"),
+        (["swarm", "--set", "outer.gamma=2"], "apart"),
         (["nope"], "nope"),
     ],
 )

@@ -10,12 +10,10 @@ from reference import newton_schulz
 from stages import make_manifest, make_stages
 from torch import nn
 
-from noloco_p2p.compute.factory import check_model, make_torch_stage
 from noloco_p2p.compute.inner_optimizer import InnerOptimizer
 from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
 from noloco_p2p.compute.model_family import checked_config
 from noloco_p2p.config import InnerSettings, RunManifest
-from noloco_p2p.errors import ConfigError
 
 RATE = 0.01
 MATRICES = {
@@ -121,17 +119,6 @@ def test_the_iteration_brings_singular_values_near_one_and_commutes_with_transpo
     # All singular vectors stay: only the values are moved.
     moved = left.T @ exact @ right.T
     assert torch.allclose(moved, torch.diag(moved.diagonal()), atol=1e-12)
-
-
-def test_torch_without_muon_is_one_line_and_only_for_muon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    for call in (check_model, lambda manifest: make_torch_stage(manifest, 0, "me")):
-        with pytest.raises(
-            ConfigError, match=r"^inner.optimizer is muon, which torch \S+ does not have: .* 2.9 or newer$"
-        ):
-            call(muon())
-    check_model(make_manifest())
-    make_stages(make_manifest())
 
 
 def test_muon_has_no_mean_squares_to_send() -> None:

@@ -23,7 +23,7 @@ STEP_SHARE = {"int8": 2**-7, "int4": 2**-3}
 
 def make_replica(peer: str, codec: str, *, seed: int, dtype: str = "float32") -> TorchStage:
     """The first of two stages, after a few steps on data of its own."""
-    stages = make_stages(make_manifest(dtype=dtype, outer={"codec": codec}), peer)
+    stages = make_stages(make_manifest(dtype=dtype, outer={"rule": "noloco", "codec": codec}), peer)
     for step in range(3):
         run_microbatch(stages, make_batch(100 * seed + step), microbatch(step, f"origin-{seed}"))
         for stage in stages:

@@ -17,7 +17,7 @@ def replicas(rule: str, *peers: str) -> list[TorchStage]:
     """First stages of a run, each after a few steps on data of its own."""
     found = []
     for seed, peer in enumerate(peers):
-        stages = make_stages(make_manifest(dtype="float64", outer={"rule": rule}), peer)
+        stages = make_stages(make_manifest(dtype="float64", outer={"rule": rule, "codec": "full"}), peer)
         for step in range(3):
             run_microbatch(stages, make_batch(100 * seed + step), microbatch(step, peer))
             for stage in stages:

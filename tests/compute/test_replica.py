@@ -66,7 +66,7 @@ def test_a_restored_replica_goes_on_bit_for_bit(dtype: str, optimizer: str, step
     train(mine, 1, steps)
     states = captured(mine, steps)
     if steps > 3:
-        assert all(total(states, kind) > 0 for kind in RunManifest().state_kinds)
+        assert all(total(states, kind) > 0 for kind in manifest_of().state_kinds)
     assert [state.adam_steps for state in states] == [steps, steps]
     train(twin, 20, 23)
     run_microbatch(twin, make_batch(99), microbatch(99))
@@ -154,10 +154,10 @@ def poisoned(tensor: HostTensor, value: float) -> HostTensor:
 
 def broken(state: ReplicaState) -> dict[str, ReplicaState]:
     """States that must be refused, by what the message says."""
-    tensors, parameters = state.tensors, len(state.tensors) // len(RunManifest().state_kinds)
+    tensors, parameters = state.tensors, len(state.tensors) // len(manifest_of().state_kinds)
     cases = {
         f"is not finite in {kind}/": _with(state, parameters * (i + 1) - 1, lambda t: poisoned(t, np.nan))
-        for i, kind in enumerate(RunManifest().state_kinds)
+        for i, kind in enumerate(manifest_of().state_kinds)
     }
     return {
         **cases,

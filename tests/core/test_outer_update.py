@@ -120,9 +120,9 @@ def test_the_bound_is_s1(alpha: float, group: int, bound: float) -> None:
 
 def test_a_run_outside_s1_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValidationError, match=r"alpha 0\.9 and gamma 0\.7 break the stability bound S1.* 0\.38 "):
-        RunManifest.model_validate({"outer": {"alpha": 0.9, "gamma": 0.7}})
+        RunManifest.model_validate({"outer": {"rule": "noloco", "alpha": 0.9, "gamma": 0.7}})
     for escape in ({"allow_unstable": True}, {"pairing": "none"}):
-        outer = {"alpha": 0.9, "gamma": 0.7, **escape}
+        outer = {"rule": "noloco", "alpha": 0.9, "gamma": 0.7, **escape}
         assert RunManifest.model_validate({"outer": outer}).outer.gamma == 0.7
 
 

@@ -155,7 +155,7 @@ def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
                 await from_swarm([address], one=False, say=print)
         with pytest.raises(Unreachable, match="nobody answers"):
             await from_swarm([address], one=False, say=print)
-        alone = MANIFEST.model_copy(update={"outer": OuterSettings(pairing="none")})
+        alone = MANIFEST.model_copy(update={"outer": OuterSettings(rule="noloco", pairing="none")})
         async with swarm(tmp_path / "b", holders((0, 0)), alone) as address:
             with pytest.raises(ConfigError, match="no outer rounds"):
                 await from_swarm([address], one=False, say=print)

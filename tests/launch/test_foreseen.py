@@ -49,7 +49,7 @@ MISTAKES = [
     (
         SWARM,
         "--set checkpoint.every_steps=1",
-        "{tmp} has 1.05 MB free, .* needs 45.9 MB: free some",
+        "{tmp} has 1.05 MB free, .* needs 27.6 MB: free some",
     ),
     (SWARM, "--dir {tmp}/small/run", "--dir {tmp}/small/run is a file, not of a swarm: name another directory"),
     (SWARM, "--link 200", "--link 200: "),

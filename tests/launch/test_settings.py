@@ -130,10 +130,12 @@ def test_an_empty_file_and_an_empty_section_are_fine(tmp_path: Path) -> None:
 
 
 def test_values_that_do_not_go_together() -> None:
-    [line] = faults(None, sets=["outer.alpha=0.9", "outer.gamma=0.7"])
+    [line] = faults(None, sets=["outer.rule=noloco", "outer.alpha=0.9", "outer.gamma=0.7"])
     assert "stability bound S1" in line
     assert "outer.allow_unstable" in line
-    settings.load(None, {}, ["outer.alpha=0.9", "outer.gamma=0.7", "outer.allow_unstable=true"])
+    settings.load(None, {}, ["outer.rule=noloco", "outer.alpha=0.9", "outer.gamma=0.7", "outer.allow_unstable=true"])
+    [line] = faults(None, sets=["outer.alpha=0.9"])
+    assert "rule gossip has no alpha" in line
 
 
 def test_the_model_section_of_a_file_stands_whole_and_single_keys_change_it(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_the_model_section_of_a_file_stands_whole_and_single_keys_change_it(tmp_
 
 
 def test_a_node_that_joins_gives_no_other_manifest(tmp_path: Path) -> None:
-    swarm = RunManifest(steps=500, name="theirs")
+    swarm = RunManifest.model_validate({"steps": 500, "name": "theirs", "outer": {"rule": "noloco"}})
     path = tmp_path / "run.yaml"
     path.write_text("steps: 500\nlisten:\n  grpc_port: 7000\n")
     settings.read(path, {}, ["name=theirs", "outer.beta=0.7"]).check_agrees(swarm)
@@ -166,7 +168,7 @@ def test_a_node_that_joins_gives_no_other_manifest(tmp_path: Path) -> None:
 
 def test_a_key_that_goes_with_the_swarms_others_is_not_measured_by_the_defaults() -> None:
     """gamma 1.9 breaks S1 with the default alpha, and is right with the swarm's."""
-    swarm = RunManifest.model_validate({"outer": {"alpha": 0.1, "gamma": 1.9}})
+    swarm = RunManifest.model_validate({"outer": {"rule": "noloco", "alpha": 0.1, "gamma": 1.9}})
     settings.read(None, {}, ["outer.gamma=1.9"]).check_agrees(swarm)
 
 
@@ -189,7 +191,7 @@ def test_a_manifest_travels() -> None:
         b'{"steps": 0}',
         b'{"unheard_of": 1}',
         b'{"model": {"config": {"a": NaN}}}',
-        b'{"outer": {"alpha": 0.9, "gamma": 0.7}}',
+        b'{"outer": {"rule": "noloco", "alpha": 0.9, "gamma": 0.7}}',
         json.dumps({"data": {"dataset": "../../etc/passwd"}}).encode(),
         json.dumps({"data": {"tokenizer": "/etc/passwd"}}).encode(),
         json.dumps({"model": {"config": {"a" * 60000: "b" * 10000}}}).encode(),
@@ -211,7 +213,7 @@ def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == [".".join(key) for key in settings.KNOWN.keys]
     assert all(len(row) == 4 and len(row[3]) > 10 for row in rows)
-    assert "| `outer.alpha` | number ≥ 0, < 1 | `0.5` | α, the outer momentum. |" in text
+    assert "| `outer.alpha` | number ≥ 0, < 1 | `0.0` | α, the outer momentum. |" in text
     assert "| `evaluation.every_steps` | whole number ≥ 1 or none | `250` |" in text
     assert '| `wire.backward` | `float64`, `float32`, `bfloat16`, `int8`, `int4` | `"float32"` |' in text
 

@@ -104,7 +104,7 @@ def test_an_unfinished_run_is_resumed_with_the_settings_it_had(tmp_path: Path) -
         ((None, None, 2, None, ("steps=9",)), {}, "--replicas: start_replicas is 2 here, 1"),
         ((None, None, None, 10, ()), {}, "--steps: steps is 10 here, 9"),
         ((None, None, None, None, ("seed=6",)), {}, "--set seed: seed is 6 here, 5"),
-        (NOTHING, {"NOLOCO__OUTER__ALPHA": "0.25"}, "NOLOCO__OUTER__ALPHA: outer.alpha is 0.25 here, 0.5"),
+        (NOTHING, {"NOLOCO__OUTER__ALPHA": "0.25"}, "NOLOCO__OUTER__ALPHA: outer.alpha is 0.25 here, 0.0"),
     ],
 )
 def test_a_conflicting_setting_is_refused_by_name(

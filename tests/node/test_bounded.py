@@ -97,7 +97,7 @@ def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytes
         steps=10**6,
         sequence_length=2,
         microbatch_size=1,
-        outer=OuterSettings(inner_steps=4, deadline_s=2.0),
+        outer=OuterSettings(rule="noloco", inner_steps=4, deadline_s=2.0),
     )
     limits = LimitSettings(patience_floor_s=0.5, linger_s=2.0, drain_s=2.0)
     config = NodeConfig(limits=limits, directory=DirectorySettings(ttl_s=3.0, refresh_s=1.0), rebalance=False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.guardians import guardians_of
 from noloco_p2p.core.messages import Advert, Holding, NodeDescription, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -36,7 +36,7 @@ class Place:
         """Seconds of each transfer."""
         self.silent: set[str] = set()
         """Who is listed, and does not say who it is."""
-        manifest = RunManifest(stages=STAGES)
+        manifest = RunManifest(stages=STAGES, outer=OuterSettings(rule="noloco"))
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
         self.waits = Waits()

@@ -31,7 +31,7 @@ def plan_for(replicas: tuple[int, ...], steps: int, pairing: str = "matched") ->
         sequence_length=4,
         microbatch_size=1,
         microbatches_per_step=3,
-        outer=OuterSettings.model_validate({"inner_steps": 4, "deadline_s": 2.0, "pairing": pairing}),
+        outer=OuterSettings.model_validate({"rule": "noloco", "inner_steps": 4, "deadline_s": 2.0, "pairing": pairing}),
         evaluation=EvaluationSettings(every_steps=None, microbatches=2),
     )
     return SimPlan(manifest, replicas, seed=1, config=CONFIG, costs=Costs(spread=0.3))

@@ -33,7 +33,7 @@ def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float 
         sequence_length=4,
         microbatch_size=1,
         microbatches_per_step=3,
-        outer=OuterSettings(inner_steps=10, deadline_s=5.0),
+        outer=OuterSettings(rule="noloco", inner_steps=10, deadline_s=5.0),
         routing=routing,  # type: ignore[arg-type]
         seed=seed,
         evaluation=EvaluationSettings(every_steps=20, microbatches=4),

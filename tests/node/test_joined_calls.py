@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import OuterSettings, RunManifest
 from noloco_p2p.core.messages import Activation, Gradient, Header, PeerId
 from noloco_p2p.errors import Busy
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
@@ -46,7 +46,9 @@ def run_with_a_lost_body(
         return await serve(body)
 
     patch.setattr(MicrobatchServer, "propagate", propagate)
-    outcome = SimSwarm(SimPlan(RunManifest(stages=2, start_replicas=1, steps=4), (1, 1))).run(limit_s=1000)
+    outcome = SimSwarm(
+        SimPlan(RunManifest(stages=2, start_replicas=1, steps=4, outer=OuterSettings(rule="noloco")), (1, 1))
+    ).run(limit_s=1000)
     return found[0], outcome
 
 

@@ -42,7 +42,7 @@ def plan(
         sequence_length=4,
         microbatch_size=1,
         microbatches_per_step=8,
-        outer=OuterSettings(pairing="none"),
+        outer=OuterSettings(rule="noloco", pairing="none"),
         routing=routing,  # type: ignore[arg-type]
         seed=seed,
         evaluation=EvaluationSettings(every_steps=None, microbatches=2),
@@ -94,9 +94,9 @@ def drawn(seed: int) -> tuple[SimPlan, str]:
     geography = Uniform(
         Link(latency_s, rng.choice([0.0, 0.3]), None if shared else rate), Access(rate, rate) if shared else Access()
     )
-    outer = OuterSettings(pairing="none")
+    outer = OuterSettings(rule="noloco", pairing="none")
     if rng.random() < 0.5:
-        outer = OuterSettings(inner_steps=1, overlap=rng.random() < 0.5)
+        outer = OuterSettings(rule="noloco", inner_steps=1, overlap=rng.random() < 0.5)
     found = plan(
         replicas,
         routing=routing,

@@ -115,7 +115,7 @@ def run(
         microbatch_size=1,
         microbatches_per_step=4,
         routing=routing,  # type: ignore[arg-type]  # a test's own literal
-        outer=OuterSettings(inner_steps=5, deadline_s=2.0),
+        outer=OuterSettings(rule="noloco", inner_steps=5, deadline_s=2.0),
         evaluation=EvaluationSettings(every_steps=None, microbatches=1),
     )
     limits = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=5.0, drain_s=5.0)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from noloco_p2p.config import LimitSettings, NodeConfig, RunManifest
+from noloco_p2p.config import LimitSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import Link, MessageSizes, Uniform
 from noloco_p2p.sim.stage import TimedStage
@@ -24,6 +24,7 @@ def most_graphs(routing: str, limits: LimitSettings) -> dict[int, int]:
         microbatch_size=1,
         microbatches_per_step=MICROBATCHES,
         routing=routing,  # type: ignore[arg-type]
+        outer=OuterSettings(rule="noloco"),
     )
     sizes = MessageSizes(4 << 20, 4 << 20, (8,) * 3, (8,) * 3, (8,) * 3)  # large: bodies are asked for
     geography = Uniform(Link(0.05, bytes_per_s=50e6))

@@ -40,7 +40,7 @@ def settings(family: str, home: Path) -> dict[str, object]:
         "microbatches_per_step": 3,
         "steps": 9,
         "inner": {"peak_learning_rate": 1e-2, "clip_norm": 0.76 if family == "gpt2" else 0.7},
-        "outer": {"inner_steps": 3, "partner_wait_s": 60.0},
+        "outer": {"rule": "noloco", "inner_steps": 3, "partner_wait_s": 60.0},
         "routing": "balanced",
         "wire": {"forward": "int8", "backward": "int4"} if family == "gpt2" else EXACT,
         "compute_dtype": "float64",

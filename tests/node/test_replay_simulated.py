@@ -41,6 +41,9 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 PEERS = {peer_id(stage, replica): stage for stage in range(STAGES) for replica in range(REPLICAS)}
 
 
+ADAMW = {"optimizer": "adamw", "peak_learning_rate": 1e-2}
+
+
 def lockstep(
     family: str, wire: WireSettings = EXACT, *, inner: Mapping[str, Any] = MappingProxyType({}), **outer: Any
 ) -> RunManifest:
@@ -54,8 +57,8 @@ def lockstep(
         microbatch_size=2,
         microbatches_per_step=3,
         steps=9,
-        inner=InnerSettings(peak_learning_rate=1e-2, clip_norm=0.76 if family == "gpt2" else 0.7, **inner),
-        outer=OuterSettings.model_validate({"inner_steps": 3, "partner_wait_s": 60.0} | outer),
+        inner=InnerSettings.model_validate({**ADAMW, "clip_norm": 0.76 if family == "gpt2" else 0.7, **inner}),
+        outer=OuterSettings.model_validate({"rule": "noloco", "inner_steps": 3, "partner_wait_s": 60.0} | outer),
         routing="balanced",
         wire=wire,
         compute_dtype="float64",

@@ -20,7 +20,7 @@ M, STEPS = 6, 60
 
 
 def plan(transfer_s: float, *, deadline_s: float = 100.0, max_stale_rounds: int = 2, steps: int = STEPS) -> SimPlan:
-    outer = {"inner_steps": M, "deadline_s": deadline_s, "max_stale_rounds": max_stale_rounds}
+    outer = {"rule": "noloco", "inner_steps": M, "deadline_s": deadline_s, "max_stale_rounds": max_stale_rounds}
     sizes = MessageSizes(0, 0, (int(1000 * transfer_s),) * 2, (8,) * 2, (8,) * 2)
     return replace(
         plan_of((2, 2), steps=steps, outer=outer), sizes=sizes, geography=Uniform(Link(0.01, bytes_per_s=1000.0))

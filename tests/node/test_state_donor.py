@@ -46,7 +46,7 @@ class Place:
     def __init__(self, incarnation: int = 1) -> None:
         events: list[tuple[str, dict[str, object]]] = []
         telemetry = SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields)))
-        manifest = RunManifest(outer=OuterSettings(inner_steps=M))
+        manifest = RunManifest(outer=OuterSettings(rule="noloco", inner_steps=M))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=25.0, outer_round=2)
         self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), waits := Waits())
         self.stage = FakeStage()

@@ -209,7 +209,9 @@ def test_a_replica_that_is_always_busy_is_waited_for_as_long_as_an_outer_round_m
         return await right(server, caller, header, body)
 
     monkeypatch.setattr(MicrobatchServer, "propagate", propagate)
-    outcome = check(FaultySwarm(plan_of((2, 2), steps=STEPS, routing=routing, outer={"deadline_s": 4.0})))
+    outcome = check(
+        FaultySwarm(plan_of((2, 2), steps=STEPS, routing=routing, outer={"rule": "noloco", "deadline_s": 4.0}))
+    )
     assert steps(outcome) == {STEPS}
     done = sorted(event.at_s for event in outcome.trace.of("microbatch") if event.peer.startswith("s0"))
     stalls = [later - earlier for earlier, later in pairwise(done) if later - earlier > 2.0]

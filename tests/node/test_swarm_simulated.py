@@ -35,7 +35,7 @@ def drawn(seed: int) -> SimPlan:
         steps=9,
         seed=seed,
         routing=rng.choice(["random", "weighted", "balanced"]),
-        outer={"inner_steps": 4, "deadline_s": 2.0, "partner_wait_s": rng.choice([None, 0.0, 300.0])},
+        outer={"rule": "noloco", "inner_steps": 4, "deadline_s": 2.0, "partner_wait_s": rng.choice([None, 0.0, 300.0])},
     )
     slow = peer_id(stage := rng.randrange(len(replicas)), rng.randrange(replicas[stage]))
     return SimPlan(
@@ -95,7 +95,7 @@ def clock_plan(
     replicas: tuple[int, ...], *, view_age_steps: float = 0.0, slow: dict[str, float] | None = None
 ) -> SimPlan:
     """m = 10 and steps of about a tenth of a second; views are that many steps old, besides the time between two."""
-    manifest = manifest_for(replicas, steps=100, outer={"inner_steps": 10, "deadline_s": 5.0})
+    manifest = manifest_for(replicas, steps=100, outer={"rule": "noloco", "inner_steps": 10, "deadline_s": 5.0})
     step_s = 0.105
     return SimPlan(
         manifest,

@@ -149,7 +149,7 @@ def small() -> SimPlan:
         steps=40,
         sequence_length=4,
         microbatch_size=1,
-        outer=OuterSettings(inner_steps=10, deadline_s=5.0),
+        outer=OuterSettings(rule="noloco", inner_steps=10, deadline_s=5.0),
     )
     bounds = LimitSettings(patience_floor_s=0.2, linger_s=10.0, drain_s=5.0)
     config = NodeConfig(limits=bounds, directory=DirectorySettings(ttl_s=6.0), rebalance=False)

@@ -81,7 +81,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         sequence_length=4,
         microbatch_size=1,
         microbatches_per_step=3,
-        outer=OuterSettings(inner_steps=4, deadline_s=2.0),
+        outer=OuterSettings(rule="noloco", inner_steps=4, deadline_s=2.0),
         evaluation=EvaluationSettings(every_steps=20, microbatches=2),
     )
     swarm = SimSwarm(SimPlan(manifest, replicas=(3, 3), seed=1))

@@ -129,7 +129,7 @@ def simulated() -> tuple[RunFigures, Outcome]:
         microbatch_size=1,
         microbatches_per_step=4,
         steps=12,
-        outer=OuterSettings(inner_steps=4),
+        outer=OuterSettings(rule="noloco", inner_steps=4),
         evaluation=EvaluationSettings(every_steps=None, microbatches=1),
     )
     swarm = SimSwarm(SimPlan(manifest, (2, 3), seed=3, costs=(Costs(), Costs(0.02, 0.03))))

@@ -31,7 +31,7 @@ def manifest(**changes: object) -> RunManifest:
         "microbatch_size": 2,
         "microbatches_per_step": 2,
         "inner": {"peak_learning_rate": 1e-2},
-        "outer": {"inner_steps": M},
+        "outer": {"rule": "noloco", "inner_steps": M},
         "routing": "balanced",
         "wire": {"forward": "float64", "backward": "float64"},
         "compute_dtype": "float64",
@@ -164,7 +164,7 @@ def test_a_slow_replica_serves_less_and_is_waited_for() -> None:
 
 
 def test_without_outer_rounds_the_spread_is_measured_every_m_steps_and_grows() -> None:
-    trained = train(swarm(outer={"inner_steps": M, "pairing": "none"}))
+    trained = train(swarm(outer={"rule": "noloco", "inner_steps": M, "pairing": "none"}))
     for stage in range(STAGES):
         found = [spread for spread in trained.spreads if spread.stage == stage]
         assert [(spread.round, spread.step) for spread in found] == [(1, 2), (2, 4), (3, 6)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_p2p.config import InnerSettings, RunManifest
+from noloco_p2p.config import InnerSettings, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, Gradient, HostTensor, LossSum, MicrobatchId
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.stage_values import StepLabel
@@ -23,7 +23,7 @@ from noloco_p2p.sim.telemetry import SimTelemetry, Trace
 from noloco_p2p.sim.virtual_time import run
 
 REQUEST = SnapshotRequest(0)
-MANIFEST = RunManifest(stages=2, sequence_length=3, microbatch_size=2)
+MANIFEST = RunManifest(stages=2, sequence_length=3, microbatch_size=2, outer=OuterSettings(rule="noloco"))
 COSTS = Costs(forward_s=1.0, backward_s=2.0, inner_step_s=4.0, outer_s=8.0)
 
 

@@ -32,7 +32,7 @@ def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SimPlan:
             "steps": STEPS,
             "sequence_length": 4,
             "microbatch_size": 1,
-            "outer": {"inner_steps": 4, "deadline_s": 2.0},
+            "outer": {"rule": "noloco", "inner_steps": 4, "deadline_s": 2.0},
             "evaluation": {"every_steps": None, "microbatches": 2},
             **changes,
         }

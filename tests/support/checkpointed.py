@@ -11,7 +11,7 @@ from stages import SIZES
 
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.config import EvaluationSettings, ModelSettings, RunManifest
+from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Checkpoint
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.launch.export import run_export
@@ -39,6 +39,8 @@ def small_run(family: str = "llama", stages: int = 2, model: Mapping[str, Any] |
         stages=stages,
         microbatch_size=2,
         sequence_length=16,
+        inner=InnerSettings(optimizer="adamw"),
+        outer=OuterSettings(rule="noloco"),
         evaluation=EvaluationSettings(microbatches=4),
     )
 

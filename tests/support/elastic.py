@@ -41,7 +41,7 @@ def manifest_for(replicas: tuple[int, ...], **changes: object) -> RunManifest:
         "sequence_length": 2,
         "microbatch_size": 1,
         "microbatches_per_step": 2,
-        "outer": {"inner_steps": 4, "deadline_s": 3.0},
+        "outer": {"rule": "noloco", "inner_steps": 4, "deadline_s": 3.0},
         "evaluation": {"every_steps": None, "microbatches": 2},
     }
     return RunManifest.model_validate(settings | changes)

@@ -218,6 +218,8 @@ SMALL = settings(
     "vocab_size: 384, max_position_embeddings: 32, tie_word_embeddings: false}",
     sequence_length="32",
     microbatch_size="2",
+    inner__optimizer="adamw",
+    outer__rule="noloco",
     outer__inner_steps="4",
     evaluation__microbatches="2",
 )

@@ -11,7 +11,7 @@ def manifest_for(replicas: tuple[int, ...], steps: int, **changes: object) -> Ru
         sequence_length=4,
         microbatch_size=1,
         microbatches_per_step=3,
-        outer=OuterSettings(inner_steps=4, deadline_s=2.0),
+        outer=OuterSettings(rule="noloco", inner_steps=4, deadline_s=2.0),
         evaluation=EvaluationSettings(every_steps=None, microbatches=2),
     )
     return RunManifest.model_validate(base.model_dump() | changes)

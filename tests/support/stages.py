@@ -60,10 +60,12 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make_manifest(family: str = "llama", stages: int = 2, *, dtype: str = "float64", **fields: Any) -> RunManifest:
-    """A run on small microbatches of 2 × 8 tokens."""
+    """A run on small microbatches of 2 × 8 tokens; `noloco` and AdamW, unless `fields` say other ones."""
     model = ModelSettings(family=family, config=SIZES[family])
     wire = {"forward": dtype, "backward": dtype}
     values = {"microbatch_size": 2, "sequence_length": 8, "wire": wire, "compute_dtype": dtype, **fields}
+    values["inner"] = {"optimizer": "adamw"} | dict(fields.get("inner", {}))
+    values["outer"] = {"rule": "noloco"} | dict(fields.get("outer", {}))
     return RunManifest(model=model, stages=stages, **values)
 
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from link_fixture import Fault, Proxy
 from transport_fixture import Node, Pair, hang, pair, tensor
 
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import OuterSettings, RunManifest
 from noloco_p2p.core.messages import MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.errors import Declined
 
 MIB = 1 << 20
 TENSORS = tuple(
     tensor(f"{kind}/{name}", "float32", shape, seed=len(kind))
-    for kind in RunManifest().state_kinds
+    for kind in RunManifest(outer=OuterSettings(rule="noloco")).state_kinds
     for name, shape in (("embed", (3, MIB // 3)), ("norm", (3,)), ("none", (0, 4)), ("head", (MIB // 4, 1)))
 )
 """25 MiB."""

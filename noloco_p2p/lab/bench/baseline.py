@@ -82,7 +82,7 @@ def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfi
     Raises ConfigError when it does not divide or wants Muon, LocalError for too few GPUs.
     """
     if manifest.inner.optimizer != "adamw":
-        raise ConfigError(f"inner.optimizer is {manifest.inner.optimizer}: the baselines train with adamw only")
+        raise ConfigError("the baselines train with AdamW only: --set inner.optimizer=adamw")
     for name, number in (("--replicas", processes), ("microbatches_per_step", manifest.microbatches_per_step)):
         if number % manifest.stages:
             raise ConfigError(f"{name} is {number}: it must be a multiple of stages, which is {manifest.stages}")

@@ -54,6 +54,7 @@ SETTINGS: dict[str, object] = {
     "microbatch_size": 8,
     "sequence_length": 256,
     "microbatches_per_step": 8,
+    "outer.rule": "noloco",
     "outer.inner_steps": 20,
     "evaluation.every_steps": "null",
     "evaluation.microbatches": 1,

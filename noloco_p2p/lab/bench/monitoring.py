@@ -73,7 +73,8 @@ DEFINITIONS = {
 
 
 def _manifest() -> RunManifest:
-    return RunManifest(steps=SIMULATED_STEPS, microbatches_per_step=MICROBATCHES, outer=OuterSettings(deadline_s=5.0))
+    outer = OuterSettings(rule="noloco", deadline_s=5.0)
+    return RunManifest(steps=SIMULATED_STEPS, microbatches_per_step=MICROBATCHES, outer=outer)
 
 
 # --- the readers ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def replica(size: str, seed: int) -> OuterState:
     count, side = SHAPES[size]
     generator = torch.Generator().manual_seed(seed)
     fast = {f"layers.{n}.weight": torch.randn(side, side, generator=generator) for n in range(count)}
-    weights = OuterState(fast, OuterSettings())
+    weights = OuterState(fast, OuterSettings(rule="noloco"))
     for theta in fast.values():
         theta.add_(0.01)
     return weights

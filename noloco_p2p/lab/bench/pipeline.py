@@ -32,7 +32,8 @@ SHAPE = (2, 2)
 STEADY_STEPS = 30
 """The measurement begins when every stage-0 replica has done this many inner steps."""
 START_S = 180.0
-ENDLESS_STEPS = 1_000_000
+SETTINGS = ("steps=1000000", "evaluation.every_steps=null", "inner.optimizer=adamw", "outer.rule=noloco")
+"""Endless, with the optimizer of the one process, and rounds that are few."""
 BASELINE_S = 10.0
 WARM_UP_S = 2.0
 BATCHES = 64
@@ -88,7 +89,7 @@ DEFINITIONS = {
 @contextmanager
 def steady_swarm(microbatches: int) -> Iterator[Fleet]:
     """Inside, a swarm trains in its steady state, without evaluations. Raises LocalError when it does not get there."""
-    settings = (f"microbatches_per_step={microbatches}", "evaluation.every_steps=null", f"steps={ENDLESS_STEPS}")
+    settings = (f"microbatches_per_step={microbatches}", *SETTINGS)
 
     def steady() -> bool:
         readings = [node.read_metrics() for node in fleet.of_stage(0)]

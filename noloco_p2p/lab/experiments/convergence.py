@@ -12,8 +12,8 @@ never meet, the weights of all of them averaged at the end for the merged model.
 tenth warm-up, cosine to a tenth) and the clip over each stage are the same for all. Losses in nats per byte on the
 same held-out text; mean ± standard deviation over seeds, and differences of runs with the same seed. Bytes between
 replicas are those that a replica takes, questions and chunks asked again included, per parameter and inner step. The
-learning rate of each method is the best of the same geometric grid with the first seed, which is continued while the
-best is at its end; the other seeds use it, and so do the runs of {LONG_FACTOR} times as many steps, of one seed.
+learning rate is the best of the optimizer's geometric grid with the first seed, which is continued while the best is at
+its end; the other seeds use it, and so do the runs of {LONG_FACTOR} times as many steps, of one seed.
 
 Limits: A model of this size after a few hundred steps is far from converged, and its batch is far below the size at
 which more parallelism stops to pay: the order of the methods can be seen here, and whether the replicas form one
@@ -28,6 +28,7 @@ from math import exp, inf
 from statistics import fmean
 from typing import Any
 
+from noloco_p2p.humanize import plural
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, differences, known, mean_curve, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
@@ -37,9 +38,9 @@ from noloco_p2p.observe.plotting.plots import Curve, Plot
 REPLICAS, STAGES = 8, 2
 LONG_FACTOR = 8
 """Steps of a long run, in units of a short one's."""
-RATES = (1.5e-3, 4e-3, 1e-2)
-FACTOR = 2.5
-"""From one rate to the next beyond RATES."""
+RATES = {"adamw": (1.6e-3, 4e-3, 1e-2), "muon": (1e-2, 1.4e-2, 2e-2)}
+"""Of each optimizer. Muon's lie closer, for a factor of 2.5 beside the best rate costs more than the methods differ."""
+PARALLEL = {"adamw": "parallel", "muon": "parallel-muon"}
 MOST_RATES = 5
 FLOAT_BYTES = 4
 CURVE_POINTS = 50
@@ -66,6 +67,11 @@ class Method:
     long: bool = False
     """Also run for LONG_FACTOR times as many steps."""
 
+    @property
+    def optimizer(self) -> str:
+        """Its name."""
+        return str(self.inner.get("optimizer", "adamw"))
+
 
 INT4 = {"rule": "gossip", "codec": "int4", "overlap": True}
 MUON = {"optimizer": "muon"}
@@ -75,18 +81,20 @@ METHODS = {
     "averaged": Method("averaged φ and δ, m = 10", outer={"rule": "averaged"}),
     "diloco": Method("DiLoCo, H = 20", outer={"rule": "diloco", "inner_steps": 20}),
     "dct": Method("DCT momentum, H = 20", outer={"rule": "dct", "inner_steps": 20}),
-    "gossip": Method("gossip, m = 1", outer={"rule": "gossip"}),
+    "gossip": Method("gossip, m = 1", outer={"rule": "gossip", "codec": "full"}),
     "gossip-int4": Method("gossip, m = 1, int4, overlapped", outer=INT4, long=True),
     "gossip-int4-2": Method("gossip, m = 2, int4, overlapped", outer=INT4 | {"inner_steps": 2}),
     "apart": Method("no communication", 1),
     "parallel-muon": Method("synchronous data parallel, Muon", 1, share=REPLICAS, inner=MUON, long=True),
     "gossip-int4-muon": Method("gossip, m = 1, int4, overlapped, Muon", outer=INT4, inner=MUON, long=True),
+    "gossip-int4-2-muon": Method("gossip, m = 2, int4, overlapped, Muon", outer=INT4 | {"inner_steps": 2}, inner=MUON),
+    "noloco-muon": Method("NoLoCo, m = 10, Muon", outer={"rule": "noloco"}, inner=MUON),
 }
 
 
 def cases(quick: bool) -> list[Case]:
     """Every method at every rate, with the first seed."""
-    return [_case(method, rate, 1, quick) for method in METHODS for rate in RATES]
+    return [_case(method, rate, 1, quick) for method in METHODS for rate in RATES[METHODS[method].optimizer]]
 
 
 def further(quick: bool, results: Results) -> list[Case]:
@@ -107,7 +115,8 @@ def rate_beyond(results: Results, method: str) -> float | None:
     """The next rate to try of a method; None when its best one is not at an end, or enough have been tried."""
     best = best_rate(results, method)
     rates = sorted(one["rate"] for one in select(results, method=method, seed=1, long=False))
-    beyond = {rates[0]: best / FACTOR, rates[-1]: best * FACTOR}
+    first, second, *_ = RATES[METHODS[method].optimizer]
+    beyond = {rates[0]: best * first / second, rates[-1]: best * second / first}
     return float(f"{beyond[best]:.2g}") if best in beyond and len(rates) < MOST_RATES else None
 
 
@@ -200,20 +209,24 @@ def report(results: Results) -> list[Block]:
     """The tables, in words, the curves, loss over bytes, the rates that were tried, and the paper."""
     best = {name: select(results, method=name, rate=best_rate(results, name), long=False) for name in METHODS}
     long = {name: select(results, method=name, long=True) for name in METHODS}
-    gaps = {name: _gaps(best[name], best["parallel"]) for name in METHODS}
+    gaps, long_gaps = _all_gaps(best), _all_gaps(long)
     curves = [mean_curve(method.title, [one["curve"] for one in best[name]]) for name, method in METHODS.items()]
     axes, title = ("tokens, all replicas", "training loss, nats per byte"), "Training loss at equal tokens"
     plot = Plot("convergence", f"{title}, each at its best rate", axes, curves)
     blocks: list[Block] = [_table(best, gaps), *_findings(best, gaps), plot, _frontier(best)]
-    return [*blocks, *([_long(long)] if any(long.values()) else []), _tried(results), _paper(gaps["noloco"])]
+    blocks += [_table(long, long_gaps)] if any(long.values()) else []
+    return [*blocks, _tried(results), _paper(gaps["noloco"])]
 
 
-def _gaps(runs: Sequence[Result], parallel: Sequence[Result]) -> list[float]:
-    """In nats, run by run of the same seed."""
-    return differences((a["validation_loss"], b["validation_loss"]) for a, b in zip(runs, parallel, strict=False))
+def _all_gaps(runs: Best) -> dict[str, list[float]]:
+    """To data parallel with the same optimizer, in nats, run by run of the same seed."""
+    pairs = {name: zip(runs[name], runs[PARALLEL[method.optimizer]], strict=False) for name, method in METHODS.items()}
+    losses = {name: [(a["validation_loss"], b["validation_loss"]) for a, b in both] for name, both in pairs.items()}
+    return {name: differences(both) for name, both in losses.items()}
 
 
 def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
+    """Of the methods that have runs; those of one seed have no spread."""
     columns: Columns = {
         "method": lambda runs: METHODS[runs[0]["method"]].title,
         "peak rate": lambda runs: f"{runs[0]['rate']:g}",
@@ -221,27 +234,14 @@ def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
         "loss, mean over replicas": over("validation_loss"),
         "loss of the merged model": over("merged_loss"),
         "perplexity": over(lambda one: None if one["validation_loss"] is None else exp(loss(one))),
-        "against data parallel, nats": lambda runs: mean_std(gaps[runs[0]["method"]], 3),
+        "against data parallel with its optimizer, nats": lambda runs: mean_std(gaps[runs[0]["method"]], 3),
         "bytes between replicas, per parameter and inner step": lambda runs: f"{runs[0]['per_parameter_step']:.3g}",
         "bytes/token between stages": "between_stages",
     }
-    first, seeds = best["parallel"][0], len(best["noloco"])
-    caption = f"{first['parameters']:,} parameters, {first['tokens']:,} tokens in each run, {seeds} seeds."
-    return table(columns, best.values(), caption)
-
-
-def _long(long: Best) -> Table:
-    """Of one seed, so without a spread."""
-    rows = [runs for runs in long.values() if runs]
-    columns: Columns = {
-        "method": lambda runs: METHODS[runs[0]["method"]].title,
-        "peak rate": lambda runs: f"{runs[0]['rate']:g}",
-        "loss, mean over replicas": over("validation_loss"),
-        "loss of the merged model": over("merged_loss"),
-        "against data parallel, nats": lambda runs: mean_std(_gaps(runs, long["parallel"]), 3),
-        "bytes between replicas, per parameter and inner step": lambda runs: f"{runs[0]['per_parameter_step']:.3g}",
-    }
-    return table(columns, rows, f"{rows[0][0]['steps']:,} steps, {rows[0][0]['tokens']:,} tokens, one seed.")
+    rows = [runs for runs in best.values() if runs]
+    first, seeds = rows[0][0], plural(max(map(len, rows)), "seed")
+    caption = f"{first['parameters']:,} parameters, {first['tokens']:,} tokens in each run, {seeds}."
+    return table(columns, rows, caption)
 
 
 def _frontier(best: Best) -> Plot:
@@ -270,7 +270,7 @@ def _findings(best: Best, gaps: Mapping[str, list[float]]) -> list[str]:
     parts = [f"{method.title} {mean_std(gaps[name], 3)}" for name, method in METHODS.items() if name != "parallel"]
     together = [f"{METHODS[name].title} {gap}" for name, gap in merged.items() if not name.startswith("parallel")]
     return [
-        "Above synchronous data parallel at equal tokens, in nats: " + "; ".join(parts) + ".",
+        "Above synchronous data parallel with the same optimizer, at equal tokens, in nats: " + "; ".join(parts) + ".",
         "The model whose weights are the mean over the replicas, against the replicas themselves, in nats: "
         f"{'; '.join(together)}. Near zero or below it the replicas are one model; above it they are several.",
     ]

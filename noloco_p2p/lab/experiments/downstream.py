@@ -24,7 +24,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from noloco_p2p.lab.experiments import convergence
-from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, RATES, SEEDS, best_rate, rate_beyond
+from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, SEEDS, best_rate, rate_beyond
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, differences, known, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
@@ -32,6 +32,7 @@ from noloco_p2p.lab.experiments.training import finite
 
 METHODS = ("parallel", "noloco", "gossip-int4")
 """Of `convergence`, by which models are pre-trained; the first is the one that the others are held against."""
+RATES = convergence.RATES["adamw"]
 FRESH = "fresh"
 TITLES = {name: method.title for name, method in convergence.METHODS.items()} | {FRESH: "without pre-training"}
 EXAMPLES, TEST, BATCH_SIZE, TUNING_RATE = 4000, 200, 16, 2e-3

@@ -138,7 +138,10 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     }
     fields = RunManifest(stages=1).model_dump() | {"model": {"family": "llama", "config": model}}
     fields |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1, "routing": "balanced"}
-    fields["outer"] = {"overlap": False}  # The rest has the defaults of the rule.
+    fields |= {
+        "inner": {"optimizer": "adamw"},
+        "outer": {"rule": "noloco", "overlap": False},
+    }  # The rest: their defaults.
     for name, value in [("evaluation", {"every_steps": None, "microbatches": 16}), *changes.items()]:
         fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
     return RunManifest.model_validate(fields)
@@ -149,7 +152,7 @@ def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: Any) -> Run
     least = {"sequence_length": 1, "microbatch_size": 1, "microbatches_per_step": 1}
     evaluation = {"every_steps": None, "microbatches": 1}
     fields = {"stages": len(replicas), "start_replicas": min(replicas), "seed": seed, "evaluation": evaluation}
-    changes["outer"] = {"overlap": False} | changes.get("outer", {})
+    changes["outer"] = {"rule": "noloco", "overlap": False} | changes.get("outer", {})
     return RunManifest.model_validate(least | fields | changes)
 
 

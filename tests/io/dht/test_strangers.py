@@ -16,7 +16,7 @@ MANIFEST = RunManifest(
     steps=12,
     sequence_length=4,
     microbatch_size=2,
-    outer=OuterSettings(inner_steps=4),
+    outer=OuterSettings(rule="noloco", inner_steps=4),
     evaluation=EvaluationSettings(every_steps=None, microbatches=1),
 )
 HIDDEN, TARGETS = TensorSpec("hidden", "float64", (2, 4, 1)), TensorSpec("targets", "int32", (2, 4))

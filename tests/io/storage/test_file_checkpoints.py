@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import OuterSettings, RunManifest
 from noloco_p2p.core.messages import (
     Checkpoint,
     Holding,
@@ -35,6 +35,7 @@ from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
 from noloco_p2p.sim.virtual_time import run as run_virtually
 
 RUN, PEER = "ab" * 32, "12D3KooWaaaabbbbccccme"
+KINDS = RunManifest(outer=OuterSettings(rule="noloco")).state_kinds
 
 
 def _tensor(name: str, dtype: str, shape: tuple[int, ...], chance: random.Random) -> HostTensor:
@@ -46,9 +47,7 @@ def _checkpoint(round: int, stage: int = 1, *, dtype: str = "float32", peer: Pee
     """Every field has a value that is easily lost: odd shapes, 64-bit numbers, a clock between two steps."""
     chance = random.Random(f"{round} {stage}")
     shapes = {"a.weight": (3, 5), "a.bias": (1,), "none": (0, 4), "b": (2, 2, 2)}
-    tensors = [
-        _tensor(f"{kind}/{name}", dtype, shapes[name], chance) for kind in RunManifest().state_kinds for name in shapes
-    ]
+    tensors = [_tensor(f"{kind}/{name}", dtype, shapes[name], chance) for kind in KINDS for name in shapes]
     spent = [MicrobatchId(p, 2**63 + n, c) for c in range(20) for p, n in (("z", 1), ("a", 5), ("z", 2)) if c % 3 or n]
     chance.gauss(0, 1)  # leaves a half of a pair behind, which is a part of the state
     state = ReplicaState(
