@@ -1,4 +1,4 @@
-"""`noloco key`, `noloco invite` and `noloco revoke`: who may take part in a run for members."""
+"""`noloco key`, `noloco invite` and `noloco revoke`: who may take part in a members-only run."""
 
 import re
 from pathlib import Path
@@ -8,19 +8,19 @@ from typer import Argument, Option, Typer
 
 from noloco_p2p.errors import ConfigError
 
-keys = Typer(help="The key of a run for members.", rich_markup_mode=None, no_args_is_help=True)
+keys = Typer(help="The key of a members-only run.", rich_markup_mode=None, no_args_is_help=True)
 KeyFile = Annotated[Path | None, Option(metavar="FILE", help="The run's key; default: root.key beside or above --dir.")]
 UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
 @keys.callback()
 def key() -> None:
-    """The key of a run for members."""
+    """The key of a members-only run."""
 
 
 @keys.command("new")
 def new_key(file: Annotated[Path, Argument(metavar="FILE", help="File to write; it must not exist yet.")]) -> None:
-    """Make the key of a run for members. Keep the file: whoever has it can admit others."""
+    """Make the key of a members-only run. Keep the file: whoever has it can admit others."""
     from noloco_p2p.launch import run_key
 
     public = run_key.make(file)
@@ -37,7 +37,7 @@ def invite_others(
     ] = None,
     key: KeyFile = None,
 ) -> None:
-    """Print the command with which others join a run for members, with an invitation in its address."""
+    """Print the command with which others join a members-only run, with an invitation in its address."""
     from noloco_p2p.launch import run_key
 
     found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", lasts)
@@ -52,7 +52,7 @@ def revoke_peers(
     dir: Annotated[Path, Option(help="Directory of a node of the run, best one that is running.")],
     key: KeyFile = None,
 ) -> None:
-    """Expel peers from a run for members, and whom they have admitted: their calls end within a minute, everywhere."""
+    """Expel peers from a members-only run, and whom they have admitted: their calls end within a minute, everywhere."""
     from noloco_p2p.launch import run_key
 
     made = run_key.revoke(dir, key, peers)

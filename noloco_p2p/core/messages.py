@@ -104,7 +104,7 @@ class Header:
     patient: bool = False
     """The sender would rather wait in line for a place than hear Busy: it has no better replica to ask."""
     label: bytes = b""
-    """Shows, in a run for members, that the origin has begun the microbatch. Filled in by the origin's transport."""
+    """Shows, in a members-only run, that the origin has begun the microbatch. Filled in by the origin's transport."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class NodeOptions:
     address_file: Path | None = None
     """The join addresses are written there once others can join."""
     key: Path | None = None
-    """The root key of a members' run, by which this node admits others."""
+    """The root key of a members-only run, by which this node admits others."""
     pages: Callable[[Health], Mapping[str, Page]] | None = None
     """Pages of its HTTP server besides those that every node has, or in their place."""
 
@@ -203,7 +203,7 @@ class NullTelemetry:
 async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterator[Observer]:
     """Join the swarm behind these addresses, one live one suffices, for as long as the `with` lasts.
 
-    Who `calls` nodes over gRPC needs an invitation where a run is for members.
+    In a members-only run, who `calls` nodes over gRPC needs an invitation.
 
     Raises ConfigError (malformed address), LocalError (no daemon), and of the peer Unreachable, Declined or Violation.
     """

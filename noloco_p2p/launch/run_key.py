@@ -1,4 +1,4 @@
-"""The key of a members' run, and what is done with it: admit this machine's node, invite others, look on."""
+"""The key of a members-only run, and what is done with it: admit this machine's node, invite others, look on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -182,8 +182,8 @@ class Standing:
         if self.credentials is None or self.invitation:
             return None
         if self.issuer is None:
-            return "for members only, and not through this node: ask where it was begun for an invitation"
-        return f"for members only; this makes an invitation: noloco invite --dir {home}"
+            return "members-only; this node admits nobody: ask whoever began the run for an invitation"
+        return f"members-only; to make an invitation: noloco invite --dir {home}"
 
 
 async def of_node(

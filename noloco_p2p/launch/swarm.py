@@ -230,7 +230,7 @@ def run_swarm(
 ) -> int:
     """Run a swarm to its end; returns the exit code. `link`: every node behind such a line (`line_spec.FORM`).
 
-    `members`: a run for members only, whose key is made in its directory.
+    `members`: a members-only run, whose key is made in its directory.
     `sample`: the model writes a few lines at the end.
     Raises ConfigError or LocalError before any node is started.
     """

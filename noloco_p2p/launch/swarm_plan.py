@@ -25,7 +25,7 @@ from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
 
 SETTINGS, LOCK = "swarm.json", "swarm.lock"
 ROOT_KEY = "root.key"
-"""The key of a run for members."""
+"""The key of a members-only run."""
 INVITED_S = 3_600.0
 """In which the nodes of a swarm have joined its first one, seconds."""
 NODES_END_S = 15.0
@@ -63,7 +63,7 @@ class SwarmPlan:
         return {**own, "OMP_NUM_THREADS": str(threads)}
 
     def key_option(self, run_dir: Path) -> list[str]:
-        """For the first node of a run for members, which admits the others."""
+        """For the first node of a members-only run, which admits the others."""
         return [] if self.manifest.security.root_key is None else ["--key", str(run_dir / ROOT_KEY)]
 
     def join_address(self, first: Path, address: str) -> str:

@@ -1,4 +1,4 @@
-"""A run for members, with real processes: who is invited trains, who is not is told so, and observers look on."""
+"""A members-only run, with real processes: who is invited trains, who is not is told so, and observers look on."""
 
 import json
 import re

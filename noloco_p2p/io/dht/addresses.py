@@ -33,7 +33,7 @@ _NOWHERE = "192.0.2.1"
 class JoinAddress:
     """Where a libp2p daemon listens, and its peer id: `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or `ip6`, `dns4`).
 
-    In a members' run `/invite/INVITATION` may follow.
+    In a members-only run `/invite/INVITATION` may follow.
     """
 
     host: str
@@ -41,7 +41,7 @@ class JoinAddress:
     port: int
     peer_id: PeerId
     invitation: str = field(default="", compare=False)
-    """What a newcomer to a members' run shows; it is not part of what the address is, and is not shown with it."""
+    """What a newcomer to a members-only run shows; it is not part of what the address is, and is not shown with it."""
 
     @classmethod
     def parse(cls, text: str) -> "JoinAddress":

@@ -106,7 +106,7 @@ class AdvertRecord:
     libp2p: tuple[str, ...]
     """Where the signer's libp2p daemon is: `/ip4/…/tcp/…/p2p/<peer id>`."""
     certificate: str = ""
-    """Of the signer, in a members' run."""
+    """Of the signer, in a members-only run."""
     revoked: int = 0
     """The number of its list of revoked peers."""
 

@@ -1,4 +1,4 @@
-"""The certificate in a record of a members' run: what this node's carry, and which ones count."""
+"""The certificate in a record of a members-only run: what this node's carry, and which ones count."""
 
 import functools
 from collections.abc import Callable, Sequence

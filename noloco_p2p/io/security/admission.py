@@ -100,7 +100,7 @@ async def invited(libp2p: Libp2pDaemon, trust: RunTrust, role: Role, now: float)
     """The certificate, PEM, that the invitation of a joined address brings. Raises ConfigError: there is none; or
     what the last issuer did."""
     failure: NolocoError = ConfigError(
-        "this run is for members only, and the join address carries no invitation: ask a member who can make one"
+        "this run is members-only, and the join address carries no invitation: ask a member who can make one"
         " (noloco invite) for the whole address"
     )
     for address in libp2p.joined:

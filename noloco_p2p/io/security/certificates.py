@@ -1,4 +1,4 @@
-"""Certificates of a members' run, in which one public key, that of its root, says who belongs to it.
+"""Certificates of a members-only run, in which one public key, that of its root, says who belongs to it.
 
     root ──▶ issuer ──▶ member ──▶ leaf
 

@@ -1,4 +1,4 @@
-"""How a node of a members' run shows who it is, and knows who its peers are."""
+"""How a node of a members-only run shows who it is, and knows who its peers are."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Invitations to a members' run, which ride on a join address, and the book of those who have used them."""
+"""Invitations to a members-only run, which ride on a join address, and the book of those who have used them."""
 
 import contextlib
 import json

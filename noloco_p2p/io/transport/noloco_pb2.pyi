@@ -241,7 +241,7 @@ class ActivationHeader(_message.Message):
     stripe: _builtins.int
     """Not 0: calls of Stripe with this number may carry parts of the tensors."""
     label: _builtins.bytes
-    """In a run for members: until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
+    """In a members-only run: until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
     signature over that, run, microbatch and origin. Passed on from hop to hop as it is.
     """
     @_builtins.property

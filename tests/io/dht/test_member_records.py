@@ -1,4 +1,4 @@
-"""Records of a members' run: who is no member is not kept, not counted, not read."""
+"""Records of a members-only run: who is no member is not kept, not counted, not read."""
 
 from collections.abc import Callable
 from pathlib import Path
