@@ -58,7 +58,7 @@ class Guardian:
         await self._waits.until(lambda: node.advert.state == "training", "training", Resource.INNER_STEP, idle=True)
         self._list_holdings()
         if node.manifest.stages == 1 or node.manifest.outer.pairing == "none":
-            await self._waits.until(lambda: False, "something to guard", Resource.SWARM, idle=True)
+            await self._waits.until(lambda: False, "stage to guard", Resource.SWARM, idle=True)
         while True:
             self._read, seen = False, (node.advert.outer_round, inquiry.batches)
             self._drop()
@@ -68,7 +68,7 @@ class Guardian:
             rest_s = self._rests_until - node.now()
             await self._waits.until(
                 lambda seen=seen: self._read or (node.advert.outer_round, inquiry.batches) != seen,  # type: ignore[misc]
-                "something to guard",
+                "stage to guard",
                 Resource.SWARM,
                 AGAIN_S if leaving else rest_s if rest_s > 0 else None,
                 idle=True,

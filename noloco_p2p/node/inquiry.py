@@ -35,7 +35,7 @@ class Inquiry:
     async def run(self, transport: Transport, changed: Callable[[], None]) -> None:
         """Ask, and note what came of it; `changed` is called after every batch. Never ends."""
         while True:
-            await self._waits.until(lambda: bool(self._to_ask), "somebody to ask", Resource.SWARM, idle=True)
+            await self._waits.until(lambda: bool(self._to_ask), "peer to ask", Resource.SWARM, idle=True)
             await asyncio.gather(*(self._ask_one(transport, advert) for advert in self._to_ask.values()))
             self._to_ask.clear()
             self.batches += 1

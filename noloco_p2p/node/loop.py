@@ -120,10 +120,10 @@ class Node:
     async def _watch_failure(self) -> None:
         """Ends when the node has failed, or has been leaving for as long as it may."""
         node, until = self.state, self.waits.until
-        await until(lambda: node.leaving or node.error is not None, "order to leave", Resource.OWNER, idle=True)
+        await until(lambda: node.leaving or node.error is not None, "request to leave", Resource.OWNER, idle=True)
         if node.error is None:
             drain_s = node.config.limits.drain_s
-            await until(lambda: node.error is not None, "end of what is held", Resource.INNER_STEP, drain_s)
+            await until(lambda: node.error is not None, "unfinished work", Resource.INNER_STEP, drain_s)
         if node.error is not None:
             raise node.error
         node.event("warning", message=f"left after {node.config.limits.drain_s:g} s with unfinished work")

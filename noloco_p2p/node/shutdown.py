@@ -47,7 +47,7 @@ class Shutdown:
 
         async def one(number: int, batch: Batch) -> LossSum | None:
             nonlocal missed
-            with self._waits.waiting("place among the evaluations", Resource.DEVICE, idle=True):
+            with self._waits.waiting("place for an evaluation", Resource.DEVICE, idle=True):
                 await gate.acquire()
             try:
                 if missed:

@@ -17,7 +17,7 @@ WELL = Status(
     100,
     7,
     waits=(
-        Wait("order to leave", Resource.OWNER, 900.0, None, idle=True),
+        Wait("request to leave", Resource.OWNER, 900.0, None, idle=True),
         Wait("place in flight", Resource.INNER_STEP, 9.0, None),
         Wait("gradient", AnyReplica(1), 8.0, None, ForMicrobatch("12D3me", 3)),
         Wait("gradient", "12D3other", 4.0, 10.0, ForMicrobatch("12D3me", 3)),

@@ -23,7 +23,7 @@ class FiniteWatch:
         node, peers = self._node, self._streak.record(finite, peer)
         if not peers:
             return
-        with self._waits.computing("soundness"):
+        with self._waits.computing("soundness check"):
             sound = await node.stage.is_sound()
         others = sorted(peers - {node.me})
         if not (sound and others):

@@ -82,7 +82,7 @@ class MicrobatchServer:
         silence_s = silence_s or limits.microbatch_deadline_s
         with self._waits.waiting("microbatches", AnyReplica(node.index - 1)):
             while not await self._waits.until(
-                lambda: self.intake.ready or over(), "word of the origins", AnyReplica(0), silence_s, idle=True
+                lambda: self.intake.ready or over(), "sign of life", AnyReplica(0), silence_s, idle=True
             ):
                 since = node.now() - (silence_s or 0.0)
                 silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
@@ -96,7 +96,7 @@ class MicrobatchServer:
 
     async def until_empty(self) -> None:
         """After `close`: until what was admitted has ended."""
-        await self._waits.until(lambda: self.intake.in_flight == 0, "end of what was admitted", Resource.INNER_STEP)
+        await self._waits.until(lambda: self.intake.in_flight == 0, "admitted microbatches", Resource.INNER_STEP)
 
     def close(self) -> None:
         """Answer Busy from now on, and flush the waiting line with Busy."""
