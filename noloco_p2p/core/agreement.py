@@ -1,6 +1,7 @@
-"""Whose offers a round counts, where a rule takes from all replicas of a stage (ARCHITECTURE.md, "All replicas").
+"""Whose offers a round counts, under a rule that takes from all replicas of a stage (ARCHITECTURE.md, "All replicas").
 
-No message is sent for it: each offer says what its owner thinks, and whoever has the same offers comes to the same end.
+This needs no message of its own: each offer carries its owner's view, and nodes with the same offers reach the same
+result.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,29 +14,29 @@ from noloco_p2p.core.messages import PeerId
 LARGEST_GROUP = 1024
 """Replicas of a stage that an offer may name."""
 NOT_YET = 2**53
-"""In the place of the round from which a replica counts: it has no weights of the run yet."""
+"""Stands for the round from which a replica counts, while the replica has no weights of the run yet."""
 
 
 class GroupView(NamedTuple):
-    """What one replica's offer says beside its vector."""
+    """What one replica's offer says besides its vector."""
 
     peers: tuple[PeerId, ...]
-    """Whom it counts with in that round, ascending; itself among them, unless its weights are new to it."""
+    """Whom it expects to count in that round, ascending; itself included, unless it has just copied its weights."""
     digest: int
     """64 bits of what all replicas of the stage have in common."""
 
 
 class Agreement(NamedTuple):
-    """What the offers of a round come to."""
+    """The result of the offers of a round."""
 
     counted: tuple[PeerId, ...]
     """Whose vectors are merged, ascending; never empty."""
     digest: int
-    """Theirs. Whoever has another one takes over the state of one of them."""
+    """Theirs. A replica with another digest copies the state of one of them."""
 
 
 def digest(parts: Iterable[memoryview | bytes]) -> int:
-    """64 bits of what replicas have in common, by which they find out whether they have."""
+    """64 bits of what replicas should have in common, so that they notice when they differ."""
     found = xxhash.xxh3_64()
     for part in parts:
         found.update(part)
@@ -43,9 +44,10 @@ def digest(parts: Iterable[memoryview | bytes]) -> int:
 
 
 def agree(views: Mapping[PeerId, GroupView]) -> Agreement:
-    """The largest part, by digest, of those that all offers name; of equal parts that of the smallest peer id.
+    """Among the replicas that all offers name, the largest set with the same digest; of equal sets, the one with the
+    smallest peer id.
 
-    `views`: of all offers that came, one's own among them. Where nobody is named by all, all that came count.
+    `views`: of all offers that arrived, one's own included. If no replica is named by all, all that arrived count.
     """
     named = set(views).intersection(*(view.peers for view in views.values())) or set(views)
     parts: dict[int, list[PeerId]] = {}

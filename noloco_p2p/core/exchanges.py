@@ -1,8 +1,9 @@
-"""Which peers have answered a question of this node of late, and what they said of themselves.
+"""Which peers have recently answered a question of this node, and what they said of themselves.
 
-An advert is a claim: anybody can sign one and be nowhere. What many nodes decide alike (targets, pairs, guardians,
-stages) counts adverts all the same, for it needs one view. An act that destroys something, or that cannot be undone,
-also needs the peers on which it rests to have answered (ARCHITECTURE.md, "What a stranger can do"). Pure.
+An advert is a claim: anybody can sign one without running a node. Decisions that many nodes must make alike (targets,
+pairs, guardians, stages) count adverts all the same, because they need one view. An action that destroys something, or
+that cannot be undone, also needs an answer from the peers that it depends on (ARCHITECTURE.md, "What a stranger can
+do"). Pure.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -13,9 +14,9 @@ from random import Random
 from noloco_p2p.core.messages import Advert, NodeDescription, PeerId
 
 PROBES = 8
-"""Peers that are asked for one decision, at most: nobody can make a swarm call whom he likes."""
+"""Most peers that are asked for one decision, so that nobody can make a swarm call a victim of his choice."""
 LIFETIMES = 2.0
-"""Lifetimes of an advert for which an answer counts."""
+"""How long an answer counts, in lifetimes of an advert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Exchanges:
         self._outcomes: dict[PeerId, _Answer] = {}
 
     def note(self, peer: PeerId, said: NodeDescription | None, *, now: float) -> None:
-        """A peer has been asked; None: it gave no answer that only it can give."""
+        """A peer has been asked; None: it gave no answer that proves who it is."""
         before = self._outcomes.pop(peer, None)
         since = None if said else now if before is None or before.silent_since is None else before.silent_since
         kept = {one: of for one, of in self._outcomes.items() if now - of.at <= 2 * LIFETIMES * self._ttl_s}
@@ -45,14 +46,14 @@ class Exchanges:
         return found.said if found is not None and now - found.at <= LIFETIMES * self._ttl_s else None
 
     def silent_s(self, peer: PeerId, *, now: float) -> float:
-        """For how long the peer has given no answer although it was asked; 0 when it has, or was not asked of late."""
+        """For how long the peer has been asked in vain; 0 if it has answered, or was not asked recently."""
         found = self._outcomes.get(peer)
         if found is None or found.silent_since is None or now - found.at > LIFETIMES * self._ttl_s:
             return 0.0
         return max(now - found.silent_since, 1e-9)
 
     def proven(self, adverts: Iterable[Advert], states: Set[str], *, now: float) -> list[Advert]:
-        """Those that have answered, from the stage of their adverts and in one of these states."""
+        """Those that have answered, with the stage of their adverts and one of these states."""
         return [
             a
             for a in adverts
@@ -66,7 +67,7 @@ class Exchanges:
         return [a for a in adverts if self._asked_at(a, anew=since is None) < from_s]
 
     def was_asked(self, peer: PeerId) -> bool:
-        """It is known whether the peer answers, or was not long ago."""
+        """Whether it is known, or was recently, if the peer answers."""
         return peer in self._outcomes
 
     def _asked_at(self, advert: Advert, *, anew: bool) -> float:

@@ -1,10 +1,11 @@
 """Admission of microbatches into inner steps of one replica, on the header alone (ARCHITECTURE.md, "Admission").
 
-The weights of forward and backward agree because a microbatch is admitted into one inner step and the step is taken
-only when everything admitted has ended. One that cannot be admitted now waits in a short line, or is answered Busy.
+Forward and backward use the same weights, because a microbatch is admitted into one inner step, and the step is taken
+only when everything admitted has ended. A microbatch that cannot be admitted now waits in a short line, or is answered
+Busy.
 
-Pure: the node calls `offer` when a header arrives, `leave` or `done` when the attempt ends, `open`, `seal` and `close`
-around its inner steps; what each call lets in is in its return value. No clock, no tasks, no tensors.
+Pure: the node calls `offer` when a header arrives, `leave` or `done` when the attempt ends, and `open`, `seal` and
+`close` around its inner steps. Each call returns what it admits. No clock, no tasks, no tensors.
 """
 
 from collections import Counter, OrderedDict
@@ -19,10 +20,10 @@ from noloco_p2p.core.spent_ids import SpentIds
 QUEUE_PLACES = 256
 """Headers that wait for a waiting place."""
 LAST_PLACES = 3
-"""Waiting places and microbatches in flight together: the next step's bodies travel while this one drains, not earlier,
-when a body would be bound to a replica that need not be the first to have room."""
+"""Waiting places and microbatches in flight, together: the next step's bodies travel while this step drains. If they
+came earlier, a body would be bound to a replica that need not be the first with room."""
 AHEAD_PLACES = 2
-"""Bodies of microbatches that are ahead of the step (`balanced`): they can go nowhere else."""
+"""Waiting places for microbatches that are ahead of the step (`balanced`): no other replica can take them."""
 REPLY_STEPS = 2
 """Inner steps for which a reply is kept for a sender that asks again."""
 
@@ -32,14 +33,14 @@ Slot = tuple[PeerId, int]
 
 
 class AttemptKey(NamedTuple):
-    """One way of one microbatch: the same id with another digest came through another replica."""
+    """One route of one microbatch: the same id with another digest came through another replica."""
 
     microbatch: MicrobatchId
     digest: int
 
 
 class Phase(Enum):
-    """OPEN admits; SEALED lets wait (the inner step is being taken); CLOSED answers Busy (an outer round)."""
+    """OPEN admits; SEALED makes newcomers wait (the inner step is taken); CLOSED answers Busy (an outer round)."""
 
     OPEN = "open"
     SEALED = "sealed"
@@ -53,11 +54,11 @@ class Admission(Enum):
     WAIT = "wait"
     """A waiting place is free: its body may come."""
     QUEUE = "queue"
-    """None is free: its body may come when `granted` names it."""
+    """No waiting place is free: its body may come once `granted` names it."""
     JOIN = "join"
-    """The same attempt is here already: share its reply."""
+    """The same attempt is already here: share its reply."""
     REPEAT = "repeat"
-    """It has ended already: the kept reply is the answer."""
+    """It has already ended: the stored reply is the answer."""
     BUSY = "busy"
 
 
@@ -79,7 +80,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Place:
-    """A place in the target, held by an id from its first running attempt on; kept for good once the id counted."""
+    """A place in the target. An id holds it from its first running attempt on, and for good once it has counted."""
 
     slot: Slot | None
     counted: bool = False
@@ -103,7 +104,7 @@ class Intake(Generic[Reply]):
     """The admission of one replica.
 
     `places` gives the most attempts that may be in flight now (each may hold an autograd graph). Under `balanced`,
-    labels ahead of the step have waiting places of their own: they must not take those of whom this step waits for.
+    labels ahead of the step have their own waiting places, so that they take none from those that this step waits for.
     """
 
     def __init__(self, places: Callable[[], float]) -> None:
@@ -134,7 +135,7 @@ class Intake(Generic[Reply]):
             self._replies.popitem(last=False)
 
     def close(self) -> list[AttemptKey]:
-        """Answer Busy from now on; returns the waiting line, to hear Busy and `leave`. Those in flight go on."""
+        """Answer Busy from now on. Returns the waiting line, which is to hear Busy and `leave`; the others continue."""
         self._phase = Phase.CLOSED
         return [key for key, attempt in self._attempts.items() if not attempt.running]
 
@@ -166,7 +167,7 @@ class Intake(Generic[Reply]):
     # --- what arrives ---------------------------------------------------------------------------------------------
 
     def offer(self, key: AttemptKey, origin: Origin, *, patient: bool = False) -> Verdict[Reply]:
-        """A header has arrived; a `patient` one queues rather than to hear Busy.
+        """A header has arrived; a `patient` one queues rather than get Busy.
 
         ADMIT, WAIT and QUEUE must be followed by exactly one `leave` or `done` of the same key.
         """
@@ -189,7 +190,7 @@ class Intake(Generic[Reply]):
         return Verdict(Admission.QUEUE if attempt.queued else Admission.WAIT, obstacle)
 
     def granted(self) -> list[AttemptKey]:
-        """Gives the waiting places that are free to those in the queue, to each origin in turn; returns these."""
+        """Give free waiting places to the queue, one origin after the other; returns who got them."""
         given = []
         for ahead in (False, True):
             for _ in range(self._free_places(ahead=ahead)):
@@ -201,7 +202,7 @@ class Intake(Generic[Reply]):
         return given
 
     def leave(self, key: AttemptKey) -> list[AttemptKey]:
-        """An attempt failed or was cancelled, waiting or in flight: it leaves no trace. Returns those now admitted."""
+        """A waiting or running attempt failed or was cancelled: it leaves no trace. Returns those now admitted."""
         self._end(key)
         return self._admit_from_line()
 
@@ -227,14 +228,14 @@ class Intake(Generic[Reply]):
         return self._step.due is not None and attempt.origin.step > self._step.number
 
     def _free_places(self, *, ahead: bool) -> int:
-        """Waiting places that nobody has, of those for labels `ahead` of the step or of the others."""
+        """Free waiting places: those for labels `ahead` of the step, or the others."""
         held = sum(
             not (other.running or other.queued) and self._ahead(other) == ahead for other in self._attempts.values()
         )
         return (AHEAD_PLACES if ahead else max(0, LAST_PLACES - self._in_flight)) - held
 
     def _first_queued(self, *, ahead: bool) -> AttemptKey | None:
-        """Of the origin that has the least in hand here the one that has waited longest."""
+        """The one that has waited longest, of the origin that holds the fewest places here."""
         held: Counter[PeerId] = Counter(one.origin.peer for one in self._attempts.values() if not one.queued)
         queue = [key for key, one in self._attempts.items() if one.queued and self._ahead(one) == ahead]
         return min(queue, key=lambda key: held[self._attempts[key].origin.peer], default=None)
@@ -254,8 +255,8 @@ class Intake(Generic[Reply]):
     def _obstacle(self, key: AttemptKey, attempt: _Attempt) -> str | None:
         """Why an attempt cannot be admitted now, or None.
 
-        A label ahead of the step waits even while there is room: its slot belongs to a later step. One behind is
-        served, but takes no place: its origin still waits for its gradient.
+        A label ahead of the step waits even while there is room, because its slot belongs to a later step. A label
+        behind the step is served, because its origin still waits for the gradient, but takes no place.
         """
         if self._phase is not Phase.OPEN:
             return "stepping"

@@ -1,8 +1,8 @@
 """How fast a node's line is and how far its peers are, measured on what it sends and receives anyway.
 
-Pure: the transport says when something begins and ends to move, in seconds of its own clock. A rate is what the line
-can do, not how much it is used: the time in which nothing moves says nothing, and what moves side by side shares the
-time. Bounded memory (ARCHITECTURE.md, "The speed of a line").
+Pure: the transport reports when each transfer begins and ends, in seconds of its own clock. A rate is what the line
+can do, not how much it is used: idle time does not count, and concurrent transfers share the time. Memory is bounded
+(ARCHITECTURE.md, "The speed of a line").
 """
 
 from collections import OrderedDict, deque
@@ -12,33 +12,35 @@ from statistics import median
 from noloco_p2p.core.messages import PeerId
 
 PARTS = 128
-"""The last ones in a direction, from which its rate is taken."""
+"""A direction's rate is taken from its last so many transfers."""
 UP_SHARE, DOWN_SHARE = 0.75, 1.0
-"""The rate is that which this share of them, by bytes, does not exceed. Any may have been slowed down by its connection
-or by the other end, so that the faster ones tell of this line. What comes in depends on the lines of others so much
-that only the fastest does."""
+"""The rate is this quantile of theirs, weighted by bytes. The connection or the other end may have slowed down any of
+them, so the faster ones show what this line can do. Downloads depend so much on the lines of others that only the
+fastest one shows it."""
 SMALL_BYTES = 1 << 16
 SMALL_S = 0.02
-"""A body of so many bytes, or one that takes so long to send, goes at once, however near its peer is: to ask first
-costs both ends work."""
+"""A body of at most so many bytes, or that takes at most so long to send, is sent without asking, however near its peer
+is: asking first costs both ends work."""
 STALE_S = 60.0
-"""A rate that was measured longer ago is measured again."""
+"""A rate older than this is measured again."""
 ASKED_S = 2.0
 LEAST_ASKED = 2
-"""Places are asked for bodies that the line takes so long to send, and for so many at least: one that is on its way,
-and one that follows."""
+"""A node asks for places for as many bodies as its line sends in ASKED_S, and for at least LEAST_ASKED: one that is on
+its way, and one that follows."""
 ROUND_TRIPS = 16
-"""The last round trips to a peer, of which the shortest counts: the others waited for something."""
+"""Of the last so many round trips to a peer the shortest counts: the others waited for something."""
 UNSENT_BYTES, MORE_UNSENT_BYTES = 1 << 17, 1 << 20
 FAST_BYTES_PER_S = 100e6
-"""So much may wait unsent in the socket of a connection: little, for it goes before all that is written later. On a
-line this fast more of it is gone in 10 ms, and its sender is not woken for every 128 KiB."""
+"""How much may wait unsent in the socket of a connection. It is little, because it goes before everything that is
+written later. On a line as fast as this, even the larger amount is gone in 10 ms, and the sender is not woken for every
+128 KiB."""
 CONNECTIONS = 2
 FAR_S, FAR_BYTES = 0.01, 1 << 16
-"""A body goes over so many connections at once to a peer that is so far away, where so much of it would be under way:
-what one has under way begins with 15 KB after a rest, and ends with what its buffers hold."""
+"""A body uses CONNECTIONS connections at once if its peer is at least FAR_S away and more than FAR_BYTES fit in a round
+trip. A single connection has 15 KB in flight after a rest, and never more than its buffers hold."""
 LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 16
-"""It is cut into so many messages at least, if these are not too small: so both end at about the same time."""
+"""Such a body is cut into at least STRIPES messages, unless these would be too small, so that both connections end at
+about the same time."""
 PEERS = 256
 """Peers whose round trips are remembered."""
 
@@ -50,7 +52,7 @@ class LineRate:
         self._share = share
         self._moving = 0
         self._shared_s = 0.0
-        """Seconds that one part had for itself that moves since the beginning: with n at once, 1/n of the time."""
+        """Seconds that a part moving since the beginning would have had to itself: with n at once, 1/n of the time."""
         self._as_of = 0.0
         self._parts: deque[tuple[float, float]] = deque(maxlen=PARTS)
         """(bytes per second, bytes) of each."""
@@ -70,7 +72,7 @@ class LineRate:
         return self._shared_s
 
     def ended(self, began: float, nbytes: float, now: float) -> None:
-        """It moves no more: so many bytes have."""
+        """The transfer has ended, after so many bytes."""
         self._advance(now)
         self._moving -= 1
         seconds = self._shared_s - began
@@ -80,7 +82,7 @@ class LineRate:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What it can do; None: nothing has been measured."""
+        """What this direction can do; None: nothing has been measured."""
         return _quantile(self._parts, self._share) if self._parts else None
 
     def seconds(self, kinds: Iterable[str]) -> float:
@@ -122,7 +124,8 @@ class MeasuredLine:
     def worth_asking(self, peer: PeerId, nbytes: int, now: float) -> bool:
         """Whether a body takes longer to send than a round trip to its peer, so that it pays to ask for a place first.
 
-        Also while the rate is not known: what is sent after a grant is measured. A round trip that is not counts as 0.
+        True also while the rate is unknown, because what is sent after a grant is measured. An unknown round trip
+        counts as 0.
         """
         if nbytes <= SMALL_BYTES:
             return False
@@ -137,7 +140,7 @@ class MeasuredLine:
         return bool(rate and round_trip_s and round_trip_s >= FAR_S and rate * round_trip_s > FAR_BYTES)
 
     def asks_for(self, asked: int) -> bool:
-        """Whether to ask for one more place while `asked` activations have been asked for, or are leaving."""
+        """Whether to ask for one more place while `asked` activations were asked for, or are being sent."""
         body_s = self.up.seconds(("activation",))
         return asked < LEAST_ASKED or asked * body_s < ASKED_S
 
@@ -152,7 +155,7 @@ class MeasuredLine:
 
 
 def unsent_bytes(bytes_per_s: float | None) -> int:
-    """How much may wait in the socket of a connection over which so much goes; None: nobody knows."""
+    """How much may wait unsent in the socket of a connection with this rate; None: the rate is unknown."""
     return MORE_UNSENT_BYTES if bytes_per_s is not None and bytes_per_s >= FAST_BYTES_PER_S else UNSENT_BYTES
 
 

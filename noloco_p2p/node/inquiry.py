@@ -1,6 +1,6 @@
-"""Asking peers who they are, when a decision rests on them (ARCHITECTURE.md, "What a stranger can do").
+"""Asks peers who they are, when a decision depends on them (ARCHITECTURE.md, "What a stranger can do").
 
-Duties say whom they need to know; one task asks, PROBES at a time. No microbatch ever waits for it.
+Other duties say whom they need to know about; one task asks, PROBES at a time. No microbatch ever waits for it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from noloco_p2p.ports import Transport
 
 
 class Inquiry:
-    """What peers answer to one node."""
+    """What peers have answered to one node."""
 
     def __init__(self, node: NodeState, waits: Waits, members: Members) -> None:
         self._node = node
@@ -30,10 +30,10 @@ class Inquiry:
         self.exchanges = Exchanges(node.config.directory.ttl_s)
         self._to_ask: dict[PeerId, Advert] = {}
         self.batches = 0
-        """How often answers have come."""
+        """How many batches of answers have arrived."""
 
     async def run(self, transport: Transport, changed: Callable[[], None]) -> None:
-        """Ask, and note what came of it; `changed` is called after every batch. Never ends."""
+        """Ask, and note the answers; `changed` is called after every batch. Never ends."""
         while True:
             await self._waits.until(lambda: bool(self._to_ask), "peer to ask", Resource.SWARM, idle=True)
             await asyncio.gather(*(self._ask_one(transport, advert) for advert in self._to_ask.values()))
@@ -49,14 +49,17 @@ class Inquiry:
         self.exchanges.note(advert.peer_id, said, now=self._node.now())
 
     def ask(self, adverts: Iterable[Advert], since: float | None = None) -> None:
-        """Have those asked who have not been of late (or since then), as many as there is room for now."""
+        """Have those asked that were not asked recently (or since then), as many as there is room for now."""
         for advert in self.exchanges.unknown(adverts, now=self._node.now(), since=since):
             if advert.peer_id not in self._to_ask and len(self._to_ask) < PROBES:
                 self._to_ask[advert.peer_id] = advert
                 self._waits.pulse()
 
     async def until_asked(self, adverts: Sequence[Advert], *, anew: bool) -> None:
-        """Ask them all (`anew`: whatever they answered of late): at most PROBES, which answer within seconds or not."""
+        """Ask them all, at most PROBES, and wait until each has answered or timed out, which takes seconds.
+
+        `anew`: also those that have answered recently.
+        """
         since = self._node.now() if anew else None
 
         def all_asked() -> bool:
@@ -67,8 +70,8 @@ class Inquiry:
         await self._waits.until(all_asked, "answers", Resource.SWARM)
 
     def few(self, adverts: Sequence[Advert]) -> Sequence[Advert]:
-        """PROBES of them, to be asked: those that have answered, then those of whom microbatches came, then as they
-        are drawn, every time the same."""
+        """PROBES of them, to be asked: first those that have answered, then those whose microbatches arrived, then a
+        random order that is the same every time."""
         if len(adverts) <= PROBES:
             return adverts
         node, now = self._node, self._node.now()
@@ -80,20 +83,20 @@ class Inquiry:
         return sorted(adverts, key=lambda advert: order(advert.peer_id))[:PROBES]
 
     def were_asked(self, adverts: Iterable[Advert]) -> bool:
-        """Of each of them it is known whether it answers."""
+        """Whether it is known of each of them if it answers."""
         return all(self.exchanges.was_asked(advert.peer_id) for advert in adverts)
 
     def answering(self, adverts: Iterable[Advert], states: Set[str]) -> list[Advert]:
-        """Those that have answered of late, from the stages of their adverts and in one of these states."""
+        """Those that have recently answered, with the stage of their adverts and one of these states."""
         return self.exchanges.proven(adverts, states, now=self._node.now())
 
     def is_silent(self, peer: PeerId) -> bool:
-        """The peer was asked of late, and gave no answer."""
+        """The peer was asked recently, and gave no answer."""
         return self.exchanges.silent_s(peer, now=self._node.now()) > 0
 
     def is_gone(self, peer: PeerId) -> bool:
-        """The peer has given no answer for as long as one would have counted, nor has a microbatch of it come: else it
-        may be this node that was out of reach."""
+        """The peer has not answered for as long as an answer counts, and none of its microbatches arrived. If one did,
+        this node may have been out of reach itself."""
         now = self._node.now()
         silent_s = min(self.exchanges.silent_s(peer, now=now), now - self._members.heard_at(peer))
         return silent_s > LIFETIMES * self._node.config.directory.ttl_s
@@ -108,11 +111,11 @@ class Inquiry:
     # --- the clocks of stage 0 --------------------------------------------------------------------------------------
 
     def clocks(self) -> list[tuple[float, float, float]]:
-        """Members.clocks of the stage-0 replicas that answer: what is only listed moves no clock."""
+        """`Members.clocks` of the stage-0 replicas that answer: those that are only listed move no clock."""
         answering = self.answering(self._members.of_stage(0, TRAINING), TRAINED)
         return self._members.clocks(answering, now=self._node.now())
 
     def ask_first_stage(self) -> None:
-        """While this node trains: ask a few whose clocks may count, and who are at work or are not."""
+        """While this node trains: ask a few whose clocks may count, and learn whether they are at work."""
         if self._node.advert.state == "training":
             self.ask(self.few(self._members.of_stage(0, STAGE_0_AT_WORK)))

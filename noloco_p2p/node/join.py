@@ -1,5 +1,5 @@
-"""Taking a stage: choose one, wait for the others, go on with a run that has begun (ARCHITECTURE.md, "Joining"), and
-move to another one while training (ARCHITECTURE.md, "Rebalancing")."""
+"""Taking a stage: choose one, wait for the others, and take the weights of a run that has begun (ARCHITECTURE.md,
+"Joining"); moving to another stage while training (ARCHITECTURE.md, "Rebalancing")."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 READINGS_BEFORE = 2
-"""Readings of the membership between the announcement of a move and the move: others may announce one as well."""
+"""Readings of the membership between announcing a move and making it, because others may announce one as well."""
 
 
 class Joining:
-    """The way of one node from its first announcement to its first step on a stage."""
+    """Takes one node from its first announcement to its first step on a stage."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Joining:
     async def choose_stage(self) -> None:
         """Settle on a stage: that of my newest checkpoint, else the one that needs a node most.
 
-        Others choose as well: two readings in a row must show that nobody need move.
+        Others choose at the same time, so two readings in a row must show that nobody needs to move.
         """
         node, manifest, quiet = self._node, self._node.manifest, 0
         await self._weights.find_own()
@@ -67,18 +67,18 @@ class Joining:
         node.event("info", message=f"holds stage {node.advert.stage} of {manifest.stages}")
 
     async def wait_for_others(self) -> None:
-        """Until every stage has enough replicas; weights of a run that has begun are then taken from where they are.
+        """Wait until every stage has enough replicas. If the run has begun, take its weights then.
 
-        A run begins with `start_replicas` a stage; one that has begun needs one.
+        A run begins with `start_replicas` nodes per stage; one that has begun needs one.
         """
         node, manifest = self._node, self._node.manifest
         self._weights.show_own()
-        # A node that was there before the others began starts with them, whatever is announced meanwhile.
+        # A node that was there before the run began starts with the others, whatever is announced meanwhile.
         late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
         if not self._weights.own_of_stage():
             await self._weights.open_data(None)
         if late and manifest.outer.update.common:
-            # Nobody is to wait for what this node will not have for a while.
+            # Nobody should wait for weights that this node will not have for a while.
             node.update(partner_from_round=agreement.NOT_YET)
         if node.advert.state == "starting":
             node.enter("made", "the weights are made")
@@ -96,7 +96,7 @@ class Joining:
         if node.advert.state == "waiting":
             node.enter("begin")
         reason = "everybody is here"
-        # Weights that anybody lists are of a run that everybody was stopped in.
+        # Listed weights are those of a run that had begun before everybody stopped.
         if late or any(a.holds for a in self._swarm.everybody()):
             reason = await self._take_weights()
         if node.draining:
@@ -106,7 +106,7 @@ class Joining:
         node.enter("synced", reason)
 
     async def catch_up(self) -> None:
-        """After a pause: weights of a living replica when the stage is ahead by more than one outer interval."""
+        """After a pause: copy a living replica if the stage is ahead by more than one outer interval."""
         node, members = self._node, self._swarm.members
         ahead = max((a.outer_round for a in members.of_stage(node.index, membership.HOLDING)), default=0)
         if ahead - node.advert.outer_round <= resume.NEAR_ROUNDS:
@@ -116,7 +116,7 @@ class Joining:
                 return
 
     async def take_over(self, ahead: Sequence[PeerId]) -> None:
-        """Become one of those that a round has shown to be ahead; where none gives its state, the next round tells."""
+        """Copy one of those that a round has shown to be ahead; if none gives its state, the next round tells."""
         node, counted_from = self._node, self._node.advert.partner_from_round
         node.event("warning", message=f"differs from {len(ahead)} replicas of its stage: copying their state")
         node.publish(partner_from_round=agreement.NOT_YET)
@@ -139,13 +139,13 @@ class Joining:
         self._report("waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items())))
 
     def _report(self, message: str) -> None:
-        """Once, until something else is to be reported."""
+        """Report something once, until there is something else to report."""
         if message != self._reported:
             self._reported = message
             self._node.event("info", message=message)
 
     async def _take_weights(self) -> str:
-        """Get the weights of a run that has begun from the best source that gives them; returns which, in words."""
+        """Get the weights of a run that has begun from the best source that gives them; returns it, in words."""
         node, began = self._node, self._node.now()
         while not node.draining:
             others, own = await self._ask_around(), self._weights.own_of_stage()
@@ -153,7 +153,7 @@ class Joining:
                 self._report("waiting for an answer from a node in training")
                 await self._membership_loop.next_reading()
                 continue
-            if node.now() - began > TRANSFER_DEADLINE_S:  # Whoever was to resume from newer weights has not.
+            if node.now() - began > TRANSFER_DEADLINE_S:  # Nobody has resumed from those newer weights.
                 others = [replace(a, holds=()) if a.stage == node.index else a for a in others]
             for source in resume.restore_sources(
                 node.advert, others, own, node.manifest.stages, self._weights.guarded()
@@ -170,10 +170,11 @@ class Joining:
         return ""
 
     def _may_come_back(self, others: Sequence[Advert], began: float) -> bool:
-        """A node that has trained weights of the stage may be out of sight: not answering, or without a live advert.
+        """Whether a node with trained weights of the stage may be out of sight: not answering, or without a live
+        advert.
 
-        Before the first outer round the initial weights are as good as any, unless a replica has trained on. Who only
-        lists itself is not waited for longer than an advert can outlive its node.
+        Before the first outer round the initial weights are as good as any, unless a replica has trained on. This node
+        waits for a peer that is only listed for no longer than an advert can outlive its node.
         """
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
         waited_s, mates = node.now() - began, members.of_stage(node.index, membership.TRAINED)
@@ -184,17 +185,17 @@ class Joining:
         return ((held or bool(mates)) and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
 
     async def _know_the_clock(self) -> bool:
-        """Somebody who trains has answered, or nobody is listed who does: else the others may be out of sight."""
+        """Whether a training node has answered, or none is listed; otherwise the others may be out of sight."""
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         asked = self._swarm.inquiry.few(listed)
         await self._swarm.inquiry.until_asked(asked, anew=False)
         return not listed or bool(self._swarm.inquiry.answering(asked, membership.TRAINED))
 
     async def _ask_around(self) -> list[Advert]:
-        """The others' adverts; whoever decides where the weights come from has been asked, and says what it has now.
+        """The others' adverts, with what the peers that decide where the weights come from have just said.
 
-        Who decides and does not answer is left out, so that others decide: eight are asked at a time. A living replica
-        of my stage is all that is needed.
+        A peer that should decide and does not answer is left out, so that others decide; eight are asked at a time. One
+        living replica of my stage is enough.
         """
         node, inquiry, stages = self._node, self._swarm.inquiry, self._node.manifest.stages
         answered: dict[PeerId, Advert | None] = {}
@@ -211,7 +212,7 @@ class Joining:
 
 
 class Rebalancer:
-    """Decides after each reading of the membership whether to move. A node that was told its stage stays there."""
+    """Decides after each reading of the membership whether to move. A node started with a stage stays there."""
 
     def __init__(self, node: NodeState, swarm: Membership) -> None:
         self._node = node
@@ -243,7 +244,7 @@ class Rebalancer:
             node.drain(f"moving to stage {target}: {reason}", next_stage=target)
 
     def _left_to(self, others: Sequence[Advert], target: int, rounds_left: float) -> bool:
-        """A move leaves nothing behind that is only listed: without those that are silent I would move as well."""
+        """Whether I would move even without the silent ones: a move must not rely on peers that are only listed."""
         node, inquiry = self._node, self._swarm.inquiry
         there = [a for a in others if a.stage != node.index or not inquiry.is_silent(a.peer_id)]
         if balance.choose_move(node.advert, there, node.manifest.stages, rounds_left)[0] != target:

@@ -1,4 +1,4 @@
-"""What a node knows of the others, and the one task that speaks to the directory (ARCHITECTURE.md, "Membership")."""
+"""What a node knows about the others, and the one task that uses the directory (ARCHITECTURE.md, "Membership")."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,33 +15,34 @@ from noloco_p2p.ports import Directory
 BRISK_S = 0.5
 """Seconds between two readings of the membership while the node does not train."""
 ADVERTS_PER_S = 200
-"""Adverts read per second, on average, at most: each is a signature to check, and a swarm can have thousands."""
+"""Most adverts read per second, on average: each has a signature to check, and a swarm can have thousands."""
 FIRST_S = 2.0
-"""Seconds between two readings at stage 0 while the first inner steps have not been timed."""
+"""Seconds between two readings at stage 0 until the first inner steps have been timed."""
 QUIET_S = 1.0
-"""A node in training that for this long, and for longer than an inner step with its outer round takes, has had no
-microbatch or gradient, reads the membership again."""
+"""A node in training reads the membership again if no microbatch or gradient has arrived for this long, and for longer
+than an inner step with its outer round takes."""
 RENEWALS_PER_TTL = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """The membership that an inner step started with, each sorted by id, mine included where I belong."""
+    """The membership that an inner step started with. Each group is sorted by id and includes this node if it
+    belongs."""
 
     origins: tuple[PeerId, ...] = ()
     mates: tuple[PeerId, ...] = ()
     following: tuple[PeerId, ...] = ()
     shares: Mapping[PeerId, float] = field(default_factory=dict)
-    """Under `weighted`, of each of `following` in its stage's speed."""
+    """Under `weighted`, the share of each of `following` in the speed of its stage."""
     my_share: float | None = None
-    """Mine in that of my stage; None under the other policies."""
+    """My share in the speed of my stage; None under the other policies."""
 
 
 class Membership:
-    """The swarm as one node knows it. Its duties read it; it changes by the methods here only.
+    """The swarm as one node knows it. The node's duties read it; only the methods here change it.
 
-    `members` holds the others' adverts, and the peers not to call for a while. A duty may report the outcome of a call
-    of its own to it (`failed`, `answered`); all else in it is changed here.
+    `members` holds the others' adverts, and the peers not to call for a while. A duty may report the outcome of its own
+    calls to it (`failed`, `answered`); everything else in it is changed here.
     """
 
     def __init__(self, node: NodeState, waits: Waits) -> None:
@@ -51,9 +52,9 @@ class Membership:
         self.inquiry = Inquiry(node, waits, self.members)
         self.view = StepView()
         self.heard_at = float("-inf")
-        """When a microbatch, or at stage 0 a gradient, came last."""
+        """When the last microbatch arrived, or at stage 0 the last gradient."""
         self.deserted: dict[int, float] = {}
-        """Stages that nobody serves, as far as is known here: since when, on the loop's clock."""
+        """Stages that nobody serves, as far as this node knows, and since when, on the loop's clock."""
         self.run_ended = False
         """Some node of stage 0 has finished; it may have left since."""
 
@@ -68,8 +69,8 @@ class Membership:
         self.inquiry.ask_first_stage()
 
     def look_for_the_end(self) -> None:
-        """The run has ended when a finished node of stage 0 says so itself; or one is or was listed, and my clock
-        agrees, or nobody has served some stage for longer than adverts outlive their nodes."""
+        """The run has ended if a finished node of stage 0 answers so itself. It has also ended if one is or was listed
+        and either my clock agrees or nobody has served some stage for longer than adverts outlive their nodes."""
         node, finished, now = self._node, self.members.of_stage(0, {"finished"}), self._node.now()
         if self.run_ended or not (finished or self.members.left_at_step >= node.manifest.steps):
             return
@@ -102,8 +103,8 @@ class Membership:
             self.view = replace(self.view, shares=shares, my_share=mine)
 
     def heard(self, origin: Origin | None = None) -> None:
-        """A microbatch of `origin` is taken in, or at stage 0 a gradient has come. Its label counts as far as its
-        origin can have come since it announced itself."""
+        """A microbatch of `origin` was accepted, or at stage 0 a gradient arrived. Its label counts only as far as its
+        origin can have got since it announced itself."""
         self.heard_at = self._node.now()
         if origin is None or (advert := self.members.get(origin.peer)) is None:
             return
@@ -112,14 +113,14 @@ class Membership:
         self.members.heard(replace(origin, step=min(origin.step, int(limit))), now=self.heard_at)
 
     def first_stage_is_done(self) -> bool:
-        """Some node of stage 0 has finished, and none of it is at work: who is only listed keeps nobody up."""
+        """Some node of stage 0 has finished, and all that are listed as at work have fallen silent."""
         at_work = self.inquiry.few(self.members.of_stage(0, members.STAGE_0_AT_WORK)) if self.run_ended else ()
         return self.run_ended and all(self.inquiry.is_gone(advert.peer_id) for advert in at_work)
 
     # --- calls to the next stage, and stages without anybody --------------------------------------------------------
 
     def answered(self, peer: PeerId) -> None:
-        """A replica of the next stage has answered, with whatever."""
+        """A replica of the next stage has answered, no matter what."""
         self.members.answered(peer)
         if self.deserted:
             self.update_deserted()
@@ -130,7 +131,7 @@ class Membership:
         self.update_deserted()
 
     def update_deserted(self, *, reading: bool = False) -> None:
-        """Keep `deserted` true; report it when it changes, and at each `reading` while it is not empty."""
+        """Keep `deserted` up to date; report it when it changes, and at each `reading` while it is not empty."""
         node, now = self._node, self._node.now()
         found = self.members.deserted(node.manifest.stages, node.index) if node.advert.state == "training" else []
         changed = found != sorted(self.deserted)
@@ -141,16 +142,16 @@ class Membership:
             self._waits.pulse()
 
     def nobody_there(self) -> bool:
-        """A later stage has no replica at all, so that nothing that stage 0 sends could come back.
+        """A later stage has no replica at all, so nothing that stage 0 sends could come back.
 
-        False once some node of stage 0 has finished: then nobody need come.
+        False once some node of stage 0 has finished: then none is needed.
         """
         if not self.deserted or self.run_ended:
             return False
         return any(not self.members.anybody(stage) for stage in self._later_deserted())
 
     async def until_served(self) -> bool:
-        """Wait while a later stage is deserted and has no replica. False: none was deserted, or I leave."""
+        """Wait while a later stage is deserted and has no replica. False: none was deserted, or this node leaves."""
         deserted = self._later_deserted()
         if self.run_ended or not deserted:
             return False
@@ -182,7 +183,7 @@ class MembershipLoop:
         self._readings = 0
 
     async def run(self) -> None:
-        """The one task that speaks to the directory; everything else routes from what it read."""
+        """The one task that uses the directory; everything else works with what it has read."""
         while True:
             reading = self._reading_is_due()
             if self._has_news() or (self._node.chosen_stage is not None and self._renewal_is_due(reading)):
@@ -207,7 +208,7 @@ class MembershipLoop:
             self._node.event("warning", message=f"could not tell the others that this node leaves: {error}")
 
     async def next_reading(self) -> None:
-        """Wait until the membership has been read anew, from now on."""
+        """Wait for the next reading of the membership."""
         before = self._readings
         await self._waits.until(
             lambda: self._readings > before or self._node.draining, "next reading of the membership", Resource.DIRECTORY
@@ -216,11 +217,11 @@ class MembershipLoop:
     # --- when -------------------------------------------------------------------------------------------------------
 
     def _reading_is_due(self) -> bool:
-        """Every `refresh_s` in training, and at stage 0 every outer interval; briskly when nobody calls any more, or
-        while a stage is deserted: a node that takes it is to be seen soon.
+        """Every `refresh_s` in training, and at stage 0 every outer interval. More often if nobody calls any more, or
+        while a stage is deserted, to notice soon that a node takes it.
 
-        Clocks are projected two outer intervals at most, and may be one old when they are announced: what is older
-        holds everybody back. Later stages learn the clocks from the labels of their microbatches.
+        Clocks are projected by at most two outer intervals, and may be one interval old when they are announced; older
+        ones would hold everybody back. Later stages learn the clocks from the labels of their microbatches.
         """
         now = self._node.now()
         if self._is_brisk or now - self._swarm.heard_at > self._quiet_s():
@@ -237,7 +238,7 @@ class MembershipLoop:
         return max(min(BRISK_S, self._node.config.directory.refresh_s), len(self._swarm.members) / ADVERTS_PER_S)
 
     def _quiet_s(self) -> float:
-        # Two of them may have been odd: an evaluation, a stall.
+        # Two of them may have been unusual: an evaluation, a stall.
         usual = sorted(self._node.step_seconds)[:-2]
         return max(QUIET_S, usual[-1]) if usual else QUIET_S
 
@@ -255,19 +256,19 @@ class MembershipLoop:
         return self._node.config.directory.ttl_s / RENEWALS_PER_TTL
 
     def _sleep_s(self) -> float:
-        """Until something may be due; news, or a stage that becomes deserted, come in between."""
+        """Seconds until something may be due. News, or a stage that becomes deserted, end the sleep."""
         if self._is_brisk:
             return self._tick_s
         quiet_at, read_at = self._swarm.heard_at + self._quiet_s(), self._read_at + self._refresh_s()
         return max(self._tick_s, min(quiet_at, read_at, self._announced_at + self._renewal_s) - self._node.now())
 
     def _renewal_is_due(self, reading: bool) -> bool:
-        """The clocks of stage 0 are read from its adverts; those of other stages only have to stay alive."""
+        """Adverts of stage 0 carry its clocks; those of other stages only have to stay alive."""
         carries_the_clock = self._node.index == 0 and self._node.advert.state == "training"
         return (carries_the_clock and reading) or self._node.now() - self._announced_at >= self._renewal_s
 
     def _has_news(self) -> bool:
-        """What others should know at once has changed since the last announcement."""
+        """Something that others should know at once has changed since the last announcement."""
         return self._node.chosen_stage is not None and self._shown() != self._announced
 
     def _shown(self) -> tuple[object, ...]:

@@ -1,14 +1,17 @@
-"""Outer rounds: freeze a snapshot, pull a partner's, merge, go on (ARCHITECTURE.md, "An outer round").
+"""Outer rounds: freeze a snapshot, pull a partner's, merge, train on (ARCHITECTURE.md, "An outer round").
 
-A replica trains on while its partner's snapshot is on its way (`outer.overlap`). All happens at borders of inner steps,
-where no graph is open: what is due is frozen, a task of its own pulls, and the first border after it ended merges.
-Until then φ and δ are those before the round: whatever is captured meanwhile says that the round is still due, so that
-an open round needs no place in states and checkpoints, and is given up by forgetting it. Weights that are replaced, a
-move and a pause do that. When the next round is due the open one merges alone, and the pull goes on for the next: what
-is on its way is not thrown away. Under a rule that is `lasting` a round alone would move nothing: the open one lasts
-until its vector is there, and rounds that fall due meanwhile are left out. Under a rule that takes from all replicas
-(`common`) they are pulled as a group (`node.group_pull`). Nothing else is left to train at the end of the run: there
-the open round is waited for, and for a while.
+A replica trains on while its partner's snapshot is in transit (`outer.overlap`). Everything happens between inner
+steps, where no graph is open: a round that is due is frozen there, a task of its own pulls, and the first border after
+the pull has ended merges.
+
+- Until the merge φ and δ are those from before the round. Any state captured meanwhile says that the round is still
+  due, so an open round needs no place in states and checkpoints. To give it up, the replica forgets it, as it does when
+  its weights are replaced, when it moves, and when it pauses.
+- When the next round is due, the open one merges alone, and the pull continues for the next one, so that no transfer is
+  thrown away. Under a `lasting` rule a round alone would move nothing. There the open round lasts until its vector has
+  arrived, and rounds that fall due meanwhile are left out.
+- Under a rule that takes from all replicas (`common`) these are pulled as a group (`node.group_pull`).
+- At the end of the run nothing is left to train, so the node waits for the open round, for a bounded time.
 """
 
 import asyncio
@@ -34,7 +37,7 @@ from noloco_p2p.ports import Transport
 
 
 class PartnerChoice(NamedTuple):
-    """The replicas that could be asked, the one that is, and why."""
+    """The replicas that could be asked, the one that will be, and why."""
 
     mates: Mapping[PeerId, Advert]
     partner: PeerId | None
@@ -43,7 +46,7 @@ class PartnerChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenRound:
-    """A round that is frozen, while a partner's snapshot is on its way and the replica trains on."""
+    """A frozen round whose partner's snapshot is in transit while the replica trains on."""
 
     mine: FrozenRound
     pull: asyncio.Task[Pull]
@@ -51,7 +54,7 @@ class OpenRound:
     """The round in which the pull began; that of `mine` under a rule that is `lasting`."""
     frozen_at: float
     inner_steps: int
-    """How many had been taken when it was frozen."""
+    """How many inner steps had been taken when it was frozen."""
 
 
 class OuterRounds:
@@ -67,7 +70,7 @@ class OuterRounds:
         self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
         self._pulling: asyncio.Task[Pull] | None = None
-        """The pull under way, also while its round is being ended."""
+        """The pull in progress, also while its round is being ended."""
         self._step_busy_s = 0.0
         self._gave: set[PeerId] = set()
         """Mates whose newest answer was a snapshot."""
@@ -84,15 +87,15 @@ class OuterRounds:
         return mine
 
     def inner_step_took(self, busy_s: float) -> None:
-        """Device-busy seconds of an inner step: the unit in which a partner is waited for."""
+        """Device-busy seconds of an inner step: the unit of the wait for a partner."""
         self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
 
     async def at_border(self, close_intake: Callable[[], None]) -> None:
-        """Between two inner steps, nothing in flight: merge what has come, and begin the round that is due.
+        """Between two inner steps, with nothing in flight: merge what has arrived, and begin the round that is due.
 
-        A round without a partner merges at once. Only the last one of a run is waited for, or each where the run does
-        not overlap, and no wait is circular: then the intake answers Busy, and its waiting line is flushed. A node that
-        leaves begins none.
+        A round without a partner merges at once. The node waits only for the last round of a run, or for each if the
+        run does not overlap. Then the intake answers Busy and its waiting line is flushed, so that no wait is circular.
+        A node that leaves begins no round.
         """
         node, outer, opened = self._node, self._node.manifest.outer, self._open
         if outer.pairing == "none":
@@ -116,8 +119,8 @@ class OuterRounds:
             await self._begin(due, going_on, outer.overlap and not is_last, close_intake)
 
     async def before_step(self, close_intake: Callable[[], None]) -> None:
-        """Under a rule of gradients, the round of the coming inner step, which is waited for. What a later stage still
-        serves when its clock has come to the end has none."""
+        """Under a rule of gradients, run the round of the coming inner step, and wait for it. Inner steps that a later
+        stage takes after its clock has reached the end have none."""
         node, run = self._node, self._node.manifest
         if self._rule.gradients and run.outer.pairing != "none" and node.step < run.steps and not node.draining:
             await self._begin(node.step + 1, None, False, close_intake)
@@ -125,8 +128,8 @@ class OuterRounds:
     async def _begin(
         self, due: int, going_on: OpenRound | None, goes_on: bool, close_intake: Callable[[], None]
     ) -> None:
-        """Freeze a round. It stays open while a partner's snapshot is on its way, or, unless training `goes_on`, is
-        waited for here; the pull that is `going_on` is its own, too."""
+        """Freeze a round. It stays open while a partner's snapshot is in transit; unless training `goes_on`, the node
+        waits for it here. A pull that is `going_on` serves this round, too."""
         node = self._node
         if not goes_on:
             close_intake()
@@ -150,9 +153,9 @@ class OuterRounds:
             await self.end("", wait=True)
 
     async def end(self, reason: str, *, wait: bool = False, cancel: bool = True) -> None:
-        """End the open round, if there is one: with what has come, else alone, for `reason`; or `wait` for it.
+        """End the open round, if there is one: with what has arrived, else alone, for `reason`; or `wait` for it.
 
-        Without `cancel` the pull goes on, if it is not done, for whoever has use for it.
+        Without `cancel` an unfinished pull continues, for the next round.
         """
         opened, self._open, node = self._open, None, self._node
         if opened is None:
@@ -170,7 +173,7 @@ class OuterRounds:
             await self._merge(opened.mine, pull, opened.frozen_at, node.inner_steps - opened.inner_steps)
 
     async def forget(self) -> None:
-        """Give the open round up, if there is one: it is due again where training goes on."""
+        """Give up the open round, if there is one: it is due again where training continues."""
         self._open = None
         if self._pulling is not None:
             self._pulling.cancel()
@@ -178,14 +181,14 @@ class OuterRounds:
                 await asyncio.wait([self._pulling])
 
     def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
-        """A bug is not kept until the next border, which may never come."""
+        """Report a bug at once: the next border may never come."""
         if self._pulling is pull:
             self._pulling = None
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._node.fail(error)
 
     async def _merge(self, mine: FrozenRound, pull: Pull, frozen_at: float, trained: int) -> None:
-        """N1 to N3; `trained` inner steps were taken since it was frozen."""
+        """N1 to N3; `trained` inner steps were taken since the round was frozen."""
         node, self.ahead = self._node, pull.ahead
         if pull.ahead:
             return
@@ -214,8 +217,8 @@ class OuterRounds:
     def _choose_partner(self, round: int) -> PartnerChoice:
         """Whom to ask in this round, and why.
 
-        A replica that is new to the stage is nobody's partner before its first whole outer interval, and draws its own
-        partner at random: the others' pairing does not count it yet.
+        A replica that is new to the stage is nobody's partner before its first complete outer interval, and draws its
+        own partner at random, because the others' pairing does not count it yet.
         """
         node, outer = self._node, self._node.manifest.outer
         found = self._swarm.members.of_stage(node.index, membership.IN_ROUNDS)
@@ -240,18 +243,18 @@ class OuterRounds:
         if not others:
             return Pull(failure)
         self._gave &= mates.keys()
-        # Who has given one before is there; others may be listed only.
+        # Peers that have given one before exist; others may only be listed.
         likely = [p for p in others if p in self._gave] or others
         found = await self._try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
         return replace(found, reason=failure, other=True) if found.theirs else found
 
     async def _try_fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
-        """A peer's snapshot near my round; or, as a label, why there is none: its words go to the log."""
+        """A peer's snapshot near my round, or why there is none, as a label; the peer's own words go to the log."""
         try:
             found = await self._puller.fetch(peer, mine, wait_s, idle)
         except PeerError as error:
             self._gave.discard(peer.peer_id)
-            if isinstance(error, Violation):  # Slow weights are late on a full line: that proves nothing.
+            if isinstance(error, Violation):  # Late weights prove nothing: a full line delays them.
                 self._swarm.members.failed(peer.peer_id, now=self._node.now())
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
@@ -259,8 +262,8 @@ class OuterRounds:
         return found
 
     def _partner_wait_s(self, goes_on: bool) -> float:
-        """By default two inner steps: of wall time where the replica trains on, else of device-busy time, for wall time
-        would feed on itself."""
+        """By default two inner steps: of wall time if the replica trains on, else of device-busy time, because wall
+        time would feed back into itself."""
         outer, took = self._node.manifest.outer, self._node.step_seconds
         if outer.partner_wait_s is not None:
             return outer.partner_wait_s
