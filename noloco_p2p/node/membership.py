@@ -26,8 +26,7 @@ RENEWALS_PER_TTL = 3
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """The membership that an inner step started with. Each group is sorted by id and includes this node if it
-    belongs."""
+    """The membership that an inner step started with, each group sorted by id, this node included where it belongs."""
 
     origins: tuple[PeerId, ...] = ()
     mates: tuple[PeerId, ...] = ()
