@@ -1,8 +1,8 @@
 """How far a partner's vector may be from one's own before it is clipped, and before it is refused.
 
-METHOD.md, "What a partner may move". Centred clipping (Karimireddy, He and Jaggi, arXiv 2012.10333, algorithm 2) around
-one's own vector: whoever is far moves me, but no further than a partner usually does. Distances and radii are norms of
-groups of tensors, in the order of the groups.
+METHOD.md, "What a partner may move". This is centred clipping (Karimireddy, He and Jaggi, arXiv 2012.10333, algorithm
+2) around one's own vector: a partner that is far away moves a replica, but no further than partners usually do.
+Distances and radii are norms of groups of tensors, in the order of the groups.
 """
 
 import re
@@ -13,23 +13,23 @@ from statistics import median
 from noloco_p2p.core.messages import TensorSpec
 
 RADIUS = 5.0
-"""A partner may be so many times as far as the median of those before it. Figures: METHOD.md."""
+"""A partner is clipped beyond so many times the median distance of those before it. Figures: METHOD.md."""
 REFUSED = 8.0
-"""Beyond so many radii nothing of it is taken: honest replicas that were apart for long are not as far."""
+"""Beyond so many radii a vector is refused. Honest replicas are not so far apart, even after a long separation."""
 WINDOW, FEWEST = 16, 3
-"""The median is over so many distances at most, and at least."""
+"""The median is over at most WINDOW and at least FEWEST distances."""
 UNKNOWN = 0.5
-"""With fewer of them a partner may be so far, as a share of the norm of one's own group."""
+"""With fewer distances, the radius is this share of the norm of one's own group."""
 FURTHEST = 1.5
-"""Nor is anything taken beyond so many norms of one's own vector: the same with the other sign is two away."""
+"""A vector is also refused beyond so many norms of one's own. The same vector with the other sign is two norms away."""
 
 LARGEST_NORM, NORMS_KEPT = 3.0, 64
-"""A gradient that comes back may be so many times as long as the median of the last ones."""
+"""A returning gradient is clipped to so many times the median norm of the last NORMS_KEPT."""
 
 
 def group_of(parameter: TensorSpec) -> str:
-    """Its layer; itself outside of the layers. All that are no matrices are one group: they are few, so that in the
-    group of a matrix they could be anything, and a group of a few values by itself has no usual distance."""
+    """A matrix belongs to its layer's group; outside of the layers it is a group of its own. All other tensors are one
+    group: in a matrix's group their few values could be anything, and a few values alone have no usual distance."""
     if len(parameter.shape) < 2:
         return "vectors"
     layer = re.match(r".*?\.\d+(?=\.)", parameter.name)
@@ -37,9 +37,9 @@ def group_of(parameter: TensorSpec) -> str:
 
 
 class PairDistances:
-    """Of one replica: how far the partners were whose vectors it took, as they were and per unit of learning rate.
+    """For one replica: how far away the vectors were that it merged, as such and per unit of learning rate.
 
-    Steps at a higher rate lead further apart at once; what earlier ones left fades with the rounds.
+    Steps at a higher rate lead further apart at once; the effect of earlier ones fades with the rounds.
     """
 
     def __init__(self) -> None:
@@ -47,21 +47,21 @@ class PairDistances:
         self._scaled: deque[Sequence[float]] = deque(maxlen=WINDOW)
 
     def radii(self, learning_rate: float) -> tuple[float, ...]:
-        """How far a partner may be; empty while too few are known, 0 where it is not known."""
+        """How far away a partner may be; empty while too few distances are known, 0 for a group where none is known."""
         if len(self._taken) < FEWEST:
             return ()
         taken, scaled = (map(median, zip(*found, strict=True)) for found in (self._taken, self._scaled))
         return tuple(RADIUS * max(one, other * learning_rate) for one, other in zip(taken, scaled, strict=True))
 
     def observe(self, distances: Sequence[float], learning_rate: float) -> None:
-        """A vector has been merged that was so far away once it was clipped: so a radius grows where all are far."""
+        """A vector was merged that was this far away after clipping, so a radius grows if all partners are far away."""
         if learning_rate > 0:
             self._taken.append(distances)
             self._scaled.append([distance / learning_rate for distance in distances])
 
 
 def factors(distances: Sequence[float], radii: Sequence[float]) -> tuple[float, ...] | None:
-    """What each group's difference is multiplied by, 1 at most; None: it is refused, also where it is not finite."""
+    """What each group's difference is multiplied by, 1 at most; None: refused, also if a distance is not finite."""
     pairs = list(zip(distances, radii, strict=True))
     if not all(distance <= REFUSED * radius for distance, radius in pairs):
         return None
@@ -69,13 +69,13 @@ def factors(distances: Sequence[float], radii: Sequence[float]) -> tuple[float, 
 
 
 class NormClip:
-    """Clips to a multiple of the running median of norms; what is remembered is the norm after the clip."""
+    """Clips to a multiple of the running median of norms, which remembers each norm after the clip."""
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
 
     def factor(self, norm: float) -> float:
-        """What values of that norm, which is finite, are multiplied by: 1 at most, and while few are known."""
+        """What values of this norm, which is finite, are multiplied by: at most 1, and 1 while few norms are known."""
         known = len(self._norms) >= NORMS_KEPT // 4
         bound = LARGEST_NORM * median(self._norms) if known else norm
         if norm > 0:

@@ -1,4 +1,4 @@
-"""How others reach a node, found out at its start (ARCHITECTURE.md, "Reachability"), and what it relays for others."""
+"""Finds out how others reach a node when it starts (ARCHITECTURE.md, "Reachability"), and sets up what it relays."""
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -17,14 +17,14 @@ from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch.run_key import Standing
 
 RELAYED_SHARE = 0.05
-"""Of its line, what a member passes on for others."""
+"""The share of its line that a member gives to relaying."""
 UNMEASURED_MBIT_PER_S = 100.0
-"""What a line counts as before it was measured."""
+"""The assumed rate of a line that has not been measured."""
 NOT_HERE = "not through this node, which others cannot dial, but by the address of another one"
 
 
 def open_streams(closing: AsyncExitStack, libp2p: Libp2pDaemon, run_id: str, standing: Standing) -> Streams:
-    """The streams of a node's links, to be closed by `closing`."""
+    """The streams over a node's links; `closing` closes them."""
     members = standing.records
     streams = Streams(libp2p, run_id, lambda: "" if members is None else members.certificate)
     closing.push_async_callback(streams.close)
@@ -35,7 +35,7 @@ def open_streams(closing: AsyncExitStack, libp2p: Libp2pDaemon, run_id: str, sta
 async def find(libp2p: Libp2pDaemon, streams: Streams, listen_host: str, host: str, port: int) -> WaysIn | None:
     """How this node, whose gRPC server listens at `listen_host`, is reached; None: at `host` and `port`, as announced.
 
-    Raises LocalError: in no way.
+    Raises LocalError: it is not reached at all.
     """
     ways = WaysIn(libp2p, streams, (from_here(listen_host).strip("[]"), port))
     if await joining.check_reachable(libp2p, joined(host, port), ways):

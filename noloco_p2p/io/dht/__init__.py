@@ -1,7 +1,8 @@
 """The distributed hash table and its libp2p daemon, both hivemind's.
 
-Importing the package hivemind as such would import its averager, experts and optimizers, and scipy with them, none of
-which anybody here uses: half a second of a core and 40 MiB. Its folder takes its place, from which its parts come.
+Importing the package hivemind would also import its averager, experts and optimizers, and with them scipy: half a
+second of a core and 40 MiB for nothing that is used here. So a bare package with hivemind's folder stands in for it,
+and only the parts that are needed are imported from there.
 """
 
 import importlib.util

@@ -41,7 +41,7 @@ class JoinAddress:
     port: int
     peer_id: PeerId
     invitation: str = field(default="", compare=False)
-    """What a newcomer to a members-only run shows; it is not part of what the address is, and is not shown with it."""
+    """What admits a newcomer to a members-only run. It is not part of the address proper, nor printed with it."""
 
     @classmethod
     def parse(cls, text: str) -> "JoinAddress":
@@ -106,7 +106,8 @@ def local_host_towards(host: str) -> str:
 def announced_host(host: str, announce_host: str | None, join: JoinAddress | None) -> str:
     """The host that this node announces: `announce_host`, else the address that it listens on.
 
-    For a wildcard address it is the one on the route to the peer that it joins (the first node: on the default route).
+    If it listens on a wildcard address, that is the address on the route to the peer that it joins (for the first node:
+    on the default route).
     """
     if announce_host is not None:
         return announce_host
@@ -129,8 +130,8 @@ def from_here(host: str) -> str:
 def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.socket:
     """A socket bound to (host, port), 0 picks one. It does not listen: keep it until the real listener is up.
 
-    The libp2p daemon shares a port silently with another one, so the check has to be made here. `key` sets the port.
-    Raises LocalError naming the port when it is in use, or the host when it is not one of this machine's.
+    The libp2p daemon would silently share a port with another one, so the check is made here. `key` names the setting
+    of the port. Raises LocalError that names the port if it is in use, or the host if it is not one of this machine's.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -158,9 +159,9 @@ def port_in_use(host: str, port: int, key: str) -> str:
 
 
 class KnownPeers:
-    """The libp2p addresses of peers once seen, in a small file of the node, so that it finds its swarm after a restart.
+    """The libp2p addresses of peers that were seen, in a small file, so that a node finds its swarm after a restart.
 
-    At most `PEERS_LIMIT`, one a peer, in the order in which they were last seen. Who answers keeps its place.
+    At most `PEERS_LIMIT`, one per peer, in the order in which they were last seen. A peer that answers keeps its place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,7 +171,7 @@ class KnownPeers:
         self._turn = 0
 
     def load(self) -> None:
-        """Read the file if there is one. What is not an address in it is passed over: it is only a help.
+        """Read the file if there is one. Anything in it that is not an address is skipped: the file is only a help.
 
         Raises LocalError when the file exists and cannot be read.
         """

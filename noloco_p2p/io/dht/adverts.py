@@ -30,17 +30,17 @@ PAYLOAD_LIMIT_BYTES = 1536
 MEMBERS_PAYLOAD_LIMIT_BYTES = PAYLOAD_LIMIT_BYTES + 1280
 """The same with the certificate of a member, whose text takes the more."""
 LONGEST_TTL_S = 300.0
-"""No record may live longer, so that strangers cannot fill the DHT for ever."""
+"""No record may live longer, so that strangers cannot fill the DHT forever."""
 ADVERTS_PER_STAGE_LIMIT = 2048
-"""More adverts of one stage are passed over when reading: those of peers not seen before, with the largest ids."""
+"""Beyond so many adverts of one stage a reading skips the rest: those of new peers, with the largest ids first."""
 ADDRESSES_LIMIT = 4
 """Addresses of one kind in one advert."""
 HOLDS_LIMIT = 8
-"""Weights that one advert lists; of a node that has more, the last ones."""
+"""Most weights that one advert lists; if a node has more, the last ones."""
 _CONTEXT = b"noloco advert 1\x00"
-"""Goes before what is signed, so that a signature made for one purpose is worth nothing for another."""
+"""Precedes what is signed, so that a signature made for one purpose is worth nothing for another."""
 _CHECKED_LIMIT = 16_384
-"""Checks that are remembered; the replicas of a record come back at every reading."""
+"""Checks that are remembered, because every reading brings the same records again."""
 
 Text = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]
 Texts = Annotated[tuple[Text, ...], Field(max_length=ADDRESSES_LIMIT)]
@@ -51,7 +51,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 class AdvertPayload(BaseModel):
     """What travels: fields of `Advert`, when it was made, and where the signer's libp2p daemon is.
 
-    Every field must be there. A later version may add fields with a default; those unknown here are passed over.
+    Every field must be present. A later version may add fields with a default; unknown fields are ignored.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -59,7 +59,7 @@ class AdvertPayload(BaseModel):
     addresses: Texts
     metrics: Text
     libp2p_metrics: Text = ""
-    """Left out when empty: versions that do not know it understand the rest."""
+    """Left out if empty, so that versions that do not know it understand the rest."""
     state: Text
     step: Number
     outer_round: Count
@@ -106,7 +106,7 @@ class AdvertRecord:
     libp2p: tuple[str, ...]
     """Where the signer's libp2p daemon is: `/ip4/…/tcp/…/p2p/<peer id>`."""
     certificate: str = ""
-    """Of the signer, in a members-only run."""
+    """The signer's, in a members-only run."""
     revoked: int = 0
     """The number of its list of revoked peers."""
 
@@ -135,9 +135,9 @@ def encode(record: AdvertRecord) -> bytes:
 
 
 def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: int | None = None) -> AdvertRecord:
-    """The record of a payload that stood under this key and subkey. Raises Violation naming what is wrong.
+    """The record of a payload found under this key and subkey. Raises Violation that names what is wrong.
 
-    With `stages`, their number in the run, it may speak of no other ones.
+    `stages`: how many the run has; the record may name no others.
     """
     if len(payload) > MEMBERS_PAYLOAD_LIMIT_BYTES:
         raise Violation(f"advert of {len(payload)} bytes, at most {MEMBERS_PAYLOAD_LIMIT_BYTES} are accepted")
@@ -170,7 +170,7 @@ def living_records(
 ) -> list[AdvertRecord]:
     """The valid records of one stage that have not expired. `now`: DHT time; `seen`: peers that keep their places.
 
-    Those of others were checked when they came; this reads what is left.
+    Records of others were checked when they arrived; this reads those that remain.
     """
     records = []
     peers = sorted((subkey for subkey in subkeys if isinstance(subkey, str)), key=lambda peer: (peer not in seen, peer))
@@ -184,13 +184,13 @@ def living_records(
 
 
 def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:
-    """One record a peer, the one announced last (its stage says where it is now), sorted by peer id."""
+    """One record per peer, the one announced last (its stage says where the peer is now), sorted by peer id."""
     newest = {record.advert.peer_id: record for record in sorted(records, key=lambda record: record.announced_at)}
     return [newest[peer_id] for peer_id in sorted(newest)]
 
 
 def libp2p_addresses(record: AdvertRecord) -> list[JoinAddress]:
-    """Where a peer says that its daemon is; what is malformed or another peer's is left out."""
+    """Where a peer says that its daemon is, without what is malformed or names another peer."""
     addresses = []
     for text in record.libp2p:
         with contextlib.suppress(ConfigError):
@@ -226,8 +226,8 @@ class AdvertValidator:
         clock: Callable[[], float],
         members: MemberRecords | None = None,
     ) -> None:
-        """`stages` maps the hashed DHT keys of this run to stage indices; `clock` gives DHT time; `members`: of a run
-        that has some, nobody else's records are valid."""
+        """`stages` maps the hashed DHT keys of this run to stage indices; `clock` gives DHT time; `members`: if given,
+        only their records are valid."""
         self._members = members
         self._identity = identity
         self._run_id = run_id
@@ -253,7 +253,7 @@ class AdvertValidator:
         return self._checked(record, 0 if self._members is None else self._members.revoked.held.number)
 
     def _well_formed(self, record: HivemindRecord, revoked: int) -> bool:
-        """See `validate`; the answer may be another one when there is a new list of those that are `revoked`."""
+        """See `validate`; the answer may change with a new list of `revoked` peers."""
         stage = self._stages.get(record.key)
         peer_id = record.subkey[2:].decode("ascii", errors="replace")
         if stage is None or public_key_of(peer_id) is None or record.subkey != packed_text(peer_id):

@@ -1,8 +1,8 @@
 """hivemind's DHTNode, and what is added to it so that no peer decides what others see (ARCHITECTURE.md, "What a
 stranger can do", hole 8).
 
-A DHT node chooses its own place, so the nodes nearest to a key are whoever wants to be. Everybody therefore holds its
-own record too, and linked peers are asked directly for what they hold. hivemind is imported where it is used (two
+A DHT node chooses its own place, so whoever wants to be near a key can be. Therefore each node also holds its own
+record, and asks linked peers directly for what they hold. hivemind is imported where it is used (two
 seconds); its objects have no types.
 """
 
@@ -20,15 +20,15 @@ WAIT_TIMEOUT_S = 2.0
 NEIGHBOURS = 20
 """DHT nodes nearest to a key that a search asks: Kademlia's k."""
 STAGE_LIMIT_BYTES = 3 << 20
-"""Records of one stage that a node holds, without keys: with these, what one reply of hivemind can carry (4 MiB)."""
+"""Most bytes of records held for one stage, without keys; with keys they still fit one reply of hivemind (4 MiB)."""
 UNTIL_ALL_ARE_ASKED = float("nan")
-"""As the expiration that suffices: no expiration that a reply claims, not even an infinite one, ends a search."""
+"""Given as the expiration that would be enough: no expiration that a reply claims, not even infinity, ends a search."""
 
 
 async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_only: bool = False) -> Any:
     """hivemind's DHTNode on its P2P, at `node_id` (its DHTID) or, if None, a place drawn at random.
 
-    One that `asks_only` is known to nobody and answers nobody: most others could not reach it.
+    A node that `asks_only` stays out of others' routing tables and answers nobody, because most could not reach it.
     """
     from hivemind.dht.node import DHTNode
 
@@ -39,20 +39,20 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
         bucket_size=NEIGHBOURS,
         wait_timeout=WAIT_TIMEOUT_S,
         record_validator=validator,
-        backoff_rate=1.0,  # a peer that was away for long is asked again after the same 5 s
+        backoff_rate=1.0,  # a peer that was away for a long time is asked again after the same 5 s
         cache_locally=False,
         cache_nearest=0,
         cache_on_store=False,
         reuse_get_requests=False,
-        chunk_size=1,  # one key in a question: two full ones are more than one reply can carry
+        chunk_size=1,  # one key per question: one reply cannot carry two full ones
     )
-    # What a stranger puts into the cache would be given to readers in place of what is stored.
+    # Readers would get what a stranger puts into the cache instead of what is stored.
     node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
     return node
 
 
 async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
-    """Ask those of the linked peers that are not in the routing table to know this node; whether any answers."""
+    """Make linked peers that are not in the routing table aware of this node; returns whether any answers."""
     from hivemind.p2p import PeerID
 
     peers = [PeerID.from_base58(peer_id) for peer_id in linked]
@@ -65,13 +65,13 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
 
 
 async def search(node: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """Under each key, what the nodes nearest to it hold: None, or a value that maps peer ids to valid payloads."""
+    """For each key, what the nodes nearest to it hold: None, or a value that maps peer ids to valid payloads."""
     found: dict[str, Any] = await node.get_many(keys, sufficient_expiration_time=UNTIL_ALL_ARE_ASKED)
     return found
 
 
 def hold(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
-    """Keep this node's own record on this node, wherever else it is stored."""
+    """Keep this node's own record on this node, too, wherever else it is stored."""
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord
 
@@ -107,10 +107,10 @@ def merged(node: Any, found: Any, held: Any, key: str) -> dict[object, tuple[obj
 
 
 def record_store(limit_bytes: int = STAGE_LIMIT_BYTES) -> Any:
-    """A storage for hivemind's DHTProtocol with room for `limit_bytes` under each key; 0: it takes nothing.
+    """A storage for hivemind's DHTProtocol with room for `limit_bytes` under each key; 0: it stores nothing.
 
-    hivemind's own has no bound, lets a replayed older record shorten the life of a newer one, and hands out the very
-    dictionary that a reader then merges other peers' answers into.
+    hivemind's own storage has no bound, lets a replayed older record shorten the life of a newer one, and hands out its
+    own dictionary, into which a reader then merges other peers' answers.
     """
     return _store_class()(limit_bytes)
 
@@ -120,7 +120,7 @@ def _store_class() -> Any:
     from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 
     class RecordStore(DHTLocalStorage):  # type: ignore[misc]  # hivemind is untyped
-        """Peers that are in keep their places and may renew their records; newcomers get the room that is left."""
+        """Peers that have a place keep it and may renew their records; newcomers share the room that is left."""
 
         def __init__(self, limit_bytes: int) -> None:
             super().__init__()
@@ -137,7 +137,7 @@ def _store_class() -> Any:
             return type(found)(copy, found.expiration_time)
 
         def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-            """Whether it was stored: it lives longer than what is held, and there is room."""
+            """Store a record if it lives longer than the one held and there is room; returns whether it did."""
             found = super().get(key)
             held = found.value if found is not None else DictionaryDHTValue()
             before = held.get(subkey)

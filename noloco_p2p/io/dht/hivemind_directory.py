@@ -1,6 +1,6 @@
-"""The real directory: adverts in a Hivemind DHT, which runs in this process's own event loop beside the daemon.
+"""The real directory: adverts in a hivemind DHT, which runs in this process's own event loop beside the daemon.
 
-It outlives the daemon, which `keep` starts again when it dies. No microbatch ever waits for it.
+It outlives the daemon, which `keep` restarts if it dies. No microbatch ever waits for it.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ REJOIN_PERIOD_S = 10.0
 """How often missing known peers are dialled again and linked ones are asked to know us."""
 DIALS_PER_REJOIN = 8
 ASKED_PER_REJOIN = 16
-"""Linked peers that are asked, at every rejoining, for the records that they hold themselves."""
+"""How many linked peers are asked, at each rejoining, for the records that they hold themselves."""
 LEFT_TTL_S = 15.0
 """Shortest lifetime of the record that a node has left."""
 _LEAST_GROWTH_S = 0.001
 PAUSES_S = (0.0, 2.0, 8.0)
-"""Pause before each restart, seconds; a daemon that would need another one without having recovered is given up."""
+"""Pause before each restart, seconds. A daemon that needs one more without having recovered is given up."""
 RECOVERED_S = 60.0
 """A restarted daemon that has lived this long has recovered."""
 
@@ -58,12 +58,12 @@ class HivemindDirectory:
         self._keys = {stage_key(run_id, stage): stage for stage in range(stages)}
         self._known = known
         self._expires: dict[int, float] = {}
-        """DHT time at which our newest record under each stage's key expires; it may only grow."""
+        """For each stage's key, the DHT time at which our newest record expires; it may only grow."""
         self._newest: Advert | None = None
         self._seen: frozenset[PeerId] = frozenset()
         """The peers in the last reading."""
         self._heard = dht_node.record_store()
-        """Records that linked peers gave when they were asked for what they hold themselves."""
+        """Records that linked peers gave when asked for what they hold themselves."""
         self._turn = 0
         self._rejoining: asyncio.Task[None] | None = None
 
@@ -73,8 +73,8 @@ class HivemindDirectory:
     ) -> "HivemindDirectory":
         """Start a DHT node for the run on the daemon of `libp2p`, and find the others; of `members` only, if given.
 
-        Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable when peers were
-        joined and none of them answers as a DHT node; who joins nobody and finds nobody is the first node.
+        Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable if peers were
+        joined and none answers as a DHT node. A node that joins nobody and finds nobody is the first one.
         """
         known = KnownPeers(known_path)
         known.load()
@@ -112,7 +112,7 @@ class HivemindDirectory:
             self._newest = None
 
     async def peers(self) -> list[Advert]:
-        """See `ports.Directory`. Of a peer with several records only the newest counts, without what is not dialled."""
+        """See `ports.Directory`. Of a peer's records only the newest counts, without addresses that are not dialled."""
         asked_at = dht_time()
         reading = dht_node.search(self._dht, list(self._keys))
         entries = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
@@ -136,7 +136,7 @@ class HivemindDirectory:
         )
 
     async def rejoin(self) -> None:
-        """Dial some known peers that are not linked, make all linked ones known to the DHT, remember those that answer.
+        """Dial some known peers without a link, make this node known to all linked ones, remember those that answer.
 
         Raises LocalError (no daemon, or known peers cannot be written).
         """
@@ -152,9 +152,9 @@ class HivemindDirectory:
         self._known.remember(address for peer_id, address in sorted(self._libp2p.met.items()) if peer_id in linked)
 
     async def keep(self, trouble: Callable[[str | None], None]) -> None:
-        """Start the daemon again whenever it dies. Ends only with a LocalError: it could not be kept alive.
+        """Restart the daemon whenever it dies. Ends only with a LocalError: it could not be kept alive.
 
-        `trouble` gets what is wrong, from the death until RECOVERED_S after the restart, and then None.
+        `trouble` is told what is wrong, from the death until RECOVERED_S after the restart, and then None.
         """
         starts = 0
         while True:
@@ -189,14 +189,14 @@ class HivemindDirectory:
         return self._node
 
     async def _answer(self, waiting: Awaitable[T], timeout_s: float, what: str) -> T:
-        """As `Libp2pDaemon.guard`, but a dead daemon only makes the directory Unreachable: it will be started again."""
+        """Like `Libp2pDaemon.guard`, but a dead daemon only makes the directory Unreachable: it will be restarted."""
         try:
             return await self._libp2p.guard(waiting, timeout_s, what)
         except LocalError as error:
             raise Unreachable(f"{error}") from error
 
     async def _restart(self) -> str:
-        """Start the daemon again and go on there, with all records. Why there is no daemon, or an empty text."""
+        """Restart the daemon and continue on it, with all records. Returns why there is no daemon, or an empty text."""
         await self.close()
         try:
             await self._libp2p.restart()
@@ -230,7 +230,7 @@ class HivemindDirectory:
         for _ in range(2):
             if await self._put(advert, payload, expires):
                 return
-            held = await self._held_until(advert.stage)  # one peer's refusal says little: see what the others hold
+            held = await self._held_until(advert.stage)  # one refusal says little: see what the others hold
             if held == expires:
                 return
             if held is None or held < expires:
@@ -271,7 +271,7 @@ class HivemindDirectory:
             await self._ping(await self._libp2p.links())
 
     async def _ping(self, linked: Iterable[PeerId]) -> None:
-        """Ask linked peers that are not in the DHT's routing table to know us, and look for our neighbours."""
+        """Make linked peers that are not in the DHT's routing table aware of us, and look for our neighbours."""
         pinging = dht_node.ping_new(self._node, sorted(linked))
         if await self._libp2p.guard(pinging, BOOTSTRAP_TIMEOUT_S, "the peers' answers to a ping"):
             finding = self._node.find_nearest_nodes([self._node.node_id])

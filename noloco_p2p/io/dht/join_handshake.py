@@ -1,5 +1,5 @@
 """What a joining node asks the peer that it joins, before it has a directory: the run manifest, the time, and whether
-its gRPC address can be reached. Both ends of these calls, which go over libp2p, which authenticates the peers.
+its gRPC address can be reached. Both ends of these calls are here. They go over libp2p, which authenticates the peers.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ DIAL_BACK_TIMEOUT_S = 6.0
 DIAL_BACK_TRIES = 3
 DIALS_AT_ONCE = 4
 DIALS_PER_MINUTE = 60
-"""Strangers can make a node dial an address of their choice: few at once, few a minute, and they learn one line."""
+"""Strangers can make a node dial addresses of their choice: few at once, few a minute, and they learn one line."""
 _ADDRESS_LIMIT = 256
 _REASON_LIMIT = 200
 _BUSY = "busy"
@@ -48,9 +48,9 @@ async def serve_manifest(libp2p: Libp2pDaemon, manifest: bytes) -> None:
 
 
 async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
-    """(manifest JSON, the peer's DHT time when it answered), from a peer that is linked.
+    """(manifest JSON, the peer's DHT time when it answered), from a linked peer.
 
-    Nothing about the bytes is checked but their number. Raises Unreachable, Declined (it has none), Violation.
+    Of the bytes only their number is checked. Raises Unreachable, Declined (it has none), Violation.
     """
     answer = await libp2p.call(peer_id, MANIFEST_CALL, b"", MANIFEST_TIMEOUT_S)
     if not 8 < len(answer) <= 8 + MANIFEST_LIMIT_BYTES:
@@ -61,8 +61,8 @@ async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, 
 def check_clock(theirs: float, *, mine_before: float, mine_after: float, ttl_s: float) -> None:
     """Compare a peer's DHT time with ours, taken just before the question and just after the answer.
 
-    Raises ConfigError that says by how much they differ when it is certainly more than half of `ttl_s`: adverts
-    would look expired, or live too long. `ttl_s` is the lifetime of an advert, seconds.
+    Raises ConfigError that states the difference if it is certainly more than half of `ttl_s`, because adverts would
+    look expired, or live too long. `ttl_s` is the lifetime of an advert, seconds.
     """
     if not mine_before - ttl_s / 2 <= theirs <= mine_after + ttl_s / 2:
         off = theirs - (mine_before + mine_after) / 2
@@ -73,7 +73,7 @@ def check_clock(theirs: float, *, mine_before: float, mine_after: float, ttl_s: 
 
 
 class DialRateLimit:
-    """How many strangers' addresses are dialled: pure book-keeping, `now` in seconds of any steady clock."""
+    """Limits how many strangers' addresses are dialled. Pure: `now` is in seconds of any steady clock."""
 
     def __init__(self, at_once: int = DIALS_AT_ONCE, per_minute: int = DIALS_PER_MINUTE) -> None:
         self._free = at_once
@@ -98,7 +98,8 @@ async def serve_dial_back(
 ) -> None:
     """Let linked peers ask whether their gRPC address can be reached from here; `probe` finds out.
 
-    A peer can only ask for itself: libp2p authenticates the caller; and for what this node dials anyway (`reach`).
+    A peer can only ask about itself, because libp2p authenticates it, and only for addresses that this node would dial
+    anyway (`reach`).
     `probe` may raise Unreachable instead of returning a reason.
     """
     allowed = DialRateLimit() if allowance is None else allowance
@@ -151,10 +152,10 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
 
 
 async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> bool:
-    """Let a joined peer find this node at its gRPC address (`host:port`), or else over streams, which `ways` takes.
+    """Have a joined peer find this node at its gRPC address (`host:port`), or else over the streams that `ways` serves.
 
-    Whether it is reached at the address. Raises LocalError: in neither way. A peer that cannot be asked (it has just
-    died, or is busy) says nothing: the next one is asked.
+    Returns whether it is reached at the address. Raises LocalError: it is reached in neither way. If a peer cannot be
+    asked (it has just died, or is busy), the next one is.
     """
     failure, reason = "", None
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):

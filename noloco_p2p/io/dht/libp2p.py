@@ -1,7 +1,7 @@
 """The libp2p daemon of this node: links to peers, small authenticated calls, and what happens when it dies.
 
 hivemind is imported where it is used, because the import takes two seconds. None of its calls has a timeout, and a dead
-daemon leaves them waiting for ever, so every one goes through `guard`. Foreign exceptions are mapped to ours here.
+daemon leaves them waiting forever, so each one goes through `guard`. Foreign exceptions are mapped to ours here.
 """
 
 import asyncio
@@ -65,9 +65,9 @@ class Libp2pDaemon:
         self._handlers: dict[str, CallHandler] = {}
         self._stream_handlers: dict[str, StreamHandler] = {}
         self.met: dict[PeerId, JoinAddress] = {}
-        """Where the daemons of other peers are, as the directory was last read: those that are dialled from here."""
+        """Where other peers' daemons are, from the last reading of the directory; only those that this node dials."""
         self.ways: Callable[[], tuple[str, ...]] | None = None
-        """The addresses of a node that nobody can dial; in the DHT it asks only, then."""
+        """Gives the addresses of a node that cannot be dialled, which then only asks in the DHT; None: it can."""
 
     @classmethod
     async def open(
@@ -103,7 +103,7 @@ class Libp2pDaemon:
         return libp2p
 
     async def restart(self) -> None:
-        """Start the daemon again when it has died: the same peer on the same ports, which answers the same calls.
+        """Restart a daemon that has died: the same peer on the same ports, which answers the same calls.
 
         Raises LocalError, Unreachable.
         """
@@ -126,7 +126,7 @@ class Libp2pDaemon:
         return [str(self._address)]
 
     async def dial(self, target: JoinAddress) -> None:
-        """Make a link to a peer; at once when there is one. Raises ConfigError (another peer), Unreachable."""
+        """Make a link to a peer; returns at once if there is one. Raises ConfigError (another peer), Unreachable."""
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
         from hivemind.utils.multiaddr import Multiaddr
@@ -156,7 +156,7 @@ class Libp2pDaemon:
         return {peer.peer_id.to_base58() for peer in peers}
 
     async def serve(self, name: str, handler: CallHandler) -> None:
-        """Answer calls of this name from now on, after a restart too. Once per name."""
+        """Answer calls of this name from now on, also after a restart. Once per name."""
         from google.protobuf.wrappers_pb2 import BytesValue
 
         async def answer(request: BytesValue, context: Any) -> BytesValue:
@@ -195,7 +195,7 @@ class Libp2pDaemon:
         return answer[1:]
 
     async def serve_streams(self, name: str, handler: StreamHandler) -> None:
-        """Take streams of this name from now on, after a restart too; by the newest handler of the name."""
+        """Take streams of this name from now on, also after a restart, with the newest handler given for the name."""
 
         async def answer(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -210,7 +210,7 @@ class Libp2pDaemon:
         await self.guard(adding, DAEMON_TIMEOUT_S, "the libp2p daemon")
 
     async def open_stream(self, peer_id: PeerId, name: str) -> Stream:
-        """A stream to a linked peer; nobody is dialled. Raises Unreachable (no link, no answer), LocalError."""
+        """A stream to a linked peer; makes no new link. Raises Unreachable (no link, no answer), LocalError."""
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
@@ -224,7 +224,7 @@ class Libp2pDaemon:
         return Stream(reader, writer)
 
     async def guard(self, waiting: Awaitable[T], timeout_s: float, what: str) -> T:
-        """Await something that the daemon does. Raises Unreachable when it takes longer, LocalError when it is dead."""
+        """Await something that the daemon does. Raises Unreachable: it took too long; LocalError: it is dead."""
         task = asyncio.ensure_future(waiting)
         both: set[asyncio.Future[Any]] = {task, self.failed}
         try:
@@ -243,7 +243,7 @@ class Libp2pDaemon:
                 task.exception()  # marks it as seen
 
     async def close(self) -> None:
-        """End the daemon and all that hangs on it. Harmless when called twice, or after the daemon died."""
+        """End the daemon and everything that depends on it. Harmless if called twice, or after the daemon has died."""
         self._watch.cancel()
         if not self.failed.done():
             self.failed.cancel()

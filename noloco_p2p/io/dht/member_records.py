@@ -1,4 +1,4 @@
-"""The certificate in a record of a members-only run: what this node's carry, and which ones count."""
+"""The certificates in the records of a members-only run: which one this node's carry, and whose count."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from noloco_p2p.io.dht.adverts import AdvertRecord
 
 REVOKED_STORED_S = 360.0
-"""Records that end later than so long after a peer's revocation are refused. Others are passed over when they are read:
-they may have been stored before, and a reader that refuses one record refuses all of that answer (hivemind)."""
+"""Records of a revoked peer are refused if they expire later than this after its revocation, seconds. Earlier ones may
+have been stored before it, so they are only skipped when read: in hivemind, a reader that refuses one record refuses
+the whole answer."""
 _CHECKED_LIMIT = 4096
-"""Chains that are remembered: one costs a millisecond, and comes with every record of its peer for days."""
+"""Chains that are remembered: checking one takes a millisecond, and each record of its peer carries it for days."""
 
 
 class MemberRecords:
@@ -29,9 +30,9 @@ class MemberRecords:
         """`chain`: this node's certificate with its issuer's, PEM; without one it announces nothing."""
         self.revoked = revoked
         self.ahead: Sequence[JoinAddress] = ()
-        """Where those are that have a newer list of revoked peers, as of the last reading."""
+        """Where the peers are that had a newer list of revoked peers at the last reading."""
         self.issuers: dict[PeerId, JoinAddress] = {}
-        """Where those are that admit members and renew their certificates."""
+        """Where the peers are that admit members and renew their certificates."""
         self._chain = chain
         self._checked = functools.lru_cache(_CHECKED_LIMIT)(trust.membership)
 
@@ -41,7 +42,7 @@ class MemberRecords:
         return self._chain().decode()
 
     def admits(self, peer_id: PeerId, certificate: str, until: float, at: list[JoinAddress]) -> bool:
-        """Whether a record of this peer, which is kept `until` (unix seconds), is that of a member all that time.
+        """Whether a record of this peer, kept `until` then (unix seconds), is a member's for all that time.
 
         `at`: where the peer says that it is.
         """
@@ -58,14 +59,14 @@ class MemberRecords:
         return True
 
     def belongs(self, peer_id: PeerId, certificate: str, until: float) -> bool:
-        """Whether this is the certificate of a member who has not been revoked, good `until` then."""
+        """Whether this is the certificate of a member that is not revoked, valid `until` then."""
         issuer = self.admits(peer_id, certificate, until, []) and self._checked(certificate.encode()).issuer
         return bool(issuer) and not self.revoked.names(peer_id, str(issuer))
 
     def read(
         self, records: Sequence["AdvertRecord"], daemons: Callable[["AdvertRecord"], Sequence[JoinAddress]]
     ) -> list["AdvertRecord"]:
-        """What a reading found, as if those who were revoked had left; notes who has a newer list of them."""
+        """What a reading found, with revoked peers counted as having left; notes who has a newer list of them."""
         ahead = [record for record in records if record.revoked > self.revoked.held.number]
         self.ahead = [address for record in ahead for address in daemons(record)[:1]]
         return [

@@ -1,5 +1,5 @@
-"""Which addresses that others name are dialled from here: IP addresses, those of names included, that are public, or
-private as this node's own ones are. So no stranger makes a node connect to what only its owner can reach.
+"""Which of the addresses that others name this node dials: public IP addresses, and private ones if this node's own are
+private, too; names are resolved first. So no stranger makes a node connect to what only its owner can reach.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from noloco_p2p.io.dht.identity import public_key_of
 CONTAINER_MARKS = "/.dockerenv", "/run/.containerenv"
 """Files that engines put into containers."""
 LOOKUP_S = 2.0
-"""Longest wait for the addresses of names; what comes later is known the next time."""
+"""Longest wait for the addresses of names; later answers are there the next time."""
 NAMES_AT_ONCE = 32
 NAMES_KEPT, KEPT_S = 256, 60.0
 """Names whose addresses are remembered, and for how long, seconds."""
 STREAM = "p2p"
-"""The address of a peer to which others open a stream over a link that it keeps."""
+"""The address of a peer that others reach by opening a stream over a link that it keeps."""
 RELAY = "relay/"
-"""Before the peer id of a relay: the address of a peer to which that one splices streams."""
+"""Followed by the peer id of a relay: the address of a peer to which that relay splices streams."""
 _HOST = r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))"
 _ENDPOINT = re.compile(rf"(?:http://)?{_HOST}:([1-9][0-9]{{0,4}})(?:/[A-Za-z0-9_./-]{{0,100}})?")
 """`host:port`, an IPv6 host in brackets; or the URL of a page there."""
@@ -35,7 +35,7 @@ _ENDPOINT = re.compile(rf"(?:http://)?{_HOST}:([1-9][0-9]{{0,4}})(?:/[A-Za-z0-9_
 
 @lru_cache(4096)
 def scope(address: str) -> str:
-    """From where an IP address is reached: `public`, `private`, `link`, `loopback`; `nowhere`: no host has it."""
+    """From where an IP address can be reached: `public`, `private`, `link`, `loopback`; `nowhere`: no host has it."""
     ip: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
     ip = getattr(ip, "ipv4_mapped", None) or ip
     if ip.is_unspecified or ip.is_multicast:
@@ -46,7 +46,7 @@ def scope(address: str) -> str:
 
 
 def is_open_to_others(listen: ListenSettings) -> bool:
-    """Whether nodes of strangers may reach what listens there: not on loopback, nor in a network of containers."""
+    """Whether strangers' nodes can reach what listens there: not on loopback, nor in a network of containers."""
     host = listen.announce_host or listen.host
     where = scope(host) if _is_address(host) else "loopback" if host == "localhost" else "public"
     contained = any(Path(mark).exists() for mark in CONTAINER_MARKS)
@@ -61,7 +61,7 @@ def _is_address(host: str) -> bool:
 
 
 def endpoint(text: str) -> tuple[str, int] | None:
-    """The host and the port of `host:port`, or of `http://host:port/page`; None when it is neither."""
+    """The host and the port of `host:port` or `http://host:port/page`; None: it is neither."""
     found = _ENDPOINT.fullmatch(text)
     return (found[1] or found[2], int(found[3])) if found is not None and int(found[3]) < 65536 else None
 
@@ -72,7 +72,7 @@ def joined(host: str, port: int) -> str:
 
 
 def relay_of(address: str) -> PeerId | None:
-    """The relay that an address names; None: it is no such address."""
+    """The relay that an address names; None: it names none."""
     relay = address.removeprefix(RELAY)
     known = address.startswith(RELAY) and len(relay) <= PEER_ID_CHARACTERS and public_key_of(relay) is not None
     return relay if known else None
@@ -84,7 +84,7 @@ def is_streamed(address: str) -> bool:
 
 
 class Reach:
-    """What is dialled from one machine. Belongs to one event loop."""
+    """What one machine dials. Belongs to one event loop."""
 
     def __init__(self, own: Iterable[str]) -> None:
         """`own`: the hosts under which this node is reached, and those that its owner has named."""
@@ -95,7 +95,7 @@ class Reach:
         self._threads = ThreadPoolExecutor(2, "names")
 
     async def addresses(self, hosts: Iterable[str]) -> dict[str, str]:
-        """Host → the IP address at which it is dialled; those that are not dialled, or not known yet, are left out."""
+        """Host → the IP address at which it is dialled. Hosts not dialled, or not resolved yet, are left out."""
         wanted = dict.fromkeys(hosts)
         await self._look_up([*self._own, *wanted])
         scopes = {"public"} | {scope(address) for host in self._own for address in self._of(host)} - {"nowhere"}
@@ -103,9 +103,9 @@ class Reach:
         return {host: some[0] for host, some in found.items() if some}
 
     async def within(self, adverts: Iterable[Advert]) -> list[Advert]:
-        """These adverts without the addresses that are not dialled from here; in those of gRPC no name is left.
+        """These adverts without the addresses that this node does not dial; in those of gRPC names are resolved.
 
-        Streams dial nobody but relays, where these say that they are (`joins`).
+        Streams dial only relays, at the addresses that these announce (`joins`).
         """
         adverts = list(adverts)
         named = {text for one in adverts for text in (*one.addresses, one.metrics, one.libp2p_metrics)}
@@ -125,7 +125,7 @@ class Reach:
         ]
 
     async def joins(self, addresses: Iterable[JoinAddress]) -> list[JoinAddress]:
-        """Those that are dialled from here."""
+        """Of these addresses, those that this node dials."""
         addresses = list(addresses)
         known = await self.addresses(one.host for one in addresses)
         return [replace(one, host=known[one.host]) for one in addresses if one.host in known]
@@ -134,7 +134,7 @@ class Reach:
         return (host,) if _is_address(host) else self._known.get(host, (0.0, ()))[1]
 
     async def _look_up(self, hosts: Iterable[str]) -> None:
-        """Ask for the addresses of names, for LOOKUP_S at most."""
+        """Resolve names, for LOOKUP_S at most."""
         loop = asyncio.get_running_loop()
         fresh = {host for host, (at, _) in self._known.items() if at > loop.time() - KEPT_S}
         for host in hosts:

@@ -1,6 +1,6 @@
-"""What a public node does for members behind NAT: it splices the streams of two that have asked it to.
+"""A public node as a relay to members behind NAT: it splices streams of two peers that have a reservation with it.
 
-It sees what they send as it travels, which is TLS between members.
+It sees only what travels, which is TLS between members.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ RESERVED_S = 15.0
 """Lifetime of a reservation that is not renewed, seconds."""
 MOST_RESERVED = 256
 CIRCUITS, CIRCUITS_OF_PEER = 512, 64
-"""Pairs of streams spliced at once, and those of which a peer is one end: three connections a peer that it calls."""
+"""Circuits (pairs of spliced streams) at once: in all, and with one peer as an end (three for each peer it calls)."""
 BURST_S = 0.25
-"""What the relayed share of the line holds, in seconds of its rate."""
+"""How much of the relayed share may be sent in one burst, in seconds of its rate."""
 
 
 class MemberRelay:
@@ -30,11 +30,11 @@ class MemberRelay:
     def __init__(
         self, libp2p: Libp2pDaemon, run_id: str, members: MemberRecords | None, bytes_per_s: Callable[[], float]
     ) -> None:
-        """`members`: only they reserve, where there are some; `bytes_per_s`: what all circuits carry together."""
+        """`members`: if given, only they may reserve; `bytes_per_s`: what all circuits together may carry."""
         self._libp2p, self._run_id, self._members = libp2p, run_id, members
         self._bytes_per_s = bytes_per_s
         self._until: dict[PeerId, float] = {}
-        """Reservations, on the loop's clock."""
+        """When each reservation ends, on the loop's clock."""
         self._circuits: Counter[PeerId] = Counter()
         self._carrying: set[asyncio.Task[None]] = set()
         if members is not None:
@@ -65,7 +65,7 @@ class MemberRelay:
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
         with suppress(PeerError, LocalError, OSError), ExitStack() as leaving:
-            self._take(caller, leaving)  # else the stream ends without a word
+            self._take(caller, leaving)  # if it raises, the stream ends without an answer
             target = await hear(stream)
             try:
                 self._take(target, leaving)
@@ -78,7 +78,7 @@ class MemberRelay:
             await splice(stream, onward, self._pace)
 
     def _take(self, peer: PeerId, leaving: ExitStack) -> None:
-        """One end of a circuit, given back when the stack ends. Raises Declined."""
+        """Take one end of a circuit, which is given back when the stack ends. Raises Declined."""
         if self._until.get(peer, 0.0) < asyncio.get_running_loop().time():
             raise Declined(f"{peer} has no reservation")
         if self._circuits[peer] >= CIRCUITS_OF_PEER or self._circuits.total() >= 2 * CIRCUITS:
@@ -88,16 +88,16 @@ class MemberRelay:
 
     def _give_back(self, peer: PeerId) -> None:
         self._circuits[peer] -= 1
-        self._circuits += Counter()  # forgets who has none
+        self._circuits += Counter()  # forgets peers without any
 
     def _cut(self) -> None:
-        """Somebody was revoked: all reservations and circuits end; who still belongs to the run comes back."""
+        """A peer was revoked: all reservations and circuits end, and those that still belong to the run come back."""
         self._until.clear()
         for task in self._carrying:
             task.cancel()
 
     async def _pace(self, nbytes: int) -> None:
-        """Wait until so many more bytes fit; circuits take turns."""
+        """Wait until so many more bytes may be sent; circuits take turns."""
         async with self._turn:
             now = asyncio.get_running_loop().time()
             self._free_at = max(self._free_at, now - BURST_S) + nbytes / self._bytes_per_s()

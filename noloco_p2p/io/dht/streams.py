@@ -1,7 +1,7 @@
-"""gRPC connections over libp2p streams, to peers that accept no others (ARCHITECTURE.md, "Reachability").
+"""gRPC connections over libp2p streams, to peers that nobody can dial (ARCHITECTURE.md, "Reachability").
 
-gRPC dials a socket of this machine; what it sends there goes on as it is, encrypted or not, over a stream to the peer,
-or to a relay that splices it with another one.
+gRPC dials a socket of this machine. Its bytes, encrypted or not, pass unchanged over a stream to the peer, or to a
+relay that splices the stream with another one.
 """
 
 import asyncio
@@ -23,21 +23,21 @@ STREAMS, RELAY_STREAMS, RELAYED_STREAMS = "noloco/grpc/1", "noloco/relay/1", "no
 RESERVE_CALL = "noloco/reserve/1"
 RESERVE_TIMEOUT_S = 3.0
 OPEN_TIMEOUT_S = 5.0
-"""Longest wait for a relay's word, and for gRPC to take up a stream that was opened for it."""
+"""Longest wait for a relay's answer, and for gRPC to use a stream that was opened for it."""
 CHUNK_BYTES = 1 << 16
-"""Read at once. With what the streams' two buffers hold, at most half a MiB waits here in each direction."""
+"""Most bytes read at once. Together with the streams' two buffers, at most half a MiB waits here in each direction."""
 _WORD_LIMIT = 200
 
 
 async def say(stream: Stream, word: str) -> None:
-    """Send a short text, ahead of all else that goes over a stream."""
+    """Send a short text, ahead of everything else on a stream."""
     data = word.encode()[:_WORD_LIMIT]
     stream.writer.write(bytes([len(data)]) + data)
     await stream.writer.drain()
 
 
 async def hear(stream: Stream) -> str:
-    """The short text with which a stream begins. Raises Unreachable: it does not come."""
+    """The short text with which a stream begins. Raises Unreachable: it does not arrive."""
     try:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
             [length] = await stream.reader.readexactly(1)
@@ -47,7 +47,7 @@ async def hear(stream: Stream) -> str:
 
 
 async def splice(one: Stream, other: Stream, pace: Callable[[int], Awaitable[object]] | None = None) -> None:
-    """Carry bytes both ways until either end stops or breaks; then both are closed. `pace` is awaited for each part."""
+    """Pass bytes on both ways until either end stops or breaks, then close both; awaits `pace` for each part."""
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
@@ -74,16 +74,16 @@ class Streams:
     """The streams that a node opens for gRPC. Belongs to one event loop."""
 
     def __init__(self, libp2p: Libp2pDaemon, run_id: str, certificate: Callable[[], str] = str) -> None:
-        """`certificate`: of this node as a member, PEM; empty in an open run."""
+        """`certificate`: this node's as a member, PEM; empty in an open run."""
         self.hosts: dict[str, str] = {}
-        """Connections to this node's gRPC server from itself, `host:port` → whose streams they carry."""
+        """Connections of this node to its own gRPC server: `host:port` → whose stream it carries."""
         self._libp2p, self._run_id, self._certificate = libp2p, run_id, certificate
         self._folder: Path | None = None
         self._numbers = count()
         self._carrying: set[asyncio.Task[None]] = set()
 
     async def target(self, address: str, peer: PeerId) -> str:
-        """What gRPC dials, once, for a peer at one of its addresses. Raises Unreachable."""
+        """What gRPC dials, once, to reach a peer at one of its addresses. Raises Unreachable."""
         if not is_streamed(address):
             return address
         try:
@@ -108,7 +108,7 @@ class Streams:
         return f"unix:{path}"
 
     async def reserve(self, relay: PeerId) -> None:
-        """Have a linked relay splice streams from and to this node, for a while. Raises a PeerError: it will not."""
+        """Reserve a place with a linked relay, for a while: it then splices this node's streams. Raises a PeerError."""
         request = f"{self._run_id}\n{self._certificate()}".encode()
         await self._libp2p.call(relay, RESERVE_CALL, request, RESERVE_TIMEOUT_S)
 

@@ -1,5 +1,5 @@
-"""How a node that accepts no connection from outside is reached all the same: over links that it keeps to public
-members, and through two of these as relays (ARCHITECTURE.md, "Reachability").
+"""How others reach a node that they cannot dial: over links that it keeps to public members, and through two of these
+as relays (ARCHITECTURE.md, "Reachability").
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, splice
 
 RELAYS = 2
 LOOK_S = 3.0
-"""Time between two questions to each relay: with its timeout, one that is dead is replaced within 10 s."""
+"""Time between two questions to each relay. With the timeout of a question, a dead relay is replaced within 10 s."""
 REFUSED_S = 60.0
-"""How long a public member that relays nothing is not asked again."""
+"""How long a public member that refuses to relay is not asked again."""
 DIALS = 8
-"""Links that are opened at once."""
+"""Most links opened at once."""
 MOST_LINKS = 128
-"""Public members to which links are kept; others come through the relays."""
+"""Most public members to which this node keeps links; the others come through the relays."""
 STREAMS_OF_PEER, STREAMS_OF_RELAY, MOST_STREAMS = 16, 64, 512
-"""At once."""
+"""Most streams at once: of one peer, through one relay, in all."""
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +42,16 @@ class WaysIn:
         self._open: Counter[str] = Counter()
 
     def addresses(self) -> tuple[str, ...]:
-        """What the advert says, best first."""
+        """The addresses in the advert, best first."""
         return STREAM, *(f"{RELAY}{relay}" for relay in self._relays)
 
     async def serve(self) -> None:
-        """Carry streams of others to the gRPC server, from now on."""
+        """From now on connect others' streams to the gRPC server."""
         await self._libp2p.serve_streams(STREAMS, partial(self._carry, f"{STREAM}/", STREAMS_OF_PEER))
         await self._libp2p.serve_streams(RELAYED_STREAMS, self._relayed)
 
     async def find_relays(self) -> bool:
-        """Renew the reservations, and find others for those that are lost. Whether the addresses changed."""
+        """Renew the reservations, and replace those that are lost. Returns whether the addresses changed."""
         before, now = self._relays, asyncio.get_running_loop().time()
         relays = await self._reserved_of(before)
         if len(relays) < RELAYS:
@@ -62,7 +62,7 @@ class WaysIn:
         return self._relays != before
 
     async def keep(self, changed: Callable[[], Awaitable[object]]) -> None:
-        """Keep relays and links, for ever; `changed` tells others of other relays."""
+        """Keep relays and links, forever; `changed` is called when the relays change."""
         async with asyncio.TaskGroup() as both:
             both.create_task(self._again(self._keep_relays, changed))
             both.create_task(self._again(self._keep_links))
@@ -106,7 +106,7 @@ class WaysIn:
                 raise failure
 
     def _place(self, peer: PeerId) -> bytes:
-        """Each node has an order of its own, so that not all choose the same relays."""
+        """A key for sorting members. Each node has its own order, so that not all choose the same relays."""
         return blake2b(f"{self._libp2p.peer_id} {peer}".encode()).digest()
 
     async def _relayed(self, peer: PeerId, stream: Stream) -> None:
@@ -114,7 +114,7 @@ class WaysIn:
             await self._carry(RELAY, STREAMS_OF_RELAY, peer, stream)
 
     async def _carry(self, kind: str, most: int, peer: PeerId, stream: Stream) -> None:
-        """Splice a stream with a connection to the gRPC server, which then knows from whom it comes."""
+        """Splice a stream with a connection to the gRPC server, and record for the server whose stream it is."""
         whose = kind + peer
         if self._open[whose] >= most or self._open.total() >= MOST_STREAMS:
             return
@@ -123,7 +123,7 @@ class WaysIn:
             try:
                 server = Stream(*await asyncio.open_connection(*self._server))
             except OSError:
-                return  # this node ends
+                return  # this node is ending
             here = joined(*server.writer.get_extra_info("sockname")[:2])
             self._streams.hosts[here] = whose
             try:

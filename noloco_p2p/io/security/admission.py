@@ -1,4 +1,4 @@
-"""How a peer gets a certificate, and a new one before it ends: from an issuer, over libp2p, which proves who asks."""
+"""How a peer gets a certificate, and renews it in time: from an issuer, over libp2p, which proves who asks."""
 
 import asyncio
 import json
@@ -20,13 +20,13 @@ from noloco_p2p.io.security.revocations import Revocations
 CERTIFICATE_CALL = "noloco/certificate/1"
 CALL_TIMEOUT_S = 10.0
 LOOK_S = 60.0
-"""Time between two looks at how long the certificate is still good, seconds."""
+"""Time between two checks of how long the certificate is still valid, seconds."""
 
 log = logging.getLogger(__name__)
 
 
 class Issuer:
-    """Admits peers, by the issuer's certificate of this node."""
+    """Admits peers with this node's issuer certificate."""
 
     def __init__(
         self,
@@ -37,19 +37,19 @@ class Issuer:
         clock: Callable[[], float],
         revoked: Revocations,
     ) -> None:
-        """`certificate`: PEM, of this node's key; `clock` gives unix seconds; who is `revoked` is not admitted."""
+        """`certificate`: PEM, for this node's key; `clock` gives unix seconds; `revoked` peers are not admitted."""
         self._revoked = revoked
         self._trust, self._identity, self._certificate = trust, identity, certificate
         self._book, self._clock = book, clock
 
     def issue(self, peer_id: PeerId, role: Role) -> bytes:
-        """A new certificate of a peer, with this issuer's, PEM."""
+        """A new certificate for a peer, followed by this issuer's, PEM."""
         return certificates.member_chain(
             self._certificate, self._identity.key, self._trust, peer_id, role, self._clock()
         )
 
     def answer(self, caller: PeerId, request: bytes) -> bytes:
-        """What a caller asked for with `ask`. Raises Declined: it may not have it; Violation: it asks for nothing."""
+        """What a caller asked for with `ask`. Raises Declined: it may not have it; Violation: it is malformed."""
         asked = _parsed(request)
         if self._revoked.names(caller):
             raise Declined("this peer was revoked")
@@ -72,7 +72,7 @@ class Issuer:
 
 
 async def serve(libp2p: Libp2pDaemon, issuer: Issuer | None) -> None:
-    """Answer those who ask for certificates, one after the other. Once per `libp2p`."""
+    """Answer requests for certificates, one after the other. Once per `libp2p`."""
     turn = asyncio.Lock()
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
@@ -89,7 +89,7 @@ async def serve(libp2p: Libp2pDaemon, issuer: Issuer | None) -> None:
 
 
 async def ask(libp2p: Libp2pDaemon, issuer: PeerId, **asked: str) -> bytes:
-    """Ask a linked peer for a certificate, PEM: for the `invitation` in the `role`, or for the old `certificate`.
+    """Ask a linked peer for a certificate, PEM: by the `invitation` in the `role`, or for its old `certificate`.
 
     Raises Unreachable, Declined with its reason, Violation.
     """
@@ -97,8 +97,8 @@ async def ask(libp2p: Libp2pDaemon, issuer: PeerId, **asked: str) -> bytes:
 
 
 async def invited(libp2p: Libp2pDaemon, trust: RunTrust, role: Role, now: float) -> bytes:
-    """The certificate, PEM, that the invitation of a joined address brings. Raises ConfigError: there is none; or
-    what the last issuer did."""
+    """The certificate, PEM, that the invitation in a joined address gives. Raises ConfigError: there is no invitation;
+    or the error of the last issuer."""
     failure: NolocoError = ConfigError(
         "this run is members-only, and the join address carries no invitation: ask a member who can make one"
         " (noloco invite) for the whole address"
@@ -120,9 +120,9 @@ async def keep_valid(
     issuers: Callable[[], list[JoinAddress]],
     changed: Callable[[str | None], None],
 ) -> None:
-    """Renew the certificate at half of its life, by any issuer. Ends only with a LocalError: it has expired.
+    """Renew the certificate after half of its life, at any issuer. Ends only with a LocalError: it has expired.
 
-    `changed` gets what is wrong, and None after each renewal.
+    `changed` is told what is wrong, and None after each renewal.
     """
     while True:
         due_s = credentials.renewal_at - credentials.clock()

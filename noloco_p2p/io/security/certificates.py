@@ -1,12 +1,13 @@
-"""Certificates of a members-only run, in which one public key, that of its root, says who belongs to it.
+"""Certificates of a members-only run: one public key, that of its root, determines who belongs to it.
 
     root ──▶ issuer ──▶ member ──▶ leaf
 
-The root's public key is in the manifest; its private key signs issuers (and invitations) and may be kept offline. The
-key of an issuer and of a member is their node's Ed25519 key, of which the peer id is made. Leaves are ECDSA P-256, for
-gRPC's TLS takes no Ed25519 there; each node makes its own and replaces it. Names bind them: an issuer's certificate
-admits names below `<run>.p2p` only, a member's only its own, `<base32 of its key>.<run>.p2p`, an observer's
-`<base32>.observer.<run>.p2p`. TLS checks chain, times, path lengths and names (RFC 5280) in every handshake.
+The root's public key is in the manifest. Its private key signs issuers (and invitations) and may be kept offline. An
+issuer and a member use their node's Ed25519 key, which also makes the peer id. Leaves are ECDSA P-256, because gRPC's
+TLS takes no Ed25519 there; each node makes its own leaf and replaces it. Names tie the chain together. An issuer's
+certificate admits only names below `<run>.p2p`. A member's admits only its own name, `<base32 of its key>.<run>.p2p`,
+and an observer's only `<base32>.observer.<run>.p2p`. TLS checks chain, times, path lengths and names (RFC 5280) in
+every handshake.
 """
 
 import base64
@@ -34,36 +35,36 @@ DAY_S = 86_400.0
 ISSUER_S = 365 * DAY_S
 LIFETIME_S: dict[Role, float] = {"member": 7 * DAY_S, "observer": 3_600.0}
 LEAF_S = DAY_S
-"""How long a certificate is good, seconds; none outlives the one above it."""
+"""How long a certificate is valid, seconds; none outlives the one above it."""
 BACKDATED_S = 3_600.0
-"""A certificate is good from so long before it is made, seconds: clocks differ."""
+"""A certificate is valid from so long before it is made, seconds, because clocks differ."""
 CHAIN_LIMIT_BYTES = 1_200
-"""A member's and an issuer's certificate as PEM text; larger ones are not looked at."""
+"""Longest PEM text of a member's and an issuer's certificate together; a longer one is refused unread."""
 _NAME = re.compile(r"([a-z2-7]{52})(?:\.(observer))?\.([0-9a-f]{32}\.p2p)")
 _NOTHING = (
     x509.UniformResourceIdentifier("invalid"),
     x509.RFC822Name("invalid"),
     x509.IPAddress(ipaddress.ip_network("0.0.0.0/32")),
 )
-"""gRPC does not keep the kinds of names apart, and a constraint on one kind leaves the others free."""
+"""All kinds of names are constrained: gRPC does not tell them apart, and a constraint on one leaves the others free."""
 
 
 @dataclass(frozen=True, slots=True)
 class CertifiedPeer:
-    """What a chain of certificates says, once it is verified."""
+    """What a verified chain of certificates says."""
 
     peer_id: PeerId
     role: Role
     issuer: PeerId
-    """The node that has signed it."""
+    """The node that signed it."""
     begins: float
     until: float
-    """From when to when it is good, unix seconds."""
+    """From when to when it is valid, unix seconds."""
 
 
 @dataclass(frozen=True)
 class RunTrust:
-    """What the members of a run believe: its id, and whom its root has signed."""
+    """What the members of a run trust: its id, and whatever its root has signed."""
 
     run_id: str
     root_key: bytes
@@ -71,12 +72,12 @@ class RunTrust:
 
     @property
     def suffix(self) -> str:
-        """What the names of all who belong to the run end with."""
+        """What the names of all members of the run end with."""
         return f"{self.run_id[:32]}.p2p"
 
     @functools.cached_property
     def anchor(self) -> bytes:
-        """The root as a certificate, PEM. Its signature means nothing: whoever trusts a key does not look at it."""
+        """The root as a certificate, PEM. Its signature means nothing, because the key itself is trusted."""
         root = Ed25519PublicKey.from_public_bytes(self.root_key)
         builder = _builder("root", "root", root, 0.0, 253_402_300_799.0).add_extension(*_authority(None))
         return _pem(builder.sign(Ed25519PrivateKey.generate(), None))
@@ -87,7 +88,7 @@ class RunTrust:
         return f"{label}.{self.suffix}" if role == "member" else f"{label}.{role}.{self.suffix}"
 
     def owner_of(self, name: str) -> tuple[PeerId, Role]:
-        """Whose name it is, and as what. Raises Violation when it is nobody's of this run."""
+        """Whose name it is, and in which role. Raises Violation: it is nobody's of this run."""
         found = _NAME.fullmatch(name)
         if found is not None:
             peer_id = peer_id_of(base64.b32decode(found[1].upper() + "===="))
@@ -99,7 +100,7 @@ class RunTrust:
     def membership(self, chain: bytes) -> CertifiedPeer:
         """What a chain says, PEM: the certificate of a member or observer, then its issuer's.
 
-        Whether it is good now is not looked at. Raises Violation when it does not come from the root of this run.
+        Does not check whether it is valid now. Raises Violation: it does not come from the root of this run.
         """
         try:
             if len(chain) > CHAIN_LIMIT_BYTES:
@@ -119,7 +120,7 @@ class RunTrust:
 
 
 def issuer_certificate(root: Ed25519PrivateKey, trust: RunTrust, peer_id: PeerId, now: float) -> bytes:
-    """The certificate, PEM, by which a node may admit members."""
+    """The certificate, PEM, with which a node may admit members."""
     builder = _builder("issuer", "root", _key_of(peer_id), now - BACKDATED_S, now + ISSUER_S)
     builder = builder.add_extension(*_authority(1)).add_extension(*_names(trust.suffix, *_NOTHING))
     return _pem(builder.sign(root, None))
@@ -145,13 +146,13 @@ def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tupl
 
 
 def expiry(chain: bytes) -> float:
-    """When the first of these certificates, PEM, ends, unix seconds. Raises Violation: they cannot be read."""
+    """When the first of these certificates, PEM, expires, unix seconds. Raises Violation: they cannot be read."""
     return read(chain)[0]
 
 
 @functools.lru_cache(4096)
 def read(chain: bytes) -> tuple[float, tuple[PeerId, ...]]:
-    """The `expiry` of these certificates, PEM, and the nodes whose keys are in them: all that it rests on."""
+    """The `expiry` of these certificates, PEM, and all nodes whose keys are in them."""
     try:
         certs = x509.load_pem_x509_certificates(chain)
     except ValueError as error:
@@ -169,7 +170,7 @@ def _builder(
 
 
 def _authority(length: int | None) -> tuple[x509.BasicConstraints, bool]:
-    """It may sign others, with at most so many signing ones between it and a leaf."""
+    """It may sign others, with at most so many signing certificates between it and a leaf."""
     return x509.BasicConstraints(True, length), True
 
 

@@ -1,4 +1,4 @@
-"""How a node of a members-only run shows who it is, and knows who its peers are."""
+"""How a node of a members-only run proves who it is, and learns who its peers are."""
 
 import threading
 import time
@@ -12,11 +12,11 @@ from noloco_p2p.io.security.certificates import RunTrust
 from noloco_p2p.io.security.revocations import Revocations
 
 AuthContext = Mapping[str, Sequence[bytes]]
-"""What gRPC says of the other end of a connection."""
+"""What gRPC says about the other end of a connection."""
 
 
 class Credentials:
-    """The certificate of this node, and the leaf below it, which is replaced at half of its life.
+    """This node's certificate, and the leaf below it, which is replaced after half of its life.
 
     gRPC asks for the leaf from threads of its own.
     """
@@ -30,7 +30,7 @@ class Credentials:
         clock: Callable[[], float] = time.time,
         revoked: Revocations | None = None,
     ) -> None:
-        """See `adopt`; `keep` gets every certificate that is adopted, and `clock` gives unix seconds."""
+        """See `adopt`; `keep` is called with every certificate that is adopted, and `clock` gives unix seconds."""
         self.trust = trust
         self.revoked = revoked or Revocations(trust)
         self.clock = clock
@@ -55,7 +55,7 @@ class Credentials:
             self._replaced_at = 0.0
 
     def sign(self, message: bytes) -> bytes:
-        """By this node's libp2p identity."""
+        """A signature by this node's libp2p identity."""
         return self._identity.sign(message)
 
     @property
@@ -79,7 +79,7 @@ class Credentials:
     def caller(self, context: AuthContext, *, observers: bool) -> PeerId:
         """Who is at the other end of a connection that TLS has accepted.
 
-        Raises Violation: its certificate has expired or was revoked, or names it in another way than members do;
+        Raises Violation: its certificate has expired or was revoked, or its name is not a member's;
         Declined: it may only observe, and what it asks for is not open to `observers`.
         """
         names = context.get("x509_subject_alternative_name", ())
@@ -95,7 +95,7 @@ class Credentials:
         return peer
 
     def refuses(self, context: AuthContext) -> bool:
-        """The peer at the other end, or who has admitted it, is revoked. Raises Violation: it shows no certificate."""
+        """Whether the peer at the other end, or its issuer, is revoked. Raises Violation: it shows no certificate."""
         return self.revoked.names(*certificates.read(_chain(context))[1])
 
 

@@ -1,4 +1,4 @@
-"""Invitations to a members-only run, which ride on a join address, and the book of those who have used them."""
+"""Invitations to a members-only run, which are part of a join address, and the record of who has used them."""
 
 import contextlib
 import json
@@ -27,14 +27,14 @@ _CONTEXT = b"noloco invitation 1\x00"
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The root's word that so many peers may become members until a certain time."""
+    """The root's signed permission that so many peers may become members until a certain time."""
 
     run: bytes
     number: bytes
     until: int
     uses: int
     stage: int | None
-    """That the newcomers are to hold; none: the neediest."""
+    """The stage that the newcomers are to hold; none: the neediest."""
     signature: bytes
 
     @classmethod
@@ -61,7 +61,7 @@ class Invitation:
         return base58.b58encode(self._packed() + self.signature).decode("ascii")
 
     def check(self, trust: RunTrust, now: float) -> None:
-        """Raises Declined, in one line, when it does not admit anybody to this run now (unix seconds)."""
+        """Raises Declined, in one line, if it admits nobody to this run at this time (unix seconds)."""
         if self.run != bytes.fromhex(trust.run_id)[:16]:
             raise Declined(f"the invitation is to another run: {ANOTHER}")
         try:
@@ -78,13 +78,13 @@ class Invitation:
 
 
 class UseBook:
-    """Which peers have used which invitations at this issuer; a file, which is on disk before anybody is admitted."""
+    """Which peers have used which invitations at this issuer. The file is on disk before anybody is admitted."""
 
     def __init__(self, path: Path) -> None:
-        """Raises LocalError when the file is there and cannot be read: without it uses would be counted anew."""
+        """Raises LocalError if the file exists and cannot be read: without it uses would be counted from zero."""
         self._path = path
         self._used: dict[str, tuple[int, list[PeerId]]] = {}
-        """By number, when an invitation ends, and who has used it."""
+        """For each invitation's number, when it expires, and who has used it."""
         try:
             found = json.loads(path.read_bytes())
             self._used = {number: (int(until), list(map(str, peers))) for number, (until, peers) in found.items()}
@@ -94,7 +94,7 @@ class UseBook:
             raise LocalError(f"{path}, the book of invitations, cannot be read: {error}") from error
 
     def use(self, invitation: Invitation, peer: PeerId, now: float) -> None:
-        """Write down that the peer is admitted; again it costs none. Raises Declined: it is used up; LocalError."""
+        """Record that the peer is admitted; the same peer again costs no use. Raises Declined: used up; LocalError."""
         number = invitation.number.hex()
         peers = self._used.get(number, (0, []))[1]
         if peer in peers:

@@ -1,7 +1,8 @@
-"""Who does not belong to a run any more: a list that its root signs, and how it comes to every node.
+"""Who no longer belongs to a run: a list that its root signs, and how it reaches every node.
 
-Adverts say which list a node has; who sees a newer one than its own asks that node for it over libp2p, as a newcomer
-asks those that it joins. The number of a list is the time at which it was made: an older one replaces none.
+Adverts say which list a node has. A node that sees a newer one than its own asks that node for it over libp2p, as a
+newcomer asks those that it joins. A list's number is the time at which it was made; an older list never replaces a
+newer one.
 """
 
 import asyncio
@@ -25,11 +26,11 @@ from noloco_p2p.io.durable_files import write_whole
 from noloco_p2p.io.security.certificates import RunTrust
 
 MOST = 1024
-"""Peers on a list; of more the first are left out: without an issuer their certificates have ended."""
+"""Most peers on a list. Beyond that the first are left out: nobody renewed their certificates, so these expired."""
 LOOK_S = 5.0
-"""Time between two looks at the file, and at what others have, seconds."""
+"""Time between two checks of the file, and of what others have, seconds."""
 ASKED = 3
-"""Peers that are asked at a look, of those that say that they have a newer list."""
+"""How many of the peers with a newer list are asked at each check."""
 CALL, CALL_TIMEOUT_S = "noloco/revoked/1", 5.0
 _FORM = struct.Struct(">16sQ")
 """The first half of the run id, and the number; then come the public keys of the peers, and a signature of 64 bytes."""
@@ -41,14 +42,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DenyList:
-    """The root's word that these peers do not belong to the run."""
+    """The root's signed statement that these peers do not belong to the run."""
 
     number: int = 0
-    """Unix seconds when it was made, or more: that of a later list is greater."""
+    """Unix seconds when it was made, or more, so that a later list always has a greater number."""
     peers: tuple[PeerId, ...] = ()
     """In the order in which they were revoked."""
     signed: bytes = b""
-    """What travels and is kept; the other two are in it."""
+    """What travels and is stored; it contains the other two."""
 
     @classmethod
     def make(cls, root: Ed25519PrivateKey, run_id: str, number: int, peers: Sequence[PeerId]) -> "DenyList":
@@ -77,10 +78,10 @@ class DenyList:
 
 
 class Revocations:
-    """The newest list that this node has seen; a file keeps it."""
+    """The newest list that this node has seen, which is kept in a file."""
 
     def __init__(self, trust: RunTrust, path: Path | None = None) -> None:
-        """Reads the file. Raises LocalError when it is damaged: without it revoked peers would be believed again."""
+        """Reads the file. Raises LocalError if it is damaged: without it revoked peers would be believed again."""
         self._trust, self._path = trust, path
         self._held, self._peers = DenyList(), frozenset[PeerId]()
         self._listeners: list[Callable[[], object]] = []
@@ -91,19 +92,19 @@ class Revocations:
 
     @property
     def held(self) -> DenyList:
-        """The list; that of nobody has the number 0."""
+        """The list; the empty one has the number 0."""
         return self._held
 
     def names(self, *peers: PeerId) -> bool:
-        """One of these is revoked."""
+        """Whether one of these is revoked."""
         return not self._peers.isdisjoint(peers)
 
     def listen(self, changed: Callable[[], object]) -> None:
-        """From now on `changed` is called whenever a newer list has been taken over."""
+        """From now on `changed` is called whenever a newer list is adopted."""
         self._listeners.append(changed)
 
     def look(self) -> None:
-        """Take over what `noloco revoke` has written. Raises Violation, LocalError."""
+        """Adopt what `noloco revoke` has written. Raises Violation, LocalError."""
         try:
             data = self._path.read_bytes() if self._path is not None else b""
         except FileNotFoundError:
@@ -114,7 +115,7 @@ class Revocations:
             self.adopt(data)
 
     def adopt(self, data: bytes) -> bool:
-        """Take a list over if it is newer, once it is on disk. Raises Violation (it is not the root's), LocalError."""
+        """Adopt a list if it is newer, once it is on disk. Raises Violation (it is not the root's), LocalError."""
         found = DenyList.read(data, self._trust)
         if (found.number, found.signed) <= (self._held.number, self._held.signed):
             return False
@@ -130,7 +131,7 @@ class Revocations:
 
 
 async def serve(libp2p: Libp2pDaemon, revocations: Revocations) -> None:
-    """Give the list to whoever asks. Once per `libp2p`."""
+    """Give the list to everybody that asks. Once per `libp2p`."""
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         return revocations.held.signed
@@ -139,7 +140,7 @@ async def serve(libp2p: Libp2pDaemon, revocations: Revocations) -> None:
 
 
 async def ask(libp2p: Libp2pDaemon, revocations: Revocations, others: Sequence[JoinAddress]) -> None:
-    """Ask these for their lists, until one has a newer one. Raises LocalError."""
+    """Ask these peers for their lists, until one has a newer one. Raises LocalError."""
     for address in others:
         with suppress(PeerError, ConfigError):
             await libp2p.dial(address)
@@ -155,7 +156,7 @@ async def keep(
     ahead: Callable[[], Sequence[JoinAddress]],
     mine: Callable[[], Sequence[PeerId]],
 ) -> None:
-    """Look for newer lists all the time, in the file and with those that are `ahead`.
+    """Keep looking for newer lists, in the file and at the peers that are `ahead`.
 
     Ends only with a LocalError: one of `mine`, on whom the certificate of this node rests, is revoked.
     """

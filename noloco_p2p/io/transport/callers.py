@@ -1,6 +1,7 @@
 """What callers may hold of this node, and how long it waits for them (ARCHITECTURE.md, "What a stranger can do").
 
-Who calls is what a caller says of itself, so every share is one of a name at a host, and a larger one of the host.
+In an open run a caller's name is only a claim. So there are two limits: one for each name at a host, and a larger one
+for the host.
 """
 
 import asyncio
@@ -22,23 +23,23 @@ from noloco_p2p.io.dht.reach import RELAY
 PROTOCOL = "4"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
-"""Longest deadline that a caller may set; a call without one could hold memory for ever."""
+"""Longest deadline that a caller may set. Without a limit a call could hold memory forever."""
 MAX_CALLS = 2048
 """Calls served at once; a further one is refused as Busy."""
 LONGEST_TRANSFER_S = 1800.0
-"""In which a whole state has come."""
+"""Time in which a complete state must arrive, seconds."""
 RESERVE_S = 20.0
-"""How long a caller may neither take nor give bytes that are due, seconds: a message of 1 MiB at 0.5 Mbit/s."""
+"""How far a caller may fall behind with bytes that are due, seconds: a message of 1 MiB at 0.5 Mbit/s."""
 STATE_RESERVE_S = 60.0
-"""The same of a state, whose bytes are due at an even rate until its deadline."""
+"""The same for a state, whose bytes are due at an even rate until its deadline."""
 LEAST_BYTES_PER_S = 8192.0
-"""What is slower uses its reserve up, and is given up then."""
+"""A slower transfer uses up its reserve, and is then given up."""
 
 T = TypeVar("T")
 
 
 class Share(NamedTuple):
-    """How many of something one caller may hold at once, and all callers of a host together."""
+    """How many of something one caller may hold at once, and how many all callers of a host together."""
 
     what: str
     of_caller: int
@@ -48,16 +49,16 @@ class Share(NamedTuple):
 CALLS = Share("calls", 512, 1024)
 """Half of those that a node serves at once."""
 ACTIVATIONS = Share("activations", 160, 192)
-"""Of the 256 headers that wait in line at most."""
+"""Out of at most 256 headers that wait in line."""
 TRANSFERS = Share("transfers of weights", 4, 64)
 DRAINS = Share("refused calls that are drained", 128, 256)
 OF_RELAYED = 4
-"""A caller behind a relay has at most one part in so many of what all have that come through it."""
+"""A caller behind a relay may hold at most one part in so many of what all callers behind that relay may."""
 NO_STREAMS: Mapping[str, str] = {}
 
 
 def metadata(me: PeerId, run_id: str, wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
-    """What every call of a node carries, which would like to have messages of so many tensor bytes; 0: of any size."""
+    """What every call of a node carries. `wanted_bytes`: the tensor bytes per message that it asks for; 0: any size."""
     wanted = (("noloco-message-bytes", str(wanted_bytes)),) if wanted_bytes else ()
     return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL), *wanted
 
@@ -66,14 +67,15 @@ class Caller(NamedTuple):
     """Who calls."""
 
     host: str
-    """IP address; of IPv6 the network of 64 bits, for all of its addresses are one subscriber's. Of a stream `p2p/` and
-    the peer that opened it; `relay/` and the relay: who is behind it is unknown, and all that are count together."""
+    """The IP address; for IPv6 the /64 network, because all of its addresses belong to one subscriber. For a stream,
+    `p2p/` and the peer that opened it, or `relay/` and the relay: who is behind it is unknown, so all of them count
+    together."""
     name: PeerId
-    """What the caller says; until its certificate is checked, what that says where it has one."""
+    """The name in the caller's certificate, which is not checked yet; without one, the name that the caller gives."""
 
     @classmethod
     def of(cls, context: Any, streams: Mapping[str, str] = NO_STREAMS) -> "Caller":
-        """Of a call; `streams`: see `Streams.hosts`."""
+        """Who makes a call; `streams`: see `Streams.hosts`."""
         [certified, *_] = context.auth_context().get("peer_dns", ()) or [b""]
         said = str(dict(context.invocation_metadata()).get("noloco-peer", ""))[:PEER_ID_CHARACTERS]
         peer = str(context.peer())
@@ -83,7 +85,7 @@ class Caller(NamedTuple):
 
 @lru_cache(1024)
 def _host(peer: str) -> str:
-    """Of a connection, as gRPC names it: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`."""
+    """The host of a connection, as gRPC names it: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`."""
     host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
@@ -111,18 +113,18 @@ def wanted_bytes(context: Any) -> int:
 
 
 def least_rate(nbytes: int, seconds: float) -> float:
-    """Bytes per second at which so many come in that time, and LEAST_BYTES_PER_S at least."""
+    """The rate at which so many bytes arrive in that time, but at least LEAST_BYTES_PER_S."""
     return max(LEAST_BYTES_PER_S, nbytes / seconds)
 
 
 class Silent(Unreachable):
-    """A peer was given up; gRPC takes no further read or write for its call, for one is still under way."""
+    """A peer was given up. Its call takes no further read or write, because gRPC has one still in progress."""
 
 
 class Patience:
-    """Waits for bytes that others are to take or give: while they do, at `LEAST_BYTES_PER_S`, and `RESERVE_S` more.
+    """Waits for bytes that others owe or have to take, who may fall `RESERVE_S` behind `LEAST_BYTES_PER_S`.
 
-    Waits side by side share the time. What this node itself delays does not count.
+    Concurrent waits share the allowance. Delays by this node do not count.
     """
 
     def __init__(self, reserve_s: float | None = None) -> None:
@@ -133,7 +135,7 @@ class Patience:
         self._waits: set[asyncio.Timeout] = set()
 
     async def wait(self, transfer: Awaitable[T], nbytes: int = 0, least_bytes_per_s: float = LEAST_BYTES_PER_S) -> T:
-        """What `transfer` gives; so many bytes are taken then, or those that it gives. Raises Unreachable."""
+        """The result of `transfer`, which has then moved `nbytes`, or the bytes that it returns. Raises Unreachable."""
         came_s = 0.0
         self._settle(0.0)
         try:
@@ -183,7 +185,7 @@ class Callers:
 
     @contextmanager
     def holding(self, share: Share, caller: Caller) -> Iterator[None]:
-        """One more of these for as long as the `with` lasts. Raises Busy."""
+        """The caller holds one more of these while the `with` lasts. Raises Busy."""
         of_host, of_caller = (share.what, caller.host), (share.what, *caller)
         relayed = caller.host.startswith(RELAY)
         most = min(share.of_caller, share.of_host // OF_RELAYED) if relayed else share.of_caller
@@ -200,7 +202,7 @@ class Callers:
 
     @contextmanager
     def sending(self, caller: Caller) -> Iterator[Patience]:
-        """The patience with a caller's bodies, which leave it one after the other, for one activation of it."""
+        """The patience for one activation. All of a caller's share it, because its bodies leave it one by one."""
         with self.holding(ACTIVATIONS, caller):
             try:
                 yield self._patience.setdefault(caller, Patience())
@@ -211,9 +213,9 @@ class Callers:
     async def drain(
         self, caller: Caller, context: Any, unwanted: Callable[[bytes], bool] = lambda message: False
     ) -> bool:
-        """Take in what the caller sends until it has seen that it has its reply, for a while; True: it is `unwanted`.
+        """Read on until the caller notices its reply, for at most RESERVE_S. True: a message was `unwanted`.
 
-        If the call ended before, gRPC would fail the caller's pending write, and with it drop a reply not yet read.
+        If the call ended earlier, gRPC would fail the caller's pending write, and drop a reply that was not read yet.
         """
         with suppress(Busy, TimeoutError), self.holding(DRAINS, caller):
             async with asyncio.timeout(RESERVE_S):
