@@ -100,6 +100,12 @@ def stopwatch(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
+def progress(step: float, steps: int, tokens_per_s: float | None, loss: float | None) -> tuple[str, str, str]:
+    """`step 230/1,000`, `2.6k tok/s`, `loss 2.41`: how far a run is; empty for what is not known."""
+    speed = f"{compact(tokens_per_s)} tok/s" if tokens_per_s else ""
+    return f"step {step:,.0f}/{steps:,}", speed, "" if loss is None else f"loss {loss:.2f}"
+
+
 def clock(at: float) -> str:
     """A Unix time as `2026-01-31 12:00:00`, UTC."""
     try:

@@ -130,7 +130,7 @@ async def _open_ports(
 ) -> NodePorts:
     """Metrics, gRPC and directory, each to be closed by `closing`. Raises LocalError (a port in use)."""
     listen = local.listen
-    telemetry = PrometheusTelemetry(manifest.stages)
+    telemetry = PrometheusTelemetry(manifest.stages, manifest.steps)
     private = standing.credentials is not None
     metrics_port = telemetry.serve(listen.host, listen.metrics_port, options.pages, private=private)
     closing.callback(telemetry.close)

@@ -148,14 +148,13 @@ class RunProgress:
         done, spent_s = step - self._first[1], now - self._first[0]
         rate = sum(row.get("tokens/s") or 0.0 for row in first)
         losses = [row["loss"] for row in first if row.get("loss")]
-        speed = f"{humanize.compact(rate)} tok/s" if rate else ""
         so_far = humanize.stopwatch(now - self._began_at)
         left_s = spent_s / done * (self._steps - step) if done else 0.0
-        head = f"step {step:,.0f}/{self._steps:,}"
+        head, speed, loss = humanize.progress(step, self._steps, rate, fmean(losses) if losses else None)
         found = (
             f"{100 * step / self._steps:.0f} %",
             speed,
-            f"loss {fmean(losses):.2f}" if losses else "",
+            loss,
             so_far,
             f"{humanize.stopwatch(left_s)} left" if left_s else "",
         )

@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from noloco_p2p.humanize import plain
+from noloco_p2p.humanize import plain, progress
 from noloco_p2p.io.telemetry.counters import EVENTS, Fields, RunCounters
 
 QUEUE_LINES = 4_096
 """Lines that wait for the writing thread; further ones are dropped and counted."""
 STOP_S = 2.0
 """Longest wait for an output that takes nothing any more, at each step of the end."""
+PROGRESS_S = 10.0
+"""Seconds between two lines of progress: the first inner step that ends later has the next one."""
 QUIET_S = 5.0
 """Seconds between two lines about the same trouble."""
 MOST_KEYS = 256
@@ -29,7 +31,7 @@ LEVELS = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARNIN
 """Their plain names: hivemind renames some of logging's when it is imported."""
 LINES = {
     "state": "{state}: {reason}",
-    "outer_round": "outer round {round}: {result}{from_peer} ({reason}), {seconds:.2f} s, {bytes:,} bytes{progress}",
+    "outer_round": "outer round {round}: {result}{from_peer} ({reason}), {seconds:.2f} s, {bytes:,} bytes",
     "evaluation": "validation at step {step}: {loss:.4f} nats per token over {tokens} tokens",
     "checkpoint": "checkpoint of outer round {round}: {seconds:.2f} s, {bytes:,} bytes",
     "guarded": "guards stage {stage}: holds its outer round {round}, {bytes:,} bytes",
@@ -38,7 +40,7 @@ LINES = {
     "stuck": "watchdog: {message}",
     "info": "{message}",
 }
-"""Kind of event → its line. `from_peer` and `progress` are made here, all else are fields of the event."""
+"""Kind of event → its line. `from_peer` is made here, all else are fields of the event."""
 
 logger = logging.getLogger("noloco_p2p")
 
@@ -143,9 +145,12 @@ class RepeatLimiter:
 class EventLog:
     """Writes the lines of events that `counters` has counted already; whoever calls it holds their lock."""
 
-    def __init__(self, counters: RunCounters) -> None:
+    def __init__(self, counters: RunCounters, steps: int) -> None:
+        """`steps` of the run; 0: not known, and no line says how far it is."""
         self._counters = counters
+        self._steps = steps
         self._limiter = RepeatLimiter()
+        self._progress_limiter = RepeatLimiter(PROGRESS_S)
         self._deserted: dict[int, float] = {}
         """Stages that are known to be without a replica, and since when."""
         self._guarded: set[int] = set()
@@ -163,8 +168,12 @@ class EventLog:
                 self._trouble(f"microbatch {fields['result']}{dropped}", kind, fields)
             case "deserted":
                 self._deserted_stages()
+            case "inner_step" if self._steps and self._progress_limiter.admit(kind) is not None:
+                rate, tokens = self._counters.rates["tokens"].per_s(time.monotonic()), fields["loss_tokens"]
+                found = progress(fields["step"], self._steps, rate, fields["loss_sum"] / tokens if tokens else None)
+                _log(logging.INFO, "  ".join(filter(None, found)), kind, {**fields, "tokens_per_s": rate})
             case _ if kind in LINES:
-                text = LINES[kind].format_map({**fields, "from_peer": _from_peer(fields), "progress": self._progress()})
+                text = LINES[kind].format_map({**fields, "from_peer": _from_peer(fields)})
                 _log(self._level(kind, fields), text, kind, fields)
             case _ if kind not in EVENTS:
                 logger.debug("%s %s", kind, fields)
@@ -181,14 +190,6 @@ class EventLog:
             case "stuck" if not fields["well"]:
                 return logging.WARNING
         return logging.INFO
-
-    def _progress(self) -> str:
-        if not self._counters.last_losses:
-            return ""
-        loss, tokens = self._counters.last_losses[-1]
-        rate = self._counters.rates["tokens"].per_s(time.monotonic())
-        speed = f", {rate:,.0f} tokens/s" if rate else ""
-        return f"; inner step {self._counters.total('inner_steps')}, loss {loss / tokens:.3f}{speed}"
 
     def _deserted_stages(self) -> None:
         """A line when a stage loses its last replica or has one again, none in between."""

@@ -36,12 +36,12 @@ logger = logging.getLogger("noloco_p2p")
 
 
 class PrometheusTelemetry(Collector):
-    """Telemetry of ports.py for a run of `stages` stages; `serve` opens the port."""
+    """Telemetry of ports.py for a run of `stages` stages, `steps` long (0: not known); `serve` opens the port."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, steps: int = 0) -> None:
         self.counters = RunCounters(stages)
         self.registry = CollectorRegistry()
-        self._log = EventLog(self.counters)
+        self._log = EventLog(self.counters, steps)
         self._limiter = RepeatLimiter()
         self._journal: Journal | None = None
         self._directory: Path | None = None

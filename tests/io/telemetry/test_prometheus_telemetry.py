@@ -26,7 +26,7 @@ from noloco_p2p.ports import Telemetry
 
 @pytest.fixture
 def telemetry() -> PrometheusTelemetry:
-    return PrometheusTelemetry(stages=2)
+    return PrometheusTelemetry(stages=2, steps=1000)
 
 
 def inner_step(telemetry: Telemetry, number: int, loss_sum: float, tokens: int = 100) -> None:
@@ -179,6 +179,25 @@ def test_checkpoints_and_guarding_are_logged_once(
         "guards stage 1: holds its outer round 1, 3,000 bytes",
     ]
     assert telemetry.totals()["checkpoints"] == 3
+
+
+def test_a_node_logs_how_far_the_run_is_every_ten_seconds(
+    telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at stages that see no loss."""
+    caplog.set_level(logging.INFO)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(telemetry._log, "_progress_limiter", log.RepeatLimiter(log.PROGRESS_S, lambda: now))
+    for number in range(25):
+        fields = {"loss_sum": 2.41 * 2600, "loss_tokens": 2600 if number < 20 else 0}
+        telemetry.event("inner_step", step=230.2 + number, tokens=2600, **fields)
+        now += 1.0
+    assert [r.message for r in caplog.records] == [
+        "step 230/1,000  loss 2.41",
+        "step 240/1,000  2.6k tok/s  loss 2.41",
+        "step 250/1,000  2.6k tok/s",
+    ]
 
 
 def test_names_follow_the_rules(telemetry: PrometheusTelemetry) -> None:
@@ -337,7 +356,8 @@ def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO
     text = lines.getvalue()
     for part in (
         "INFO    training: all are here",
-        "outer round 1: partner of Q (odd), 0.50 s, 4,096 bytes; inner step 1, loss 5.500",
+        "outer round 1: partner of Q (odd), 0.50 s, 4,096 bytes",
+        "INFO    step 2/1,000  loss 5.50\n",
         "WARNING microbatch violation, P: not finite",
         "validation at step 10: 1.5000 nats per token over 64 tokens",
         "WARNING the directory is slow",
@@ -362,7 +382,7 @@ def test_log_lines_for_machines(
     stop()
     found = [json.loads(line) for line in lines.getvalue().splitlines()]
     kinds = {"state", "microbatch", "reroute", "outer_round", "evaluation", "warning", "info"}
-    kinds |= {"deserted", "checkpoint", "guarded", "resumed", "moved"}
+    kinds |= {"inner_step", "deserted", "checkpoint", "guarded", "resumed", "moved"}
     assert {line["event"] for line in found} == kinds
     by_kind = {line["event"]: line for line in found}
     assert by_kind["info"]["message"] == "two\nlines"
