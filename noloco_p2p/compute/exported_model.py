@@ -215,15 +215,36 @@ class ExportedModel:
 
 def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
     """Token ids → text, without special tokens, by the tokenizer in `directory`. Raises ConfigError."""
+    tokenizer = _tokenizer(directory)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def chat_ids(directory: Path, message: str) -> list[int]:
+    """A user's message as the chat template of the tokenizer in `directory` has it, up to where the answer begins.
+
+    Raises ConfigError: there is no template, or it refuses the message.
+    """
+    from jinja2 import TemplateError
+
+    tokenizer, said = _tokenizer(directory), [{"role": "user", "content": message}]
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{directory}: the tokenizer has no chat template; leave out --chat")
+    try:
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, *model_family.FOREIGN_ERRORS) as error:
+        raise ConfigError(f"{directory}: the chat template fails: {model_family.one_line(error)}") from error
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, **_LOCAL)
+        return AutoTokenizer.from_pretrained(directory, **_LOCAL)
     except (OSError, *model_family.FOREIGN_ERRORS) as error:
         raise ConfigError(
             f"{directory} holds no tokenizer that can be loaded: {model_family.one_line(error)}"
         ) from error
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:

@@ -4,7 +4,7 @@ Shape legend: B microbatch, T sequence, N samples.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from noloco_p2p.compute.exported_model import ExportedModel, load_decoder, silence_transformers
+from noloco_p2p.compute.exported_model import ExportedModel, chat_ids, load_decoder, silence_transformers
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, HostTensor
 from noloco_p2p.errors import ConfigError
@@ -25,6 +25,8 @@ from noloco_p2p.launch.export import REPLICAS, TOKENIZER, exported_tokenizer, re
 from noloco_p2p.launch.swarm_summary import perplexity
 
 STDLIB = "stdlib"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder gives for the first bytes of a character, and for bytes that are none."""
 
 Done = Callable[[], None]
 
@@ -64,25 +66,52 @@ def table_lines(figures: dict[str, Any]) -> list[str]:
     return [*lines, f"{figures['tokens']:,} tokens{size}"]
 
 
-def run_generate(out: Path, prompt: str, *, tokens: int, temperature: float, seed: int, device: str) -> str:
+def run_generate(
+    out: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    device: str,
+    chat: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> str:
     """The merged model's continuation of `prompt`: at most `tokens` ids, fewer when it ends the text.
 
+    `chat`: its answer to `prompt`, by the chat template. `say` gets the text piece by piece, as it comes.
     Raises ConfigError.
     """
     manifest, _ = read_record(out)
     silence_transformers()
     tokenizer = exported_tokenizer(manifest, out)
     decode = load_decoder(out)
-    given = tokenizer.encode(prompt.encode()).tolist() or [tokenizer.eos]
-    model = ExportedModel.load(out, device)
-    ids: list[int] = []
-    with progress_bar("generating", tokens) as done:
-        for one in itertools.islice(model.continuation(given, manifest.sequence_length, temperature, seed), tokens):
-            done()
-            if one == tokenizer.eos:
-                break
-            ids.append(one)
-    return decode([*given, *ids])[len(decode(given)) :]
+    given = (chat_ids(out, prompt) if chat else tokenizer.encode(prompt.encode()).tolist()) or [tokenizer.eos]
+    if max(given) >= int(str(manifest.model.config["vocab_size"])):
+        raise ConfigError(f"{out}: the chat template has tokens that the model does not know")
+    endless = ExportedModel.load(out, device).continuation(given, manifest.sequence_length, temperature, seed)
+    ids = itertools.takewhile(lambda one: one != tokenizer.eos, itertools.islice(endless, tokens))
+    found = []
+    for piece in pieces(decode, given, ids):
+        say(piece)
+        found.append(piece)
+    return "".join(found)
+
+
+def pieces(decode: Callable[[Sequence[int]], str], given: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
+    """The text of `ids` after `given`, in pieces, as the ids come; a character may take several of them.
+
+    All are decoded after the piece before, since decoders leave out a space at the beginning; not after everything.
+    """
+    seen, since, said = list(given), 0, len(given)
+    for one in ids:
+        seen.append(one)
+        before, text = decode(seen[since:said]), decode(seen[since:])
+        if len(text) > len(before) and not text.endswith(UNFINISHED):
+            yield text[len(before) :]
+            since, said = said, len(seen)
+    if said < len(seen):
+        yield decode(seen[since:])[len(decode(seen[since:said])) :]
 
 
 def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) -> tuple[float, int]:

@@ -1,9 +1,11 @@
 """`noloco eval` and `noloco generate` on exported models."""
 
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from math import log
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -15,6 +17,7 @@ from tokenizer_files import save_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from noloco_p2p.cli import main
 from noloco_p2p.compute.exported_model import ExportedModel
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
@@ -22,7 +25,7 @@ from noloco_p2p.core.messages import HostTensor, LossSum
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.launch import run_files
-from noloco_p2p.launch.evaluation import run_eval, run_generate, table_lines
+from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
 
 
 def pipeline_loss(stages: Sequence[TorchStage], manifest: RunManifest) -> float:
@@ -113,6 +116,52 @@ def test_generation_follows_from_the_seed(tmp_path: Path) -> None:
     assert run_generate(out, "", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
 
 
+@pytest.mark.parametrize("errors", ["replace", "ignore"])
+def test_text_comes_with_the_token_that_completes_it(errors: str) -> None:
+    """And all of it is what decoding everything at once gives, for bytes that are no text as well."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors=errors)
+
+    ids, taken = iter("aé🙂b".encode()), 0
+
+    def come() -> Iterator[int]:
+        nonlocal taken
+        for one in ids:
+            taken += 1
+            yield one
+
+    assert [(piece, taken) for piece in pieces(decode, b"> ", come())] == [("a", 1), ("é", 3), ("🙂", 7), ("b", 8)]
+    draws = random.Random(0)
+    for _ in range(200):
+        given, noise = "é>".encode(), draws.choices("aé🙂".encode() + b"\xff", k=30)
+        assert "".join(pieces(decode, given, noise)) == decode([*given, *noise])[2:]
+
+
+def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    directory = save_tokenizer(tmp_path / "tokenizer", letters | {"<eos>": len(letters)})
+    manifest = small_run(stages=1)
+    manifest = manifest.model_copy(update={"data": DataSettings(kind="text", tokenizer="some/name")})
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    out = exported(tmp_path / "a", tmp_path / "out", tokenizer_dir=directory)
+    options: dict[str, Any] = {"tokens": 40, "temperature": 1.0, "seed": 1, "device": "cpu"}
+    said: list[str] = []
+    plain = run_generate(out, "3+4=", say=said.append, **options)
+    assert len(said) > 10
+    assert "".join(said) == plain
+    with pytest.raises(ConfigError, match="has no chat template; leave out --chat"):
+        run_generate(out, "3+4", chat=True, **options)
+    (out / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}={% endfor %}")
+    assert run_generate(out, "3+4", chat=True, **options) == plain
+    capsys.readouterr()
+    main.generate_text(out, "3+4", chat=True, tokens=40, temperature=1.0, seed=1, device="cpu")
+    assert capsys.readouterr().out == f"{plain}\n"
+    (out / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")
+    with pytest.raises(ConfigError, match="the chat template fails: only in verse"):
+        run_generate(out, "3+4", chat=True, **options)
+
+
 def test_greedy_generation_is_that_of_the_whole_context(tmp_path: Path) -> None:
     """What the kept keys and values give is what a forward over all ids gives."""
     manifest = small_run()
@@ -196,7 +245,7 @@ def test_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFix
     manifest = small_run(stages=1).model_copy(update={"data": DataSettings(kind="parquet")})
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     out = exported(tmp_path / "a", tmp_path / "out")
-    assert "no tokenizer is written" in capsys.readouterr().out
+    assert "no tokenizer written" in capsys.readouterr().out
     ids = [[(7 * row + at) % 384 for at in range(20)] for row in range(200)]
     table = pyarrow.table({"input_ids": ids, "attention_mask": [[1] * 20 for _ in ids]})
     pyarrow.parquet.write_table(table, tmp_path / "ids.parquet")
