@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -93,14 +94,12 @@ def resume(dir: NodeDir) -> None:
 def report(
     dir: Annotated[list[Path], Argument(metavar="DIR", help="Directory of noloco swarm, or of a node; repeatable.")],
     out: Annotated[Path, Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+    csv: Annotated[Path | None, Option(metavar="FILE", help="Write the series as CSV, instead of a page.")] = None,
 ) -> None:
-    """One page about a run, from what its nodes wrote into their directories; it needs no network.
+    """One page about a run, from what its nodes wrote, also while it goes on or after kills; it needs no network."""
+    from noloco_p2p.observe.report import page, series
 
-    Also while the run goes on, and for nodes that were killed.
-    """
-    from noloco_p2p.observe.report.page import make
-
-    print(f"{out}: {make(dir, out):,} bytes")
+    print(f"{csv}: {series.write(dir, csv):,} rows" if csv else f"{out}: {page.make(dir, out):,} bytes")
 
 
 @app.command()
@@ -187,15 +186,18 @@ def evaluate_model(
 def generate_text(
     out: ExportDir,
     prompt: Annotated[str, Option(metavar="TEXT", help="The text to continue.")],
+    chat: Annotated[bool, Option("--chat", help="Answer the prompt, by the tokenizer's chat template.")] = False,
     tokens: Annotated[int, Option(metavar="N", min=1, help="Longest continuation in tokens.")] = 200,
     temperature: Annotated[float, Option(metavar="X", min=0, help="0 always takes the likeliest token.")] = 0.8,
     seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
     device: Device = "auto",
 ) -> None:
-    """Print what an exported model says after a prompt."""
+    """Print what an exported model says after a prompt, as it says it."""
     from noloco_p2p.launch.evaluation import run_generate
 
-    print(run_generate(out, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
+    say = partial(print, end="", flush=True)
+    run_generate(out, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device, chat=chat, say=say)
+    print()
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Any
 from noloco_p2p.core import health
 from noloco_p2p.core.status import Status, Wait
 from noloco_p2p.humanize import finite
+from noloco_p2p.io.dht.reach import endpoint
 from noloco_p2p.io.telemetry.status_json import WaitInWords
 from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, line
@@ -51,8 +52,8 @@ class Overview:
     """`stage`, `replicas`, `states` (how many replicas are in which), `tokens_per_s` (of all its replicas: what stage 0
     trains on, what a later one serves)."""
     nodes: tuple[Row, ...]
-    """`peer`, `stage`, `state` (as it says itself, else as the directory says), `answers`, `failure` (why not),
-    NODE_FIGURES, `clock_ahead_s`, `version`; sorted by stage, then by peer id. None: not known."""
+    """`peer`, `host` (where it answers), `stage`, `state` (as it says itself, else as the directory says), `answers`,
+    `failure` (why not), NODE_FIGURES, `clock_ahead_s`, `version`; sorted by stage, then by peer id. None: not known."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; numbers are finite, as those of all statuses that were read."""
@@ -80,8 +81,10 @@ def _stage(stage: int, nodes: Sequence[Row]) -> Row:
 
 def _node(report: Report) -> Row:
     advert, status = report.newest, report.status
+    at = endpoint(advert.metrics) if advert is not None else None
     return {
         "peer": report.peer,
+        "host": at[0] if at is not None else None,
         "stage": advert.stage if advert is not None and advert.stage >= 0 else None,
         "state": advert.state if advert is not None else None,
         "answers": status is not None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
-from noloco_p2p.humanize import DASH, compact, elapsed, finite, plural, short_id
+from noloco_p2p.humanize import DASH, compact, elapsed, finite, plain, plural, short_id
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
 from noloco_p2p.observe.overview import ROUND_RESULTS, Overview, Row, overview
@@ -25,6 +25,9 @@ NODES_SHOWN = 200
 """Rows where the height is not known; at a terminal as many as fit."""
 JOIN_FILE_S = 60.0
 """Longest wait for the file of `--join @FILE`."""
+WIDE = 120
+"""Columns from which on there is place for the hosts of the nodes."""
+HOST_CHARACTERS = 24
 COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
 LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {'/'.join(ROUND_RESULTS)}; pwait: for partners"
 
@@ -53,7 +56,8 @@ async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: boo
         if as_json:
             print(json.dumps(found.as_json(), allow_nan=False))
         elif once or not sys.stdout.isatty():
-            terminal.console().print(render(found, None), soft_wrap=False)
+            console = terminal.console()
+            console.print(render(found, None, width=console.width), soft_wrap=False)
         else:
             await _live(read, found, interval_s)
 
@@ -68,7 +72,7 @@ async def _live(read: Readings, found: Overview, interval_s: float) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             began = loop.time()
-            live.update(render(found, console.size.height, note), refresh=True)
+            live.update(render(found, console.size.height, note, console.width), refresh=True)
             await asyncio.sleep(max(0.0, interval_s - (loop.time() - began)))
             try:
                 found, seen_at, note = overview(await read()), loop.time(), ""
@@ -120,8 +124,8 @@ async def _readings(join: Sequence[str]) -> AsyncIterator[Readings]:
 # --- the screen -------------------------------------------------------------------------------------------------------
 
 
-def render(found: Overview, height: int | None, note: str = "") -> "RenderableType":
-    """All of it, at most `height` lines (None: as long as it is) of at most as many columns as the console has."""
+def render(found: Overview, height: int | None, note: str = "", width: int = terminal.WIDTH) -> "RenderableType":
+    """All of it, at most `height` lines (None: as long as it is) of at most `width` columns, which the console has."""
     from rich.console import Group
     from rich.text import Text
 
@@ -139,7 +143,7 @@ def render(found: Overview, height: int | None, note: str = "") -> "RenderableTy
     # Each sentence may take two lines; the tables have a line of names, and there are three lines between and below.
     taken = 2 * len(head) + min(len(found.stages), STAGES_SHOWN) + 7
     rows = NODES_SHOWN if height is None else max(1, height - taken)
-    parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows])]
+    parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows], width >= WIDE)]
     if len(found.nodes) > rows:
         parts.append(Text(f"and {plural(len(found.nodes) - rows, 'node')} more"))
     return Group(*parts, Text(LEGEND, style="dim"))
@@ -155,15 +159,18 @@ def _stages_table(stages: Sequence[Row]) -> "Table":
     return table
 
 
-def _nodes_table(nodes: Sequence[Row]) -> "Table":
+def _nodes_table(nodes: Sequence[Row], hosts: bool) -> "Table":
     from rich.text import Text
 
-    table = terminal.plain_table(COLUMNS, ("node", "state", "rounds", "waits for"))
+    columns = (COLUMNS[0], *["host"] * hosts, *COLUMNS[1:])
+    table = terminal.plain_table(columns, ("node", "host", "state", "rounds", "waits for"))
     # Where the screen is narrow the columns that may wrap give way first: this one, whose text is cut instead.
     table.columns[-1].no_wrap = False
     for node in nodes:
         # Text, not markup: what a node says of itself is not to be read as such.
-        texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells(node)]
+        first, *others = cells(node)
+        row = (first, *[plain(node["host"] or DASH, HOST_CHARACTERS)] * hosts, *others)
+        texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in row]
         table.add_row(*texts, style=None if node["answers"] else "dim")
     return table
 

@@ -62,12 +62,12 @@ class SwarmFigures:
 
 
 def without_addresses(value: Any) -> Any:
-    """The same with … for every address in its texts."""
+    """The same with … for every address in its texts, and without the hosts of its nodes."""
     match value:
         case str():
             return ADDRESS.sub("…", value)
         case dict():
-            return {name: without_addresses(each) for name, each in value.items()}
+            return {name: without_addresses(each) for name, each in value.items() if name != "host"}
         case list() | tuple():
             return [without_addresses(each) for each in value]
     return value

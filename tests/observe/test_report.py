@@ -1,5 +1,8 @@
 """`noloco report`: the page of a recorded run tells the run's figures, and nothing in the files can hurt it."""
 
+import csv
+import fcntl
+import itertools
 import json
 import re
 import sys
@@ -18,7 +21,9 @@ from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.telemetry.journal import NAME, EventFiles, Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.launch.node_probe import KEY_LOCK
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
+from noloco_p2p.observe.report import series
 from noloco_p2p.observe.report.journals import read_processes
 from noloco_p2p.observe.report.page import make, render
 from noloco_p2p.observe.report.recorded_run import RecordedRun, StateSpan, read_run
@@ -223,6 +228,53 @@ def test_kills_and_restarts_show_in_the_life_of_a_node(run: RecordedRun) -> None
 def _span(spans: tuple[StateSpan, ...]) -> str:
     (finished,) = [span for span in spans if span.state == "finished"]
     return f"{finished.began_at - BEGAN_AT:.0f} to {finished.ended_at - BEGAN_AT:.0f} s"
+
+
+def test_the_page_says_how_the_run_stands(recorded: Recorded, tmp_path: Path) -> None:
+    page = render(read_run([recorded.directory]))
+    assert re.fullmatch(r"Completed, in .*\.", after(page, "recorded"))
+    ended = line("state", 4.0, state="finished") + line("end", 5.0)
+    for name, stage, more in (("0-0", 0, ended), ("1-0", 1, b"")):
+        place = tmp_path / name
+        place.mkdir()
+        (place / NAME).write_bytes(
+            line("start", 0.0, name="mine", stage=stage) + line("progress", 3.0, stage=stage, step=40) + more
+        )
+        (place / "manifest.json").write_text('{"steps": 60}')
+    assert after(render(read_run([tmp_path])), "mine") == "Interrupted at step 40 of 60."
+    with (tmp_path / "1-0" / KEY_LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert after(render(read_run([tmp_path])), "mine") == "Running since 2027-01-15 08:00:00 UTC."
+    with (tmp_path / "1-0" / NAME).open("ab") as journal:
+        journal.write(ended)
+    assert after(render(read_run([tmp_path])), "mine") == "Completed, in 5 s."
+
+
+def test_the_series_of_a_run_for_other_programs(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The charts' points, and tokens that add up to those of the run."""
+    out = tmp_path / "series.csv"
+    monkeypatch.setattr(sys, "argv", ["noloco", "report", str(recorded.directory), "--csv", str(out)])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert (end.value.code, capsys.readouterr().out) == (0, f"{out}: {len(rows):,} rows\n")
+    assert [float(row["time"]) for row in rows] == sorted(float(row["time"]) for row in rows)
+    assert {row["node"] for row in rows} == {f"{stage}-{replica}" for stage in range(2) for replica in range(3)}
+    (first,) = [node for node in read_run([recorded.directory]).nodes if node.name == "0-0"]
+    mine = [row for row in rows if row["node"] == "0-0"]
+    for column, curve in (("loss", "loss"), ("learning_rate", "learning_rate"), ("validation_loss", "validation")):
+        points = [(float(row["step"]), float(row[column])) for row in mine if row[column]]
+        assert points == [point for piece in first.curves[curve] for point in piece]
+    assert len(points) >= 3
+    progress = [(float(row["time"]), float(row["tokens_per_s"])) for row in mine if row["tokens_per_s"]]
+    tokens = sum(rate * (at - before) for (before, _), (at, rate) in itertools.pairwise(progress))
+    assert tokens == pytest.approx(first.total("tokens"), rel=0.1), "but for what came before the first row"
+    out.write_text("mine")
+    with pytest.raises(ConfigError, match="is there and is no series of noloco"):
+        series.write([recorded.directory], out)
 
 
 # === files as they are found ==========================================================================================

@@ -43,7 +43,7 @@ from noloco_p2p.observe.overview import Overview, overview
 
 def _drawn(found: Overview, height: int | None = None, note: str = "", width: int = terminal.WIDTH) -> list[str]:
     console = Console(width=width, record=True, color_system=None, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(top.render(found, height, note))
+    console.print(top.render(found, height, note, width))
     return [drawn.rstrip() for drawn in console.export_text().splitlines()]
 
 
@@ -66,6 +66,18 @@ def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
     assert [(row[0], row[1]) for row in rows] == [(f"12D3…xS{s}R{r}", str(s)) for s in range(3) for r in range(3)]
     assert rows[0] == ["12D3…xS0R0", "0", "training", "1234", "1230", "2.05k", "11/0/0/1", "0.0s", "0", "–", "2.31"]
     assert rows[8][5] == "10.0", "a later stage is shown in microbatches/s"
+
+
+def test_a_wide_screen_has_the_host_of_each_node() -> None:
+    nodes = swarm(2, 2)
+    nodes["S0R1"] = with_advert(nodes["S0R1"], metrics="")
+    nodes["S1R0"] = silent(with_advert(nodes["S1R0"], metrics=f"http://{'long.' * 9}org:9100/metrics"), "refused")
+    drawn = _drawn(_overview(nodes), width=top.WIDE)
+    rows = [row.split() for row in drawn if row.startswith("12D3…")]
+    assert [row[1] for row in rows] == ["192.0.2.1", "–", "long.long.long.long.lon…", "192.0.2.2"]
+    assert drawn[-6].split()[:3] == ["node", "host", "st"]
+    assert [len(row) for row in rows[:2]] == [12, 12], "no other cell is lost"
+    assert not any("192.0.2." in row for row in _drawn(_overview(nodes)))
 
 
 def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
@@ -107,7 +119,7 @@ def test_a_node_tells_what_it_waits_for() -> None:
     assert "    1        3     4.1k 1 silent, 2 training" in drawn
 
 
-@pytest.mark.parametrize("width", [100, 60, 30])
+@pytest.mark.parametrize("width", [120, 100, 60, 30])
 def test_no_line_is_wider_than_the_screen(width: int) -> None:
     nodes = swarm(stages=40, replicas=2)
     nodes["S0R0"] = with_advert(
@@ -321,10 +333,10 @@ def test_while_nobody_answers_the_last_view_stays_and_says_so(monkeypatch: pytes
             raise Unreachable("no answer from http://127.0.0.1:1: Connection refused")
         raise KeyboardInterrupt
 
-    def noted(found: Overview, height: int | None, note: str = "") -> Any:
+    def noted(found: Overview, height: int | None, note: str, width: int) -> Any:
         notes.append(note)
         sentences.append(found.sentence)
-        return render(found, height, note)
+        return render(found, height, note, width)
 
     monkeypatch.setattr(top, "render", noted)
     with pytest.raises(KeyboardInterrupt):

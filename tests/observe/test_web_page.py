@@ -104,6 +104,7 @@ def test_the_figures_are_those_of_top_without_an_address(
     found = json.loads(text)
     assert [node["answers"] for node in found["nodes"]] == [True, True]
     assert any("onerror" in each["sentence"] for each in found["findings"]), "it is the page that shows it as text"
+    assert '"host"' not in text
     assert "127.0.0.1" not in text
     assert "10.1.2.3" not in text
     assert ":4101" not in text

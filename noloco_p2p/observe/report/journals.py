@@ -5,6 +5,7 @@ Every text is made harmless here: what cannot be printed is replaced, and its le
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,11 @@ class JournalEvent:
         return {clean(key): count for key, value in found.items() if (count := number(value)) is not None}
 
 
-def node_dirs(paths: Sequence[Path]) -> list[Path]:
-    """Directories with a journal: those given, or one level below. Raises ConfigError for one without any."""
+def node_dirs(paths: Sequence[Path]) -> dict[Path, str]:
+    """Directories with a journal, those given or one level below, and what to call each.
+
+    Raises ConfigError for one without any.
+    """
     found: dict[Path, None] = {}
     for directory in paths:
         homes.require_run("", directory)
@@ -56,8 +60,9 @@ def node_dirs(paths: Sequence[Path]) -> list[Path]:
                 f"{directory}: no journal ({NAME}) in it or one level below; "
                 "name the --dir of a node, or of noloco swarm"
             )
-        found.update(dict.fromkeys(here))
-    return list(found)
+        found.update(dict.fromkeys(each.resolve() for each in here))
+    names = Counter(each.name for each in found)
+    return {each: each.name if names[each.name] == 1 else f"{each.parent.name}/{each.name}" for each in found}
 
 
 def read_processes(directory: Path) -> list[list[JournalEvent]]:

@@ -55,6 +55,7 @@ def render(run: RecordedRun) -> str:
         name=next((node.run_name for node in run.nodes if node.run_name), "run"),
         run_ids=run_ids[:MOST_RUNS],
         runs=len(run_ids),
+        standing=_standing(run),
         period=f"{humanize.clock(run.began_at)} to {humanize.clock(run.ended_at)} UTC",
         headline=_headline(run),
         sections=_sections(run),
@@ -71,13 +72,27 @@ def render(run: RecordedRun) -> str:
     )
 
 
-def _headline(run: RecordedRun) -> list[tuple[str, str]]:
+def _standing(run: RecordedRun) -> str:
+    """Completed when every stage has a replica that finished in its last process; else a node runs, or none does."""
+    last = [[node.processes[-1].spans for node in run.of_stage(stage)] for stage in run.stages]
+    if last and all(any(span.state == "finished" for spans in mine for span in spans) for mine in last):
+        return f"Completed, in {humanize.duration(run.wall_s)}."
+    if run.running:
+        return f"Running since {humanize.clock(run.began_at)} UTC."
+    return f"Interrupted at step {_steps(run)}."
+
+
+def _steps(run: RecordedRun) -> str:
     steps = number(run.manifest.get("steps"))
     done = humanize.count(max(node.step for node in run.nodes))
+    return done if steps is None else f"{done} of {humanize.count(steps)}"
+
+
+def _headline(run: RecordedRun) -> list[tuple[str, str]]:
     validation = run.last("validation")
     return [
         ("nodes", f"{len(run.nodes)} in {len(run.stages)} stages"),
-        ("steps", done + (f" of {humanize.count(steps)}" if steps is not None else "")),
+        ("steps", _steps(run)),
         ("tokens", humanize.count(run.tokens)),
         ("tokens/s", humanize.figure(run.tokens_per_s)),
         ("final loss", humanize.loss(run.last("final_loss"))),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.launch.node_probe import ENDPOINTS, SUMMARY, read_json
+from noloco_p2p.launch.node_probe import ENDPOINTS, SUMMARY, in_use, read_json
 from noloco_p2p.launch.run_files import MANIFEST
 from noloco_p2p.observe.plotting.time_bins import Increment
 from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean, node_dirs, number, read_processes
@@ -103,6 +103,8 @@ class RecordedRun:
     manifest: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     """What `noloco swarm` wrote at the end, when it counts the whole run; else empty."""
+    running: bool = False
+    """A node is, on this machine."""
 
     @property
     def began_at(self) -> float:
@@ -169,13 +171,11 @@ class RecordedRun:
 
 def read_run(paths: Sequence[Path]) -> RecordedRun:
     """The run whose directories these are. Raises ConfigError when there is no journal."""
-    directories = [directory.resolve() for directory in node_dirs(paths)]
-    names = Counter(directory.name for directory in directories)
+    directories = node_dirs(paths)
     nodes: list[NodeHistory] = []
     manifest: dict[str, Any] = {}
-    for directory in directories:
-        unique = names[directory.name] == 1
-        node = NodeHistory(directory.name if unique else f"{directory.parent.name}/{directory.name}")
+    for directory, name in directories.items():
+        node = NodeHistory(name)
         for events in read_processes(directory):
             _add_process(node, events)
         if node.processes:
@@ -185,7 +185,7 @@ def read_run(paths: Sequence[Path]) -> RecordedRun:
     if not nodes:
         raise ConfigError(f"no line of the journals in {', '.join(map(str, paths))} can be read; was the run started?")
     nodes.sort(key=lambda node: (node.stage is None, node.stage or 0, node.name))
-    return RecordedRun(nodes, manifest, _summary(paths, nodes))
+    return RecordedRun(nodes, manifest, _summary(paths, nodes), any(map(in_use, directories)))
 
 
 def _summary(paths: Sequence[Path], nodes: Sequence[NodeHistory]) -> dict[str, Any]:

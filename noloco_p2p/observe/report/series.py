@@ -1,0 +1,64 @@
+"""The series of a run for other programs (`noloco report --csv`)."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from noloco_p2p.launch import homes
+from noloco_p2p.launch.run_files import write_whole
+from noloco_p2p.observe.report.journals import JournalEvent, node_dirs, read_processes
+
+
+class Row(NamedTuple):
+    """A line of progress, or a validation, of a node."""
+
+    time: float
+    """Unix seconds."""
+    node: str
+    stage: int | None
+    step: float | None
+    tokens_per_s: float | None = None
+    """Since the line of progress before."""
+    loss: float | None = None
+    """Nats per token, mean since the line of progress before."""
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    validation_loss: float | None = None
+    """Nats per token."""
+
+
+def write(directories: Sequence[Path], out: Path) -> int:
+    """Write the series of all nodes in these directories in the order of time; returns the number of rows.
+
+    Raises ConfigError when there is no journal or `out` is another file, LocalError when it cannot be written.
+    """
+    homes.require_page("--csv ", out, ",".join(Row._fields).encode(), "series")
+    places = node_dirs(directories)
+    found = [row for place, name in places.items() for one in read_processes(place) for row in _rows(name, one)]
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(Row._fields)
+    found.sort(key=lambda row: (row.time, row.node))
+    lines.writerows(found)
+    write_whole(out, text.getvalue().encode())
+    return len(found)
+
+
+def _rows(node: str, events: Sequence[JournalEvent]) -> Iterator[Row]:
+    """Of one process."""
+    at, tokens, stage = events[0].at, 0.0, None
+    for event in events:
+        place, step = event.number("stage"), event.number("step")
+        stage = int(place) if place is not None and event.kind in ("start", "stage", "progress") else stage
+        row = Row(round(event.at, 3), node, stage, step)
+        if event.kind == "progress":
+            now = max(tokens, event.number("tokens") or 0.0)
+            rate = (now - tokens) / (event.at - at) if event.at > at else None
+            at, tokens = event.at, now
+            if step is not None:
+                loss, learning_rate, grad_norm = map(event.number, ("loss", "learning_rate", "grad_norm"))
+                yield row._replace(tokens_per_s=rate, loss=loss, learning_rate=learning_rate, grad_norm=grad_norm)
+        elif event.kind == "evaluation":
+            yield row._replace(validation_loss=event.number("loss"))
