@@ -22,7 +22,7 @@ QUEUE_LINES = 4_096
 STOP_S = 2.0
 """Longest wait for an output that takes nothing any more, at each step of the end."""
 PROGRESS_S = 10.0
-"""Seconds between two lines of progress: the first inner step that ends later has the next one."""
+"""Seconds between two lines of progress, and between two about outer rounds with the same result: the next has one."""
 QUIET_S = 5.0
 """Seconds between two lines about the same trouble."""
 MOST_KEYS = 256
@@ -150,7 +150,7 @@ class EventLog:
         self._counters = counters
         self._steps = steps
         self._limiter = RepeatLimiter()
-        self._progress_limiter = RepeatLimiter(PROGRESS_S)
+        self._often = RepeatLimiter(PROGRESS_S)
         self._deserted: dict[int, float] = {}
         """Stages that are known to be without a replica, and since when."""
         self._guarded: set[int] = set()
@@ -168,7 +168,7 @@ class EventLog:
                 self._trouble(f"microbatch {fields['result']}{dropped}", kind, fields)
             case "deserted":
                 self._deserted_stages()
-            case "inner_step" if self._steps and self._progress_limiter.admit(kind) is not None:
+            case "inner_step" if self._steps and self._often.admit(kind) is not None:
                 rate, tokens = self._counters.rates["tokens"].per_s(time.monotonic()), fields["loss_tokens"]
                 found = progress(fields["step"], self._steps, rate, fields["loss_sum"] / tokens if tokens else None)
                 _log(logging.INFO, "  ".join(filter(None, found)), kind, {**fields, "tokens_per_s": rate})
@@ -181,6 +181,8 @@ class EventLog:
     def _level(self, kind: str, fields: Fields) -> int:
         """INFO, but DEBUG for what goes on as it began: the first checkpoint says that the node writes them."""
         match kind:
+            case "outer_round" if self._often.admit(f"{kind} {fields['result']}") is None:
+                return logging.DEBUG
             case "checkpoint" if self._counters.total("checkpoints") > 1:
                 return logging.DEBUG
             case "guarded" if fields["stage"] in self._guarded:

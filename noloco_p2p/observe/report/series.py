@@ -55,7 +55,7 @@ def _rows(node: str, events: Sequence[JournalEvent]) -> Iterator[Row]:
         row = Row(round(event.at, 3), node, stage, step)
         if event.kind == "progress":
             now = max(tokens, event.number("tokens") or 0.0)
-            rate = (now - tokens) / (event.at - at) if event.at > at else None
+            rate = round((now - tokens) / (event.at - at), 3) if event.at > at else None
             at, tokens = event.at, now
             if step is not None:
                 loss, learning_rate, grad_norm = map(event.number, ("loss", "learning_rate", "grad_norm"))

@@ -184,19 +184,25 @@ def test_checkpoints_and_guarding_are_logged_once(
 def test_a_node_logs_how_far_the_run_is_every_ten_seconds(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also at stages that see no loss."""
+    """Also at stages that see no loss; and as seldom what came of outer rounds, each result by itself."""
     caplog.set_level(logging.INFO)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(telemetry._log, "_progress_limiter", log.RepeatLimiter(log.PROGRESS_S, lambda: now))
+    monkeypatch.setattr(telemetry._log, "_often", log.RepeatLimiter(log.PROGRESS_S, lambda: now))
     for number in range(25):
         fields = {"loss_sum": 2.41 * 2600, "loss_tokens": 2600 if number < 20 else 0}
         telemetry.event("inner_step", step=230.2 + number, tokens=2600, **fields)
+        result = "alone" if number == 5 else "partner"
+        telemetry.event("outer_round", round=number, result=result, reason="its turn", seconds=0.5, bytes=8)
         now += 1.0
     assert [r.message for r in caplog.records] == [
         "step 230/1,000  loss 2.41",
+        "outer round 0: partner (its turn), 0.50 s, 8 bytes",
+        "outer round 5: alone (its turn), 0.50 s, 8 bytes",
         "step 240/1,000  2.6k tok/s  loss 2.41",
+        "outer round 10: partner (its turn), 0.50 s, 8 bytes",
         "step 250/1,000  2.6k tok/s",
+        "outer round 20: partner (its turn), 0.50 s, 8 bytes",
     ]
 
 
