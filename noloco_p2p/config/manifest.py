@@ -115,8 +115,8 @@ class SecuritySettings(Settings):
     """Who may take part (ARCHITECTURE.md, "Members")."""
 
     root_key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """Public key of the run's root; the first node's `--key FILE` sets it. With it the run is members-only; none: open
-    to everybody. A first node that others can reach makes its own key unless `security: open` is set."""
+    """Public key of the root of a members-only run; `--key FILE` on the first node sets it; none: the run is open to
+    everybody. A first node that others can reach makes its own key unless `security: open` is set."""
 
     @model_validator(mode="before")
     @classmethod

@@ -52,8 +52,8 @@ class LimitSettings(Settings):
     download_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Most that it receives, counted in the same way."""
     relay_mbit_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Most that this node relays between nodes behind NAT, Mbit/s, in addition; 0: nothing; none: a twentieth of its
-    line in a members-only run, nothing in an open one."""
+    """Most that this node relays between nodes behind NAT, Mbit/s, on top of the caps above; 0: nothing; none: a
+    twentieth of its line in a members-only run, nothing in an open one."""
     hours: Annotated[tuple[Annotated[str, Field(pattern=f"^{SPAN}$")], ...], BeforeValidator(one_or_more)] = ()
     """When the node may use the machine, in local time: `22:00-07:00`, or a list of such spans. Outside them the node
     pauses, and a node started then joins when they begin; none: always."""

@@ -1,4 +1,4 @@
-"""The frozen rounds that a replica keeps for others, and gives them (ARCHITECTURE.md, "An outer round")."""
+"""The frozen rounds that a replica keeps for others and sends them (ARCHITECTURE.md, "An outer round")."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 
 KEPT_ROUNDS, KEPT_STEPS = 2, 4
-"""The newest frozen rounds, which stay fetchable; of gradients, for a newcomer's state is some steps old when it is
-there."""
+"""How many of the newest frozen rounds stay fetchable. Of gradients it is more, because a newcomer's state is some
+steps old when it arrives."""
 GIVEN_ROUNDS = 3
-"""Older ones that others were given of late in a codec with bounds: they may ask again for chunks of them."""
+"""Older ones that others recently got in a codec with bounds, and of which they may ask for chunks again."""
 
 
 class FrozenRounds:
@@ -25,11 +25,11 @@ class FrozenRounds:
         self._gives = gives
         self._kept: dict[int, FrozenRound] = {}
         self._given: dict[PeerId, tuple[float, int]] = {}
-        """When those of the last `deadline_s` were given a vector, and of which round: after that they have it, or will
-        not."""
+        """When peers were given a vector, and of which round, in the last `deadline_s`. After that they have it or
+        never will."""
 
     def keep(self, mine: FrozenRound) -> None:
-        """A new one, beside those that others may still ask for. A vector without bounds comes whole or not at all."""
+        """Keep a new one, and those that others may still ask for. A vector without bounds comes all at once."""
         outer = self._node.manifest.outer
         self._kept[mine.round] = mine
         rounds, given = sorted(self._kept), set[int]()
@@ -41,7 +41,7 @@ class FrozenRounds:
         self._waits.pulse()
 
     def clear(self) -> None:
-        """They are not of this replica's weights any more."""
+        """Forget all: they are no longer of this replica's weights."""
         self._kept.clear()
 
     def pullers(self) -> set[PeerId]:
@@ -77,7 +77,7 @@ class FrozenRounds:
         frozen = self._kept[at]
         with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
             found = await self._node.stage.encode(frozen, request, caller)
-        # Only now: a request that makes no sense names nobody.
+        # Only now: a malformed request must not count as a puller.
         self._forget_pullers()
         self._given[caller] = self._node.now(), frozen.round
         return found

@@ -1,4 +1,4 @@
-"""A round in which a replica takes from all of its stage: whom it counts with, the pull, and what they agree on
+"""A round in which a replica takes from all of its stage: whom it expects to count, the pull, and the agreement
 (ARCHITECTURE.md, "All replicas")."""
 
 import asyncio
@@ -23,7 +23,7 @@ class GroupPull:
         self._puller = puller
 
     def with_view(self, mine: FrozenRound) -> FrozenRound:
-        """The frozen round, which says whom this replica counts with."""
+        """The frozen round, with whom this replica expects to count."""
         assert mine.view is not None, "the rule takes from all"
         node, members, now = self._node, self._swarm.members, self._node.now()
         mates = members.of_stage(node.index, membership.IN_ROUNDS)
@@ -38,9 +38,9 @@ class GroupPull:
         return going_on and self._counts(node.advert, round)
 
     async def pull(self, mine: FrozenRound, idle: bool) -> Pull:
-        """What all whom this replica counts with have frozen of the round, and that on which all agree.
+        """The round's vectors of all that this replica expects to count, reduced to those that all agree on.
 
-        Each vector is held once, until the merge: they are as many as the stage has replicas. `idle`: nothing waits.
+        Each vector is held once, until the merge: as many as the stage has replicas. `idle`: nothing waits.
         """
         assert mine.view is not None, "the rule takes from all"
         members, me = self._swarm.members, self._node.me
@@ -62,7 +62,7 @@ class GroupPull:
         )
 
     async def _try_fetch(self, mate: Advert, mine: FrozenRound, idle: bool) -> Pull:
-        """What a mate has frozen of the round; or, as a label, why there is none. Who is silent is set aside."""
+        """What a mate has frozen of the round, or why there is nothing, as a label. A silent mate is set aside."""
         node, members = self._node, self._swarm.members
         outer, began = node.manifest.outer, node.now()
         wait_s = outer.deadline_s if outer.partner_wait_s is None else outer.partner_wait_s

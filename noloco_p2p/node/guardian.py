@@ -1,8 +1,8 @@
 """Guarding the weights of stages that have few replicas: pull them now and then, keep the newest, give them back.
 
-Who guards whom is core/guardians.py. Nothing here makes a ward wait, and nothing that fails here stops the node. What
-guarding costs is bounded: after a pull the guardian rests for so long that neither its own line nor that of a ward is
-in use for it for more than a twentieth of the time.
+core/guardians.py decides who guards whom. Nothing here makes a ward wait, and no failure here stops the node. The cost
+of guarding is bounded: after a pull the guardian rests so long that guarding uses neither its own line nor a ward's for
+more than a twentieth of the time.
 """
 
 from collections.abc import Sequence, Set
@@ -20,16 +20,16 @@ from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 WAIT_S = 3.0
-"""How long a ward is asked to hold its answer back until it has the round that this node has: replicas reach a round
-within a few steps of each other."""
+"""How long a ward may delay its answer until it has the round that this node has: replicas reach a round within a few
+steps of each other."""
 AGAIN_S = 2.0
-"""Seconds between two looks at a ward that leaves until its last weights are here, and the longest wait for them."""
+"""Seconds between two pulls from a leaving ward, until its last weights are here, and the longest wait for them."""
 REST = 20.0
-"""A pull of t seconds begins t·REST before the next, times the guardians that share a replica of the ward."""
+"""A pull of t seconds begins at least t·REST before the next, times the guardians that share a replica of the ward."""
 
 
 class Guardian:
-    """What one node holds for other stages. It outlives `run`, which goes on from it when it is called again."""
+    """What one node holds for other stages. It outlives `run`, which continues from it when called again."""
 
     def __init__(self, node: NodeState, swarm: Membership, waits: Waits, transport: Transport) -> None:
         self._node = node
@@ -38,9 +38,9 @@ class Guardian:
         self._transport = transport
         self._held: dict[int, Snapshot] = {}
         self._last_asked: dict[int, tuple[int, int, bool]] = {}
-        """By stage, what `_signs` was when it last answered."""
+        """For each stage, what `_signs` was when it last answered."""
         self._begun: set[int] = set()
-        """Wards that were asked before. The first time is at once: then it counts most."""
+        """Wards that were asked before. The first pull is made at once, because it matters most."""
         self._rests_until = 0.0
         self._read = True
 
@@ -49,7 +49,7 @@ class Guardian:
         return self._held.get(stage)
 
     def membership_was_read(self) -> None:
-        """A reading of the membership has come."""
+        """The membership has been read."""
         self._read = True
 
     async def run(self) -> None:
@@ -77,7 +77,7 @@ class Guardian:
     # --- whom -------------------------------------------------------------------------------------------------------
 
     def _guardians(self, stage: int) -> tuple[str, ...]:
-        """Adverts alone take no guardian away: of more replicas than are guarded, more must have answered."""
+        """The guardians of a stage. Adverts alone never end it: more than GUARDED_REPLICAS must answer."""
         node, listed = self._node, self._swarm.members.of_stage(stage, WITH_WEIGHTS)
         if len(listed) <= GUARDED_REPLICAS or stage == node.index:
             return guardians_of(stage, self._swarm.everybody(), node.manifest.seed)
@@ -86,7 +86,7 @@ class Guardian:
         return found if guarded else ()
 
     def _has_few(self, stage: int, states: Set[str]) -> bool:
-        """Of the replicas that are listed only so many answer, now that they have been asked."""
+        """Whether only few of the listed replicas answer, now that they have been asked."""
         inquiry = self._swarm.inquiry
         asked = inquiry.few(self._swarm.members.of_stage(stage, states))
         inquiry.ask(asked)
@@ -104,13 +104,13 @@ class Guardian:
 
     @staticmethod
     def _leaving(replicas: Sequence[Advert]) -> bool:
-        """None of them trains on: the last one to go has frozen its weights."""
+        """Whether none of them trains on; the last one to go has frozen its weights."""
         return bool(replicas) and all(a.state in ("draining", "paused") for a in replicas)
 
     # --- pulling ----------------------------------------------------------------------------------------------------
 
     async def _look_after(self, stage: int) -> None:
-        """Pull the weights of the ward if there should be news: from one replica, or the other when that fails."""
+        """Pull the ward's weights if there may be newer ones: from one replica, or from the other if that fails."""
         replicas = self._replicas(stage)
         round = self._due(stage, replicas) if replicas else None
         if round is None:
@@ -131,12 +131,12 @@ class Guardian:
             return
 
     def _signs(self, replicas: Sequence[Advert]) -> tuple[int, int, bool]:
-        """My outer round, the newest that these announced, and whether all pause: what changes when there is news."""
+        """My outer round, the newest that these announced, whether all pause. A change means: look again."""
         newest, paused = max(a.outer_round for a in replicas), all(a.state == "paused" for a in replicas)
         return self._node.advert.outer_round, newest, paused
 
     def _due(self, stage: int, replicas: Sequence[Advert]) -> int | None:
-        """The round to ask for; None while nothing new can be there, or nothing is left to train.
+        """The round to ask for; None while there can be nothing new, or nothing is left to train.
 
         Round 0 is made from the seed by anybody.
         """
@@ -149,7 +149,7 @@ class Guardian:
             # Its last snapshot has a round more than it has done, and its last step.
             if held and have > newest and held.step >= max(floor(a.step) for a in replicas):
                 return None
-            # Who leaves is asked until it is gone, who pauses once.
+            # A replica that leaves is asked until it is gone, one that pauses only once.
             return None if paused and self._last_asked.get(stage) == signs else max(have, newest) + 1
         if stage in self._begun and self._node.now() < self._rests_until:
             return None
@@ -159,7 +159,7 @@ class Guardian:
     def _in_turn(self, stage: int, replicas: Sequence[Advert], round: int) -> list[Advert]:
         """The order in which to ask: first a replica that stays and answers; rounds and guardians alternate.
 
-        Of those of which none goes on, the one that has come furthest: its weights are the last.
+        If none of them trains on, first the one that got furthest: its weights are the last.
         """
         node = self._node
         guardians = self._guardians(stage)
@@ -170,7 +170,7 @@ class Guardian:
         return sorted(turned, key=lambda a: (aside[a.peer_id], a.state == "draining", leaving and -a.step))
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
-        """Raises as Transport.fetch_snapshot, and Violation when the weights are not the donor's own."""
+        """Raises as Transport.fetch_snapshot, and Violation if the weights are not the donor's own."""
         node = self._node
         expected, deadline_s = node.stage.state.weights[stage], node.manifest.outer.deadline_s
         request = SnapshotRequest(stage, round, wait_s, expected.dtype)
@@ -181,7 +181,7 @@ class Guardian:
                 theirs = await self._transport.fetch_snapshot(donor, request, deadline_s, (expected,))
         except PeerError:
             if node.now() - began >= deadline_s:
-                self._rest(stage, deadline_s)  # it came, too slowly
+                self._rest(stage, deadline_s)  # it arrived, too slowly
             raise
         self._rest(stage, theirs.took_s)
         if theirs.peer != donor.peer_id:
@@ -191,7 +191,7 @@ class Guardian:
         return theirs
 
     def _rest(self, stage: int, took_s: float) -> None:
-        """The next pull may begin when the one that took so long has been paid for."""
+        """Set when the next pull may begin, from how long this one took."""
         shared = len(self._guardians(stage)) / max(1, len(self._replicas(stage)))
         self._rests_until = max(self._rests_until, self._node.now() - took_s) + REST * max(1.0, shared) * took_s
 
@@ -213,7 +213,7 @@ class Guardian:
             self._node.publish(holds=held)
 
     def _drop(self) -> None:
-        """Forget what others hold by now; of the stage that this node moved to, once it has its weights."""
+        """Forget what others hold by now, and the stage that this node has moved to, once it has its weights."""
         node = self._node
         for stage in sorted(self._held):
             taken = stage == node.index and node.advert.state in membership.HOLDING
@@ -222,10 +222,10 @@ class Guardian:
         self._list_holdings()
 
     def _is_safe(self, stage: int) -> bool:
-        """The stage has replicas enough, or all its guardians of today list it as new as this node has it; and they
-        have answered.
+        """Whether the stage has enough replicas, or all its present guardians list weights as new as this node's; in
+        both cases they must have answered.
 
-        A stage that nobody holds has no guardians: what is held of it stays until somebody has taken it.
+        A stage that nobody holds has no guardians: its weights are kept here until somebody has taken them.
         """
         node, held, inquiry = self._node, self._held[stage], self._swarm.inquiry
         asked = inquiry.few(self._swarm.members.of_stage(stage, membership.TRAINING))

@@ -17,7 +17,7 @@ from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import World
 
 TRANSFER_DEADLINE_S = 1800.0
-"""Longest transfer of a replica's whole state; a peer that falls silent is given up in seconds."""
+"""Longest transfer of a replica's full state, seconds; a peer that falls silent is given up sooner."""
 HOLDINGS_SHOWN = 4
 """Checkpoints that an advert lists: the newest ones."""
 
@@ -47,11 +47,11 @@ class WeightRestorer:
         return [held for held in self.own if held.stage == self._node.chosen_stage]
 
     def show_own(self) -> None:
-        """List in the advert what I have, until I train."""
+        """List this node's checkpoints in the advert, until it trains."""
         self._node.update(holds=tuple(self.own_of_stage()[-HOLDINGS_SHOWN:]))
 
     def guarded(self) -> Holding | None:
-        """What this node holds, as a guardian, of the stage that it comes to."""
+        """What this node, as a guardian, holds of the stage that it joins."""
         held = self._guardian.snapshot_of(self._node.index)
         return None if held is None else Holding(self._node.index, held.round, held.step)
 
@@ -79,7 +79,7 @@ class WeightRestorer:
         return True
 
     async def open_data(self, checkpoint: Checkpoint | None) -> None:
-        """At stage 0: the data from where the checkpoint was, or from the beginning. What is open stays open."""
+        """At stage 0: open the data where the checkpoint was, or at the beginning. What is open stays open."""
         if self._node.index != 0 or self._node.batches is not None:
             return
         with self._waits.waiting("opened data", Resource.DATA):
@@ -89,9 +89,9 @@ class WeightRestorer:
     # --- the sources ------------------------------------------------------------------------------------------------
 
     async def _from_peer(self, donor: Advert) -> None:
-        """Everything of a living replica; partners may pull from here after the first whole outer interval.
+        """Copy the full state of a living replica; partners may pull from here after the first complete outer interval.
 
-        The clock is that of the others: they went on while the weights came, and under `balanced` they would wait for
+        The clock is the others', because they trained on during the copy, and under `balanced` they would wait for
         every step that this node is behind.
         """
         node = self._node
@@ -126,7 +126,7 @@ class WeightRestorer:
         return True
 
     async def _from_guardian(self, guardian: Advert | None) -> None:
-        """A lost stage's weights from a node that pulled them in time (None: this one); the optimizer begins anew."""
+        """Take a lost stage's weights from a guardian (None: this node itself); the optimizer starts from zero."""
         node = self._node
         theirs = self._guardian.snapshot_of(node.index)
         if guardian is not None:
@@ -142,7 +142,7 @@ class WeightRestorer:
         await self._go_on_at(theirs.round, max(float(theirs.step), self._clock_of_others()), node.inner_steps)
 
     async def _fresh(self) -> None:
-        """Nobody has the weights: the stage begins with its initial ones, at the clock of the others."""
+        """Nobody has the weights: start with the initial ones, at the others' clock."""
         node, step = self._node, self._clock_of_others()
         await self._go_on_at(int(step) // node.manifest.outer.inner_steps, step, node.inner_steps)
         node.event(
@@ -154,7 +154,7 @@ class WeightRestorer:
             return await self._world.checkpoints.load(held)
 
     def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
-        """Raises Declined for weights of a step to which the run cannot have come, by those who answered."""
+        """Raises Declined for weights of a step that the run cannot have reached, according to those that answered."""
         run, ttl_s = self._node.manifest, self._node.config.directory.ttl_s
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         answering = self._swarm.inquiry.answering(listed, membership.TRAINED)
@@ -166,7 +166,7 @@ class WeightRestorer:
             raise Declined(f"the weights of {whose} are of round {round}, step {step:g}, which the run has not reached")
 
     def _clock_of_others(self) -> float:
-        """The median over those who train and have answered, in steps: one liar among them does not move it."""
+        """The median clock of those that train and have answered, in steps: one liar among them does not move it."""
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         clocks = [a.step for a in self._swarm.inquiry.answering(listed, membership.TRAINED)]
         usual = schedule.clock_median(clocks)

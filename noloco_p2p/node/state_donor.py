@@ -15,7 +15,7 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 
 KEPT_S = 30.0
-"""How long a copy is kept after its last user has ended: whoever was cut off comes back for the rest of it."""
+"""How long a copy is kept after its last use, seconds: a newcomer that was cut off comes back for the rest."""
 MOST_COPIES = 2
 """A copy is five times the weights: one that somebody still reads, and a fresh one."""
 STALE_INTERVALS = 2
@@ -64,19 +64,19 @@ class StateDonor:
                     copy.drop = asyncio.get_running_loop().call_later(KEPT_S, self._copies.remove, copy)
 
     def close(self) -> None:
-        """Forget every copy, the node ends. A call that still reads one keeps it until its end."""
+        """Forget every copy, because the node ends. A call that still reads one keeps it until its end."""
         for copy in list(self._copies):
             self._forget(copy)
 
     def _numbered(self, number: int) -> _Copy:
-        """The copy of which the caller has a part. No other will do: its bytes would not fit."""
+        """The copy of which the caller already has a part; the bytes of another one would not fit."""
         for copy in self._copies:
             if copy.number == number:
                 return copy
         raise Declined(f"this node no longer has copy {number} of its state")
 
     def _fitting(self, caller: PeerId) -> _Copy:
-        """The newest copy while it will do, else a new one in the place of one that nobody uses."""
+        """The newest copy while it is fresh enough, else a new one in place of one that nobody uses."""
         node = self._node
         if node.advert.state not in TRAINED:
             raise Declined(f"this node is {node.advert.state}: it has no trained state to give")
@@ -102,7 +102,7 @@ class StateDonor:
         return copy
 
     async def _capture(self, number: int) -> ReplicaState:
-        """The labels are read when the copy is there: device operations before it have been counted by then."""
+        """Reads the labels once the copy exists: all device operations before it have been counted by then."""
         node = self._node
         with self._waits.computing("copy of the state", Task.NEWCOMER):
             state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)

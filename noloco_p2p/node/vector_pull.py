@@ -1,4 +1,4 @@
-"""One pull of another replica's vector: ask, decode, and ask again for what came wrong, until all of it is right."""
+"""One pull of another replica's vector: ask, decode, and ask again for wrong chunks, until all are right."""
 
 from dataclasses import dataclass, replace
 
@@ -13,26 +13,26 @@ from noloco_p2p.ports import Transport
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """What came of looking for a partner, or for all replicas of the stage, and why."""
+    """The result of asking a partner, or all replicas of the stage, and why."""
 
     reason: str
     theirs: tuple[PartnerVector, ...] = ()
-    """What is merged; empty: nobody gave any."""
+    """The vectors to merge; empty: nobody gave one."""
     nbytes: int = 0
-    """What it weighed, and the questions for it."""
+    """Bytes of the answers and of the questions for them."""
     asked_again: int = 0
-    """Chunks of it that came wrong (METHOD.md, "Codecs of outer rounds"), each time counted."""
+    """Chunks that arrived wrong (METHOD.md, "Codecs of outer rounds"), counted each time."""
     other: bool = False
-    """It is not of the partner that was chosen first."""
+    """The vector is not from the partner that was chosen first."""
     counted: bool = True
     """This replica's own vector is merged with them."""
     left_out: int = 0
-    """Replicas of the stage of which it was to come, and is not merged."""
+    """Replicas of the stage whose vectors were expected and are not merged."""
     ahead: tuple[PeerId, ...] = ()
-    """This replica differs from these, and takes over the state of one of them; empty: it does not."""
+    """This replica differs from these, and copies the state of one of them; empty: it does not differ."""
 
     def result(self, mine: FrozenRound, of_all: bool) -> str:
-        """What a round that was merged with it is called; `of_all` the replicas of the stage it was to come."""
+        """The result of a round merged with it, as a label; `of_all`: all replicas of the stage were asked."""
         if not self.theirs:
             return "alone"
         if of_all:
@@ -49,10 +49,10 @@ class VectorPuller:
         self._transport = transport
 
     async def fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
-        """A peer's vector of about my round, whole; chunks that came wrong are asked for again, alone.
+        """A peer's complete vector of about my round; only chunks that arrived wrong are asked for again.
 
-        Raises Violation when it is refused (`core.guard`), Declined when its round is too far away, or let go of before
-        all was here, else as Transport.fetch_snapshot. `idle`: nothing waits for it.
+        Raises Violation if it is refused (`core.guard`), Declined if its round is too far away or was dropped before
+        all of it had arrived, else as Transport.fetch_snapshot. `idle`: nothing waits for it.
         """
         node, found, stale = self._node, None, self._node.manifest.outer.max_stale_rounds
         request = SnapshotRequest(node.index, mine.round, wait_s, lattice=mine.lattice)
@@ -71,7 +71,7 @@ class VectorPuller:
             asked_again += len(found.missing.bounds)
 
     def _report(self, found: PartnerVector) -> None:
-        """Of a vector that was not taken as it is. Raises Violation for one that is refused."""
+        """Report a vector that was not merged as it is. Raises Violation for one that is refused."""
         if found.verdict:
             self._node.event("distrusted", result=found.verdict, peer=found.peer, round=found.round)
         if found.verdict == "refused":

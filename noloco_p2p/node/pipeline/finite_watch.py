@@ -1,4 +1,4 @@
-"""Whose fault it is that one result after the other is not finite (ARCHITECTURE.md, "A microbatch")."""
+"""Finds out whose fault it is when one result after the other is not finite (ARCHITECTURE.md, "A microbatch")."""
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.nonfinite import LONGEST_STREAK, REASON, NonFiniteStreak
@@ -18,8 +18,8 @@ class FiniteWatch:
         self._streak = NonFiniteStreak()
 
     async def ended(self, finite: bool, peer: PeerId) -> None:
-        """A microbatch has; `peer` as in `NonFiniteStreak.record`. After ten that are not finite the stage computes
-        something of its own: if that fails, or nobody else took part, the node stops; else its peers are at fault."""
+        """A microbatch has ended; `peer` as in `NonFiniteStreak.record`. After ten that are not finite the stage
+        makes a pass of its own: if that fails, or nobody else took part, the node stops; else it blames its peers."""
         node, peers = self._node, self._streak.record(finite, peer)
         if not peers:
             return

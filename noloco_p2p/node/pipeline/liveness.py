@@ -1,8 +1,9 @@
-"""Whether the peers that serve this node's calls are there and get on (ARCHITECTURE.md, "Failure and timeouts").
+"""Whether the peers that serve this node's calls are alive and make progress (ARCHITECTURE.md, "Failure and timeouts").
 
-A call may last as long as its queues are long, so its duration proves nothing. While calls last, their peer is asked
-about once a second how far it is with them. Silence, or a device that is stuck, ends them; a long queue does not. Who
-serves a call asks the next one in the same way, so only the peer next to a failure finds out, and takes the blame.
+A call may take as long as the queues in its way, so its duration proves nothing. While calls are open, their peer is
+asked about once a second how far it is with them. Silence, or a stuck device, ends the calls; a long queue does not.
+Whoever serves a call asks the next peer in the same way, so only the caller next to a failure detects it, and only the
+failed peer takes the blame.
 """
 
 import asyncio
@@ -18,10 +19,10 @@ from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 ASKED_PER_SILENCE = 2
-"""Questions within the shortest silence that is taken for the end of a peer."""
+"""Questions within the shortest silence after which a peer counts as gone."""
 STUCK_SILENCES = 5.0
 STUCK_OPERATIONS = 20.0
-"""A device is stuck when it has ended nothing for so many silences, and as many of its usual microbatches."""
+"""A device is stuck if it has completed nothing for so many silences, and for as long as so many microbatches take."""
 
 LOST_SILENCES = 15.0
 """A header, or a reply, may be on its way for so many silences without a sign: below the transport it waits in one
