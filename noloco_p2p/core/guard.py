@@ -7,7 +7,7 @@ Distances and radii are norms of groups of tensors, in the order of the groups.
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from noloco_p2p.core.messages import TensorSpec
@@ -71,8 +71,14 @@ def factors(distances: Sequence[float], radii: Sequence[float]) -> tuple[float, 
 class NormClip:
     """Clips to a multiple of the running median of norms, which remembers each norm after the clip."""
 
-    def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
+    def __init__(self, norms: Iterable[float] = ()) -> None:
+        """`norms`: those remembered before."""
+        self._norms = deque(norms, maxlen=NORMS_KEPT)
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        """Those remembered, oldest first."""
+        return tuple(self._norms)
 
     def factor(self, norm: float) -> float:
         """What values of this norm, which is finite, are multiplied by: at most 1, and 1 while few norms are known."""

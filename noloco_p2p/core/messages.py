@@ -200,6 +200,8 @@ class ReplicaState:
     """64 bits drawn by the donor when it froze this copy: two parts of a transfer with one number fit together."""
     spent: tuple[MicrobatchId, ...] = ()
     """Ids counted recently, oldest first: whoever goes on from these weights does not count them again."""
+    returned_norms: tuple[float, ...] = ()
+    """Norms of the gradients that came back last (`core.guard`). They are in checkpoints, and not sent to others."""
 
 
 @dataclass(frozen=True, slots=True)

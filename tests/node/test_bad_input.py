@@ -69,7 +69,7 @@ def test_all_mistyped_keys_are_named_at_once_with_file_line_and_nearest_key(refu
 BAD_RUNS = {
     "no such file": (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read: No such file or directory"),
     "no number": (["--stage", "first"], "'--stage': Input should be a valid integer"),
-    "unstable": (["--set", "outer.gamma=2"], "gamma 2 drives the two of a pair apart"),
+    "unstable": (["--set", "outer.gamma=2"], "gamma 2 drives pairs apart"),
     "another run": (["--run", HASH], f"--run {HASH}: the manifest hashes to {RunManifest().run_id}"),
     "no such stage": (["--stage", "2"], "stage 2: the run has stages 0 to 1"),
     "more stages than layers": (settings(stages="5"), "stages is 5, but the model has only 4 layers"),

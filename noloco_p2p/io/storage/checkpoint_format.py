@@ -24,8 +24,8 @@ from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, Microbatch
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.durable_files import settle
 
-FORMAT = 1
-"""Changes when an older program could not read the manifest any more."""
+FORMAT, READABLE = 2, (1, 2)
+"""Changes when an older program could not read the manifest any more. Format 1 had no `returned_norms`."""
 STATE_NUMBERS = ("stage", "round", "step", "inner_steps", "adam_steps", "number")
 """Fields of `ReplicaState` that the manifest has under the same names."""
 DTYPES = {"float64": "<f8", "float32": "<f4"}
@@ -71,6 +71,8 @@ class CheckpointManifest(BaseModel):
     """(peer, incarnation) of the spent ids."""
     spent: tuple[tuple[int, int], ...]
     """(index into `origins`, counter), oldest first."""
+    returned_norms: tuple[float, ...] = ()
+    """As in `ReplicaState`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,9 @@ def read_checkpoint(stored: CheckpointFiles) -> Checkpoint:
             f"checkpoint {stored.path} is damaged: spent ids of an origin that it does not name"
         ) from None
     numbers = {name: getattr(m, name) for name in STATE_NUMBERS}
-    state = ReplicaState(peer=m.peer_id, tensors=read_tensors(stored), spent=spent, **numbers)
+    state = ReplicaState(
+        peer=m.peer_id, tensors=read_tensors(stored), spent=spent, returned_norms=m.returned_norms, **numbers
+    )
     return Checkpoint(state, m.cursor, tuple(_tupled(value) for value in m.random_state))
 
 
@@ -170,7 +174,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
         content = json.loads(text)
         if not isinstance(content, dict) or content.pop("digest", None) != manifest_digest(content):
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: its digest differs")
-        if content.get("format") != FORMAT:
+        if content.get("format") not in READABLE:
             raise ForeignCheckpointFormat(
                 f"checkpoint {path} has format {content.get('format')}, this program reads {FORMAT}"
             )
@@ -230,5 +234,6 @@ def _manifest(checkpoint: Checkpoint, run_id: str, peer_id: PeerId, saved: int, 
         random_state=list(checkpoint.random_state),
         origins=tuple(origins),
         spent=tuple((origins[one.peer, one.incarnation], one.counter) for one in state.spent),
+        returned_norms=state.returned_norms,
         **{name: getattr(state, name) for name in STATE_NUMBERS},
     )

@@ -15,7 +15,7 @@ from members import HOUR_S, RUN, Club, public
 from test_intrusions import transport
 from transport_fixture import Node, activation, hang, run, soon
 
-from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.messages import Advert, MicrobatchId, Origin, PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
@@ -118,8 +118,11 @@ def test_a_call_under_way_ends_when_the_other_end_is_revoked(tmp_path: Path, at:
     async def ask() -> None:
         async with two(club, node) as (server, caller, calling, peer):
             sent = activation(run_id=club.run_id)
-            deeper = replace(sent, header=replace(sent.header, stage=2))
-            call = asyncio.create_task(calling.propagate(peer, deeper))
+            begun = replace(
+                sent.header, microbatch=MicrobatchId(caller.peer_id, 1, 1), origin=Origin(caller.peer_id, 5, 1)
+            )
+            signed = MemberLinks(caller).labelled(begun)
+            call = asyncio.create_task(calling.propagate(peer, replace(sent, header=signed)))
             await soon(node.entered.wait())
             believer, other = (server, caller) if at == "the server" else (caller, server)
             named = other.peer_id if who == "the peer" else peer_id_of(public(club.door))

@@ -305,6 +305,18 @@ def test_a_directory_that_cannot_be_made_or_read_is_named(tmp_path: Path) -> Non
     assert stored_checkpoints(tmp_path / "absent") == []
 
 
+def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
+    store = FileCheckpoints(tmp_path, RUN, PEER, 3)
+    _save(store, _checkpoint(5))
+    (path,) = (shard.path for shard in stored_checkpoints(tmp_path))
+    content = json.loads(path.read_text()) | {"format": 1}
+    del content["digest"], content["returned_norms"]
+    path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
+    again = _load(store, Holding(1, 5, 50))
+    assert again is not None
+    assert again.state.returned_norms == ()
+
+
 def test_other_runs_nodes_and_formats_are_passed_over_and_left_alone(tmp_path: Path) -> None:
     """All in one folder: run and peer have equal ends and beginnings."""
     foreign = [FileCheckpoints(tmp_path, RUN[:-1] + "c", PEER, 3), FileCheckpoints(tmp_path, RUN, "Q" + PEER[-12:], 3)]
@@ -315,7 +327,7 @@ def test_other_runs_nodes_and_formats_are_passed_over_and_left_alone(tmp_path: P
     assert _load(own, Holding(1, 5, 50)) is None
     _save(own, _checkpoint(1))
     (path,) = (shard.path for shard in stored_checkpoints(tmp_path) if shard.holding.round == 1)
-    content = json.loads(path.read_text()) | {"format": 2}
+    content = json.loads(path.read_text()) | {"format": checkpoint_format.FORMAT + 1}
     del content["digest"]
     path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
     assert _held(own) == []

@@ -466,7 +466,7 @@ def test_no_more_tensors_are_looked_at_than_the_stage_has(
 
 # --- what peers say --------------------------------------------------------------------------------------------------
 
-EVIL = "\x1b]0;mine\x07\x1b[2J\nerror: all is lost\u202e" + "x" * 9000
+EVIL = "\x1b]0;mine\x07\x1b[2J\nerror: all is lost\u202e" + "x" * 5000
 
 
 def test_what_a_peer_says_reaches_no_terminal_as_it_is() -> None:
