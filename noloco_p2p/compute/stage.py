@@ -210,9 +210,7 @@ class TorchStage:
         copies = {kind: {name: host_tensor.copy(one) for name, one in named.items()} for kind, named in moments}
         counts = (self.state.index, round, step, inner_steps, self._optimizer.steps)
         tensors = replica_tensors.pack(self._outer.capture() | copies)
-        return ReplicaState(
-            self._peer_id, *counts, tensors, spent=self._sums.spent(), returned_norms=self._returned.norms
-        )
+        return ReplicaState(self._peer_id, *counts, tensors, 0, self._sums.spent(), self._returned.norms)
 
     def restore(self, theirs: ReplicaState) -> None:
         """Become that replica, as in the port; graphs that are still kept are freed."""
@@ -222,8 +220,7 @@ class TorchStage:
         self._optimizer.restore(kinds, theirs.adam_steps)
         self._graphs.clear()
         self._sums.restart(theirs.spent)
-        self._returned = NormClip(theirs.returned_norms)
-        self._inner_steps = theirs.inner_steps
+        self._returned, self._inner_steps = NormClip(theirs.returned_norms), theirs.inner_steps
 
     def _pass(self, inputs: HostTensor, mask: HostTensor | None) -> KeptGraph:
         """See `graphs.Pass`."""
