@@ -34,7 +34,10 @@ def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
     path = named(path, SCENARIOS)
     entries = read_entries(path, {}, sets, KNOWN, faults)
     _add_measured(entries, path)
-    values = json.dumps(overlaid(entries, Scenario().model_dump(mode="json")), default=str)
+    defaults = Scenario().model_dump(mode="json")
+    if any(entry.key == ("run", "outer", "rule") for entry in entries):
+        defaults["run"]["outer"] = {}  # each rule has its own
+    values = json.dumps(overlaid(entries, defaults), default=str)
     try:
         found = Scenario.model_validate_json(values, strict=True)
     except ValidationError as error:

@@ -230,6 +230,7 @@ class Scenario(Settings):
     @model_validator(mode="after")
     def _check(self) -> "Scenario":
         stages, regions = len(self.replicas), self.network.regions
+        self.run.outer.check_known()
         for name in ("forward_s", "backward_s", "inner_step_s", "outer_s"):
             _check_length(f"compute.{name}", getattr(self.compute, name), stages)
         _check_length("workload.parameters_per_stage", self.workload.parameters_per_stage, stages)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from noloco_p2p.config import OuterSettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.sim.fault_plan import planned_faults
@@ -180,12 +181,18 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
         (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[1, 2]]}"], "mbit_per_s must have 1 rows"),
         (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs one of peers, region and share"),
         (["faults=[{at_s: 1, kind: crash, region: mars}]"], "the region 'mars', which is none of []"),
+        (["run.outer.rule=gossip", "run.outer.alpha=0.3"], "rule gossip has no alpha"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(sets: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, sets)
     assert message in str(caught.value)
+
+
+def test_another_outer_rule_has_its_own_defaults() -> None:
+    assert load(Path("lan"), ["run.outer.rule=gossip"]).run.outer == OuterSettings(rule="gossip", inner_steps=20)
+    assert load(None, ["run.outer.rule=diloco"]).run.outer == OuterSettings(rule="diloco")
 
 
 def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:
