@@ -49,7 +49,8 @@ class OuterSettings(Settings):
         """The defaults of the rule. One that does not exist is refused later."""
         if not isinstance(values, Mapping):
             return values
-        return {**DEFAULTS.get(values.get("rule", "gossip"), {}), **values}
+        rule = values.get("rule", "gossip")
+        return {**(DEFAULTS.get(rule, {}) if isinstance(rule, str) else {}), **values}
 
     @model_validator(mode="after")
     def _check(self) -> "OuterSettings":

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch.named_configs import SCENARIOS, named
-from noloco_p2p.launch.settings import in_words, overlaid, refuse, where
+from noloco_p2p.launch.settings import in_words, over_defaults, refuse, where
 from noloco_p2p.launch.yaml_entries import Key, KnownKeys, SettingEntry, read_entries
 from noloco_p2p.sim.scenario import FaultSettings, Scenario
 
@@ -34,10 +34,7 @@ def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
     path = named(path, SCENARIOS)
     entries = read_entries(path, {}, sets, KNOWN, faults)
     _add_measured(entries, path)
-    defaults = Scenario().model_dump(mode="json")
-    if any(entry.key == ("run", "outer", "rule") for entry in entries):
-        defaults["run"]["outer"] = {}  # each rule has its own
-    values = json.dumps(overlaid(entries, defaults), default=str)
+    values = json.dumps(over_defaults(entries, Scenario()), default=str)
     try:
         found = Scenario.model_validate_json(values, strict=True)
     except ValidationError as error:

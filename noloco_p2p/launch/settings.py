@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, Violation
@@ -35,6 +35,8 @@ LIMITS |= {"expected": "be", "pattern": "match"}
 """What pydantic calls the limit that a value does not keep to → what the key must do."""
 
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)
+CHOICES = (("inner", "optimizer"), ("outer", "rule"))
+"""How the keys end on which the defaults of the rest of their section depend."""
 
 Model = TypeVar("Model", RunManifest, NodeConfig)
 SECURITY = "security"
@@ -124,11 +126,16 @@ def manifest_from_json(data: bytes) -> RunManifest:
 
 
 def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:
-    """`base`, by default the defaults, with what the entries set. An optimizer and an outer rule have their own."""
+    """`base`, by default the defaults, with what the entries set."""
     mine = [entry for entry in entries if entry.key[0] in model.model_fields]
-    own = {"inner", "outer"} if base is None else None
-    values = (base or model()).model_dump(mode="json", exclude=own)
-    return json.dumps(overlaid(mine, values), default=str)
+    values = over_defaults(mine, model()) if base is None else overlaid(mine, base.model_dump(mode="json"))
+    return json.dumps(values, default=str)
+
+
+def over_defaults(entries: Sequence[SettingEntry], defaults: BaseModel) -> dict[str, Any]:
+    """Defaults with what somebody has set; whoever sets one of `CHOICES` gets the defaults that go with it."""
+    emptied = [SettingEntry(entry.key[:-1], {}, entry.where) for entry in entries if entry.key[-2:] in CHOICES]
+    return overlaid([*emptied, *entries], defaults.model_dump(mode="json"))
 
 
 def overlaid(entries: Sequence[SettingEntry], values: dict[str, Any]) -> dict[str, Any]:

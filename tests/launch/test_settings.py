@@ -192,6 +192,7 @@ def test_a_manifest_travels() -> None:
         b'{"unheard_of": 1}',
         b'{"model": {"config": {"a": NaN}}}',
         b'{"outer": {"rule": "noloco", "alpha": 0.9, "gamma": 0.7}}',
+        b'{"outer": {"rule": []}}',
         json.dumps({"data": {"dataset": "../../etc/passwd"}}).encode(),
         json.dumps({"data": {"tokenizer": "/etc/passwd"}}).encode(),
         json.dumps({"model": {"config": {"a" * 60000: "b" * 10000}}}).encode(),

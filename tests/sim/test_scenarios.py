@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_p2p.config import OuterSettings
+from noloco_p2p.config import InnerSettings, OuterSettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.sim.fault_plan import planned_faults
@@ -193,6 +193,10 @@ def test_values_that_do_not_go_together_are_refused(sets: list[str], message: st
 def test_another_outer_rule_has_its_own_defaults() -> None:
     assert load(Path("lan"), ["run.outer.rule=gossip"]).run.outer == OuterSettings(rule="gossip", inner_steps=20)
     assert load(None, ["run.outer.rule=diloco"]).run.outer == OuterSettings(rule="diloco")
+
+
+def test_another_optimizer_has_its_own_learning_rate() -> None:
+    assert load(None, ["run.inner.optimizer=adamw"]).run.inner == InnerSettings(optimizer="adamw")
 
 
 def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:
