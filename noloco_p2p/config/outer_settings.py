@@ -50,7 +50,8 @@ class OuterSettings(Settings):
         if not isinstance(values, Mapping):
             return values
         rule = values.get("rule", "gossip")
-        return {**(DEFAULTS.get(rule, {}) if isinstance(rule, str) else {}), **values}
+        # In a list, for what a stranger sends may have no hash.
+        return {**(DEFAULTS[rule] if rule in list(DEFAULTS) else {}), **values}
 
     @model_validator(mode="after")
     def _check(self) -> "OuterSettings":
