@@ -13,7 +13,7 @@ from typing import Any
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
-from noloco_p2p.io.dht import adverts, dht_node
+from noloco_p2p.io.dht import adverts, daemon_restarts, dht_node
 from noloco_p2p.io.dht.addresses import KnownPeers
 from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, T
@@ -30,10 +30,6 @@ ASKED_PER_REJOIN = 16
 LEFT_TTL_S = 15.0
 """Shortest lifetime of the record that a node has left."""
 _LEAST_GROWTH_S = 0.001
-PAUSES_S = (0.0, 2.0, 8.0)
-"""Pause before each restart, seconds. A daemon that needs one more without having recovered is given up."""
-RECOVERED_S = 60.0
-"""A restarted daemon that has lived this long has recovered."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +38,8 @@ class HivemindDirectory:
     """`ports.Directory` over the DHT; one per run and process.
 
     While it has no daemon every call raises Unreachable. Identity, address, adverts, known peers and the records that
-    this node keeps for others outlive the daemon, so its peers need not notice."""
+    this node keeps for others outlive the daemon, so its peers need not notice.
+    """
 
     def __init__(
         self, libp2p: Libp2pDaemon, run_id: str, stages: int, known: KnownPeers, members: MemberRecords | None
@@ -52,7 +49,7 @@ class HivemindDirectory:
         self._node: Any = None
         """hivemind's DHTNode on the daemon."""
         self._cut_off = ""
-        """Why the daemon is being started again; empty while it lives, as far as `keep` knows."""
+        """Why nothing can be asked, from the start of a restart until this node has rejoined; else empty."""
         self._run_id = run_id
         self._members = members
         self._keys = {stage_key(run_id, stage): stage for stage in range(stages)}
@@ -101,7 +98,7 @@ class HivemindDirectory:
         self._newest = advert
 
     async def announce_again(self) -> None:
-        """Announce the newest advert with the ways of now. Raises as `announce`."""
+        """Announce the newest advert again, with the addresses that hold now. Raises as `announce`."""
         if (newest := self._newest) is not None:
             await self._store(newest, self._expires[newest.stage] - dht_time())
 
@@ -152,26 +149,8 @@ class HivemindDirectory:
         self._known.remember(address for peer_id, address in sorted(self._libp2p.met.items()) if peer_id in linked)
 
     async def keep(self, trouble: Callable[[str | None], None]) -> None:
-        """Restart the daemon whenever it dies. Ends only with a LocalError: it could not be kept alive.
-
-        `trouble` is told what is wrong, from the death until RECOVERED_S after the restart, and then None.
-        """
-        starts = 0
-        while True:
-            await asyncio.wait([self._libp2p.failed], timeout=RECOVERED_S if starts else None)
-            if not self._libp2p.failed.done():
-                starts = 0
-                trouble(None)
-                continue
-            died = self._cut_off = str(self._libp2p.failed.exception())
-            while self._cut_off:
-                if starts == len(PAUSES_S):
-                    raise LocalError(f"{self._cut_off}; it was {_again(starts)}: start this node again")
-                trouble(f"{self._cut_off}; it is being started again: this node is cut off from the directory")
-                await asyncio.sleep(PAUSES_S[starts])
-                starts += 1
-                self._cut_off = await self._restart()
-            trouble(f"{died}; {_again(starts)}: find out what kills it (a lack of memory? see dmesg)")
+        """See `daemon_restarts.keep`."""
+        await daemon_restarts.keep(self._libp2p, self._restart, trouble)
 
     async def close(self) -> None:
         """End the DHT node and the task that keeps it linked; the daemon stays. Does not withdraw."""
@@ -183,7 +162,7 @@ class HivemindDirectory:
 
     @property
     def _dht(self) -> Any:
-        """hivemind's DHTNode. Raises Unreachable while its daemon is being started again."""
+        """hivemind's DHTNode. Raises Unreachable during a restart of its daemon."""
         if self._cut_off:
             raise Unreachable(self._cut_off)
         return self._node
@@ -197,12 +176,14 @@ class HivemindDirectory:
 
     async def _restart(self) -> str:
         """Restart the daemon and continue on it, with all records. Returns why there is no daemon, or an empty text."""
+        self._cut_off = "the libp2p daemon is being started again"
         await self.close()
         try:
             await self._libp2p.restart()
             node = await self._dht_node(self._node.node_id)
         except (LocalError, PeerError) as error:
-            return f"the libp2p daemon (p2pd) could not be started again ({error})"
+            self._cut_off = f"the libp2p daemon (p2pd) could not be started again ({error})"
+            return self._cut_off
         node.protocol.storage, self._node = self._node.protocol.storage, node
         try:
             self._known.remember(address for _, address in sorted(self._libp2p.met.items()))
@@ -210,6 +191,7 @@ class HivemindDirectory:
         except (LocalError, PeerError) as error:
             log.warning("rejoining: %s", error)
         self._rejoining = asyncio.create_task(self._rejoin_forever())
+        self._cut_off = ""
         return ""
 
     async def _store(self, advert: Advert, ttl_s: float) -> None:
@@ -254,7 +236,7 @@ class HivemindDirectory:
         """Ask some of the linked peers, others each time, for the records that they hold."""
         turn, self._turn = self._turn, self._turn + ASKED_PER_REJOIN
         asked = {linked[(turn + n) % len(linked)] for n in range(ASKED_PER_REJOIN if linked else 0)}
-        asking = dht_node.ask(self._dht, sorted(asked), list(self._keys), self._heard)
+        asking = dht_node.ask(self._node, sorted(asked), list(self._keys), self._heard)
         with contextlib.suppress(Unreachable):
             await self._libp2p.guard(asking, BOOTSTRAP_TIMEOUT_S, "what linked peers hold")
 
@@ -294,7 +276,3 @@ class HivemindDirectory:
         validator = adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time, self._members)
         creating = dht_node.create(self._libp2p.p2p, validator, node_id, asks_only=self._libp2p.ways is not None)
         return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")
-
-
-def _again(starts: int) -> str:
-    return f"started again {starts} time{'s' if starts > 1 else ''}"

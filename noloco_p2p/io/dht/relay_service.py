@@ -64,7 +64,7 @@ class MemberRelay:
         if (task := asyncio.current_task()) is not None:
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
-        with suppress(PeerError, LocalError, OSError), ExitStack() as leaving:
+        with suppress(PeerError, LocalError), ExitStack() as leaving:
             self._take(caller, leaving)  # if it raises, the stream ends without an answer
             target = await hear(stream)
             try:

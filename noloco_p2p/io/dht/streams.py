@@ -5,13 +5,9 @@ relay that splices the stream with another one.
 """
 
 import asyncio
-import os
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from itertools import count
-from pathlib import Path
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
@@ -30,10 +26,13 @@ _WORD_LIMIT = 200
 
 
 async def say(stream: Stream, word: str) -> None:
-    """Send a short text, ahead of everything else on a stream."""
+    """Send a short text, ahead of everything else on a stream. Raises Unreachable: the stream is broken."""
     data = word.encode()[:_WORD_LIMIT]
     stream.writer.write(bytes([len(data)]) + data)
-    await stream.writer.drain()
+    try:
+        await stream.writer.drain()
+    except OSError as error:
+        raise Unreachable("the other end has closed the stream") from error
 
 
 async def hear(stream: Stream) -> str:
@@ -78,8 +77,6 @@ class Streams:
         self.hosts: dict[str, str] = {}
         """Connections of this node to its own gRPC server: `host:port` → whose stream it carries."""
         self._libp2p, self._run_id, self._certificate = libp2p, run_id, certificate
-        self._folder: Path | None = None
-        self._numbers = count()
         self._carrying: set[asyncio.Task[None]] = set()
 
     async def target(self, address: str, peer: PeerId) -> str:
@@ -90,9 +87,6 @@ class Streams:
             stream = await self._opened(address, peer)
         except (LocalError, ConfigError, PeerError) as error:
             raise Unreachable(str(error)) from error
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="noloco-", dir="/tmp"))
-        path = self._folder / str(next(self._numbers))
         taken: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
 
         def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -101,8 +95,17 @@ class Streams:
             else:
                 taken.set_result(Stream(reader, writer))
 
-        server = await asyncio.start_unix_server(take, path)
-        task = asyncio.create_task(self._carry(server, path, taken, stream))
+        with ExitStack() as failing:
+            failing.callback(stream.writer.close)
+            try:
+                folder = TemporaryDirectory(prefix="noloco-", dir="/tmp")
+                failing.callback(folder.cleanup)
+                path = f"{folder.name}/grpc"
+                server = await asyncio.start_unix_server(take, path)
+            except OSError as error:
+                raise Unreachable(f"this node can make no socket in /tmp: {error.strerror}") from error
+            failing.pop_all()
+        task = asyncio.create_task(self._carry(server, folder, taken, stream))
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
         return f"unix:{path}"
@@ -117,8 +120,6 @@ class Streams:
         for task in self._carrying:
             task.cancel()
         await asyncio.gather(*self._carrying, return_exceptions=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _opened(self, address: str, peer: PeerId) -> Stream:
         relay = relay_of(address)
@@ -141,16 +142,22 @@ class Streams:
             raise
         return stream
 
-    async def _carry(self, server: asyncio.Server, path: Path, taken: asyncio.Future[Stream], stream: Stream) -> None:
+    async def _carry(
+        self,
+        server: asyncio.Server,
+        folder: "TemporaryDirectory[str]",
+        taken: asyncio.Future[Stream],
+        stream: Stream,
+    ) -> None:
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                local = await taken
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    local = await taken
+            finally:
+                server.close()
+                folder.cleanup()  # at once, so that a node that is killed leaves nothing there
+            await splice(local, stream)
         except TimeoutError:
             return
-        else:
-            await splice(local, stream)
         finally:
             stream.writer.close()
-            server.close()
-            with suppress(FileNotFoundError):
-                os.unlink(path)

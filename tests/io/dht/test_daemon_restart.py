@@ -14,7 +14,7 @@ from daemons import Node, daemon, node, run, until
 from machine import at_most
 
 from noloco_p2p.errors import LocalError, Unreachable
-from noloco_p2p.io.dht import hivemind_directory
+from noloco_p2p.io.dht import daemon_restarts
 from noloco_p2p.io.dht.join_handshake import fetch_manifest, serve_manifest
 from noloco_p2p.launch.node_probe import scrape
 
@@ -63,9 +63,9 @@ async def step_seen_by(other: Node, peer: str) -> float | None:
 
 
 def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hivemind_directory, "RECOVERED_S", 1.0)
+    monkeypatch.setattr(daemon_restarts, "RECOVERED_S", 1.0)
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
@@ -85,6 +85,7 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
                     await cut_off
             await a.back()
 
+            assert "rejoining" not in caplog.text
             assert a.libp2p.p2p is not before
             assert a.libp2p.join_addresses == [address]
             await asyncio.to_thread(scrape, f"http://127.0.0.1:{metrics_port}/metrics", 5.0)
@@ -106,11 +107,11 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
 
 
 def test_a_daemon_that_dies_again_and_again_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hivemind_directory, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.0, 0.0))
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a:
-            for _ in hivemind_directory.PAUSES_S:
+            for _ in daemon_restarts.PAUSES_S:
                 await a.kill()
                 await a.back()
             await a.kill()
@@ -124,7 +125,7 @@ def test_a_daemon_that_dies_again_and_again_is_the_end(tmp_path: Path, monkeypat
 
 
 def test_a_daemon_that_cannot_start_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hivemind_directory, "PAUSES_S", (0.3, 1.0))
+    monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.3, 1.0))
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a:

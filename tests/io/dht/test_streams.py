@@ -1,11 +1,16 @@
 """gRPC over libp2p streams on loopback: to a peer that keeps a link, through a relay, and who may not."""
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from errno import ENOSPC
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
 from daemons import RUN, STRANGER, daemon, run, until
@@ -15,9 +20,9 @@ from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Declined, LocalError, Unreachable
-from noloco_p2p.io.dht import relay_service
+from noloco_p2p.io.dht import relay_service, streams
 from noloco_p2p.io.dht.join_handshake import check_reachable, serve_dial_back
-from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.relay_service import MemberRelay
 from noloco_p2p.io.dht.streams import RELAY_STREAMS, RELAYED_STREAMS, Streams, hear, say
@@ -94,6 +99,13 @@ def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     club, links = Club(tmp_path, RUN), Libp2pDaemon.links
+    folders = list["TemporaryDirectory[str]"]()
+
+    def recorded(*, prefix: str, dir: str) -> "TemporaryDirectory[str]":
+        folders.append(TemporaryDirectory(prefix=prefix, dir=dir))
+        return folders[-1]
+
+    monkeypatch.setattr(streams, "TemporaryDirectory", recorded)
 
     async def scenario() -> None:
         async with AsyncExitStack() as closing:
@@ -121,11 +133,17 @@ def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
             for one in (r, s):
                 await a.reaches(b, f"relay/{one.id}")
                 assert f"relay/{one.id}" in b.streams.hosts.values()
+            with monkeypatch.context() as full:
+                full.setattr(asyncio, "start_unix_server", Mock(side_effect=OSError(ENOSPC, "No space left on device")))
+                with pytest.raises(Unreachable, match="no socket in /tmp: No space left"):
+                    await s.reaches(b)
             await s.reaches(b)
             assert f"p2p/{s.id}" in b.streams.hosts.values()
             with pytest.raises(Unreachable, match="this node is the relay"):
                 await r.reaches(b, f"relay/{r.id}")
             assert not await b.ways.find_relays(), "both are renewed"
+            assert folders
+            assert not any(os.path.exists(one.name) for one in folders), "a node that is killed leaves none behind"  # noqa: ASYNC240
 
             await s.libp2p.close()
 
@@ -139,6 +157,19 @@ def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
         assert not b.streams.hosts
 
     run(scenario)
+
+
+def test_a_stream_that_broke_before_a_word_is_unreachable() -> None:
+    async def scenario() -> None:
+        here, there = socket.socketpair()
+        stream = Stream(*await asyncio.open_connection(sock=here))
+        there.close()
+        with pytest.raises(Unreachable, match="closed the stream"):
+            await say(stream, "word")
+        with pytest.raises(Unreachable, match="says nothing"):
+            await hear(stream)
+
+    asyncio.run(scenario())
 
 
 def test_a_relay_serves_members_that_have_reserved_and_none_takes_all_of_it(
