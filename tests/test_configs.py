@@ -135,10 +135,13 @@ def test_each_is_taken_by_its_name_from_the_package_or_beside_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for path in CONFIGS.rglob("*.yaml"):
-        assert named_configs.text(Path(path.stem)) == path.read_text("utf-8").rstrip()
+        assert named_configs.text(path.stem) == path.read_text("utf-8").rstrip()
         assert any(line.split()[:1] == [path.stem] and len(line) <= 80 for line in named_configs.listing())
     assert settings.load(Path("small-c4"), {}, []) == loaded("small-c4.yaml")
     assert scenario_files.load(Path("home-200")) == scenario_files.load(CONFIGS / "sim" / "home-200.yaml")
+    for wrong in ("tiny.yaml", "sim/nosuch", "."):
+        with pytest.raises(ConfigError, match="no file and no configuration has that name"):
+            named_configs.text(wrong)
     with pytest.raises(ConfigError, match="home-200: no file and no configuration has that name"):
         settings.load(Path("home-200"), {}, [])
     (tmp_path / "small-c4").write_text("name: mine")

@@ -104,7 +104,7 @@ def report(
 
 @app.command()
 def configs(
-    name: Annotated[Path | None, Argument(metavar="NAME", help="Which one to print; without a name: the list.")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Which one to print; without a name: the list.")] = None,
 ) -> None:
     """The configurations that come with the package: by their names for --config and noloco sim."""
     from noloco_p2p.launch import named_configs

@@ -67,7 +67,7 @@ def require(named: str, directory: Path, *wanted: Home, advice: str = "name anot
         raise ConfigError(f"{named}{directory} {holds}: {advice}")
     if kind is Home.EMPTY and not directory.exists():
         raise ConfigError(f"{named}{directory}: there is no such directory")
-    wrong = "" if wanted[0] is Home.EMPTY else f", not {_of(own) if _of(own) != own else own}"
+    wrong = "" if wanted[0] is Home.EMPTY else f", not {_of(own) if _of(kind.words) != kind.words else own}"
     raise ConfigError(f"{named}{directory} is {kind.words}{wrong}: {advice}")
 
 

@@ -27,16 +27,19 @@ def named(path: Path | None, kind: str = "") -> Path | None:
     """
     if path is None or path.is_file() or path.name != str(path) or path.suffix:
         return path
-    found = folder() / kind / f"{path}.yaml"
-    if not found.is_file():
-        raise ConfigError(f"{path}: no file and no configuration has that name; noloco configs lists them")
-    return found
+    return _found(str(path), kind)
 
 
-def text(name: Path) -> str:
+def text(name: str) -> str:
     """What is in the configuration, or else the scenario, of this name. Raises ConfigError."""
-    path = folder() / SCENARIOS / f"{name}.yaml"
-    return ((path if path.is_file() else named(name)) or name).read_text("utf-8").rstrip()
+    return _found(name, "", SCENARIOS).read_text("utf-8").rstrip()
+
+
+def _found(name: str, *kinds: str) -> Path:
+    found = (path for kind in kinds if (path := folder() / kind / f"{name}.yaml").is_file())
+    if (first := next(found, None)) is None:
+        raise ConfigError(f"{name}: no file and no configuration has that name; noloco configs lists them")
+    return first
 
 
 def listing() -> list[str]:

@@ -28,6 +28,26 @@ from noloco_p2p.launch import run_files
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
 
 
+def byte_tokenizer(directory: Path) -> str:
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    return save_tokenizer(directory / "tokenizer", letters | {"<eos>": len(letters)})
+
+
+def text_run(node_dir: Path) -> RunManifest:
+    """A checkpoint of a run of one stage over text, with a tokenizer that only a directory has."""
+    data = DataSettings(kind="text", tokenizer="some/name")
+    manifest = small_run(stages=1).model_copy(update={"data": data})
+    save(manifest, node_dir, make_replica(manifest, 0, "a"), "a", 3)
+    return manifest
+
+
+def exported_with_tokenizer(directory: Path) -> tuple[Path, str]:
+    """An exported model of such a run, and the directory of its tokenizer."""
+    tokenizer = byte_tokenizer(directory)
+    text_run(directory / "a")
+    return exported(directory / "a", directory / "out", tokenizer_dir=tokenizer), tokenizer
+
+
 def pipeline_loss(stages: Sequence[TorchStage], manifest: RunManifest) -> float:
     """The swarm's validation loss of one route: nats per token of the run's own held-out microbatches."""
     nats, tokens = 0.0, 0
@@ -139,12 +159,7 @@ def test_text_comes_with_the_token_that_completes_it(errors: str) -> None:
 
 
 def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    directory = save_tokenizer(tmp_path / "tokenizer", letters | {"<eos>": len(letters)})
-    manifest = small_run(stages=1)
-    manifest = manifest.model_copy(update={"data": DataSettings(kind="text", tokenizer="some/name")})
-    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
-    out = exported(tmp_path / "a", tmp_path / "out", tokenizer_dir=directory)
+    out, _ = exported_with_tokenizer(tmp_path)
     options: dict[str, Any] = {"tokens": 40, "temperature": 1.0, "seed": 1, "device": "cpu"}
     said: list[str] = []
     plain = run_generate(out, "3+4=", say=said.append, **options)
@@ -197,12 +212,9 @@ def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_run_read_is_not_asked_for_again(tmp_path: Path) -> None:
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    directory = save_tokenizer(tmp_path / "tokenizer", letters | {"<eos>": len(letters)})
+    directory = byte_tokenizer(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT * 4000)
-    data = DataSettings(kind="text", tokenizer="some/name")
-    manifest = small_run(stages=1).model_copy(update={"data": data})
-    save(manifest, tmp_path / "run" / "0-0", make_replica(manifest, 0, "a"), "a", 3)
+    manifest = text_run(tmp_path / "run" / "0-0")
     with pytest.raises(ConfigError, match=r"some/name cannot be loaded: .*; --tokenizer-dir DIR names"):
         exported(tmp_path / "run", tmp_path / "out")
     files = NodeConfig(tokenizer_dir=os.path.relpath(directory), data_files=(f"{tmp_path}/*.txt",))
@@ -221,12 +233,7 @@ def test_what_the_run_read_is_not_asked_for_again(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:
     """Bytes of text are counted, and text is said, by means of the exported tokenizer."""
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    directory = save_tokenizer(tmp_path / "tokenizer", letters | {"<eos>": len(letters)})
-    manifest = small_run(stages=1)
-    manifest = manifest.model_copy(update={"data": DataSettings(kind="text", tokenizer="some/name")})
-    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
-    out = exported(tmp_path / "a", tmp_path / "out", tokenizer_dir=directory)
+    out, directory = exported_with_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer(TEXT).input_ids == AutoTokenizer.from_pretrained(directory)(TEXT).input_ids
     (tmp_path / "text.txt").write_text(TEXT)

@@ -51,7 +51,11 @@ MISTAKES = [
         "--set checkpoint.every_steps=1",
         "{tmp} has 1.05 MB free, .* needs 27.6 MB: free some",
     ),
-    (SWARM, "--dir {tmp}/small/run", "--dir {tmp}/small/run is a file, not of a swarm: name another directory"),
+    (
+        SWARM,
+        "--dir {tmp}/small/run",
+        "--dir {tmp}/small/run is a file, not the directory of a swarm: name another directory",
+    ),
     (SWARM, "--link 200", "--link 200: "),
     (SWARM, "--set outer.gamma=2", "outer: .*; set outer.allow_unstable to run it anyway"),
     (SWARM, "--set outer.rule=adam", "outer.rule must be 'noloco'"),
