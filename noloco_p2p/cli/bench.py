@@ -46,12 +46,14 @@ def bench_baseline(
 ) -> None:
     """What users would otherwise run, beside a swarm of as many processes: tokens/s and loss at equal steps and data.
 
-    Data parallel, sharded data parallel, or DiLoCo with an outer step every outer.inner_steps.
+    Data parallel, sharded data parallel, or DiLoCo with an outer step every outer.inner_steps. Both sides train with
+    AdamW, and the swarm by the rule noloco unless outer.rule is set.
     """
     from noloco_p2p.lab.bench import baseline
     from noloco_p2p.launch import settings
 
     given = settings.read(config, os.environ, set or (), {"--steps": ("steps", steps)})
+    given = given.above(baseline.DEFAULTS)
     plan = baseline.make_plan(kind, replicas, given.manifest(), given.node())
     _report(lambda: baseline.run(plan), as_json)
 

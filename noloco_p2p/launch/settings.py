@@ -72,6 +72,10 @@ class Overrides:
         """The same for a run with this root."""
         return Overrides((*self.entries, SettingEntry((SECURITY, "root_key"), root_key, "--key")))
 
+    def above(self, defaults: Mapping[Key, object]) -> "Overrides":
+        """The same over these defaults of a command."""
+        return Overrides((*(SettingEntry(key, value, "defaults") for key, value in defaults.items()), *self.entries))
+
     def _validated(self, model: type[Model]) -> Model:
         refuse(_faults(model, self.entries))
         return model.model_validate_json(_overlaid_json(model, self.entries), strict=True)

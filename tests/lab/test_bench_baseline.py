@@ -22,7 +22,7 @@ from warm_start import in_place_of_subprocess, interpreter
 
 from noloco_p2p.cli.bench import bench as benches
 from noloco_p2p.compute.host_tensor import to_torch
-from noloco_p2p.config import InnerSettings, NodeConfig, RunManifest
+from noloco_p2p.config import InnerSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Batch
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.bench import baseline
@@ -178,6 +178,22 @@ def test_every_microbatch_of_the_swarm_is_trained_by_one_process(stages: int, re
 def test_what_cannot_be_dealt_evenly_is_refused(processes: int, fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=f"{message}: it must be a multiple of stages, which is 2"):
         baseline.make_plan("ddp", processes, RunManifest(inner=ADAMW, **fields), CPU)  # type: ignore[arg-type]
+
+
+def test_the_command_needs_no_settings_and_what_is_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = list[baseline.BaselinePlan]()
+    monkeypatch.setattr(baseline, "run", lambda plan: plans.append(plan) or {})
+    for sets in ([], ["--set", "outer.rule=averaged", "--set", "outer.beta=0.5"]):
+        found = CliRunner().invoke(benches, ["baseline", "--kind", "diloco", *sets, "--json"], catch_exceptions=False)
+        assert found.exit_code == 0
+    outers = OuterSettings(rule="noloco"), OuterSettings(rule="averaged", beta=0.5)
+    assert [plan.manifest.outer for plan in plans] == list(outers)
+    assert [plan.manifest.inner for plan in plans] == [ADAMW] * 2
+
+
+def test_diloco_at_every_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^outer\.inner_steps is 1, but DiLoCo needs several inner steps"):
+        baseline.make_plan("diloco", 4, RunManifest(inner=ADAMW), CPU)
 
 
 def test_muon_is_refused() -> None:

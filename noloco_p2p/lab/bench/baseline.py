@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,8 +34,11 @@ from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.launch.swarm_summary import summarise
+from noloco_p2p.launch.yaml_entries import Key
 
 TARGET = 1.0
+DEFAULTS: Mapping[Key, object] = {("inner", "optimizer"): "adamw", ("outer", "rule"): "noloco"}
+"""Where nobody sets them: the optimizer that the baselines have, and rounds as far apart as DiLoCo's steps."""
 WAIT = timedelta(minutes=10)
 """Longest wait of one process for the others."""
 
@@ -79,10 +82,12 @@ class RankFigures(NamedTuple):
 def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfig) -> BaselinePlan:
     """The run, evaluated at its end only.
 
-    Raises ConfigError when it does not divide or wants Muon, LocalError for too few GPUs.
+    Raises ConfigError when it does not divide, wants Muon, or DiLoCo at every step, LocalError for too few GPUs.
     """
     if manifest.inner.optimizer != "adamw":
         raise ConfigError("the baselines train with AdamW only: --set inner.optimizer=adamw")
+    if kind == "diloco" and manifest.outer.inner_steps == 1:
+        raise ConfigError("outer.inner_steps is 1, but DiLoCo needs several inner steps between its outer steps")
     for name, number in (("--replicas", processes), ("microbatches_per_step", manifest.microbatches_per_step)):
         if number % manifest.stages:
             raise ConfigError(f"{name} is {number}: it must be a multiple of stages, which is {manifest.stages}")
