@@ -14,8 +14,7 @@ from noloco_p2p.core.messages import HostTensor, ReplicaState, TensorSpec
 from noloco_p2p.errors import Violation
 
 ROUNDED, SQUARE_VANISHES = 2.0, 1e-18
-"""What rounding may add to the mean of gradients beside their mean square; squares of what is far below the second are
-0."""
+"""Allowances of the check of Adam's means: the factor is for rounding, the other for means whose square rounds to 0."""
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """By kind, then by parameter name, both in the order in which they travel."""
@@ -59,7 +58,7 @@ def checked(
         if not isfinite(largest := host_tensor.largest(one)):
             raise Violation(f"{whose} is not finite in {tensor.name}")
         if largest > most and not tensor.name.startswith("adam_"):
-            raise Violation(f"{whose} has a value of {largest:.3g} in {tensor.name}, and {most:.3g} is all that it may")
+            raise Violation(f"{whose} has a value of {largest:.3g} in {tensor.name}; the limit is {most:.3g}")
     return values
 
 
@@ -86,5 +85,5 @@ def unpack_state(
             raise Violation(f"the state of {state.peer} is below zero in adam_square/{name}")
         beyond = ROUNDED * most_mean * square.sqrt() + SQUARE_VANISHES
         if most_mean < inf and bool((kinds["adam_mean"][name].abs() > beyond).any()):
-            raise Violation(f"the state of {state.peer} has means in adam_mean/{name} that no gradients give")
+            raise Violation(f"the state of {state.peer} has means in adam_mean/{name} that its mean squares rule out")
     return kinds

@@ -88,7 +88,7 @@ class InnerSettings(Settings):
 
     @property
     def most_mean(self) -> float:
-        """No mean of gradients is more times the root of their mean square (Cauchy and Schwarz): 1.2 with our β."""
+        """Largest ratio of Adam's mean to the root of its mean square (Cauchy and Schwarz): 1.2 with the default β."""
         gap = (1 - self.beta2) * (1 - self.beta1**2 / self.beta2) if self.beta2 else 0.0
         return (1 - self.beta1) / sqrt(gap) if gap > 0 else inf
 

@@ -182,7 +182,12 @@ def test_what_cannot_be_dealt_evenly_is_refused(processes: int, fields: dict[str
 
 def test_the_command_needs_no_settings_and_what_is_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = list[baseline.BaselinePlan]()
-    monkeypatch.setattr(baseline, "run", lambda plan: plans.append(plan) or {})
+
+    def run(plan: baseline.BaselinePlan) -> dict[str, Any]:
+        plans.append(plan)
+        return {}
+
+    monkeypatch.setattr(baseline, "run", run)
     for sets in ([], ["--set", "outer.rule=averaged", "--set", "outer.beta=0.5"]):
         found = CliRunner().invoke(benches, ["baseline", "--kind", "diloco", *sets, "--json"], catch_exceptions=False)
         assert found.exit_code == 0
