@@ -7,6 +7,7 @@ import json
 import math
 from concurrent.futures import Future
 from itertools import product
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,7 @@ def test_what_torch_raises_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same weights, streams, schedule and held-out data: then nothing is left in which they could differ."""
     monkeypatch.setattr(node_process, "subprocess", in_place_of_subprocess(interpreter()))
+    resource_tracker.ensure_running()  # multiprocessing starts it once, and it lives as long as pytest
     monkeypatch.chdir(tmp_path)
     sets = [*SMALL, *(w for one in ("outer.pairing=none", "inner.clip_norm=1e9", "device=cpu") for w in ("--set", one))]
     words = ["baseline", "--kind", "ddp", "--replicas", "2", "--steps", "5", *sets, "--json"]
