@@ -58,7 +58,7 @@ class NodeOptions:
         return self.identity.path.parent
 
     def with_key(self) -> "NodeOptions":
-        """With the key that a first node's run has or is to have, in a file of its directory if none was named.
+        """With the key of the run that a first node starts or continues, in a file of its directory if none was named.
 
         Raises ConfigError, LocalError.
         """
@@ -203,7 +203,7 @@ class NullTelemetry:
 async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterator[Observer]:
     """Join the swarm behind these addresses, one live one suffices, for as long as the `with` lasts.
 
-    In a members-only run, who `calls` nodes over gRPC needs an invitation.
+    In a members-only run, whoever `calls` nodes over gRPC needs an invitation.
 
     Raises ConfigError (malformed address), LocalError (no daemon), and of the peer Unreachable, Declined or Violation.
     """

@@ -1,4 +1,4 @@
-"""The key of a members-only run, and what is done with it: admit this machine's node, invite others, look on."""
+"""The key of a members-only run, and its uses: admit this machine's node, invite others, revoke members, observe."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,8 +36,6 @@ from noloco_p2p.launch.swarm_plan import ROOT_KEY
 KEY, CERTIFICATE, ISSUER, BOOK, REVOKED = ROOT_KEY, "certificate.pem", "issuer.pem", "invitations.json", "revoked"
 """The root's key, beside the directories of nodes; in that of a node its certificates, who has used invitations, and
 who is revoked."""
-
-
 PRINTED_USES, PRINTED_S = 100, 7 * 86_400.0
 """Of the invitation in the address that a node with the run's key prints."""
 
@@ -111,7 +109,7 @@ def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyLis
 
 
 def _members_run(node_dir: Path) -> RunManifest:
-    """Raises ConfigError."""
+    """The manifest of the members-only run in a directory. Raises ConfigError: there is none."""
     manifest = run_files.stored_manifest(node_dir)
     if manifest is None:
         raise ConfigError(f"no node has run in {node_dir}: --dir is the directory of a node of the run")
@@ -141,7 +139,7 @@ class Standing:
 
     links: Links
     records: MemberRecords | None = None
-    """None: the run is open; and so of the rest."""
+    """None: the run is open. The same holds for the fields below."""
     credentials: Credentials | None = None
     issuer: Issuer | None = None
     invitation: str = ""
@@ -182,7 +180,7 @@ class Standing:
         if self.credentials is None or self.invitation:
             return None
         if self.issuer is None:
-            return "members-only; this node admits nobody: ask whoever began the run for an invitation"
+            return "members-only; this node admits nobody: ask whoever started the run for an invitation"
         return f"members-only; to make an invitation: noloco invite --dir {home}"
 
 
@@ -256,7 +254,7 @@ def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocation
 
 
 def _stored(home: Path, revoked: Revocations, trust: RunTrust, peer_id: PeerId) -> bytes | None:
-    """The certificate that this node had, if it is still good."""
+    """The certificate that this node had, if it is still valid."""
     try:
         chain = (home / CERTIFICATE).read_bytes()
         found = trust.membership(chain)

@@ -99,8 +99,7 @@ async def serve_dial_back(
     """Let linked peers ask whether their gRPC address can be reached from here; `probe` finds out.
 
     A peer can only ask about itself, because libp2p authenticates it, and only for addresses that this node would dial
-    anyway (`reach`).
-    `probe` may raise Unreachable instead of returning a reason.
+    anyway (`reach`). `probe` may raise Unreachable instead of returning a reason.
     """
     allowed = DialRateLimit() if allowance is None else allowance
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection: as it says, in an open run; as its certificate says, among members."""
+"""Who is at the other end of a connection: by its own claim in an open run, by its certificate among members."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from noloco_p2p.io.security.certificates import Role
 from noloco_p2p.io.security.credentials import Credentials
 
 LABEL_S = 3_600.0
-"""How long a microbatch may be under way, seconds: longer than one call of gRPC lasts."""
+"""How long the label of a microbatch is valid, seconds: as long as the longest call."""
 _UNTIL = struct.Struct(">Q")
 Options = tuple[tuple[str, Any], ...]
 
@@ -46,19 +46,19 @@ class Links(Protocol):
         """The header of an activation that leaves this node, with the label of its origin."""
 
     def check_label(self, header: Header, caller: PeerId) -> None:
-        """Raises Violation unless the origin has begun this microbatch, and sends it itself to stage 1."""
+        """Raises Violation unless the origin began this microbatch and, at stage 1, is the caller."""
 
     def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
         """Around a call to `peer`. Raises Unreachable in the middle of it when the peer is revoked."""
 
     def called(self, context: Any) -> AbstractAsyncContextManager[None]:
-        """The same around a call that has come."""
+        """The same around an incoming call."""
 
     def sign(self, message: bytes) -> bytes:
-        """What shows that this node answers; empty where the connection does, or nobody asks."""
+        """A signature that proves who answers; empty if the connection proves it, or this node answers no calls."""
 
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
-        """Whether `peer` has answered with it."""
+        """Whether `signature` proves that the answer is from `peer`."""
 
 
 async def target(links: Links, address: str, peer: PeerId) -> str:
@@ -71,7 +71,7 @@ async def target(links: Links, address: str, peer: PeerId) -> str:
 
 
 class OpenLinks:
-    """Neither authenticated nor encrypted: a caller is who it says. `sign` is the libp2p identity's."""
+    """Neither authenticated nor encrypted: callers are who they claim to be. `sign` is the libp2p identity's."""
 
     streams: Streams | None = None
 
@@ -96,7 +96,7 @@ class OpenLinks:
         return header
 
     def check_label(self, header: Header, caller: PeerId) -> None:
-        """See Links. Nothing is known."""
+        """See Links. An open run has no labels."""
 
     def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
         """See Links."""
@@ -126,11 +126,11 @@ class MemberLinks:
         self._served: tuple[bytes, bytes] | None = None
         """The leaf that the server shows."""
         self._calls: dict[asyncio.Timeout, Callable[[], bool]] = {}
-        """Those under way, and what says that one of them has to end."""
+        """Calls in progress; each with a function that returns whether it has to end."""
         credentials.revoked.listen(self._cut)
 
     def add_port(self, server: Any, address: str) -> int:
-        """See Links. The server asks for the leaf of now at each handshake."""
+        """See Links. The server asks for the current leaf at each handshake."""
         first = self._configuration()
         return int(server.add_secure_port(address, grpc.dynamic_ssl_server_credentials(first, self._replaced, True)))
 
@@ -141,11 +141,11 @@ class MemberLinks:
         return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trust.anchor, key, chain), options=named)
 
     def caller(self, context: Any, *, observers: bool) -> PeerId:
-        """See Links. What the call itself says is not looked at."""
+        """See Links. What the call itself claims is ignored."""
         return self._credentials.caller(context.auth_context(), observers=observers)
 
     def labelled(self, header: Header) -> Header:
-        """See Links. That of another origin is passed on as it came."""
+        """See Links. A label of another origin is passed on unchanged."""
         if header.stage > 1:
             return header
         until = _UNTIL.pack(int(self._credentials.clock() + LABEL_S))
@@ -195,7 +195,7 @@ class MemberLinks:
         return b""
 
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
-        """See Links. TLS has seen to it that `peer` answers."""
+        """See Links. TLS has already authenticated `peer`."""
         return True
 
     def _configuration(self) -> Any:
@@ -203,7 +203,7 @@ class MemberLinks:
         return grpc.ssl_server_certificate_configuration([self._served], self._credentials.trust.anchor)
 
     def _replaced(self) -> Any:
-        """What the server shows from now on; None: what it showed before."""
+        """What the server shows from now on; None: no change."""
         return None if self._credentials.leaf() is self._served else self._configuration()
 
 

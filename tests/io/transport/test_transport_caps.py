@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from link_fixture import Passage, Proxy
+from machine import in_time
 from transport_fixture import LARGE, Node, activation, echo, hang, pair, run, soon, tensor, transport
 
 from noloco_p2p.config import LimitSettings
@@ -135,7 +136,7 @@ def test_questions_pass_a_full_line_and_see_it_get_on() -> None:
             while not call.done():
                 began = clock()
                 [report] = await both.a.progress(both.peer, [sent.header.microbatch], 5.0)
-                assert clock() - began < 1.0
+                assert in_time(clock() - began, 1.0)
                 seen += [report.events] if report else []
                 await asyncio.sleep(0.05)
             assert (await call).grad.data == sent.hidden.data
@@ -153,8 +154,9 @@ def test_what_is_given_up_while_it_waits_for_the_line_leaves_it_to_the_others() 
             for one in lost:
                 one.cancel()
             await asyncio.gather(*lost, return_exceptions=True)
+            sent = activation((4, 128, 512), counter=9)
             async with asyncio.timeout(5.0):
-                await both.a.propagate(both.peer, activation((4, 128, 512), counter=9))
+                assert (await both.a.propagate(both.peer, sent)).grad.data == sent.hidden.data
 
     run(scenario())
 

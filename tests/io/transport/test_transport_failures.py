@@ -138,7 +138,8 @@ def test_a_peer_that_moved_is_reached_at_its_new_address_at_once() -> None:
         async with pair(Node(echo)) as both, pair(Node(echo)) as moved:
             await both.a.propagate(both.peer, activation())
             await both.b.close()
-            await soon(both.a.propagate(moved.peer, activation()))
+            sent = activation()
+            assert (await soon(both.a.propagate(moved.peer, sent))).grad.data == sent.hidden.data
 
     run(scenario())
 
