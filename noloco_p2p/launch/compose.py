@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -22,6 +23,7 @@ from noloco_p2p import __version__
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import NO_STAGE, Advert
 from noloco_p2p.io.data.threaded_batches import make_batches
+from noloco_p2p.io.dht import clock_watch
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import announced_host
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
@@ -209,11 +211,12 @@ def _node(
 
 async def _until_the_end(node: Node, directory: HivemindDirectory, libp2p: Libp2pDaemon, standing: Standing) -> None:
     """Run the node; raises LocalError when its libp2p daemon cannot be kept alive, or its certificate has expired."""
+    trouble, ttl_s = node.state.trouble, node.state.config.directory.ttl_s
     life = asyncio.create_task(node.run())
-    tasks = [life, asyncio.create_task(directory.keep(lambda message: node.state.trouble("libp2p", message)))]
+    beside = [directory.keep(partial(trouble, "libp2p")), clock_watch.keep(libp2p, ttl_s, partial(trouble, "clock"))]
     if standing.credentials is not None:
-        keeping = standing.keep_valid(libp2p, lambda message: node.state.trouble("members", message))
-        tasks += [asyncio.create_task(keeping), asyncio.create_task(standing.keep_revoked(libp2p))]
+        beside += [standing.keep_valid(libp2p, partial(trouble, "members")), standing.keep_revoked(libp2p)]
+    tasks = [life, *map(asyncio.create_task, beside)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         (life if life in done else done.pop()).result()

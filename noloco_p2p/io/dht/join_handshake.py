@@ -50,12 +50,15 @@ async def serve_manifest(libp2p: Libp2pDaemon, manifest: bytes) -> None:
 async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
     """(manifest JSON, the peer's DHT time when it answered), from a linked peer.
 
-    Of the bytes only their number is checked. Raises Unreachable, Declined (it has none), Violation.
+    Of the manifest only its size is checked. Raises Unreachable, Declined (it has none), Violation.
     """
     answer = await libp2p.call(peer_id, MANIFEST_CALL, b"", MANIFEST_TIMEOUT_S)
     if not 8 < len(answer) <= 8 + MANIFEST_LIMIT_BYTES:
         raise Violation(f"peer {peer_id} sent a manifest of {len(answer) - 8} bytes (limit {MANIFEST_LIMIT_BYTES})")
-    return answer[8:], float(struct.unpack(">d", answer[:8])[0])
+    [time] = struct.unpack(">d", answer[:8])
+    if not math.isfinite(time):
+        raise Violation(f"peer {peer_id} sent a time that is not finite")
+    return answer[8:], time
 
 
 def check_clock(theirs: float, *, mine_before: float, mine_after: float, ttl_s: float) -> None:

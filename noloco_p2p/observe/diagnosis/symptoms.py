@@ -34,7 +34,7 @@ NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
 SET_CLOCK = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
 TROUBLES_LIMIT = 8
 """Troubles of one node that are passed on."""
-_SERIOUS = ("disk", "libp2p")
+_SERIOUS = ("clock", "disk", "libp2p")
 """Troubles that end the run, or the node, when nothing is done."""
 
 

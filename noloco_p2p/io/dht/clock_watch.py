@@ -1,0 +1,63 @@
+"""Compares this machine's clock with those of other nodes while a node runs. Adverts expire by these clocks."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from random import SystemRandom
+from statistics import median
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.errors import LocalError, PeerError
+from noloco_p2p.io.dht.adverts import dht_time
+from noloco_p2p.io.dht.join_handshake import fetch_manifest
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+
+PERIOD_S = 60.0
+ASKED = 8
+"""Linked peers that are asked each time, chosen at random."""
+LEAST_AGREEING = 2
+"""If two clocks differ, nobody can say which of them is wrong."""
+
+
+async def keep(libp2p: Libp2pDaemon, ttl_s: float, trouble: Callable[[str | None], None]) -> None:
+    """Report to `trouble` whether this machine's clock is wrong, every PERIOD_S. Never ends.
+
+    `ttl_s` is the lifetime of an advert, seconds.
+    """
+    while True:
+        trouble(wrong_clock(await _ahead(libp2p), ttl_s))
+        await asyncio.sleep(PERIOD_S)
+
+
+def wrong_clock(ahead: Sequence[float], ttl_s: float) -> str | None:
+    """What is wrong with this machine's clock; None: nothing. Pure.
+
+    It is wrong if most of the peers' clocks, and at least LEAST_AGREEING, are off to the same side by more than half of
+    an advert's lifetime: the limit for a node that joins. `ahead` is by how much each clock is ahead of ours, seconds.
+    """
+    for sign, side in ((1, "behind"), (-1, "ahead of")):
+        off = [sign * one for one in ahead if sign * one > ttl_s / 2]
+        if len(off) >= LEAST_AGREEING and 2 * len(off) > len(ahead):
+            return (
+                f"this machine's clock is {median(off):,.0f} s {side} those of {len(off)} of {len(ahead)} nodes, and "
+                f"adverts expire after {ttl_s:g} s: set the clock (for example by NTP)"
+            )
+    return None
+
+
+async def _ahead(libp2p: Libp2pDaemon) -> list[float]:
+    """By how much the clocks of some linked peers are ahead of ours, seconds. Peers that do not answer are left out."""
+
+    async def ask(peer: PeerId) -> list[float]:
+        before = dht_time()
+        try:
+            _, theirs = await fetch_manifest(libp2p, peer)
+        except PeerError:
+            return []
+        return [theirs - (before + dht_time()) / 2]
+
+    try:
+        linked = sorted(await libp2p.links())
+    except LocalError:  # without its daemon a node is cut off: `daemon_restarts` reports that
+        return []
+    peers = SystemRandom().sample(linked, min(ASKED, len(linked)))
+    return [one for answer in await asyncio.gather(*map(ask, peers)) for one in answer]
