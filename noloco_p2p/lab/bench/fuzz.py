@@ -4,6 +4,7 @@ gRPC and HTTP go over loopback; what answers libp2p calls, and what checks recor
 """
 
 import asyncio
+import gc
 import random
 import tempfile
 import time
@@ -127,6 +128,8 @@ async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int
     await transport.serve(BenchPeer(Snapshot(PEER, 1, 1, ())))
     ports = transport.port, telemetry.serve("127.0.0.1", 0)
     await target.meet(AT_ONCE, ports)
+    gc.collect()
+    gc.freeze()  # as a node does (`bootstrap.check_model`)
     meeting, stall_s, before = asyncio.create_task(target.meet(messages, ports)), 0.0, rss_bytes()
     while not meeting.done():
         began = time.thread_time()
