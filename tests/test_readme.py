@@ -57,6 +57,7 @@ COMMANDS = (
     "top",
     "doctor",
     "report",
+    "track",
     "sim",
     "experiment",
 )

@@ -13,7 +13,8 @@ from noloco_p2p.cli.admit import invite_others, keys, revoke_peers
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
-from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings, SwarmAddresses
+from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings
+from noloco_p2p.cli.watch import Tracker, diagnose_machine, track_run, tracking_beside, watch, write_report
 
 app = Typer(
     help="Train a language model on a swarm of peers (NoLoCo).",
@@ -60,6 +61,7 @@ def swarm(
     ] = False,
     plain: Annotated[bool, Option("--plain", help="Print lines instead of a live table.")] = False,
     sample: Annotated[bool, Option("--sample/--no-sample", help="Let the model write a sample at the end.")] = True,
+    track: Annotated[Tracker | None, Option(help="Also write the swarm's figures there, as one run.")] = None,
 ) -> None:
     """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
 
@@ -71,7 +73,8 @@ def swarm(
 
     options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
     given = settings.read(config, os.environ, set or (), options)
-    raise Exit(run_swarm(given, dir, link, members=members, plain=plain, sample=sample))
+    beside = None if track is None else tracking_beside(track)
+    raise Exit(run_swarm(given, dir, link, members=members, plain=plain, sample=sample, beside=beside))
 
 
 @app.command()
@@ -88,18 +91,6 @@ def resume(dir: NodeDir) -> None:
     from noloco_p2p.launch import node_probe
 
     print("\n".join(f"asked to resume: {node}" for node in node_probe.send_signal(dir, node_probe.RESUME)))
-
-
-@app.command()
-def report(
-    dir: Annotated[list[Path], Argument(metavar="DIR", help="Directory of noloco swarm, or of a node; repeatable.")],
-    out: Annotated[Path, Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
-    csv: Annotated[Path | None, Option(metavar="FILE", help="Write the series as CSV, instead of a page.")] = None,
-) -> None:
-    """One page about a run, from what its nodes wrote, also while it goes on or after kills; it needs no network."""
-    from noloco_p2p.observe.report import page, series
-
-    print(f"{csv}: {series.write(dir, csv):,} rows" if csv else f"{out}: {page.make(dir, out):,} bytes")
 
 
 @app.command()
@@ -200,40 +191,6 @@ def generate_text(
     print()
 
 
-@app.command()
-def doctor(
-    join: SwarmAddresses = None,
-    config: ConfigFile = None,
-    set: Settings = None,
-    dir: Annotated[
-        Path | None, Option(metavar="DIR", help="Directory of a node or swarm: check it and its swarm.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
-    from noloco_p2p.launch import settings
-    from noloco_p2p.observe.doctor.examination import run_doctor
-
-    given = settings.read(config, os.environ, set or ())
-    raise Exit(run_doctor(join or (), given, dir, as_json=as_json))
-
-
-@app.command()
-def top(
-    join: SwarmAddresses = None,
-    url: Annotated[
-        str | None, Option(metavar="URL", help="A node's metrics address, http://HOST:PORT; quicker than --join.")
-    ] = None,
-    once: Annotated[bool, Option("--once", help="Print the swarm once and exit.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object and exit.")] = False,
-    interval: Annotated[float, Option(metavar="X", min=0.2, max=3600, help="Seconds between readings.")] = 2.0,
-) -> None:
-    """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
-    from noloco_p2p.observe.top import run_top
-
-    run_top(join or (), url, once=once, as_json=as_json, interval_s=interval)
-
-
 @app.command("sim")
 def simulate(
     scenario: Annotated[
@@ -285,6 +242,10 @@ app.add_typer(bench, name="bench")
 app.add_typer(keys, name="key")
 app.command("invite")(invite_others)
 app.command("revoke")(revoke_peers)
+app.command("report")(write_report)
+app.command("doctor")(diagnose_machine)
+app.command("top")(watch)
+app.command("track")(track_run)
 app.command("finetune")(finetune_model)
 app.command("tasks")(make_tasks)
 

@@ -18,5 +18,8 @@ SwarmAddresses = Annotated[
     list[str] | None,
     Option("--join", metavar="ADDR", help="Address of a node, /ip4/…/tcp/…/p2p/…, or @FILE with it; repeatable."),
 ]
+NodeUrl = Annotated[
+    str | None, Option(metavar="URL", help="A node's metrics address, http://HOST:PORT; quicker than --join.")
+]
 Device = Annotated[str, Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object.")]

@@ -9,9 +9,9 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ LEAVE_MARGIN_S = 10.0
 KILL_UNSTEPPED_S = 0.5
 """Time to end for nodes that have taken no step: they have nothing to lose, seconds."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Beside = Callable[[Path, Mapping[str, Any]], AbstractContextManager[None]]
+"""What goes on beside a swarm, from its directory and its manifest."""
 
 
 @contextmanager
@@ -227,11 +230,12 @@ def run_swarm(
     members: bool = False,
     plain: bool = False,
     sample: bool = True,
+    beside: Beside | None = None,
 ) -> int:
     """Run a swarm to its end; returns the exit code. `link`: every node behind such a line (`line_spec.FORM`).
 
     `members`: a members-only run, whose key is made in its directory.
-    `sample`: the model writes a few lines at the end.
+    `sample`: the model writes a few lines at the end. `beside` is entered before the nodes start, and left at the end.
     Raises ConfigError or LocalError before any node is started.
     """
     if link is not None:
@@ -251,7 +255,8 @@ def run_swarm(
             display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
             display.say("starting again at step 0: nothing had been saved")
-        with stop_signals() as signals:
+        watched = nullcontext() if beside is None else beside(run_dir, m.model_dump(mode="json"))
+        with watched, stop_signals() as signals:
             code = LocalSwarm(plan, run_dir, resumed, display, signals, link).run()
         if signals:
             display.say(f"continue with: noloco swarm --dir {shlex.quote(str(run_dir))}")

@@ -5,7 +5,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.core.messages import Advert
@@ -40,8 +40,6 @@ def run_top(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, 
 
     Raises ConfigError, LocalError, and PeerError when nobody answers.
     """
-    if bool(join) == (url is not None):
-        raise ConfigError("give either --join ADDR or --url http://HOST:PORT: every node prints both when it starts")
     try:
         asyncio.run(show(join, url, once=once, as_json=as_json, interval_s=interval_s))
     except KeyboardInterrupt:
@@ -51,7 +49,7 @@ def run_top(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, 
 
 async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
     """The swarm behind the join addresses, or that the node at the URL sees."""
-    async with _readings(join) if url is None else nullcontext(from_url(url)) as read:
+    async with readings(join, url) as read:
         found = overview(await read())
         if as_json:
             print(json.dumps(found.as_json(), allow_nan=False))
@@ -110,8 +108,13 @@ def from_directory(peers: Callable[[], Awaitable[Sequence[Advert]]]) -> Readings
 
 
 @asynccontextmanager
-async def _readings(join: Sequence[str]) -> AsyncIterator[Readings]:
-    """The swarm behind these addresses."""
+async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readings]:
+    """The swarm behind these addresses, or that the node at the URL sees. Raises ConfigError."""
+    if bool(join) == (url is not None):
+        raise ConfigError("give either --join ADDR or --url http://HOST:PORT: every node prints both when it starts")
+    if url is not None:
+        yield from_url(url)
+        return
     from noloco_p2p.launch import join_file
     from noloco_p2p.launch.bootstrap import observing
 

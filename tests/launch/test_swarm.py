@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from processes import NOLOCO, SMALL, NodeProcess, node_processes, settings, wait_until, working_below
+from tracked import read_back
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import node_probe
@@ -100,7 +101,7 @@ def the_report_agrees(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
-    command = [*size(2, 2, 16, microbatches_per_step="3"), "--sample"]
+    command = [*size(2, 2, 16, microbatches_per_step="3"), "--sample", "--track", "tensorboard"]
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*command, command=FORKED, own_dir="run")
         assert swarm.end() == 0, swarm.logged() + swarm.printed()
@@ -136,6 +137,9 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     assert "the model writes:\n    " in swarm.printed()
     assert f"export    noloco export --from {swarm.dir} --out {swarm.dir}/model" in swarm.printed()
     the_report_agrees(swarm.dir, summary)
+    tracked = {name: points[-1] for name, points in read_back(swarm.dir / "tensorboard").items()}
+    for name in ("validation_loss", "tokens_per_s"):
+        assert tracked[name] == pytest.approx((16, summary[name]), rel=1e-6)
     with node_processes(tmp_path) as nodes:
         again = nodes.start(*command, command=FORKED, own_dir="run")
         assert (again.end(), len(again.logged().splitlines())) == (2, 1)

@@ -2,12 +2,9 @@
 
 import asyncio
 import json
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +21,17 @@ from diagnosed import (
     why,
     with_advert,
     with_figures,
-    with_status,
 )
 from rich.console import Console
+from served_nodes import served_nodes
 
 from noloco_p2p.cli import main
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import Resource, SeenPeer
+from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
-from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe import terminal, top
 from noloco_p2p.observe.diagnosis.findings import Report
 from noloco_p2p.observe.overview import Overview, overview
@@ -176,56 +172,6 @@ def wait_json(what: str, whom: str, since_s: float, deadline_s: float, why: str)
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Served:
-    """Nodes that answer on loopback."""
-
-    urls: dict[str, str]
-    servers: dict[str, ThreadingHTTPServer]
-
-    def stop(self, name: str) -> None:
-        """This one is gone."""
-        server = self.servers.pop(name)
-        server.shutdown()
-        server.server_close()
-
-
-@contextmanager
-def _served(reports: dict[str, Report]) -> Iterator[Served]:
-    """Each node at a port of its own; all see all."""
-    pages: dict[int, bytes] = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = pages[self.connection.getsockname()[1]] if self.path == "/status" else b"no"
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    served = Served({}, {})
-    for name in reports:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        served.servers[name] = server
-        served.urls[name] = f"http://127.0.0.1:{server.server_address[1]}"
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    there = {name: with_advert(r, metrics=f"{served.urls[name]}/metrics") for name, r in reports.items()}
-    adverts = {name: r.advert for name, r in there.items() if r.advert is not None}
-    for name, report in there.items():
-        seen = tuple(SeenPeer(other) for at, other in adverts.items() if at != name)
-        status = with_figures(with_status(report, seen=seen), unix_time_s=time.time()).status
-        assert status is not None
-        pages[int(served.urls[name].rpartition(":")[2])] = status_json.encode(status)
-    try:
-        yield served
-    finally:
-        for name in list(served.servers):
-            served.stop(name)
-
-
 def _run(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """(exit code, stdout, stderr) of `noloco top`."""
     monkeypatch.setattr("sys.argv", ["noloco", "top", *arguments])
@@ -236,7 +182,7 @@ def _run(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_once_by_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with _served(swarm(2, 2)) as served:
+    with served_nodes(swarm(2, 2)) as served:
         url = f"{served.urls['S1R1']}/metrics"
         code, out, err = _run(["--url", url, "--once"], monkeypatch, capsys)
         assert (code, err) == (0, "")
@@ -280,7 +226,7 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             closing.push_async_callback(directory.close)
             await serve_manifest(libp2p, manifest.canonical_json())
             mine = with_advert(swarm(1, 1)["S0R0"], peer_id=libp2p.peer_id, run_id=manifest.run_id)
-            served = closing.enter_context(_served({"S0R0": mine}))
+            served = closing.enter_context(served_nodes({"S0R0": mine}))
             assert mine.advert is not None
             await directory.announce(replace(mine.advert, metrics=f"{served.urls['S0R0']}/metrics"), 30.0)
             join_file = tmp_path / "address"
@@ -294,7 +240,7 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_when_the_node_at_the_url_goes_the_others_are_watched_on() -> None:
-    with _served(swarm(2, 2)) as served:
+    with served_nodes(swarm(2, 2)) as served:
         read = top.from_url(served.urls["S0R0"])
         assert all(report.status is not None for report in asyncio.run(read()))
         served.stop("S0R0")

@@ -67,13 +67,10 @@ def _progress(swarm: SwarmView) -> str:
         return f"starting: {nodes}"
     share = f" ({100 * min(1.0, swarm.step / swarm.steps):.0f} %)" if swarm.steps > 0 else ""
     words = [f"step {swarm.step:.0f} of {swarm.steps:.0f}{share}", nodes]
-    first = [status for status in swarm.statuses.values() if status.advert.stage == 0]
-    losses = [status.figures.loss for status in first if status.figures.loss is not None]
     if not swarm.ended:
-        rate = sum(status.figures.tokens_per_s for status in first if status.advert.state == "training")
-        words.append(f"{compact(rate)} tokens/s")
-    if losses:
-        words.append(f"loss {min(sum(losses) / len(losses), 9999.0):.2f}")
+        words.append(f"{compact(swarm.tokens_per_s)} tokens/s")
+    if (loss := swarm.mean("loss")) is not None:
+        words.append(f"loss {min(loss, 9999.0):.2f}")
     state = "finished" if swarm.ended else "training" if swarm.training else "not training"
     return f"{state}: {', '.join(words)}"
 

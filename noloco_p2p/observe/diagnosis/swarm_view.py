@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 from noloco_p2p.core.members import IN_ROUNDS, STAGE_0_AT_WORK, TRAINED
@@ -60,6 +61,18 @@ class SwarmView:
     def step(self) -> float:
         """How far stage 0 has come, steps: the median of its nodes."""
         return median([r.newest.step for r in self.of_stage(0, IN_ROUNDS | {"paused"}) if r.newest]) or 0.0
+
+    def mean(self, figure: str, stage: int = 0) -> float | None:
+        """One of `NodeFigures`, mean over the nodes of a stage that know it; None: nobody does."""
+        found = (getattr(s.figures, figure) for s in self.statuses.values() if s.advert.stage == stage)
+        known = [value for value in found if value is not None]
+        return fmean(known) if known else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What stage 0 trains on."""
+        training = (s for s in self.statuses.values() if s.advert.stage == 0 and s.advert.state == "training")
+        return sum(status.figures.tokens_per_s for status in training)
 
     @property
     def begun(self) -> bool:

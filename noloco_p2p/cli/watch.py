@@ -1,0 +1,79 @@
+"""`noloco top`, `doctor`, `track` and `report`: what is seen of a run. Heavy imports are inside the commands."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from typer import Argument, Exit, Option
+
+from noloco_p2p.cli.options import ConfigFile, Json, NodeUrl, Settings, SwarmAddresses
+
+if TYPE_CHECKING:
+    from noloco_p2p.launch.swarm import Beside
+
+Tracker = Literal["tensorboard", "wandb"]
+
+
+def write_report(
+    dir: Annotated[list[Path], Argument(metavar="DIR", help="Directory of noloco swarm, or of a node; repeatable.")],
+    out: Annotated[Path, Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+    csv: Annotated[Path | None, Option(metavar="FILE", help="Write the series as CSV, instead of a page.")] = None,
+) -> None:
+    """One page about a run, from what its nodes wrote, also while it goes on or after kills; it needs no network."""
+    from noloco_p2p.observe.report import page, series
+
+    print(f"{csv}: {series.write(dir, csv):,} rows" if csv else f"{out}: {page.make(dir, out):,} bytes")
+
+
+def diagnose_machine(
+    join: SwarmAddresses = None,
+    config: ConfigFile = None,
+    set: Settings = None,
+    dir: Annotated[
+        Path | None, Option(metavar="DIR", help="Directory of a node or swarm: check it and its swarm.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
+    from noloco_p2p.launch import settings
+    from noloco_p2p.observe.doctor.examination import run_doctor
+
+    given = settings.read(config, os.environ, set or ())
+    raise Exit(run_doctor(join or (), given, dir, as_json=as_json))
+
+
+def watch(
+    join: SwarmAddresses = None,
+    url: NodeUrl = None,
+    once: Annotated[bool, Option("--once", help="Print the swarm once and exit.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object and exit.")] = False,
+    interval: Annotated[float, Option(metavar="X", min=0.2, max=3600, help="Seconds between readings.")] = 2.0,
+) -> None:
+    """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
+    from noloco_p2p.observe.top import run_top
+
+    run_top(join or (), url, once=once, as_json=as_json, interval_s=interval)
+
+
+def track_run(
+    to: Annotated[Tracker, Option(help="Its package is needed: pip install tensorboard, or wandb.")],
+    join: SwarmAddresses = None,
+    url: NodeUrl = None,
+    dir: Annotated[Path | None, Option(metavar="DIR", help="Directory; default: noloco-track/NAME-RUN.")] = None,
+) -> None:
+    """Write the figures of a running swarm, as one run, to TensorBoard or Weights & Biases, until it ends or Ctrl-C.
+
+    Any one observer can do this; no node knows of it.
+    """
+    from noloco_p2p.observe.track import run_track
+
+    run_track(join or (), url, to, dir)
+
+
+def tracking_beside(to: Tracker) -> "Beside":
+    """What runs beside a swarm of this machine for --track. Raises ConfigError when its package is not installed."""
+    from noloco_p2p.observe import track
+
+    track.check("--track", to)
+    return partial(track.beside, to)

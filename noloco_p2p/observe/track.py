@@ -1,0 +1,252 @@
+"""`noloco track` and `noloco swarm --track`: a swarm's figures as one run of TensorBoard or Weights & Biases.
+
+An observer writes them, from what the nodes say of themselves at `/status`. No node knows of it.
+"""
+
+import asyncio
+import importlib.util
+import re
+import shlex
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from noloco_p2p.core.members import STATES
+from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
+from noloco_p2p.humanize import plural
+from noloco_p2p.launch import homes, node_probe
+from noloco_p2p.observe import survey
+from noloco_p2p.observe.diagnosis.findings import Report
+from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
+from noloco_p2p.observe.top import Readings, readings
+
+Tracker = Literal["tensorboard", "wandb"]
+INTERVAL_S = 2.0
+"""Between two readings."""
+HOME = Path("noloco-track")
+"""Where `noloco track` writes without --dir."""
+OF_STAGE_0 = ("loss", "validation_loss", "learning_rate", "grad_norm")
+FINAL = ("validation_loss", "tokens_per_s")
+"""Figures of `summary.json` that are written at the last step of a run on this machine."""
+
+
+class Sink(Protocol):
+    """Where figures go."""
+
+    words: str
+    """The command that shows or sends them."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add the figures of a step, no earlier than the last one written. Raises LocalError."""
+        ...
+
+    def close(self) -> None:
+        """All is written."""
+        ...
+
+
+class EventFile:
+    """An event file of TensorBoard (the extra `tensorboard`). Torch is not needed for it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Begin a file in the directory. Raises LocalError."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        with _local_errors(directory):
+            self._file = EventFileWriter(str(directory))
+        self.words = f"tensorboard --logdir {shlex.quote(str(directory))}"
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """As in Sink; the file has them at once."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        with _local_errors(self._file.get_logdir()):
+            self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+            self._file.flush()
+
+    def close(self) -> None:
+        """As in Sink."""
+        self._file.close()
+
+
+class WandbRun:
+    """A run of Weights & Biases (the extra `wandb`), online or, with WANDB_MODE=offline, in files to send later."""
+
+    def __init__(self, directory: Path, name: str, config: Mapping[str, Any]) -> None:
+        """Begin a run, in `directory`/wandb. Raises ConfigError when it does not begin, as without an account."""
+        import wandb
+
+        self._error: type[Exception] = wandb.errors.Error
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
+        try:
+            self._run = wandb.init(project="noloco", name=name, config=dict(config), dir=str(directory), settings=quiet)
+        except self._error as error:
+            raise ConfigError(f"wandb: {str(error).rstrip('.')}; WANDB_MODE=offline writes files only") from error
+        synced = f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
+        self.words = self._run.url or synced
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """As in Sink."""
+        try:
+            self._run.log(dict(figures), step=step)
+        except self._error as error:
+            raise LocalError(f"wandb: {error}") from error
+
+    def close(self) -> None:
+        """As in Sink."""
+        self._run.finish()
+
+
+def check(option: str, to: Tracker) -> None:
+    """Raises ConfigError when the package for it is not installed; `option`: how the command line names it."""
+    if importlib.util.find_spec(to) is None:
+        raise ConfigError(f"{option} {to} needs the package {to}: pip install {to}")
+
+
+def open_sink(to: Tracker, directory: Path, name: str, config: Mapping[str, Any]) -> Sink:
+    """A run in a directory, in a folder that is called like its tracker. Raises ConfigError or LocalError."""
+    with _local_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    return EventFile(directory / to) if to == "tensorboard" else WandbRun(directory, name, config)
+
+
+def figures(swarm: SwarmView) -> dict[str, float]:
+    """What is written of one reading: means over the nodes that know, sums of what is per second, nodes by state."""
+    means = {name: swarm.mean(name) for name in OF_STAGE_0}
+    means |= {f"replica_std/stage_{stage}": swarm.mean("replica_std", stage) for stage in range(swarm.stages)}
+    found = {name: mean for name, mean in means.items() if mean is not None}
+    if not swarm.ended:
+        found["tokens_per_s"] = swarm.tokens_per_s
+    found["bytes_per_s"] = sum(status.figures.bytes_per_s for status in swarm.statuses.values())
+    states = (status.advert.state for status in swarm.statuses.values())
+    counts = Counter(state if state in STATES else "unknown" for state in states)
+    counts["silent"] = len(swarm.reports) - len(swarm.statuses)
+    return found | {f"nodes/{state}": count for state, count in counts.items() if count}
+
+
+class Tracking:
+    """Readings of a swarm on their way into a sink."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.step = 0
+        """The last one that was written."""
+        self.written = 0
+        self.ended = False
+        """At the last reading, the run had come to its end."""
+        self._validation_loss: float | None = None
+
+    def take(self, reports: Sequence[Report]) -> None:
+        """Write what is new in a reading. Raises Unreachable, LocalError."""
+        swarm = SwarmView(reports)
+        if not swarm.statuses:
+            raise Unreachable("no node answers")
+        found, step = figures(swarm), round(swarm.step)
+        if found.get("validation_loss") == self._validation_loss:
+            found.pop("validation_loss", None)  # it is a point of its own step only
+        if swarm.begun and (step > self.step or (step == self.step and "validation_loss" in found)):
+            self.write(step, found)
+        self.ended = swarm.ended or swarm.step >= swarm.steps > 0
+
+    def write(self, step: int, found: Mapping[str, float]) -> None:
+        """Write the figures of a step. Raises LocalError."""
+        self.sink.write(step, found)
+        self.step, self.written = step, self.written + 1
+        self._validation_loss = found.get("validation_loss", self._validation_loss)
+
+    async def follow(self, read: Readings, stop: threading.Event, say: Callable[[str], None]) -> None:
+        """Read and write until told to stop, or the run has ended and nobody answers any more. Raises LocalError."""
+        silent = False
+        while not await asyncio.to_thread(stop.wait, INTERVAL_S):
+            try:
+                self.take(await read())
+                silent = False
+            except PeerError as error:
+                if self.ended:
+                    return
+                if not silent:
+                    say(f"waiting for the swarm: {error}")
+                silent = True
+
+
+@contextmanager
+def beside(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the `with`, a thread writes the figures of the swarm in this directory; at the end those of its summary.
+
+    A sink that fails ends the tracking, not the run. Raises ConfigError or LocalError before the thread begins.
+    """
+    tracking = Tracking(open_sink(to, run_dir, run_dir.name, config))
+    print(f"track     {tracking.sink.words}", flush=True)
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            asyncio.run(tracking.follow(partial(_of_directory, run_dir), stop, lambda _: None))
+        except LocalError as error:
+            print(f"tracking has ended: {error}", flush=True)
+        stop.set()
+
+    thread = threading.Thread(target=work, name="track")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        summary = node_probe.read_json(run_dir / node_probe.SUMMARY) or {}
+        if summary.get("completed"):
+            known = {name: float(summary[name]) for name in FINAL if summary.get(name) is not None}
+            tracking.write(max(tracking.step, int(summary["steps"])), known)
+        tracking.sink.close()
+
+
+def run_track(join: Sequence[str], url: str | None, to: Tracker, directory: Path | None) -> None:
+    """Write until the run has ended, or Ctrl-C. Raises ConfigError, LocalError, and PeerError when nobody answers."""
+    check("--to", to)
+    if directory is not None:
+        homes.require("--dir ", directory, homes.Home.TRACKED, homes.Home.EMPTY)
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_observe(join, url, to, directory))
+
+
+async def _observe(join: Sequence[str], url: str | None, to: Tracker, directory: Path | None) -> None:
+    say = partial(print, flush=True)
+    async with readings(join, url) as read:
+        reports = await read()
+        swarm = SwarmView(reports)
+        statuses = list(swarm.statuses.values())
+        run_id, name = swarm.run_id or "", statuses[0].run_name if statuses else ""
+        label = re.sub(r"[^\w-]+", "-", f"{name}-{run_id[:8]}")
+        config = {"run_id": run_id, "stages": swarm.stages, "steps": swarm.steps}
+        tracking = Tracking(open_sink(to, directory or HOME / label, label, config))
+        say(f"track     {tracking.sink.words}")
+        try:
+            tracking.take(reports)
+            await tracking.follow(read, threading.Event(), say)
+        finally:
+            tracking.sink.close()
+            say(f"{plural(tracking.written, 'reading')} written, up to step {tracking.step:,}")
+
+
+async def _of_directory(run_dir: Path) -> list[Report]:
+    """The swarm whose nodes run in this directory, as the first of them that answers sees it. Raises Unreachable."""
+    for node_dir in node_probe.node_dirs(run_dir):
+        if node_probe.running_pid(node_dir) is not None and (found := node_probe.read_endpoints(node_dir)) is not None:
+            with suppress(PeerError):
+                return await survey.by_url(found.metrics)
+    raise Unreachable(f"no node of {run_dir} answers")
+
+
+@contextmanager
+def _local_errors(place: object) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LocalError(f"{place} cannot be written: {error.strerror}") from error

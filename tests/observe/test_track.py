@@ -1,0 +1,144 @@
+"""`noloco track`: what a swarm says comes out of an event file again; the nodes are made up."""
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from diagnosed import silent, swarm, with_advert, with_figures
+from served_nodes import served_nodes
+from tracked import read_back
+
+from noloco_p2p.cli import main
+from noloco_p2p.errors import ConfigError, Unreachable
+from noloco_p2p.observe import track
+from noloco_p2p.observe.diagnosis.findings import Report
+
+
+def nodes(step: float, state: str = "training", **figures: object) -> dict[str, Report]:
+    """A 2 × 2 swarm at this step, in which every node has these figures."""
+    found = {name: with_advert(report, step=step, state=state) for name, report in swarm(2, 2).items()}
+    return {name: with_figures(report, **figures) for name, report in found.items()}
+
+
+def test_the_figures_of_the_swarm_come_out_again_by_step(tmp_path: Path) -> None:
+    tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
+    first = nodes(
+        10.0, loss=4.0, validation_loss=5.0, learning_rate=0.25, grad_norm=0.5, replica_std=2.0, bytes_per_s=100.0
+    )
+    first["S0R1"] = with_advert(with_figures(first["S0R1"], loss=2.0), state="no such state" * 9)
+    first["S1R1"] = silent(first["S1R1"])
+    tracking.take([*first.values()])
+    tracking.take([*first.values()])  # nothing new is not written
+    tracking.take([*nodes(20.0, loss=1.0, validation_loss=5.0).values()])
+    tracking.take([*nodes(15.0, loss=9.0, validation_loss=5.0).values()])  # nor is a step before the last
+    assert not tracking.ended
+    tracking.take([*nodes(20.0, "finished", loss=1.0, validation_loss=3.0).values()])
+    assert tracking.ended
+    with pytest.raises(Unreachable):
+        tracking.take([silent(report) for report in first.values()])
+    tracking.sink.close()
+    found = read_back(tmp_path / "tensorboard")
+    assert found["loss"] == [(10, 3.0), (20, 1.0), (20, 1.0)]
+    assert found["validation_loss"] == [(10, 5.0), (20, 3.0)]
+    assert (found["learning_rate"], found["grad_norm"]) == ([(10, 0.25)], [(10, 0.5)])
+    assert found["replica_std/stage_0"] == found["replica_std/stage_1"] == [(10, 2.0)]
+    assert found["tokens_per_s"] == [(10, 2050.0), (20, 4100.0)], "of the nodes of stage 0 that train"
+    assert found["bytes_per_s"] == [(10, 300.0), (20, 0.0), (20, 0.0)]
+    states = {name: points for name, points in found.items() if name.startswith("nodes/")}
+    assert states == {
+        "nodes/training": [(10, 2.0), (20, 4.0)],
+        "nodes/unknown": [(10, 1.0)],
+        "nodes/silent": [(10, 1.0)],
+        "nodes/finished": [(20, 4.0)],
+    }
+
+
+def test_a_run_that_has_not_begun_has_no_step(tmp_path: Path) -> None:
+    tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
+    waiting = [with_advert(report, state="waiting") for report in nodes(0.0).values()]
+    tracking.take(waiting)
+    assert tracking.written == 0
+    tracking.sink.close()
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of `noloco`."""
+    monkeypatch.setattr("sys.argv", ["noloco", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_an_observer_writes_until_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(track, "INTERVAL_S", 0.01)
+    monkeypatch.chdir(tmp_path)
+    with served_nodes(nodes(5000.0, "finished", loss=1.5)) as served:
+        take = track.Tracking.take
+
+        def take_and_go(tracking: track.Tracking, reports: list[Report]) -> None:
+            take(tracking, reports)
+            for name in list(served.servers):
+                served.stop(name)
+
+        monkeypatch.setattr(track.Tracking, "take", take_and_go)
+        assert command(monkeypatch, "track", "--to", "tensorboard", "--url", served.urls["S1R0"]) == 0
+    (directory,) = tmp_path.glob("noloco-track/*")
+    assert directory.name == "tiny-abababab"
+    assert read_back(directory / "tensorboard")["loss"] == [(5000, 1.5)]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"track     tensorboard --logdir noloco-track/{directory.name}/tensorboard"
+    assert printed[-1] == "1 reading written, up to step 5,000"
+
+
+@pytest.mark.parametrize("words", [["track", "--url", "http://127.0.0.1:1", "--to"], ["swarm", "--track"]])
+def test_a_package_that_is_missing_is_named_before_anything_is_made(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, *words, "wandb") == 2
+    assert capsys.readouterr().err == f"error: {words[-1]} wandb needs the package wandb: pip install wandb\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "swarm.json").touch()
+    words = ("track", "--to", "tensorboard", "--url", "http://127.0.0.1:1", "--dir", str(tmp_path))
+    assert command(monkeypatch, *words) == 2
+
+
+class WandbError(Exception):
+    """What wandb raises."""
+
+
+def test_wandb_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the package, the four things of it that are used."""
+    logged: list[tuple[int, Mapping[str, float]]] = []
+
+    def init(**given: Any) -> SimpleNamespace:
+        if given["name"] == "stranger":
+            raise WandbError("no account.")
+        assert (given["project"], given["config"]) == ("noloco", {"steps": 8})
+        files = Path(given["dir"]) / "wandb" / "offline-run-1" / "files"
+        return SimpleNamespace(
+            log=lambda found, step: logged.append((step, found)), finish=lambda: None, url=None, dir=str(files)
+        )
+
+    module = ModuleType("wandb")
+    module.__dict__.update(init=init, Settings=dict, errors=SimpleNamespace(Error=WandbError))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    tracking = track.Tracking(track.open_sink("wandb", tmp_path, "tiny", {"steps": 8}))
+    assert tracking.sink.words == f"wandb sync {tmp_path}/wandb/offline-run-1"
+    tracking.take([*nodes(10.0, loss=4.0).values()])
+    tracking.sink.close()
+    [(step, found)] = logged
+    assert (step, found["loss"], found["tokens_per_s"]) == (10, 4.0, 4100.0)
+    with pytest.raises(ConfigError, match=r"^wandb: no account; WANDB_MODE=offline writes files only$"):
+        track.open_sink("wandb", tmp_path, "stranger", {})
