@@ -1,8 +1,8 @@
 """Guarding the weights of stages that have few replicas: pull them now and then, keep the newest, give them back.
 
 core/guardians.py decides who guards whom. Nothing here makes a ward wait, and no failure here stops the node. The cost
-of guarding is bounded: after a pull the guardian rests so long that guarding uses neither its own line nor a ward's for
-more than a twentieth of the time.
+of guarding is bounded twice: weights are pulled again only after some steps or seconds, and after a pull the guardian
+rests so long that guarding uses neither its own line nor a ward's for more than a twentieth of the time.
 """
 
 from collections.abc import Sequence, Set
@@ -26,6 +26,11 @@ AGAIN_S = 2.0
 """Seconds between two pulls from a leaving ward, until its last weights are here, and the longest wait for them."""
 REST = 20.0
 """A pull of t seconds begins at least t·REST before the next, times the guardians that share a replica of the ward."""
+NEVER = (-inf, -inf)
+EVERY_STEPS, EVERY_S = 25, 60.0
+"""Weights are pulled again after so many steps of this node's clock, or after so many seconds if steps take longer. A
+stage that dies loses no more than that, as far as the line allows. Without this, rounds at every step doubled the bytes
+of a swarm on one machine, where a pull takes milliseconds."""
 
 
 class Guardian:
@@ -39,8 +44,9 @@ class Guardian:
         self._held: dict[int, Snapshot] = {}
         self._last_asked: dict[int, tuple[int, int, bool]] = {}
         """For each stage, what `_signs` was when it last answered."""
-        self._begun: set[int] = set()
-        """Wards that were asked before. The first pull is made at once, because it matters most."""
+        self._pulled: dict[int, tuple[float, float]] = {}
+        """Wards that were asked before → when weights came last, and this node's step then. The first pull is made at
+        once, because it matters most."""
         self._rests_until = 0.0
         self._read = True
 
@@ -62,7 +68,8 @@ class Guardian:
         while True:
             self._read, seen = False, (node.advert.outer_round, inquiry.batches)
             self._drop()
-            for stage in self._wards():
+            # Who has waited longest comes first: the rest after its pull delays the others.
+            for stage in sorted(self._wards(), key=lambda stage: self._pulled.get(stage, NEVER)):
                 await self._look_after(stage)
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
             rest_s = self._rests_until - node.now()
@@ -127,6 +134,7 @@ class Guardian:
                 node.event("warning", message=f"no weights of stage {stage} from {donor.peer_id} to guard: {error}")
                 continue
             self._last_asked[stage] = signs
+            self._pulled[stage] = node.now(), node.advert.step
             self._keep(stage, theirs)
             return
 
@@ -151,7 +159,7 @@ class Guardian:
                 return None
             # A replica that leaves is asked until it is gone, one that pauses only once.
             return None if paused and self._last_asked.get(stage) == signs else max(have, newest) + 1
-        if stage in self._begun and self._node.now() < self._rests_until:
+        if stage in self._pulled and (self._node.now() < self._rests_until or (held and self._is_fresh(stage))):
             return None
         goal = max(mine, newest)
         return goal if goal > have and self._last_asked.get(stage) != signs else None
@@ -174,7 +182,7 @@ class Guardian:
         node = self._node
         expected, deadline_s = node.stage.state.weights[stage], node.manifest.outer.deadline_s
         request = SnapshotRequest(stage, round, wait_s, expected.dtype)
-        self._begun.add(stage)
+        self._pulled.setdefault(stage, NEVER)
         began = node.now()
         try:
             with self._waits.waiting("weights", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
@@ -189,6 +197,11 @@ class Guardian:
         if not node.is_possible(theirs.round, theirs.step):
             raise Declined(f"{donor.peer_id} claims an impossible round {theirs.round}, step {theirs.step}")
         return theirs
+
+    def _is_fresh(self, stage: int) -> bool:
+        """Whether what was pulled last is too new to be pulled again."""
+        at, step = self._pulled[stage]
+        return self._node.now() < at + EVERY_S and self._node.advert.step < step + EVERY_STEPS
 
     def _rest(self, stage: int, took_s: float) -> None:
         """Set when the next pull may begin, from how long this one took."""

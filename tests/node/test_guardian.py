@@ -12,7 +12,7 @@ from noloco_p2p.core.messages import Advert, Holding, NodeDescription, TensorSpe
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.errors import Declined, Unreachable
-from noloco_p2p.node.guardian import Guardian
+from noloco_p2p.node.guardian import EVERY_S, EVERY_STEPS, Guardian
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
@@ -28,7 +28,7 @@ WEIGHTS = tuple(TensorSpec("weights", "bfloat16", (10 * (stage + 1),)) for stage
 class Place:
     """A node of stage 0 that trains, whose peers answer what `answers` says, and its guardian at work."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner_steps: int) -> None:
         self.events: list[tuple[str, dict[str, object]]] = []
         self.asked: list[tuple[str, int, int | None]] = []
         self.answers: dict[str, Snapshot | Exception] = {}
@@ -36,7 +36,8 @@ class Place:
         """Seconds of each transfer."""
         self.silent: set[str] = set()
         """Who is listed, and does not say who it is."""
-        manifest = RunManifest(stages=STAGES, outer=OuterSettings(rule="noloco"))
+        outer = OuterSettings(rule="noloco", inner_steps=inner_steps)
+        manifest = RunManifest(stages=STAGES, steps=100_000, outer=outer)
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
         self.waits = Waits()
@@ -65,6 +66,10 @@ class Place:
             raise Unreachable("nobody is there")
         return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "")
 
+    def goes_on(self, round: int) -> None:
+        """The node has done the round, and so many steps that it asks again."""
+        self.node.update(outer_round=round, step=self.node.advert.step + EVERY_STEPS)
+
     async def sees(self, *adverts: Advert) -> None:
         """The membership is read anew; who is not listed has left."""
         gone = [a for a in self.members.all() if a.peer_id not in {b.peer_id for b in adverts}]
@@ -83,9 +88,9 @@ class Place:
         return self.node.advert.holds
 
 
-def at(scenario: Callable[[Place], Awaitable[None]]) -> None:
+def at(scenario: Callable[[Place], Awaitable[None]], inner_steps: int = 10) -> None:
     async def main() -> None:
-        place = Place()
+        place = Place(inner_steps)
         answers = place.swarm.inquiry.run(cast(Transport, place), lambda: None)
         asking = asyncio.create_task(answers)
         guarding = asyncio.create_task(place.guardian.run())
@@ -109,12 +114,13 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
         await place.sees(place.advert("w", WARD))
         assert place.asked == [("w", WARD, 3)], "nothing new can be there"
         place.answers["w"] = snapshot("w", 2, 20)
-        place.node.update(outer_round=4)
+        place.goes_on(4)
         await place.sees(place.advert("w", WARD))
         await place.sees(place.advert("w", WARD))
         assert place.asked[1:] == [("w", WARD, 4)], "it answered with what it had, and tells no news since"
         assert place.guardian.snapshot_of(WARD) == snapshot("w", 3)
         place.answers["w"] = snapshot("w", 5, 50)
+        place.goes_on(4)
         await place.sees(place.advert("w", WARD, round=5))
         assert place.holds == (Holding(WARD, 5, 50),)
         assert [fields for kind, fields in place.events if kind == "guarded"] == [
@@ -151,7 +157,7 @@ def test_before_the_first_round_there_is_nothing_to_guard() -> None:
 def test_the_other_replica_is_asked_when_one_fails_or_gives_what_is_not_its_own() -> None:
     async def scenario(place: Place) -> None:
         for wrong in (Unreachable("gone"), snapshot("somebody else", 9)):
-            place.node.update(outer_round=place.node.advert.outer_round + 2)
+            place.goes_on(place.node.advert.outer_round + 2)
             round = place.node.advert.outer_round
             place.answers = {"v": wrong, "w": wrong}
             place.asked.clear()
@@ -229,7 +235,7 @@ def test_who_stays_is_asked_before_who_leaves() -> None:
     async def scenario(place: Place) -> None:
         place.answers = {"v": snapshot("v", 4), "w": snapshot("w", 4)}
         for round in (4, 5):
-            place.node.update(outer_round=round)
+            place.goes_on(round)
             await place.sees(place.advert("v", WARD, "draining"), place.advert("w", WARD))
         assert [peer for peer, _, _ in place.asked] == ["w", "w"]
 
@@ -245,14 +251,44 @@ def test_guarding_takes_a_twentieth_of_the_line_and_less_where_guardians_share_a
             wards, rivals = names[:count], [place.advert(peer, 2) for peer in others]
             began, first = place.node.now(), place.node.advert.outer_round + 1
             for round in range(first, first + 300):
-                place.node.update(outer_round=round)
+                place.goes_on(round)
                 place.answers = {peer: snapshot(peer, round) for peer in wards}
                 await place.sees(*(place.advert(peer, WARD, round=round) for peer in wards), *rivals)
                 await asyncio.sleep(0.9)
             pulls = [one for one in place.asked if one[1] == WARD]
             share = len(pulls) * place.takes_s / (place.node.now() - began)
-            assert 0.8 / duty < share <= 1.1 / duty, f"{len(pulls)} pulls of {wards} beside {others}"
+            assert 0.8 / duty <= share <= 1.1 / duty, f"{len(pulls)} pulls of {wards} beside {others}"
             place.members.update([], now=place.node.now())
+
+    at(scenario)
+
+
+def test_weights_are_pulled_again_after_some_steps_or_after_a_minute_however_many_rounds_there_are() -> None:
+    async def scenario(place: Place) -> None:
+        for step_s in (0.5, 20.0):
+            place.asked.clear()
+            began, rounds = place.node.now(), round(100 * EVERY_S / step_s / 60)
+            for number in range(place.node.advert.outer_round + 1, place.node.advert.outer_round + 1 + rounds):
+                place.node.update(outer_round=number, step=place.node.advert.step + 1)
+                place.answers["w"] = snapshot("w", number)
+                await place.sees(place.advert("w", WARD, round=number))
+                await asyncio.sleep(step_s - 0.1)
+            between_s = (place.node.now() - began) / len(place.asked)
+            assert 0.8 < between_s / min(EVERY_S, EVERY_STEPS * step_s) < 1.3, step_s
+
+    at(scenario, inner_steps=1)
+
+
+def test_no_ward_waits_for_ever_because_another_has_news_after_every_rest() -> None:
+    async def scenario(place: Place) -> None:
+        place.takes_s = 3.0
+        for round in range(4, 304):
+            place.goes_on(round)
+            place.answers = {"w": snapshot("w", round), "v": snapshot("v", round)}
+            await place.sees(place.advert("w", WARD, round=round), place.advert("v", 2, round=round))
+            await asyncio.sleep(0.9)
+        asked = [peer for peer, _, _ in place.asked]
+        assert abs(asked.count("w") - asked.count("v")) <= 1, asked
 
     at(scenario)
 
@@ -264,7 +300,7 @@ def test_the_first_weights_of_a_ward_and_the_last_ones_do_not_wait_for_a_rest() 
         await place.sees(place.advert("w", WARD), place.advert("v", 2))
         await asyncio.sleep(11.0)
         assert [peer for peer, _, _ in place.asked] == ["w", "v"]
-        place.node.update(outer_round=4)
+        place.goes_on(4)
         await place.sees(place.advert("w", WARD, round=4), place.advert("v", 2))
         await asyncio.sleep(50.0)
         assert len(place.asked) == 2, "it rests"

@@ -1,5 +1,7 @@
 """Guardians at work in swarms of real nodes under virtual time: what a stage knew is not lost with its last replica."""
 
+from math import ceil
+
 import pytest
 
 from noloco_p2p.config import (
@@ -12,6 +14,7 @@ from noloco_p2p.config import (
 )
 from noloco_p2p.core.guardians import GUARDIANS, holders
 from noloco_p2p.core.messages import Advert
+from noloco_p2p.node.guardian import EVERY_STEPS
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import Trace
@@ -19,11 +22,15 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SOON_S = 0.5
 """In which a guardian has what its ward has: a few of the inner steps below."""
+INNER_STEPS = 4
+BEHIND = 1 + ceil(EVERY_STEPS / INNER_STEPS)
+"""Rounds that a ward may do until a guardian asks again."""
 LIMITS = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=10.0, drain_s=5.0)
 CONFIG = NodeConfig(limits=LIMITS, directory=DirectorySettings(refresh_s=1.0, ttl_s=3.0))
 
 
 def plan_for(replicas: tuple[int, ...], steps: int, pairing: str = "matched") -> SimPlan:
+    outer = {"rule": "noloco", "inner_steps": INNER_STEPS, "deadline_s": 2.0, "pairing": pairing}
     manifest = RunManifest(
         stages=len(replicas),
         start_replicas=1,
@@ -31,7 +38,7 @@ def plan_for(replicas: tuple[int, ...], steps: int, pairing: str = "matched") ->
         sequence_length=4,
         microbatch_size=1,
         microbatches_per_step=3,
-        outer=OuterSettings.model_validate({"rule": "noloco", "inner_steps": 4, "deadline_s": 2.0, "pairing": pairing}),
+        outer=OuterSettings.model_validate(outer),
         evaluation=EvaluationSettings(every_steps=None, microbatches=2),
     )
     return SimPlan(manifest, replicas, seed=1, config=CONFIG, costs=Costs(spread=0.3))
@@ -60,7 +67,7 @@ def resumed(outcome: Outcome, peer: str) -> list[tuple[object, object]]:
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2, 2), (1, 2, 1), (2, 1)])
-def test_guardians_have_the_newest_round_soon_after_their_wards(replicas: tuple[int, ...]) -> None:
+def test_guardians_are_never_many_rounds_behind_their_wards(replicas: tuple[int, ...]) -> None:
     swarm = SimSwarm(plan_for(replicas, steps=60))
     outcome = swarm.run(limit_s=100)
     for stage, count in enumerate(replicas):
@@ -68,11 +75,11 @@ def test_guardians_have_the_newest_round_soon_after_their_wards(replicas: tuple[
         pulled = guarded(outcome.trace, stage)
         for at_s, round in rounds_of(outcome.trace, *wards):
             best = max((r for when, _, r in pulled if when <= at_s + SOON_S), default=0)
-            assert best >= round - 1, f"round {round} of stage {stage} at {at_s:.3f} s, but {best} is held"
+            assert best >= round - BEHIND, f"round {round} of stage {stage} at {at_s:.3f} s, but {best} is held"
         per_guardian = {peer: max(r for _, p, r in pulled if p == peer) for _, peer, _ in pulled}
         assert set(per_guardian) & set(wards) == set()
         assert len(per_guardian) >= min(GUARDIANS, sum(replicas) - count), "one may die with its ward"
-        assert max(per_guardian.values()) >= 14, "of 15 rounds"
+        assert max(per_guardian.values()) >= 15 - BEHIND, "of 15 rounds"
         newest = [r for _, p, r in pulled if p == pulled[0][1]]
         assert newest == sorted(set(newest)), "a guardian pulls a round once"
 
@@ -111,7 +118,7 @@ def test_both_last_replicas_die_at_once_and_their_stage_goes_on_from_a_guardian(
     outcome = swarm.run(limit_s=200)
     (done, held), (_, later) = seen
     assert len(held) >= GUARDIANS
-    assert done - held[0] <= 1
+    assert done - held[0] <= BEHIND
     assert later == held, "nobody forgets what nobody else has"
     assert resumed(outcome, "s1r5") == [("guardian", held[0])]
     survivors = [one for one in outcome.processes if not one.crashed]
@@ -160,12 +167,12 @@ def test_a_stage_with_three_replicas_again_is_forgotten() -> None:
 
 def test_a_hung_ward_holds_nobody_up() -> None:
     swarm = SimSwarm(plan_for((2, 2), steps=60))
-    swarm.at(3.28, lambda: swarm.network.hold("s1r0"))  # in the midst of a pull
+    swarm.at(4.595, lambda: swarm.network.hold("s1r0"))  # in the midst of a pull
     swarm.at(10.0, lambda: swarm.network.release("s1r0"))
     outcome = swarm.run(limit_s=200)
     done = max(round for at_s, round in rounds_of(outcome.trace, "s1r1") if at_s < 10.0)
     pulled = [round for at_s, _, round in guarded(outcome.trace, 1) if 5.0 < at_s < 10.0]
-    assert done - max(pulled) <= 1, "the other replica gives its snapshots"
+    assert done - max(pulled) <= BEHIND, "the other replica gives its snapshots"
     failures = [(h.at_s, h.peer) for h in outcome.trace.of("warning") if "from s1r0 to guard" in str(h.get("message"))]
     (failed_at_s, guardian), *_ = failures
     after = [at_s for at_s, peer, _ in guarded(outcome.trace, 1) if peer == guardian and at_s > failed_at_s]

@@ -65,10 +65,10 @@ def steps(outcome: Outcome) -> set[float]:
 
 
 def test_guardians_keep_what_they_hold_though_three_claim_to_train() -> None:
-    swarm = swarm_with(plan_of((2, 1), steps=STEPS), *fast("xyz", 1), from_s=3.0)
-    swarm.at(9.0, lambda: swarm.crash("s1r0"))
-    swarm.at(10.0, lambda: swarm.wipe("s1r0"))
-    swarm.at(12.0, lambda: swarm.start(1, 1))
+    swarm = swarm_with(plan_of((2, 1), steps=2 * STEPS), *fast("xyz", 1), from_s=3.0)
+    swarm.at(24.0, lambda: swarm.crash("s1r0"))
+    swarm.at(25.0, lambda: swarm.wipe("s1r0"))
+    swarm.at(27.0, lambda: swarm.start(1, 1))
     outcome = check(swarm)
     [resumed] = outcome.trace.of("resumed", "s1r1")
     assert resumed.get("source") == "guardian"
