@@ -122,7 +122,8 @@ def export_model(
         Option("--from", metavar="DIR", help="Directory of a run or a node, with its checkpoints; repeatable."),
     ] = None,
     merge: Annotated[
-        Literal["mean", "one"], Option(help="The mean of all replicas of each stage, or one of each.")
+        Literal["mean", "trimmed", "one"],
+        Option(help="Of each stage: the mean of all replicas, that without the outermost quarters, or one replica."),
     ] = "mean",
     replicas: Annotated[
         bool, Option("--replicas/--no-replicas", help="With a mean, also write each replica, for noloco eval.")

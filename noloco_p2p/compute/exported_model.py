@@ -25,6 +25,8 @@ from noloco_p2p.core.messages import Batch, HostTensor, LossSum, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 
+TRIMMED_AT_ONCE = 1 << 18
+"""Values of a parameter that are sorted at once, of all replicas."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Weights = Mapping[str, Tensor]
 """θ of one replica or of their mean, by global name, in compute_dtype, in host memory."""
@@ -82,6 +84,19 @@ def mean(replicas: Sequence[Weights]) -> Weights:
         for other in replicas[1:]:
             total += other[name]
         merged[name] = total.div_(len(replicas)).to(first.dtype)
+    return merged
+
+
+def trimmed_mean(replicas: Sequence[Weights]) -> Weights:
+    """The same of what is left of each value's replicas without the largest and the smallest quarter, rounded down and
+    at least one each (Yin et al., arXiv 1803.01498). Values that are not finite are among them. Needs three."""
+    most, merged = max(1, len(replicas) // 4), {}
+    for name, first in replicas[0].items():
+        merged[name] = torch.empty_like(first)
+        for at in range(0, first.numel(), TRIMMED_AT_ONCE):
+            part = slice(at, at + TRIMMED_AT_ONCE)
+            values = torch.stack([weights[name].flatten()[part] for weights in replicas]).double()
+            merged[name].view(-1)[part] = values.sort(0).values[most:-most].mean(0)
     return merged
 
 

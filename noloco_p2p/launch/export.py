@@ -42,8 +42,8 @@ def run_export(
 ) -> None:
     """Collect, merge, write, and `say` what was used. Raises ConfigError, LocalError, PeerError.
 
-    From a swarm to `join`, or from the checkpoints in directories. `merge` is `mean`, of all replicas of each stage,
-    of which `replicas` writes the single ones as well; or `one` replica of each.
+    From a swarm to `join`, or from the checkpoints in directories. `merge` is `mean` or `trimmed` (mean), of all
+    replicas of each stage, of which `replicas` writes the single ones as well; or `one` replica of each.
     """
     if bool(join) == bool(dirs):
         raise ConfigError("say where the weights are: either --join ADDR (a swarm that runs) or --from DIR")
@@ -53,7 +53,8 @@ def run_export(
         write(found, fresh, merge, tokenizer_dir, replicas, say)
     for stage, mine in enumerate(found.stages):
         peers = ", ".join(f"{replica.peer} (step {replica.step})" for replica in mine)
-        say(f"stage {stage}: {'mean of ' if len(mine) > 1 else ''}{peers}")
+        what = "trimmed mean of " if merge == "trimmed" else "mean of " if len(mine) > 1 else ""
+        say(f"stage {stage}: {what}{peers}")
     say(f"run {found.run_id}, outer round {found.round} → {out}")
 
 
@@ -85,8 +86,12 @@ def write(
     manifest = found.manifest
     eos = _write_tokenizer(manifest, tokenizer_dir or found.local.tokenizer_dir, directory, say)
     most = max(map(len, found.stages))
-    chains = most if merge == "mean" and replicas and most > 1 else 0
-    models = {directory: [exported_model.mean([r.weights for r in mine]) for mine in found.stages]}
+    chains = most if merge != "one" and replicas and most > 1 else 0
+    merged = exported_model.trimmed_mean if merge == "trimmed" else exported_model.mean
+    for stage, mine in enumerate(found.stages):
+        if merge == "trimmed" and len(mine) < 3:
+            raise ConfigError(f"--merge trimmed: it needs three replicas, and stage {stage} has {len(mine)} here")
+    models = {directory: [merged([r.weights for r in mine]) for mine in found.stages]}
     for i in range(chains):
         models[directory / REPLICAS / str(i)] = [mine[i % len(mine)].weights for mine in found.stages]
     with progress_bar("writing", len(models)) as done:

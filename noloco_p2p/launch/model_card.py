@@ -33,11 +33,18 @@ has every setting of the run, and says which replicas the weights are from.
 """
 
 
+MERGED = {
+    "mean": "the mean of all replicas",
+    "trimmed": "the mean of all replicas without the outermost values",
+    "one": "one replica",
+}
+
+
 def model_card(record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """From what `noloco.json` has, and the summary of the run where it is known: its `tokens` and `validation_loss`."""
     manifest = record["manifest"]
     data, loss = manifest["data"], summary.get("validation_loss")
-    merged = "the mean of all replicas" if record["merge"] == "mean" else "one replica"
+    merged = MERGED[record["merge"]]
     rows = {
         "data": data["dataset"] or DATA.get(data["kind"], data["kind"]),
         "tokenizer": data["tokenizer"],

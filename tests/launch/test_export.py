@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from noloco_p2p.compute import host_tensor
+from noloco_p2p.compute import exported_model, host_tensor
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
@@ -74,6 +75,37 @@ def test_mean_is_the_mean_and_single_replicas_are_chained(tmp_path: Path) -> Non
             assert not torch.equal(merged[name], values[0])
             for i, chain in enumerate(chains):
                 assert torch.equal(chain[name], values[i % len(values)])
+
+
+@pytest.mark.parametrize(("replicas", "cut"), [(3, 1), (4, 1), (7, 1), (8, 2), (9, 2)])
+def test_the_trimmed_mean_is_that_of_numpy(replicas: int, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exported_model, "TRIMMED_AT_ONCE", 7)
+    drawn = np.random.default_rng(replicas).normal(size=(replicas, 5, 6)).astype(np.float32)
+    drawn[0, 1, 2], drawn[1, 1, 2], drawn[2, 3, 3] = np.nan, -1e38, np.inf
+    found = exported_model.trimmed_mean([{"w": torch.tensor(one)} for one in drawn])["w"].numpy()
+    expected = np.sort(drawn.astype(np.float64), axis=0)[cut:-cut].mean(0).astype(np.float32)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_wrong_replica_moves_the_trimmed_mean_no_further_than_the_others_are(tmp_path: Path) -> None:
+    [mine] = save_swarm(small_run(stages=1), tmp_path / "run", [4])
+    with torch.no_grad():
+        for parameter in mine[2].parameters.values():
+            parameter.mul_(-1000)
+    save(small_run(stages=1), tmp_path / "run" / "0-2", mine[2], "peer-0-2", 3)
+    merged = weights_in(exported(tmp_path / "run", tmp_path / "out", merge="trimmed"))
+    for name, value in merged.items():
+        right = torch.stack([mine[at].parameters[name].detach() for at in (0, 1, 3)])
+        assert bool(((right.amin(0) <= value) & (value <= right.amax(0))).all())
+    assert "without the outermost values of each stage" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "replicas" / "3").is_dir()
+
+
+def test_two_replicas_have_no_trimmed_mean(tmp_path: Path) -> None:
+    save_swarm(small_run(), tmp_path / "run", [3, 2])
+    with pytest.raises(ConfigError, match="stage 1 has 2"):
+        exported(tmp_path / "run", tmp_path / "out", merge="trimmed")
 
 
 def test_the_record_says_what_was_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
