@@ -25,7 +25,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Some bytes on their way. Moved and ended by `Bandwidth`."""
+    """Some bytes on their way. Moved by `start` and `stop`."""
 
     nbytes: float
     on_end: Callable[[], None]
@@ -51,57 +51,58 @@ class Flow:
         return min(self.nbytes, self.nbytes - self.left + self.rate * (now - self.as_of))
 
 
-class Bandwidth:
-    """Moves the flows of one event loop."""
+def start(flow: Flow, path: tuple[Segment, ...]) -> None:
+    """Set a stopped flow in motion, over at least one segment."""
+    flow.path, flow.as_of = path, asyncio.get_running_loop().time()
+    touched = _held_up(path)
+    for segment in path:
+        segment.flows[flow] = None
+    _share([flow, *touched])
 
-    def start(self, flow: Flow, path: tuple[Segment, ...]) -> None:
-        """Set a stopped flow in motion, over at least one segment."""
-        flow.path, flow.as_of = path, asyncio.get_running_loop().time()
-        touched = _held_up(path)
-        for segment in path:
-            segment.flows[flow] = None
-        self._share([flow, *touched])
 
-    def stop(self, flow: Flow) -> None:
-        """Stop a flow, for good or until `start`; the others get its share from this moment on."""
-        if not flow.path:
-            return
-        _move(flow, asyncio.get_running_loop().time())
+def stop(flow: Flow) -> None:
+    """Stop a flow, for good or until `start`; the others get its share from this moment on."""
+    if not flow.path:
+        return
+    _move(flow, asyncio.get_running_loop().time())
+    if flow.timer is not None:
+        flow.timer.cancel()
+    path, flow.path = flow.path, ()
+    flow.reached, flow.rate, flow.bottleneck, flow.timer = flow.rate, 0.0, None, None
+    for segment in path:
+        del segment.flows[flow]
+    _share(_held_up(path))
+
+
+def resize(segment: Segment, bytes_per_s: float) -> None:
+    """Give a segment another bandwidth, while flows take it."""
+    segment.bytes_per_s = bytes_per_s
+    _share(segment.flows)
+
+
+def _end(flow: Flow) -> None:
+    stop(flow)
+    flow.left = 0.0
+    flow.on_end()
+
+
+def _share(seeds: Iterable[Flow]) -> None:
+    """Give these their fair rates, and all flows whose rates change with theirs."""
+    chosen = dict.fromkeys(seeds)
+    if not chosen:
+        return
+    rates = _alone(chosen) or _fair(chosen)
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    for flow, (rate, bottleneck) in rates.items():
+        flow.bottleneck = bottleneck
+        if abs(rate - flow.rate) <= SAME * flow.rate:
+            continue
+        _move(flow, now)
+        flow.rate = rate
         if flow.timer is not None:
             flow.timer.cancel()
-        path, flow.path = flow.path, ()
-        flow.reached, flow.rate, flow.bottleneck, flow.timer = flow.rate, 0.0, None, None
-        for segment in path:
-            del segment.flows[flow]
-        self._share(_held_up(path))
-
-    def resize(self, segment: Segment, bytes_per_s: float) -> None:
-        """Give a segment another bandwidth, while flows take it."""
-        segment.bytes_per_s = bytes_per_s
-        self._share(segment.flows)
-
-    def _end(self, flow: Flow) -> None:
-        self.stop(flow)
-        flow.left = 0.0
-        flow.on_end()
-
-    def _share(self, seeds: Iterable[Flow]) -> None:
-        """Give these their fair rates, and all flows whose rates change with theirs."""
-        chosen = dict.fromkeys(seeds)
-        if not chosen:
-            return
-        rates = _alone(chosen) or _fair(chosen)
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for flow, (rate, bottleneck) in rates.items():
-            flow.bottleneck = bottleneck
-            if abs(rate - flow.rate) <= SAME * flow.rate:
-                continue
-            _move(flow, now)
-            flow.rate = rate
-            if flow.timer is not None:
-                flow.timer.cancel()
-            flow.timer = loop.call_at(now + flow.left / rate, self._end, flow)
+        flow.timer = loop.call_at(now + flow.left / rate, _end, flow)
 
 
 Rates = dict[Flow, tuple[float, Segment]]

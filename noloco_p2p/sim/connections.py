@@ -8,7 +8,8 @@ from collections.abc import Callable
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import CONNECTIONS, unsent_bytes
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
+from noloco_p2p.sim import bandwidth
+from noloco_p2p.sim.bandwidth import Flow, Segment
 from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, Link, connection_bytes_per_s
 
 LEAST_HANDED_BYTES, HANDED_BYTES = 32 << 10, 128 << 10
@@ -27,12 +28,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        bandwidth: Bandwidth,
-        ceilings: tuple[float, float],
-        fastest: float,
-        round_trip_s: float,
-        forgets: bool = True,
+        self, ceilings: tuple[float, float], fastest: float, round_trip_s: float, forgets: bool = True
     ) -> None:
         """`ceilings` are those of one and of all, in bytes per second, `fastest` that of all of their way.
 
@@ -41,7 +37,7 @@ class Connection:
         self._each, self._ceiling = ceilings
         self.segment = Segment(self._ceiling)
         """Of the way, what only these limit."""
-        self._bandwidth, self._fastest = bandwidth, fastest
+        self._fastest = fastest
         self._used = 1
         """How many the last body takes, or took."""
         self._round_trip_s, self._forgets = round_trip_s, forgets
@@ -66,7 +62,7 @@ class Connection:
             return
         least = connections * FIRST_WINDOW_BYTES / self._round_trip_s
         window = max(least, self._reached / 2 ** int(min(rested, 64)))
-        self._bandwidth.resize(self.segment, window if window < self._fastest else self._ceiling)
+        bandwidth.resize(self.segment, window if window < self._fastest else self._ceiling)
 
     def start(self, flow: Flow, path: tuple[Segment, ...], connections: int) -> None:
         """Set a body in motion, on so many."""
@@ -75,7 +71,7 @@ class Connection:
             self._growth = loop.call_later(self._round_trip_s, self._grow)
         self._moving[flow] = flow.moved(loop.time())
         alone = (Segment(self._each),) if connections == 1 and self._each < self._ceiling else ()
-        self._bandwidth.start(flow, path + alone)
+        bandwidth.start(flow, path + alone)
 
     def stop(self, flow: Flow) -> None:
         """Stop a body, or note that it has left."""
@@ -83,7 +79,7 @@ class Connection:
             before = self._moving.pop(flow)
             now = self._used_at = asyncio.get_running_loop().time()
             self._moved += flow.moved(now) - before
-            self._bandwidth.stop(flow)
+            bandwidth.stop(flow)
             self._reached = flow.reached
             self._release()
 
@@ -134,14 +130,14 @@ class Connection:
         wider = 2 * self.segment.bytes_per_s
         if wider < self._fastest:
             self._growth = asyncio.get_running_loop().call_later(self._round_trip_s, self._grow)
-        self._bandwidth.resize(self.segment, wider if wider < self._fastest else self._ceiling)
+        bandwidth.resize(self.segment, wider if wider < self._fastest else self._ceiling)
 
 
 class Ways:
     """Between all nodes. Each is asked for once, and kept until its link changes."""
 
-    def __init__(self, geography: Geography, link_of: Callable[[PeerId, PeerId], Link], bandwidth: Bandwidth) -> None:
-        self._geography, self._link_of, self._bandwidth = geography, link_of, bandwidth
+    def __init__(self, geography: Geography, link_of: Callable[[PeerId, PeerId], Link]) -> None:
+        self._geography, self._link_of = geography, link_of
         self._access: dict[PeerId, tuple[Segment | None, Segment | None]] = {}
         self._connections: dict[tuple[PeerId, PeerId], Connection] = {}
 
@@ -166,10 +162,8 @@ class Ways:
             ceiling = min(link.bytes_per_s or math.inf, CONNECTIONS * each)
             ends = (self._access_of(sender)[0], self._access_of(receiver)[1])
             fastest = min([ceiling, *(end.bytes_per_s for end in ends if end is not None)])
-            forgets = link.slow_start_after_idle
-            found = self._connections[pair] = Connection(
-                self._bandwidth, (each, ceiling), fastest, round_trip_s, forgets
-            )
+            found = Connection((each, ceiling), fastest, round_trip_s, link.slow_start_after_idle)
+            self._connections[pair] = found
         return found
 
     def forget(self, sender: PeerId, receiver: PeerId) -> None:

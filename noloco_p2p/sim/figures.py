@@ -5,8 +5,10 @@ Seconds are virtual ones. Tokens and bytes are those of the run that is simulate
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.linear_stage import LinearStage
@@ -206,23 +208,12 @@ def figures(
             trace.totals("busy", "direction")["out"],
         ),
         rounds=_sorted(trace.totals("outer_round", "result")),
-        round_s={f"p{percent}": quantile(round_s, percent / 100) for percent in PERCENTILES} if round_s else {},
+        round_s={f"p{at}": float(np.percentile(round_s, at)) for at in PERCENTILES} if round_s else {},
         traffic=_traffic(bytes_of, nodes),
         trace_hash=trace.trace_hash,
         bound_tokens_per_s=bound_tokens_per_s,
         share_of_bound=tokens_per_s / bound_tokens_per_s if bound_tokens_per_s else None,
     )
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie, straight between neighbours. Raises ValueError when there are none."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def _traffic(bytes_of: BytesOf, nodes: int) -> TrafficFigures:

@@ -9,7 +9,6 @@ what TCP carries: headers of its packets are not counted.
 import math
 import random
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
@@ -137,138 +136,54 @@ class MessageSizes:
         return self.activation_bytes if kind == "activation" else self.gradient_bytes
 
 
-class Geography(Protocol):
-    """Which nodes are connected how; asked once for each pair and each node."""
-
-    def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """The link between two nodes, in one direction."""
-
-    def access(self, peer: PeerId) -> Access:
-        """The line between a node and everything else."""
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """The Geography in which every link is the same."""
-
-    between: Link = Link()
-    each: Access = Access()
-
-    def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """See `Geography`."""
-        return self.between
-
-    def access(self, peer: PeerId) -> Access:
-        """See `Geography`."""
-        return self.each
-
-
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """The Geography of nodes in regions, in turn: replica 7 of a stage is in region 7 modulo their count.
+    """Places in the world. Replica 7 of a stage is in region 7 modulo their number: every stage has nodes in each."""
 
-    So every stage has nodes in each region, and the replicas of one number share one.
-    """
-
-    names: tuple[str, ...]
     round_trip_ms: tuple[tuple[float, ...], ...]
     """Median round trip between a node of the row's region and one of the column's, milliseconds; half of it each way.
 
     The diagonal is the round trip within a region.
     """
     bytes_per_s: tuple[tuple[float | None, ...], ...] | None = None
-    """What one node can send to one other, from the row's region to the column's; none: no limit but their access."""
-    spread: float = 0.0
-    """Sigma of the log-normal latency of every link; 0: constant."""
-    loss: float = 0.0
-    """Chance that a packet is lost, on every link."""
-    slow_start_after_idle: bool = True
-    """See `Link`."""
-    window_bytes: float | None = None
-    """See `Link`."""
+    """What one node can send to one other, from the row's region to the column's; none: only their access limits it."""
+
+    def between(self, sender: PeerId, receiver: PeerId) -> tuple[float, float | None]:
+        """(latency in seconds, bytes per second) from one node to another."""
+        row, column = (int(peer.rpartition("r")[2]) % len(self.round_trip_ms) for peer in (sender, receiver))
+        return self.round_trip_ms[row][column] / 2000.0, self.bytes_per_s[row][column] if self.bytes_per_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Geography:
+    """How the nodes are connected. With one `access_spread` for both directions a fast line is fast both ways."""
+
+    between: Link = Link()
+    """Every link. With regions, its latency and bandwidth are theirs."""
     each: Access = Access()
-    """Of every node."""
-
-    def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """See `Geography`."""
-        row, column = self._index(sender), self._index(receiver)
-        speed = self.bytes_per_s[row][column] if self.bytes_per_s else None
-        latency_s, slow = self.round_trip_ms[row][column] / 2000.0, self.slow_start_after_idle
-        window = self.window_bytes
-        return Link(latency_s, self.spread, speed, loss=self.loss, slow_start_after_idle=slow, window_bytes=window)
-
-    def access(self, peer: PeerId) -> Access:
-        """See `Geography`."""
-        return self.each
-
-    def _index(self, peer: PeerId) -> int:
-        return int(peer.rpartition("r")[2]) % len(self.names)
-
-
-@dataclass(frozen=True, slots=True)
-class VariedAccess:
-    """The Geography whose nodes differ in their access: each draws one log-normal factor for both directions.
-
-    With one factor a fast line is fast both ways, and every line is as asymmetric as the median one.
-    """
-
-    within: Geography
-    """Where the links come from, and the access of the directions that have no median."""
-    median: Access
-    spread: float
-    """Sigma of the log-normal factor."""
-    seed: int
+    """Every node's; its median if they differ."""
+    regions: Regions | None = None
+    access_spread: float = 0.0
+    """Sigma of the log-normal factor on a node's access; 0: constant."""
+    seed: int = 0
     """A node's factor is a function of this and its id."""
+    cap: Access = Access()
+    """The most that a node's owner lets it use."""
 
     def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """See `Geography`."""
-        return self.within.link(sender, receiver)
+        """The link between two nodes, in one direction."""
+        if self.regions is None:
+            return self.between
+        latency_s, bytes_per_s = self.regions.between(sender, receiver)
+        return replace(self.between, latency_s=latency_s, bytes_per_s=bytes_per_s)
 
     def access(self, peer: PeerId) -> Access:
-        """See `Geography`."""
-        factor = math.exp(generator(self.seed, "access", peer).gauss(0.0, self.spread))
-        up, down, plain = self.median.up_bytes_per_s, self.median.down_bytes_per_s, self.within.access(peer)
-        return Access(
-            plain.up_bytes_per_s if up is None else up * factor,
-            plain.down_bytes_per_s if down is None else down * factor,
-        )
+        """The line between a node and everything else."""
+        drawn = generator(self.seed, "access", peer).gauss(0.0, self.access_spread) if self.access_spread else 0.0
 
+        def line(bytes_per_s: float | None, cap: float | None) -> float | None:
+            own = None if bytes_per_s is None else bytes_per_s * math.exp(drawn)
+            return min((limit for limit in (own, cap) if limit is not None), default=None)
 
-@dataclass(frozen=True, slots=True)
-class CappedAccess:
-    """The Geography whose nodes use no more of their access than their owners allow."""
-
-    within: Geography
-    most: Access
-
-    def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """See `Geography`."""
-        return self.within.link(sender, receiver)
-
-    def access(self, peer: PeerId) -> Access:
-        """See `Geography`."""
-        plain, most = self.within.access(peer), self.most
-        return Access(
-            _least(plain.up_bytes_per_s, most.up_bytes_per_s), _least(plain.down_bytes_per_s, most.down_bytes_per_s)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LossyCalls:
-    """The Geography in which whole calls and answers vanish, each with this chance."""
-
-    within: Geography
-    chance: float
-
-    def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """See `Geography`."""
-        return replace(self.within.link(sender, receiver), request_loss=self.chance, reply_loss=self.chance)
-
-    def access(self, peer: PeerId) -> Access:
-        """See `Geography`."""
-        return self.within.access(peer)
-
-
-def _least(*limits: float | None) -> float | None:
-    """The least of the limits that there are."""
-    return min((limit for limit in limits if limit is not None), default=None)
+        each, cap = self.each, self.cap
+        return Access(line(each.up_bytes_per_s, cap.up_bytes_per_s), line(each.down_bytes_per_s, cap.down_bytes_per_s))

@@ -16,7 +16,7 @@ from noloco_p2p.core.messages import HostTensor, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Handler
-from noloco_p2p.sim.links import ControlSizes, Geography, Link, MessageSizes, Uniform, resend_s
+from noloco_p2p.sim.links import ControlSizes, Geography, Link, MessageSizes, resend_s
 from noloco_p2p.sim.payloads import ByteCounts
 from noloco_p2p.sim.traffic import Traffic
 
@@ -38,7 +38,7 @@ class Network:
         self.bugs: list[Exception] = []
         """Exceptions of handlers that are no PeerError a handler may raise; empty in a healthy swarm."""
         self._seed = seed
-        self._geography = geography or Uniform()
+        self._geography = geography or Geography()
         self.traffic = Traffic(self._geography, self.link, self.cut)
         """The bytes under way."""
         self._links: dict[tuple[PeerId, PeerId], Link] = {}

@@ -11,18 +11,7 @@ from noloco_p2p.core.outer_rules import state_kinds
 from noloco_p2p.core.snapshots import GUARDED_DTYPE
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.links import (
-    MEASURED,
-    Access,
-    CappedAccess,
-    Geography,
-    Link,
-    LossyCalls,
-    MessageSizes,
-    Regions,
-    Uniform,
-    VariedAccess,
-)
+from noloco_p2p.sim.links import MEASURED, Access, Geography, Link, MessageSizes, Regions
 from noloco_p2p.sim.scenario import Scenario, of_stage
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan
@@ -85,27 +74,25 @@ def costs_of(scenario: Scenario) -> tuple[Costs, ...]:
 
 
 def geography_of(scenario: Scenario, seed: int) -> Geography:
-    """Which nodes are connected how."""
-    net, regions = scenario.network, scenario.network.regions
+    """How the nodes are connected."""
+    net, limits = scenario.network, scenario.node.limits
+    regions = None
+    if net.regions.names:
+        speeds = tuple(tuple(speed * BYTES_PER_MEGABIT for speed in row) for row in net.regions.mbit_per_s) or None
+        regions = Regions(net.regions.round_trip_ms, speeds)
+    link = Link(
+        net.link.latency_s,
+        net.spread,
+        _bytes(net.link.mbit_per_s),
+        request_loss=net.call_loss,
+        reply_loss=net.call_loss,
+        loss=net.loss,
+        slow_start_after_idle=net.slow_start_after_idle,
+        window_bytes=_bytes(net.window_mbit),
+    )
     access = Access(_bytes(net.access.up_mbit_per_s), _bytes(net.access.down_mbit_per_s))
-    slow = net.slow_start_after_idle
-    window = _bytes(net.window_mbit)
-    if regions.names:
-        speeds = tuple(tuple(speed * BYTES_PER_MEGABIT for speed in row) for row in regions.mbit_per_s) or None
-        found: Geography = Regions(
-            regions.names, regions.round_trip_ms, speeds, net.spread, net.loss, slow, window, access
-        )
-    else:
-        speed = _bytes(net.link.mbit_per_s)
-        latency_s = net.link.latency_s
-        link = Link(latency_s, net.spread, speed, loss=net.loss, slow_start_after_idle=slow, window_bytes=window)
-        found = Uniform(link, access)
-    if net.access.spread:
-        found = VariedAccess(found, access, net.access.spread, seed)
-    up, down = scenario.node.limits.upload_mbit_per_s, scenario.node.limits.download_mbit_per_s
-    if up or down:
-        found = CappedAccess(found, Access(_bytes(up), _bytes(down)))
-    return LossyCalls(found, net.call_loss) if net.call_loss else found
+    cap = Access(_bytes(limits.upload_mbit_per_s), _bytes(limits.download_mbit_per_s))
+    return Geography(link, access, regions, net.access.spread, seed, cap)
 
 
 def _bytes(mbit: float | None) -> float | None:

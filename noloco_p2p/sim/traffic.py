@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from noloco_p2p.core.messages import MicrobatchId, PeerId
-from noloco_p2p.sim.bandwidth import Bandwidth, Flow
+from noloco_p2p.sim import bandwidth
+from noloco_p2p.sim.bandwidth import Flow
 from noloco_p2p.sim.connections import Ways
 from noloco_p2p.sim.line_meters import MeasuredLines
 from noloco_p2p.sim.links import Geography, Link
@@ -33,8 +34,7 @@ class Traffic:
         is_cut: Callable[[PeerId, PeerId], bool],
     ) -> None:
         self._is_cut = is_cut
-        self._bandwidth = Bandwidth()
-        self._ways = Ways(geography, link_of, self._bandwidth)
+        self._ways = Ways(geography, link_of)
         self._open: dict[Payload, None] = {}
         self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
         """Activations and gradients from one node to another: the first is on its way, the others wait for it."""
@@ -221,14 +221,14 @@ class Traffic:
             self._ways.connection(sender, receiver).start(payload.flow, path, payload.connections)
             self.lines.moves(payload.transfer, payload.flow.moved(self._now()), self._now())
         else:
-            self._bandwidth.start(payload.flow, path)
+            bandwidth.start(payload.flow, path)
 
     def _halt(self, payload: Payload) -> None:
         """Stop it, for good or until `_move`."""
         if payload.flow is None:
             return
         if payload.kind == "control":
-            self._bandwidth.stop(payload.flow)
+            bandwidth.stop(payload.flow)
         else:
             self._ways.connection(payload.sender, payload.receiver).stop(payload.flow)
             self.lines.stopped(payload.transfer, payload.flow.moved(self._now()), self._now())

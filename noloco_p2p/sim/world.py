@@ -19,7 +19,7 @@ from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
 from noloco_p2p.sim.directory import Registry, SimDirectory
 from noloco_p2p.sim.linear_stage import LinearStage
-from noloco_p2p.sim.links import Geography, Link, MessageSizes, Uniform
+from noloco_p2p.sim.links import Geography, Link, MessageSizes
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.process import Outcome, SimPorts, SimProcess
 from noloco_p2p.sim.stage import Costs, SyncStage, TimedStage
@@ -85,7 +85,7 @@ class SimSwarm:
 
     def __init__(self, plan: SimPlan) -> None:
         self.plan = plan
-        self.network = Network(plan.seed, plan.geography or Uniform(plan.link), plan.sizes)
+        self.network = Network(plan.seed, plan.geography or Geography(plan.link), plan.sizes)
         self.registry = Registry(plan.view_age_s)
         self.trace = Trace()
         self.disks: dict[PeerId, Disk] = {}

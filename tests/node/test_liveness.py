@@ -20,7 +20,7 @@ from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Activation, Advert, Gradient, MicrobatchId, Progress
 from noloco_p2p.node.pipeline.liveness import Liveness
 from noloco_p2p.ports import Claim
-from noloco_p2p.sim.links import MEASURED, Access, Link, MessageSizes, Uniform
+from noloco_p2p.sim.links import MEASURED, Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import TraceEvent
@@ -91,7 +91,7 @@ def drawn(seed: int) -> tuple[SimPlan, str]:
     rate = mbit * MEGABIT
     body = int(max(1.2 * wire.PACK_BYTES, rate * 10 ** rng.uniform(-1, 1)))
     small = (max(8, int(rate * rng.uniform(0.1, 3))),) * len(replicas)
-    geography = Uniform(
+    geography = Geography(
         Link(latency_s, rng.choice([0.0, 0.3]), None if shared else rate), Access(rate, rate) if shared else Access()
     )
     outer = OuterSettings(rule="noloco", pairing="none")

@@ -6,7 +6,7 @@ import pytest
 
 from noloco_p2p.config import LimitSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.sim.linear_stage import LinearStage
-from noloco_p2p.sim.links import Link, MessageSizes, Uniform
+from noloco_p2p.sim.links import Geography, Link, MessageSizes
 from noloco_p2p.sim.stage import TimedStage
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
@@ -27,7 +27,7 @@ def most_graphs(routing: str, limits: LimitSettings) -> dict[int, int]:
         outer=OuterSettings(rule="noloco"),
     )
     sizes = MessageSizes(4 << 20, 4 << 20, (8,) * 3, (8,) * 3, (8,) * 3)  # large: bodies are asked for
-    geography = Uniform(Link(0.05, bytes_per_s=50e6))
+    geography = Geography(Link(0.05, bytes_per_s=50e6))
     outcome = SimSwarm(
         SimPlan(manifest, (2, 2, 2), config=NodeConfig(limits=limits), geography=geography, sizes=sizes)
     ).run(limit_s=10_000)

@@ -11,7 +11,7 @@ from elastic import plan_of
 from noloco_p2p.config import RunManifest
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
-from noloco_p2p.sim.links import Link, MessageSizes, Uniform
+from noloco_p2p.sim.links import Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.world import SimPlan
@@ -23,7 +23,7 @@ def plan(transfer_s: float, *, deadline_s: float = 100.0, max_stale_rounds: int 
     outer = {"rule": "noloco", "inner_steps": M, "deadline_s": deadline_s, "max_stale_rounds": max_stale_rounds}
     sizes = MessageSizes(0, 0, (int(1000 * transfer_s),) * 2, (8,) * 2, (8,) * 2)
     return replace(
-        plan_of((2, 2), steps=steps, outer=outer), sizes=sizes, geography=Uniform(Link(0.01, bytes_per_s=1000.0))
+        plan_of((2, 2), steps=steps, outer=outer), sizes=sizes, geography=Geography(Link(0.01, bytes_per_s=1000.0))
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from noloco_p2p.sim.bandwidth import Bandwidth, Flow, Segment
+from noloco_p2p.sim import bandwidth
+from noloco_p2p.sim.bandwidth import Flow, Segment
 from noloco_p2p.sim.virtual_time import run
 
 
@@ -18,16 +19,15 @@ class Moved:
     """Transfers by name, and when each ended."""
 
     def __init__(self) -> None:
-        self.bandwidth = Bandwidth()
         self.ends: dict[str, float] = {}
         self.flows: dict[str, Flow] = {}
 
     def begin(self, name: str, nbytes: float, *path: Segment) -> None:
         flow = self.flows[name] = Flow(nbytes, lambda: self.ends.update({name: now()}))
-        self.bandwidth.start(flow, path)
+        bandwidth.start(flow, path)
 
     def stop(self, name: str) -> None:
-        self.bandwidth.stop(self.flows[name])
+        bandwidth.stop(self.flows[name])
 
     def rates(self) -> dict[str, float]:
         return {name: flow.rate for name, flow in self.flows.items() if flow.path}
@@ -64,7 +64,7 @@ def test_who_stops_gives_its_share_back_at_that_moment_and_goes_on_where_it_was(
         (0.0, lambda m: m.begin("a", 100.0, segment)),
         (5.0, lambda m: m.begin("b", 100.0, segment)),
         (9.0, lambda m: m.stop("b")),
-        (30.0, lambda m: m.bandwidth.start(m.flows["b"], (segment,))),
+        (30.0, lambda m: bandwidth.start(m.flows["b"], (segment,))),
     )
     assert moved.ends == {"a": pytest.approx(12.0), "b": pytest.approx(38.0)}
 
@@ -173,7 +173,7 @@ def test_whatever_begins_and_stops_rates_stay_fair_and_ends_are_those_by_the_boo
             elif name not in moved.flows:
                 moved.begin(name, sizes[name], *path[name])
             elif name not in moved.ends:
-                moved.bandwidth.start(moved.flows[name], path[name])
+                bandwidth.start(moved.flows[name], path[name])
             is_fair(moved)
             most = max(most, len(moved.rates()))
         await asyncio.sleep(10_000.0)

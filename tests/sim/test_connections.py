@@ -26,7 +26,7 @@ from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.directory import COPIES, Registry, SimDirectory
-from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, MEASURED, Access, ControlSizes, Link, MessageSizes, Uniform
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, MEASURED, Access, ControlSizes, Geography, Link, MessageSizes
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import ByteCounts, Payload
 from noloco_p2p.sim.transport import SimTransport
@@ -164,7 +164,7 @@ def windows(rest_s: float, *, slow_start_after_idle: bool = True) -> list[float]
 
     async def main() -> None:
         link = Link(LATENCY_S, slow_start_after_idle=slow_start_after_idle)
-        network = Network(1, Uniform(link, Access(FAST, None)))
+        network = Network(1, Geography(link, Access(FAST, None)))
         first = Payload("a", "b", "activation", 8 * MIB)
         network.traffic.depart(first)
         await network.traffic.whole(first)
@@ -205,7 +205,7 @@ def test_a_window_is_halved_each_time_that_the_timer_would_run_out() -> None:
 
 def test_a_connection_that_begins_leaves_to_others_what_it_does_not_take() -> None:
     async def main() -> None:
-        network = Network(1, Uniform(Link(LATENCY_S), Access(FAST, None)))
+        network = Network(1, Geography(Link(LATENCY_S), Access(FAST, None)))
         old = Payload("a", "b", "snapshot", 400 * MIB)
         network.traffic.depart(old)
         await asyncio.sleep(10.0)
@@ -224,7 +224,7 @@ def test_a_connection_that_begins_leaves_to_others_what_it_does_not_take() -> No
 
 def test_reading_the_directory_takes_bytes_of_ones_own_lines() -> None:
     async def main() -> None:
-        network = Network(1, Uniform(Link(LATENCY_S), Access(1000.0, 2000.0)), replace(SIZES, control=CONTROL))
+        network = Network(1, Geography(Link(LATENCY_S), Access(1000.0, 2000.0)), replace(SIZES, control=CONTROL))
         directory = SimDirectory(Registry(), "a", lambda adverts: network.exchange("a", adverts))
         await directory.announce(Advert("a", "run", 1, ()), 30.0)
         assert now() == pytest.approx(0.002 + COPIES * 100 / 1000)
@@ -241,7 +241,7 @@ def test_a_body_has_a_window_of_each_of_its_connections_under_way(connections: i
 
     async def main() -> None:
         link = Link(LATENCY_S, window_bytes=float(MIB), slow_start_after_idle=False)
-        network = Network(1, Uniform(link, Access(100 * FAST, None)))
+        network = Network(1, Geography(link, Access(100 * FAST, None)))
         body = Payload("a", "b", "activation", 40 * MIB, connections=connections)
         network.traffic.depart(body)
         await asyncio.sleep(10 * ROUND_TRIP_S)

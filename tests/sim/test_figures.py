@@ -1,17 +1,14 @@
 """The figures of a simulated run: exact on traces written by hand, and of a run what its own stages counted."""
 
-import statistics
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.lab import sim_output
 from noloco_p2p.lab.sim_output import spreads
-from noloco_p2p.sim.figures import RunFigures, figures, flat, quantile
+from noloco_p2p.sim.figures import RunFigures, figures, flat
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import ByteCounts
 from noloco_p2p.sim.process import Outcome, SimProcess
@@ -166,19 +163,6 @@ def test_a_run_has_the_figures_that_its_stages_counted() -> None:
     assert sim_output.tokens_per_s(outcome, 2 * TOKENS, 7)
     total = sum(rate * outcome.ended_at_s / 7 for _, rate in sim_output.tokens_per_s(outcome, 2 * TOKENS, 7))
     assert total == pytest.approx(found.tokens)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
-def test_quantiles_are_those_of_the_standard_library(values: list[float]) -> None:
-    cuts = statistics.quantiles(values, n=20, method="inclusive")
-    assert [quantile(values, number / 20) for number in range(1, 20)] == pytest.approx(cuts, rel=1e-9, abs=1e-6)
-    assert (quantile(values, 0.0), quantile(values, 1.0)) == (min(values), max(values))
-
-
-def test_there_is_no_quantile_of_nothing() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        quantile([], 0.5)
 
 
 def test_the_figures_of_several_runs() -> None:

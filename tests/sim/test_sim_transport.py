@@ -31,7 +31,7 @@ from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.calls import DEAD_LINK_S
-from noloco_p2p.sim.links import ControlSizes, Link, MessageSizes, Uniform
+from noloco_p2p.sim.links import ControlSizes, Geography, Link, MessageSizes
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.transport import SimTransport
 
@@ -264,9 +264,9 @@ def test_serving_twice_is_refused_and_close_ends_what_is_in_flight() -> None:
 
 
 def test_log_normal_latency_has_its_median() -> None:
-    network = Network(3, Uniform(Link(latency_s=0.2, spread=0.5)))
+    network = Network(3, Geography(Link(latency_s=0.2, spread=0.5)))
     delays = sorted(network.latency_s("a", "b") for _ in range(1001))
     assert delays[500] == pytest.approx(0.2, rel=0.1)
     assert delays[0] < 0.1 < 0.4 < delays[-1]
-    other = Network(4, Uniform(Link(latency_s=0.2, spread=0.5)))
-    assert Network(3, Uniform(Link(0.2, 0.5))).latency_s("a", "b") != other.latency_s("a", "b")
+    other = Network(4, Geography(Link(latency_s=0.2, spread=0.5)))
+    assert Network(3, Geography(Link(0.2, 0.5))).latency_s("a", "b") != other.latency_s("a", "b")

@@ -19,7 +19,6 @@ from noloco_p2p.sim.links import (
     Geography,
     Link,
     MessageSizes,
-    Uniform,
     ceiling_bytes_per_s,
     resend_s,
 )
@@ -43,11 +42,8 @@ async def with_body(body: Body) -> Gradient:
     return gradient()
 
 
-class Wide(Uniform):
-    """Access of 1,000 bytes/s up and 2,000 down, and no latency."""
-
-    def __init__(self) -> None:
-        super().__init__(Link(0.0), Access(1000.0, 2000.0))
+WIDE = Geography(Link(0.0), Access(1000.0, 2000.0))
+"""1,000 bytes/s up and 2,000 down, and no latency."""
 
 
 def swarm(network: Network, answers: dict[PeerId, Serving]) -> dict[PeerId, SimTransport]:
@@ -178,7 +174,7 @@ def test_calls_of_one_node_share_its_way_up_and_a_cancelled_one_gives_its_share_
     ends: dict[str, float] = {}
 
     async def main() -> None:
-        network = Network(1, Wide(), SIZES)
+        network = Network(1, WIDE, SIZES)
         nodes = swarm(network, {peer: Serving(with_body) for peer in "abcd"})
 
         async def call(callee: str) -> None:
@@ -213,7 +209,7 @@ def test_a_busy_callee_has_cost_what_left_until_its_word_came() -> None:
 @pytest.mark.parametrize("fault", ["hold", "partition", "one way", "split"])
 def test_tensors_stall_while_nothing_gets_through_and_leave_the_way_to_others(fault: str) -> None:
     async def main() -> None:
-        network = Network(1, Wide(), replace(SIZES, gradient_bytes=0))
+        network = Network(1, WIDE, replace(SIZES, gradient_bytes=0))
         nodes = swarm(network, {peer: Serving(with_body) for peer in "abc"})
         loop = asyncio.get_running_loop()
         match fault:
@@ -242,7 +238,7 @@ def test_tensors_stall_while_nothing_gets_through_and_leave_the_way_to_others(fa
 
 def test_a_crash_loses_what_was_on_its_way_and_frees_the_way_at_once() -> None:
     async def main() -> None:
-        network = Network(1, Wide(), SIZES)
+        network = Network(1, WIDE, SIZES)
         nodes = swarm(network, {peer: Serving(with_body) for peer in "abc"})
         asyncio.get_running_loop().call_later(1.0, network.crash, "b")
 
@@ -310,7 +306,7 @@ CONTROL = ControlSizes(request=9, answer=7, header=20, word=3, question=5, repor
 @pytest.mark.parametrize("seed", range(6))
 def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(seed: int) -> None:
     rng, wanted = random.Random(seed), ByteCounts()
-    geography: Geography = Uniform(Link(0.05, 0.5, rng.choice([None, 600.0]), 0.05, 0.05), Access(1000.0, 2000.0))
+    geography = Geography(Link(0.05, 0.5, rng.choice([None, 600.0]), 0.05, 0.05), Access(1000.0, 2000.0))
     limits = {"up": 1000.0, "down": 2000.0}
 
     async def main() -> None:
@@ -373,7 +369,7 @@ def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(
 
 
 def test_the_ledger_can_be_read_after_the_end() -> None:
-    network = Network(1, Wide(), SIZES)
+    network = Network(1, WIDE, SIZES)
 
     async def main() -> None:
         nodes = swarm(network, {peer: Serving(with_body) for peer in "ab"})

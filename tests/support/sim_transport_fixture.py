@@ -24,7 +24,7 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import PeerError
 from noloco_p2p.ports import Body
-from noloco_p2p.sim.links import Link, Uniform
+from noloco_p2p.sim.links import Geography, Link
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.virtual_time import run
@@ -136,7 +136,7 @@ def play(
     serving = Serving(answer)
 
     async def main() -> None:
-        network = Network(1, Uniform(link or Link(latency_s=LATENCY_S)))
+        network = Network(1, Geography(link or Link(latency_s=LATENCY_S)))
         await SimTransport(network, "b").serve(serving)
         await script(network, SimTransport(network, "a"), serving)
 

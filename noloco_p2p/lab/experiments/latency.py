@@ -41,7 +41,7 @@ from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, R
 from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
-from noloco_p2p.sim.links import Access, Link, MessageSizes, Uniform
+from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
@@ -116,7 +116,7 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
         replicas,
         seed=seed,
         config=NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "directory": directory}),
-        geography=Uniform(Link(wire.median_s, wire.sigma), Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()),
+        geography=Geography(Link(wire.median_s, wire.sigma), Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()),
         # In the latency-bound regime a snapshot weighs nothing.
         sizes=MessageSizes(0, 0, (VECTOR_BYTES if bound else 0,), (0,), (0,)),
         costs=Costs(0.0, 0.0, 0.0, 0.0),
