@@ -1,9 +1,9 @@
-"""Bandwidth that concurrent flows share, max-min fair, in virtual time.
+"""Bandwidth sharing between concurrent flows, max-min fair, in virtual time.
 
-The allocation is that of progressive filling: all rates grow together, and a flow stops where a segment of its path is
-full (Bertsekas and Gallager, "Data networks", 1992, section 6.5.2). It is the only one in which every flow has a
-bottleneck: a full segment on which no flow is faster. So when a flow starts or ends, those that had their bottleneck on
-its path are looked at first, and others only where the new rates leave one without a bottleneck.
+The allocation is that of progressive filling: all rates grow together, and a flow stops growing when a segment of its
+path is full (Bertsekas and Gallager, "Data networks", 1992, section 6.5.2). It is the only allocation in which every
+flow has a bottleneck: a full segment on which no flow is faster. So when a flow starts or ends, the flows whose
+bottleneck is on its path are recomputed first, and others only if the new rates leave them without a bottleneck.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 SAME = 1e-9
-"""Rates that differ by less than this, relatively, are equal."""
+"""Rates with a smaller relative difference are equal."""
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A part of a path that has a limited bandwidth, and the flows that take it now."""
+    """A part of a path with limited bandwidth, and the flows that use it now."""
 
     bytes_per_s: float
     flows: "dict[Flow, None]" = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Some bytes on their way. Moved by `start` and `stop`."""
+    """Bytes under way. Moved by `start` and `stop`."""
 
     nbytes: float
     on_end: Callable[[], None]
@@ -34,11 +34,11 @@ class Flow:
     """Bytes that had not left at `as_of`."""
     as_of: float = 0.0
     rate: float = 0.0
-    """Bytes per second; 0 while it is stopped."""
+    """Bytes per second; 0 while stopped."""
     reached: float = 0.0
-    """What it was when the flow was stopped."""
+    """The rate when the flow was stopped."""
     path: tuple[Segment, ...] = ()
-    """Empty while it is stopped."""
+    """Empty while stopped."""
     bottleneck: Segment | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -52,7 +52,7 @@ class Flow:
 
 
 def start(flow: Flow, path: tuple[Segment, ...]) -> None:
-    """Set a stopped flow in motion, over at least one segment."""
+    """Start a stopped flow over at least one segment."""
     flow.path, flow.as_of = path, asyncio.get_running_loop().time()
     touched = _held_up(path)
     for segment in path:
@@ -61,7 +61,7 @@ def start(flow: Flow, path: tuple[Segment, ...]) -> None:
 
 
 def stop(flow: Flow) -> None:
-    """Stop a flow, for good or until `start`; the others get its share from this moment on."""
+    """Stop a flow, for good or until `start`. The other flows get its share at once."""
     if not flow.path:
         return
     _move(flow, asyncio.get_running_loop().time())
@@ -75,7 +75,7 @@ def stop(flow: Flow) -> None:
 
 
 def resize(segment: Segment, bytes_per_s: float) -> None:
-    """Give a segment another bandwidth, while flows take it."""
+    """Change the bandwidth of a segment while flows use it."""
     segment.bytes_per_s = bytes_per_s
     _share(segment.flows)
 
@@ -87,7 +87,7 @@ def _end(flow: Flow) -> None:
 
 
 def _share(seeds: Iterable[Flow]) -> None:
-    """Give these their fair rates, and all flows whose rates change with theirs."""
+    """Set the fair rates of these flows, and of all flows whose rates change as a result."""
     chosen = dict.fromkeys(seeds)
     if not chosen:
         return
@@ -106,11 +106,11 @@ def _share(seeds: Iterable[Flow]) -> None:
 
 
 Rates = dict[Flow, tuple[float, Segment]]
-"""Bytes per second of each flow, and the segment that limits it."""
+"""Bytes per second of each flow, and its bottleneck segment."""
 
 
 def _held_up(path: tuple[Segment, ...]) -> list[Flow]:
-    """The flows with their bottleneck on this path: their rates change when another flow comes or goes."""
+    """The flows whose bottleneck is on this path. Their rates change when another flow starts or ends there."""
     return [flow for segment in path for flow in segment.flows if flow.bottleneck is segment]
 
 
@@ -134,7 +134,7 @@ def _alone(chosen: dict[Flow, None]) -> Rates | None:
 
 
 def _fair(chosen: dict[Flow, None]) -> Rates:
-    """The rates of these, and of all others that change with them."""
+    """The rates of these flows and of all others that change with them."""
     rates = _fill(chosen)
     while unfair := _unfair(rates):
         chosen.update(dict.fromkeys(unfair))
@@ -143,7 +143,7 @@ def _fair(chosen: dict[Flow, None]) -> Rates:
 
 
 def _fill(chosen: dict[Flow, None]) -> Rates:
-    """Progressive filling of these flows; all others keep their rates."""
+    """Progressive filling of these flows. All others keep their rates."""
     room: dict[Segment, float] = {}
     unfixed: dict[Segment, int] = {}
     for flow in chosen:
@@ -162,7 +162,7 @@ def _fill(chosen: dict[Flow, None]) -> Rates:
             continue
         rate = max(0.0, room[full]) / unfixed[full]
         if rate > share:
-            # Some flows on this segment were fixed below its share: it fills later than its place in the heap says.
+            # Some flows on this segment were fixed below its share, so it fills later than its place in the heap says.
             heapq.heappush(heap, (rate, number, full))
             continue
         for flow in full.flows:
@@ -175,7 +175,7 @@ def _fill(chosen: dict[Flow, None]) -> Rates:
 
 
 def _unfair(rates: Rates) -> list[Flow]:
-    """Flows outside of `rates` that with these have lost their bottleneck, or have more than their share."""
+    """Flows outside `rates` that have lost their bottleneck with the new rates, or have more than their share."""
     found = []
     for segment in dict.fromkeys(segment for flow in rates for segment in flow.path):
         others = [one for one in segment.flows if one not in rates]

@@ -10,14 +10,14 @@ from noloco_p2p.core.messages import Batch, HostTensor, PeerId
 from noloco_p2p.core.seeds import generator
 
 IGNORED = -100
-"""A target that counts as no token (METHOD.md, "Inner step")."""
+"""A target that does not count as a token (METHOD.md, "Inner step")."""
 
 
 class SimBatches:
-    """Microbatches that are a function of (seed, peer, position), a held-out part that is one of (seed, position).
+    """Microbatches determined by (seed, peer, position), and held-out ones determined by (seed, position).
 
-    With `unequal`, some targets are ignored, so that microbatches have different numbers of tokens, never none.
-    `cursor` is that of another stream to go on from.
+    With `unequal`, some targets are ignored, so microbatches have different numbers of tokens, but at least one.
+    `cursor`: the position in another stream from which this one continues.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SimBatches:
         return {"position": self._position}
 
     def close(self) -> None:
-        """See `ports.Batches`; there is no thread."""
+        """See `ports.Batches`. There is no thread to stop."""
 
     def _make(self, rng: random.Random) -> Batch:
         shape = (self._manifest.microbatch_size, self._manifest.sequence_length)

@@ -1,6 +1,6 @@
-"""One call between two simulated nodes: the way there, the work, the way back, and everything that can end it early.
+"""One call between two simulated nodes: the request, the work, the answer, and everything that can end it early.
 
-It is a chain of the loop's callbacks, and the handler's work is its only task: a thousand nodes make many calls.
+It is a chain of event-loop callbacks whose only task is the handler's work, because a thousand nodes make many calls.
 """
 
 import asyncio
@@ -15,48 +15,48 @@ from noloco_p2p.sim.network import Endpoint, Network
 from noloco_p2p.sim.payloads import Payload
 
 DEAD_LINK_S = 15.0
-"""After this long over gRPC a server knows that a caller is gone without a word."""
+"""Time after which a gRPC server notices that its caller has silently gone."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class SimCall(Generic[T]):
-    """A request on its way, from the moment that it is made. `answer` gets what comes of it.
+    """A call, from the moment it is made. `answer` gets its result.
 
-    It fails with Unreachable at its deadline, at once when the callee crashes, and, where its answer is a stream, when
-    the stream is silent for too long. The caller must call `end` once it has stopped waiting for the answer.
+    It fails with Unreachable at its deadline, at once when the callee crashes, and, if its answer is a stream, when the
+    stream is silent for too long. The caller must call `end` once it no longer waits for the answer.
     """
 
     network: Network
     caller: PeerId
     callee: PeerId
     invoke: "Callable[[Handler, SimCall[T]], Coroutine[Any, Any, T]]"
-    """Makes the call at the callee; begun when the request arrives."""
+    """Makes the call at the callee; started when the request arrives."""
     deadline_s: float
     what: str
-    """The method, for messages."""
+    """Name of the method, for error messages."""
     request_bytes: int = 0
     answer_bytes: int = 0
-    """Of what is not tensors, with what all calls have."""
+    """Bytes without tensors, including what every call has."""
     apart: bool = False
-    """Not on the connection for bodies."""
+    """It uses a connection other than that for bodies."""
     body: Payload | None = None
     """The tensors that follow the request."""
     silence_s: tuple[float, float] | None = None
-    """Of a call whose answer is a stream: longest silence before it begins, and in it, seconds."""
+    """For a call whose answer is a stream: longest silence before the stream starts, and during it, seconds."""
     answer: asyncio.Future[T] = field(init=False)
     _loop: asyncio.AbstractEventLoop = field(init=False)
     _called_at: float = field(init=False)
     _expires_at: float = field(init=False)
-    """When the callee gives it up by itself."""
+    """When the callee gives up by itself."""
     _deadline: asyncio.TimerHandle = field(init=False)
     _step: asyncio.TimerHandle | None = None
-    """The request, or the answer, on its way."""
+    """The request or the answer under way."""
     _message: Payload = field(init=False)
-    """Its bytes."""
+    """The bytes of that message."""
     _alive: bool = True
-    """Something of it goes on beyond the caller."""
+    """Something is still happening beyond the caller."""
     _work: asyncio.Task[T] | None = None
     _endpoint: Endpoint | None = None
     _reply: Payload | None = None
@@ -74,7 +74,7 @@ class SimCall(Generic[T]):
         self._listen()
 
     def end(self) -> None:
-        """The caller waits no longer, for whatever reason; the callee hears of it a latency later."""
+        """The caller no longer waits, for whatever reason. The callee hears of it one latency later."""
         self._deadline.cancel()
         if self._listening is not None:
             self._listening.cancel()
@@ -108,7 +108,7 @@ class SimCall(Generic[T]):
             self.answer.set_exception(Unreachable(message))
 
     def _listen(self) -> None:
-        """Give up when the stream has been silent for too long; else look again when that may be the case."""
+        """Give up if the stream has been silent for too long, else check again when that may be the case."""
         if self.silence_s is None or self.answer.done():
             return
         if self._listening is not None:
@@ -125,7 +125,7 @@ class SimCall(Generic[T]):
     # --- at the callee --------------------------------------------------------------------------------------------
 
     async def stream(self, kind: str, nbytes: int) -> None:
-        """Takes the time of `nbytes` of tensors to their caller; awaited by the handler whose answer they are."""
+        """Wait as long as `nbytes` of tensors take to the caller. Awaited by the handler whose answer they are."""
         traffic = self.network.traffic
         self._reply = payload = Payload(self.callee, self.caller, kind, nbytes)
         traffic.depart(payload)
@@ -170,7 +170,7 @@ class SimCall(Generic[T]):
             self._reply_with(outcome)
 
     def _reply_with(self, outcome: T | PeerError) -> None:
-        """The tensors of an answer go before it; a stream has sent its own."""
+        """Tensors precede their answer. A stream has already sent its own."""
         nbytes = self.network.payload_bytes("gradient", (outcome.grad,)) if isinstance(outcome, Gradient) else 0
         if isinstance(outcome, Gradient) and nbytes:
             connections = self.body.connections if self.body is not None else 1
@@ -188,7 +188,7 @@ class SimCall(Generic[T]):
         self._settle(Unreachable(f"{self.callee} broke the connection"))
 
     def _send(self, outcome: T | PeerError) -> None:
-        """The answer itself. One with tensors follows them, and has waited with them."""
+        """Send the answer itself. If it has tensors, it follows them and has waited with them."""
         apart = self.apart or self._reply is not None
         self._post(self.callee, self.caller, self.answer_bytes, self._settle, outcome, apart=apart)
         self._message.on_lost = self._break
@@ -196,7 +196,7 @@ class SimCall(Generic[T]):
     def _post(
         self, sender: PeerId, receiver: PeerId, nbytes: int, then: Callable[..., None], *args: object, apart: bool
     ) -> None:
-        """Send a message, and go on when it arrives."""
+        """Send a message and call `then` when it arrives."""
         latency_s = self.network.latency_s(sender, receiver)
 
         def gone() -> None:
@@ -206,7 +206,7 @@ class SimCall(Generic[T]):
         self.network.traffic.post(self._message, apart=apart)
 
     def _outcome(self, work: asyncio.Task[T]) -> T | PeerError | None:
-        """The answer of the handler, or the error that its caller gets; None when it was cancelled."""
+        """The handler's answer, or the error that its caller gets; None if it was cancelled."""
         if work.cancelled():
             return None
         error = work.exception()
@@ -224,7 +224,8 @@ class SimCall(Generic[T]):
         raise error
 
     def _hang_up(self, word: Payload) -> None:
-        """The callee learns that its caller is gone; if nothing gets through, when it finds the link dead."""
+        """The callee learns that its caller is gone. If nothing gets through, it learns it when it finds the link
+        dead."""
         self.network.traffic.take(word)
         if self._alive and self.network.cut(self.caller, self.callee):
             self._find_dead()
@@ -232,7 +233,7 @@ class SimCall(Generic[T]):
             self._give_up()
 
     def _find_dead(self) -> None:
-        """The callee will find the link dead."""
+        """The callee will notice that the link is dead."""
         self._loop.call_at(min(self._expires_at, self._loop.time() + DEAD_LINK_S), self._give_up)
 
     def _give_up(self) -> None:
@@ -245,6 +246,6 @@ class SimCall(Generic[T]):
         self._drop_reply()
 
     def _drop_reply(self) -> None:
-        """No one wants the tensors of the answer any more."""
+        """Nobody wants the tensors of the answer any more."""
         if self._reply is not None:
             self.network.traffic.drop(self._reply)

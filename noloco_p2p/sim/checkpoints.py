@@ -1,4 +1,4 @@
-"""The Checkpoints port without files: a disk that outlives the processes of its node, and can be torn or lost."""
+"""The Checkpoints port without files: a disk that outlives its node's processes and can be torn or lost."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ class _DiskEntry:
     checkpoint: Checkpoint
     torn: bool = False
     noticed: bool = False
-    """It was read and found torn."""
+    """It was read and found to be torn."""
 
     @property
     def holding(self) -> Holding:
@@ -21,29 +21,31 @@ class _DiskEntry:
 
 
 class Disk:
-    """What one node has written. It survives crashes; the swarm owns it.
+    """What one node has written. It survives crashes and belongs to the swarm.
 
-    With `torn_by_crash` a crash in the middle of a save leaves a checkpoint that looks whole and is not; else nothing.
+    With `torn_by_crash`, a crash in the middle of a save leaves a checkpoint that looks complete but is not; otherwise
+    it leaves nothing.
     """
 
     def __init__(self, *, torn_by_crash: bool = False) -> None:
         self.full = False
-        """Saves fail."""
+        """If set, saves fail."""
         self.torn_by_crash = torn_by_crash
         self._entries: list[_DiskEntry] = []
 
     def held(self) -> list[Holding]:
-        """What looks whole, oldest first."""
+        """The checkpoints that look complete, oldest first."""
         return list(dict.fromkeys(entry.holding for entry in self._entries if not entry.noticed))
 
     def put(self, checkpoint: Checkpoint, keep: int, *, torn: bool = False) -> None:
-        """Add one in the place of an earlier one of its stage and round, and forget the oldest beyond `keep`."""
+        """Add a checkpoint in place of an earlier one of the same stage and round, and delete the oldest beyond
+        `keep`."""
         fresh = _DiskEntry(checkpoint, torn)
         others = [one for one in self._entries if one.holding[:2] != fresh.holding[:2] and not one.noticed]
         self._entries = [*others, fresh][-keep:]
 
     def get(self, held: Holding) -> Checkpoint | None:
-        """One of the whole ones; None when it is torn, which is noticed, or not there."""
+        """A complete checkpoint; None if it is torn, which is then known, or missing."""
         for entry in reversed(self._entries):
             if entry.holding == held:
                 entry.noticed = entry.torn
@@ -51,28 +53,28 @@ class Disk:
         return None
 
     def tear(self) -> None:
-        """The newest one turns out torn when it is read. Nothing happens to an empty disk."""
+        """Make the newest checkpoint torn. Does nothing to an empty disk."""
         if self._entries:
             self._entries[-1].torn = True
 
     def wipe(self) -> None:
-        """All is lost."""
+        """Delete everything."""
         self._entries.clear()
 
 
 class SimCheckpoints:
-    """The Checkpoints port of one process. A save takes `save_s` virtual seconds, a load as long."""
+    """The Checkpoints port of one process. A save takes `save_s` virtual seconds, and so does a load."""
 
     def __init__(self, disk: Disk, keep: int, save_s: float = 0.05) -> None:
         self.dead = False
-        """The process has crashed: what its tasks still try has no effect."""
+        """The process has crashed; nothing that its tasks still do has any effect."""
         self._disk = disk
         self._keep = keep
         self._save_s = save_s
         self._saving: dict[asyncio.Task[object], None] = {}
 
     def crash(self) -> None:
-        """The process is gone, in the middle of what it writes."""
+        """The process is gone, possibly in the middle of a save."""
         self.dead = True
         for task in self._saving:
             task.cancel()
@@ -82,7 +84,7 @@ class SimCheckpoints:
         return self._disk.held()
 
     async def save(self, checkpoint: Checkpoint) -> None:
-        """See `ports.Checkpoints`. What is written are the values of the time of the call."""
+        """See `ports.Checkpoints`. Writes the values as they are at the time of the call."""
         frozen, task = _copy(checkpoint), asyncio.current_task()
         if self.dead or task is None:
             raise asyncio.CancelledError

@@ -1,4 +1,5 @@
-"""The ways between nodes: their lines, what waits in the sockets of a connection, and how it begins after a rest."""
+"""The paths between nodes: their lines, what waits in the sockets of a connection, and slow start after an idle
+period."""
 
 import asyncio
 import math
@@ -14,47 +15,47 @@ from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, L
 
 LEAST_HANDED_BYTES, HANDED_BYTES = 32 << 10, 128 << 10
 QUICK_WRITE_S, SLOW_WRITE_S = 0.1, 1.0
-"""What gRPC hands down to be written at once begins with HANDED_BYTES, grows while a write is quick, up to one message,
-and shrinks while it is slow (`Chttp2WriteSizePolicy`)."""
+"""The amount that gRPC hands to the kernel at once starts at HANDED_BYTES. It grows while writes are quick, up to one
+message, and shrinks while they are slow (`Chttp2WriteSizePolicy`)."""
 
 
 class Connection:
-    """The connections for bodies, one way between two nodes. A body takes all of them, or one.
+    """The connections for bodies from one node to another. A body uses all of them or one.
 
-    In its first round trip each sends `FIRST_WINDOW_BYTES`, and in each one that follows twice as much, until something
-    else limits it. From then on it gets whatever share comes free at once, which TCP would take some round trips to
-    find. While it sends nothing its window is halved each time that its retransmission timer would have run out (RFC
-    2861, `tcp_cwnd_restart` of Linux).
+    In its first round trip each connection sends `FIRST_WINDOW_BYTES`, and twice as much in each following one, until
+    something else limits it. From then on it gets any share that becomes free at once; real TCP would take some round
+    trips to find it. While it sends nothing, its window is halved each time its retransmission timer would have expired
+    (RFC 2861, `tcp_cwnd_restart` of Linux).
     """
 
     def __init__(
         self, ceilings: tuple[float, float], fastest: float, round_trip_s: float, forgets: bool = True
     ) -> None:
-        """`ceilings` are those of one and of all, in bytes per second, `fastest` that of all of their way.
+        """`ceilings`: bytes per second of one connection and of all; `fastest`: of the whole path.
 
-        Connections that never `forgets` have started slowly once, before all that is simulated.
+        Without `forgets` the connections keep their speed when idle: their slow start was before the simulation.
         """
         self._each, self._ceiling = ceilings
         self.segment = Segment(self._ceiling)
-        """Of the way, what only these limit."""
+        """The part of the path that only these connections limit."""
         self._fastest = fastest
         self._used = 1
-        """How many the last body takes, or took."""
+        """Number of connections that the last body uses or used."""
         self._round_trip_s, self._forgets = round_trip_s, forgets
         self._moving: dict[Flow, float] = {}
-        """With what had left of each when it was set in motion."""
+        """Each moving body, with the bytes that had left when it was started."""
         self._moved = 0.0
-        """Bytes of those that move no more."""
+        """Bytes of bodies that no longer move."""
         self._used_at = -math.inf
         self._reached = 0.0
-        """Bytes per second of the last one at its end."""
+        """Bytes per second of the last body when it ended."""
         self._growth: asyncio.TimerHandle | None = None
         self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
-        """Messages, each with how many bytes of bodies leave before it."""
+        """Waiting messages, each with the number of body bytes that leave before it."""
         self._next: asyncio.TimerHandle | None = None
 
     def wake(self, connections: int) -> None:
-        """A body will start now, on so many."""
+        """Prepare for a body that starts now on this many connections."""
         self._used = connections
         timer_s = self._round_trip_s + LEAST_TIMER_S
         rested = (asyncio.get_running_loop().time() - self._used_at) / timer_s
@@ -65,7 +66,7 @@ class Connection:
         bandwidth.resize(self.segment, window if window < self._fastest else self._ceiling)
 
     def start(self, flow: Flow, path: tuple[Segment, ...], connections: int) -> None:
-        """Set a body in motion, on so many."""
+        """Start a body on this many connections."""
         loop = asyncio.get_running_loop()
         if self.segment.bytes_per_s < self._ceiling and self._growth is None:
             self._growth = loop.call_later(self._round_trip_s, self._grow)
@@ -84,7 +85,7 @@ class Connection:
             self._release()
 
     def after_handed(self, send: Callable[[], object]) -> bool:
-        """Call `send` when what gRPC and the kernel hold of the bodies by now has left; False: there are none."""
+        """Call `send` once the body bytes that gRPC and the kernel hold now have left. False: there are none."""
         if not self._moving:
             return False
         now = asyncio.get_running_loop().time()
@@ -100,11 +101,12 @@ class Connection:
         return sum([flow.rate for flow in self._moving])
 
     def _moved_by(self, now: float) -> float:
-        """Bytes of bodies that have ever left."""
+        """Body bytes that have ever left."""
         return self._moved + sum([flow.moved(now) - before for flow, before in self._moving.items()])
 
     def _release(self) -> None:
-        """Send what has waited for its bodies, or for bodies that move no more; look again when the next may be due."""
+        """Send the messages whose preceding body bytes have left or no longer move. Check again when the next may be
+        due."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -120,7 +122,7 @@ class Connection:
             self._waiting.popleft()[1]()
 
     def _grow(self) -> None:
-        """A round trip is over."""
+        """Double the window after a round trip."""
         self._growth = None
         if not self._moving:
             return
@@ -134,7 +136,7 @@ class Connection:
 
 
 class Ways:
-    """Between all nodes. Each is asked for once, and kept until its link changes."""
+    """The paths between all nodes. Each is created once and kept until its link changes."""
 
     def __init__(self, geography: Geography, link_of: Callable[[PeerId, PeerId], Link]) -> None:
         self._geography, self._link_of = geography, link_of
@@ -142,9 +144,9 @@ class Ways:
         self._connections: dict[tuple[PeerId, PeerId], Connection] = {}
 
     def path(self, sender: PeerId, receiver: PeerId) -> tuple[Segment, ...]:
-        """What limits bytes between the two now: the sender's access, their connection, the receiver's access.
+        """What limits bytes between the two nodes now: the sender's access, their connection, the receiver's access.
 
-        Bytes from a node to itself are those that it exchanges with everybody: they take its own lines.
+        Bytes from a node to itself are those that it exchanges with all nodes; they use only its own lines.
         """
         own = None if sender == receiver else self.connection(sender, receiver).segment
         middle = own if own is not None and own.bytes_per_s < math.inf else None
@@ -152,7 +154,7 @@ class Ways:
         return tuple([segment for segment in segments if segment is not None])
 
     def connection(self, sender: PeerId, receiver: PeerId) -> Connection:
-        """Those for bodies, this way."""
+        """The connections for bodies in this direction."""
         pair = (sender, receiver)
         found = self._connections.get(pair)
         if found is None:
@@ -167,7 +169,7 @@ class Ways:
         return found
 
     def forget(self, sender: PeerId, receiver: PeerId) -> None:
-        """After a change of a link."""
+        """Forget a connection after its link has changed."""
         self._connections.pop((sender, receiver), None)
 
     def _access_of(self, peer: PeerId) -> tuple[Segment | None, Segment | None]:

@@ -1,4 +1,4 @@
-"""The Directory port over a registry that all nodes of one process share, with stale views and faults."""
+"""The Directory port: a registry shared by all nodes of one process, with stale views and faults."""
 
 import asyncio
 import heapq
@@ -12,19 +12,19 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
 
 DELAY_S = 0.002
-"""Seconds that each reading and writing takes."""
+"""Seconds that each read or write takes."""
 COPIES = 5
-"""Nodes that keep an advert, and are asked for it: hivemind's `num_replicas`."""
+"""Nodes that store an advert and are asked for it: hivemind's `num_replicas`."""
 
 
 @dataclass(slots=True)
 class _AdvertView:
-    """The adverts that some nodes read. It is kept up, not made anew, so that a thousand nodes can read it often."""
+    """The adverts that some nodes read. It is updated incrementally, so that a thousand nodes can read it often."""
 
     upcoming: deque[tuple[Advert, float]] = field(default_factory=deque)
-    """(advert, when it expires): too young to be seen, in the order of their announcement."""
+    """(advert, expiry): too recent to be visible, in the order of their announcement."""
     visible: dict[PeerId, Advert] = field(default_factory=dict)
-    """Sorted."""
+    """Sorted by peer id."""
     expiries: list[tuple[float, int, Advert]] = field(default_factory=list)
     numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -32,7 +32,7 @@ class _AdvertView:
         return _AdvertView(deque(self.upcoming), dict(self.visible), list(self.expiries), copy(self.numbers))
 
     def at(self, seen_at: float) -> list[Advert]:
-        """The adverts that were live at a time, which does not go back from one call to the next."""
+        """The adverts that were live at a given time, which must not go back from one call to the next."""
         while self.upcoming and self.upcoming[0][0].announced_at <= seen_at:
             advert, expires_at = self.upcoming.popleft()
             new = advert.peer_id not in self.visible
@@ -48,29 +48,29 @@ class _AdvertView:
 
 
 class Registry:
-    """All that has been announced. Views are `view_age_s` old: what was announced later is not seen yet.
+    """Everything that has been announced. Views are `view_age_s` old: later announcements are not visible yet.
 
-    While the swarm is split, what is announced in a group is read in that group only.
+    While the swarm is split, announcements of a group are visible in that group only.
     """
 
     def __init__(self, view_age_s: float = 0.0) -> None:
         self.view_age_s = view_age_s
         self.failing: dict[PeerId, None] = {}
-        """Nodes whose readings and writings fail."""
+        """Nodes whose reads and writes fail."""
         self._whole = _AdvertView()
         self._of_group: dict[frozenset[PeerId], _AdvertView] = {}
-        """While the swarm is split: what each group reads, with what was announced before."""
+        """While the swarm is split: what each group reads, including everything announced before the split."""
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """From now on no announcement crosses from one group to another; a node in none hears and is heard by all."""
+        """From now on no announcement crosses between groups. A node in no group hears all and is heard by all."""
         self._of_group = {frozenset(group): copy(self._whole) for group in groups}
 
     def heal(self) -> None:
-        """End the split: everything that was announced is for all nodes."""
+        """End the split: all announcements are visible to all nodes."""
         self._of_group = {}
 
     def publish(self, advert: Advert, ttl_s: float, *, now: float) -> None:
-        """A new advert; it takes the place of the node's former one in every view made from now on."""
+        """Publish an advert. It replaces the node's previous one in every later view."""
         entry = (replace(advert, announced_at=now), now + ttl_s)
         group = self._group(advert.peer_id)
         for view in (self._whole, *(view for peers, view in self._of_group.items() if group in (None, peers))):
@@ -79,7 +79,7 @@ class Registry:
     def view(self, *, now: float, reader: PeerId | None = None) -> list[Advert]:
         """The adverts that were live `view_age_s` ago, sorted by peer id.
 
-        A `reader` of a group sees what that group announced, and what was announced before the split.
+        A `reader` in a group sees what that group announced, and what was announced before the split.
         """
         group = None if reader is None else self._group(reader)
         view = self._whole if group is None else self._of_group[group]
@@ -95,9 +95,9 @@ class SimDirectory:
     def __init__(
         self, registry: Registry, me: PeerId, exchange: Callable[[int], Awaitable[None]] | None = None
     ) -> None:
-        """`exchange` takes the time in which so many adverts go up and come down this node's lines.
+        """`exchange` waits as long as this many adverts take up and down this node's lines.
 
-        What it reads comes down; for what others read of the part that it keeps about as much goes up.
+        What the node reads comes down. About as much goes up for what others read of the part that it stores.
         """
         self.dead = False
         """The process of this node has crashed: what its tasks still try has no effect."""

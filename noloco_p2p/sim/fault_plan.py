@@ -1,6 +1,6 @@
-"""The faults of a scenario: those that it lists, and those that are drawn from a seed at the rates of its churn.
+"""The faults of a scenario: those that it lists, and those drawn from a seed at the rates of its churn.
 
-All are drawn before the run, without regard to what happens in it, so that one seed gives one run.
+All are drawn before the run and independently of it, so that one seed gives one run.
 """
 
 import math
@@ -16,23 +16,23 @@ from noloco_p2p.sim.world import peer_id
 
 HOUR_S = 3600.0
 LASTING = ("crash", "depart")
-"""A node does not come back from these."""
+"""Faults from which a node does not come back."""
 
 
 class Roster:
-    """The nodes of each stage that will be there, as far as arrivals and losses have been drawn."""
+    """The nodes of each stage that will be present, as far as arrivals and losses have been drawn."""
 
     def __init__(self, replicas: Sequence[int]) -> None:
         self._started = list(replicas)
-        """Nodes of each stage that ever were."""
+        """Number of nodes that each stage ever had."""
         self._stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
 
     def peers(self) -> list[PeerId]:
-        """The nodes that have not gone for good."""
+        """The nodes that are not gone for good."""
         return [peer for stage in self._stages for peer in stage]
 
     def arrive(self, rng: random.Random) -> PeerId:
-        """A new node, of a stage drawn evenly."""
+        """A new node, in a uniformly drawn stage."""
         stage = rng.randrange(len(self._started))
         peer = peer_id(stage, self._started[stage])
         self._started[stage] += 1
@@ -40,7 +40,7 @@ class Roster:
         return peer
 
     def lose(self, peer: PeerId) -> bool:
-        """It goes for good, unless it is the last of its stage: then False."""
+        """Remove a node for good. False: it is the last of its stage and stays."""
         stage = next(stage for stage in self._stages if peer in stage)
         if len(stage) > 1:
             stage.remove(peer)
@@ -49,13 +49,13 @@ class Roster:
 
 
 def planned_faults(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
-    """All that will be done to the swarm, in order of time. Raises ConfigError for a node that there is not."""
+    """All faults, in order of time. Raises ConfigError: a node does not exist."""
     listed = [one for fault in scenario.faults for one in _listed(scenario, fault, seed)]
     return tuple(sorted([*listed, *_drawn(scenario, seed)], key=lambda fault: (fault.at_s, fault.kind, fault.peers)))
 
 
 def slowness(scenario: Scenario, seed: int, newcomers: Sequence[PeerId]) -> dict[PeerId, float]:
-    """The factor of each node, newcomers included, on its device seconds: a function of the seed and its id."""
+    """Factor on each node's device seconds, including newcomers: a function of the seed and its id."""
     sigma, peers = scenario.compute.node_spread, [*Roster(scenario.replicas).peers(), *newcomers]
     return {peer: math.exp(generator(seed, "slowness", peer).gauss(0.0, sigma)) for peer in peers} if sigma else {}
 
@@ -73,12 +73,12 @@ def _listed(scenario: Scenario, fault: FaultSettings, seed: int) -> list[Fault]:
         peers = sorted(peers) or [rng.choice(everybody)]
     unknown = [] if fault.kind == "arrive" else [peer for peer in peers if peer not in everybody]
     if unknown:
-        raise ConfigError(f"a fault ({fault.kind} at {fault.at_s:g} s) is for {unknown[0]}, which there is not")
+        raise ConfigError(f"a fault ({fault.kind} at {fault.at_s:g} s) names {unknown[0]}, which does not exist")
     return [Fault(fault.at_s, fault.kind, tuple(peers), fault.for_s, fault.factor)] if peers else []
 
 
 def _drawn(scenario: Scenario, seed: int) -> list[Fault]:
-    """Events of four kinds as independent Poisson streams, each of the rate of the whole swarm."""
+    """Events of four kinds as independent Poisson processes, each with the rate of the whole swarm."""
     churn, rng = scenario.churn, generator(seed, "churn")
     rates = {
         "arrive": churn.arrivals_per_hour,

@@ -1,8 +1,8 @@
-"""Swarms with faults: what is done to which nodes and when, and what each node could have resumed from.
+"""Swarms with faults: what happens to which nodes and when, and what each node could have resumed from.
 
     swarm = FaultySwarm(plan, (Fault(5.0, "split", ("s0r0", "s1r0"), 20.0),))
 
-What must hold whatever is done: see `laws`.
+`laws` has what must hold under all faults.
 """
 
 import asyncio
@@ -20,32 +20,32 @@ from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SETTLED_S = 2 * DESCRIBE_S
-"""A newcomer decides on answers that are as old as the longest wait for another answer."""
+"""A newcomer decides on answers that may be as old as the longest wait for another answer."""
 UNDONE = ("hang", "mute", "cut", "one_way", "split", "pause", "slow")
-"""Kinds whose end is an event of its own in the history of the swarm."""
+"""Kinds whose end is recorded as an event of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is done to some nodes, undone after `for_s` seconds. The kinds are those of `FaultSettings`."""
+    """One fault of some nodes, undone after `for_s` seconds. The kinds are those of `FaultSettings`."""
 
     at_s: float
     kind: str
     peers: tuple[PeerId, ...]
     for_s: float = 0.0
     factor: float = 1.0
-    """Of `slow`: on the device seconds that these nodes usually need."""
+    """For `slow`: factor on the usual device seconds of these nodes."""
 
     @property
     def ends_s(self) -> float:
-        """When it is undone."""
+        """When the fault is undone."""
         return self.at_s + self.for_s
 
     def __str__(self) -> str:
         return f"{self.kind} {' '.join(self.peers)} for {self.for_s:.2f} s"
 
     def separates(self, one: PeerId, other: PeerId) -> bool:
-        """While it lasts, nothing gets through between the two."""
+        """Whether nothing gets through between two nodes while it lasts."""
         match self.kind:
             case "hang" | "mute":
                 return one in self.peers or other in self.peers
@@ -59,7 +59,7 @@ class Fault:
 
 
 class FaultySwarm(SimSwarm):
-    """A swarm with a list of faults, whose stages, where they are linear stages, record what they do."""
+    """A swarm with a list of faults. Its stages record what they do if they are linear stages."""
 
     def __init__(self, plan: SimPlan, faults: tuple[Fault, ...] = (), *, limit_s: float = 400.0) -> None:
         frozen = FrozenWeights()
@@ -69,27 +69,27 @@ class FaultySwarm(SimSwarm):
 
         super().__init__(replace(plan, stage_factory=factory) if plan.stage_factory is LinearStage else plan)
         self.begun: list[Fault] = []
-        """The faults that have been done so far."""
+        """The faults that have happened so far."""
         self.limit_s = limit_s
-        """By then the run has ended."""
+        """The run must have ended by then."""
         self.listed_s = 2.0 * plan.config.directory.refresh_s
-        """What has been announced for that long has been read by every node that can read."""
+        """What has been announced for this long has been read by every node that can read."""
         self.gap_s = 2.5 * plan.config.limits.microbatch_deadline_s
-        """Longest time without an inner step: a microbatch lives out its deadline, once more after the replica that it
-        went to has fallen silent, and under `balanced` an origin is waited for that has been silent for a while."""
+        """Longest time without an inner step. A microbatch may live out its deadline, once more after its replica has
+        fallen silent, and under `balanced` an origin that has been silent is waited for a while."""
         self.resumptions: list[Resumption] = []
         self.history: list[tuple[float, str]] = []
-        """What was done to the swarm, and when."""
+        """The faults and their ends, with their times."""
         for fault in faults:
             self.at(fault.at_s, lambda fault=fault: self._begin(fault))  # type: ignore[misc]
             self.at(fault.ends_s, lambda fault=fault: self._end(fault))  # type: ignore[misc]
 
     def run(self, limit_s: float | None = None, *, tolerate: bool = False) -> Outcome:
-        """Run it to its end, by default within its own limit. Raises as `SimSwarm.run`."""
+        """Run the swarm to its end, by default within its own limit. Raises as `SimSwarm.run`."""
         return super().run(self.limit_s if limit_s is None else limit_s, tolerate=tolerate)
 
     def start(self, stage: int, replica: int) -> None:
-        """As in `SimSwarm`; each time the node resumes from weights, record what was available when it chose them."""
+        """As in `SimSwarm`. Each time the node resumes from weights, record what was available when it chose them."""
         super().start(stage, replica)
         process = self.processes[-1]
         transport, _, telemetry, _ = process.ports
@@ -105,7 +105,8 @@ class FaultySwarm(SimSwarm):
                 before.clear()
 
         async def describe(peer: Advert) -> NodeDescription:
-            """Asked of all nodes that may have weights, just before a node chooses; then they are on their way."""
+            """Sent to all nodes that may have weights, just before a node chooses. Afterwards the weights are under
+            way."""
             choosing = process.node.state.advert.state in ("starting", "waiting", "syncing")
             if choosing and (not before or before[-1].at_s < now_s()):
                 before[:] = [self._available(process.peer)]
@@ -115,7 +116,7 @@ class FaultySwarm(SimSwarm):
         transport.describe = describe  # type: ignore[method-assign]
 
     def _available(self, peer: PeerId) -> AvailableWeights:
-        """What weights a node of its stage could go on from now."""
+        """The weights of its stage from which a node could continue now."""
         index, now = self.process(peer).node.state.index, now_s()
         listed_at = now - self.listed_s
         adverts = [one.node.state.advert for one in self.processes if one.running and self._reach(peer, one.peer)]
@@ -219,13 +220,13 @@ class FaultySwarm(SimSwarm):
                 self.start(*process.place)
 
     def _was_started(self, peer: PeerId) -> bool:
-        """False for a newcomer that would have come after the end of the run."""
+        """False for a newcomer that would have arrived after the end of the run."""
         return any(process.peer == peer for process in self.processes)
 
     # --- its end --------------------------------------------------------------------------------------------------
 
     def _pending(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
-        """Nodes that came back too late, or were cut off from all that finished until those had left, leave too."""
+        """Tell nodes to leave that came back too late, or were cut off from all finished nodes until those had left."""
         running = [process for process in self.processes if process.running]
         if self.finished and all(self._late(process) for process in running):
             for process in running:

@@ -1,6 +1,6 @@
-"""What a simulated run came to, in figures: a pure function of its outcome and of the bytes that the network carried.
+"""The figures of a simulated run: a pure function of its outcome and of the bytes that the network carried.
 
-Seconds are virtual ones. Tokens and bytes are those of the run that is simulated, not of the tiny tensors in it.
+Seconds are virtual. Tokens and bytes are those of the run that is simulated, not of the tiny tensors in the simulator.
 """
 
 import math
@@ -17,95 +17,97 @@ from noloco_p2p.sim.process import Outcome, SimProcess, StagePeriod
 from noloco_p2p.sim.throughput_bound import ThroughputBound
 
 Shares = dict[str, float]
-"""By name, parts of a whole."""
+"""Shares of a whole, by name."""
 Counts = dict[str, int]
 """By name."""
 
 PERCENTILES = (50, 95)
 ROUND_RESULTS = ("partner", "stale", "other", "alone")
-"""Of an outer round: from the partner at the same round, at another round, from another replica, from nobody."""
+"""Outer rounds by source: the partner at the same round, the partner at another round, another replica, nobody."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """One stage. Shares are of the seconds that its nodes spent training, all nodes together."""
+    """One stage. Shares refer to the seconds that its nodes together spent training."""
 
     stage: int
     lives: int
-    """Processes that trained there."""
+    """Processes that trained in this stage."""
     inner_steps: int
     microbatches: int
     """Microbatches whose gradients its nodes computed."""
     training_s: float
     """Node-seconds."""
     utilisation: float | None
-    """Share in which the devices worked; none: nobody trained."""
+    """Share of time in which the devices worked; none: nobody trained."""
     idle: Shares
-    """Share that was waited, by cause: `gradients` (stage 0), `microbatches` (later stages), `partner`; `other` is what
-    is left: waits that end in no inner step, such as the last one, and an outer round but for its partner."""
+    """Share of time spent waiting, by cause: `gradients` (stage 0), `microbatches` (later stages), `partner`. `other`
+    is the rest: waits that do not end in an inner step, such as the last one, and outer rounds except for the wait for
+    a partner."""
     replica_std: float | None
-    """Mean of what its nodes last measured between themselves and their partner; none: the weights are no real ones."""
+    """Mean of the nodes' last measured standard deviation between themselves and their partner; none: the weights are
+    not real."""
     bound_utilisation: float | None = None
-    """Share in which its devices would work at the bound; none: there is no bound."""
+    """Share of time in which its devices would work at the bound; none: there is no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchFigures:
-    """What became of the microbatches that stage 0 began."""
+    """What happened to the microbatches that stage 0 started."""
 
     done: int
     nonfinite: int
     dropped: Counts
     """By reason."""
     rerouted: Counts
-    """Calls that went to another replica afterwards, by reason; of all stages."""
+    """Calls that were then sent to another replica, by reason, for all stages."""
     busy: int
-    """Calls that were answered with Busy, and tried again; of all stages."""
+    """Calls that were answered with Busy and tried again, for all stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficFigures:
-    """Bytes of tensors by kind: activation, gradient, snapshot, weights, state."""
+    """Tensor bytes by kind: activation, gradient, snapshot, weights, state."""
 
     sent_per_node: Shares
-    """Mean over all nodes that there were."""
+    """Mean over all nodes that ever existed."""
     received_per_node: Shares
     most_sent: int
-    """Of all kinds, by the node that sent most."""
+    """All kinds together, for the node that sent most."""
     lost: Counts
     in_flight: Counts
-    """Still on their way when the run ended."""
+    """Still under way when the run ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """All of it."""
+    """All figures of a run."""
 
     virtual_s: float
-    """From the first start to the end of the last node."""
+    """From the start of the first node to the end of the last one."""
     train_s: float
-    """From the first moment of training to the last inner step of stage 0."""
+    """From the start of training to the last inner step of stage 0."""
     nodes: int
-    """Different peers."""
+    """Distinct peers."""
     ends: Counts
-    """Processes by how they ended: `finished`, `left early`, `crashed`, `failed`."""
+    """Processes by outcome: `finished`, `left early`, `crashed`, `failed`."""
     tokens: int
     tokens_per_s: float
     """Over `train_s`."""
     step: float
-    """Where the clock of the furthest node of stage 0 stood at the end, steps."""
+    """Final clock of the stage-0 node that came furthest, in steps."""
     stages: tuple[StageFigures, ...]
     microbatches: MicrobatchFigures
     rounds: Counts
-    """Outer rounds by result, all nodes together."""
+    """Outer rounds of all nodes, by result."""
     round_s: dict[str, float]
-    """Seconds of an outer round: `p50` and `p95`; empty without rounds."""
+    """Duration of an outer round in seconds: `p50` and `p95`; empty without rounds."""
     traffic: TrafficFigures
     trace_hash: str
     bound_tokens_per_s: float | None = None
-    """What links and devices allow; none: there is no bound."""
+    """The limit set by links and devices; none: there is no bound."""
     share_of_bound: float | None = None
-    """`tokens_per_s` as a part of it."""
+    """`tokens_per_s` as a share of the bound."""
 
 
 BytesOf = Mapping[PeerId, Mapping[str, ByteCounts]]
@@ -114,7 +116,7 @@ BytesOf = Mapping[PeerId, Mapping[str, ByteCounts]]
 
 @dataclass(slots=True)
 class _StageSums:
-    """Of one stage, while they are gathered."""
+    """Running sums for one stage."""
 
     processes: int = 0
     training_s: float = 0.0
@@ -123,7 +125,7 @@ class _StageSums:
     results: Counter[str] = field(default_factory=Counter)
     """Microbatches by result."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Those by reason."""
+    """Dropped microbatches by reason."""
     idle_s: dict[str, float] = field(default_factory=dict)
     stds: list[float] = field(default_factory=list)
     stepped_at: float = 0.0
@@ -155,7 +157,7 @@ class _StageSums:
             self.stds.append(std)
 
     def figures(self, stage: int, bound: float | None, *, real: bool) -> StageFigures:
-        """What they come to; `real` weights have a standard deviation that means something."""
+        """The resulting figures. `real`: the weights are real, so their standard deviation is meaningful."""
         seconds = self.training_s
         idle_s = dict(sorted(self.idle_s.items()))
         idle_s["other"] = max(0.0, seconds - self.busy_s - sum(idle_s.values()))
@@ -179,7 +181,7 @@ def figures(
     stages: int,
     bound: ThroughputBound | None = None,
 ) -> RunFigures:
-    """The figures of a run. `tokens_per_microbatch` are those of the run that is simulated."""
+    """The figures of a run. `tokens_per_microbatch` is that of the run that is simulated."""
     sums = [_StageSums() for _ in range(stages)]
     for period in outcome.periods():
         sums[period.stage].add(period)
@@ -232,7 +234,7 @@ def _traffic(bytes_of: BytesOf, nodes: int) -> TrafficFigures:
 
 
 def flat(found: RunFigures) -> dict[str, float]:
-    """The figures that several runs are compared by, under names of one level; what a run has none of is left out."""
+    """The figures by which runs are compared, as a flat mapping. Figures that a run does not have are left out."""
     values = {"virtual_s": found.virtual_s, "train_s": found.train_s, "tokens_per_s": found.tokens_per_s}
     if found.bound_tokens_per_s is not None and found.share_of_bound is not None:
         values |= {"bound_tokens_per_s": found.bound_tokens_per_s, "share_of_bound": found.share_of_bound}
@@ -250,7 +252,7 @@ def flat(found: RunFigures) -> dict[str, float]:
 
 
 def _end(process: SimProcess) -> str:
-    """How a process ended, in words."""
+    """How a process ended."""
     if process.crashed:
         return "crashed"
     if process.error is not None:

@@ -1,4 +1,4 @@
-"""Servers that do one job at a time, and the time that passes meanwhile: queues without asyncio, for estimates."""
+"""Servers that process one job at a time in simulated time, without asyncio. For estimates."""
 
 import heapq
 import itertools
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Priority = tuple[int, float, int]
-"""Least first."""
+"""The lowest goes first."""
 Action = Callable[[], None]
 
 
 class Timeline:
-    """Does things in the order of their times."""
+    """Runs actions in order of time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,31 +20,31 @@ class Timeline:
         self._numbers = itertools.count()
 
     def after(self, seconds: float, action: Action) -> None:
-        """Do something so many seconds from now."""
+        """Run an action this many seconds from now."""
         heapq.heappush(self._heap, (self.now + seconds, next(self._numbers), action))
 
     def next(self) -> None:
-        """Go to the next thing and do it. Raises IndexError when there is none."""
+        """Advance to the next action and run it. Raises IndexError: no action is left."""
         self.now, _, action = heapq.heappop(self._heap)
         action()
 
 
 @dataclass(slots=True, eq=False)
 class JobServer:
-    """A device, or a part of a path: does one job at a time, and finishes what it has begun."""
+    """A device, or a part of a path. It does one job at a time and finishes every job that it has started."""
 
     timeline: Timeline
     speed: float = 1.0
-    """Work per second: bytes of a line, seconds of a device."""
+    """Work per second: bytes for a line, seconds for a device."""
     backlog_s: float = 0.0
-    """Of all jobs that have not ended."""
+    """Total of all unfinished jobs."""
     worked_s: float = 0.0
     _busy: bool = False
     _jobs: list[tuple[Priority, int, float, Action, Action | None]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def submit(self, priority: Priority, work: float, ended: Action, began: Action | None = None) -> None:
-        """Queue a job; `began` and `ended` are called when it begins and ends."""
+        """Queue a job. `began` and `ended` are called when it starts and when it ends."""
         seconds = work / self.speed
         self.backlog_s += seconds
         heapq.heappush(self._jobs, (priority, next(self._numbers), seconds, ended, began))

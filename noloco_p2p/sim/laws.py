@@ -1,4 +1,4 @@
-"""What must hold in every simulated swarm, whatever is done to it."""
+"""What must hold in every simulated swarm under all faults."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,11 @@ from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.recording import RecordingStage
 
 COPY_ROUNDS = 3
-"""A copy that a donor lends to several newcomers is two outer intervals old at most, and a round may be under way."""
+"""A copy that a donor lends to several newcomers is at most two outer intervals old, and a round may be under way."""
 
 
 def broken(swarm: FaultySwarm) -> str | None:
-    """Run it; the first law that does not hold, None when all do."""
+    """Run the swarm. Returns the first law that does not hold; None when all do."""
     try:
         check(swarm)
     except (AssertionError, NolocoError) as error:
@@ -33,7 +33,7 @@ def check(swarm: FaultySwarm) -> Outcome:
 
 
 def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """Check every law on the outcome of a swarm. Raises AssertionError, in words, for the first that does not hold."""
+    """Check every law on the outcome of a swarm. Raises AssertionError with a description: a law does not hold."""
     all_nodes_finished(swarm, outcome)
     for process in outcome.processes:
         every_microbatch_ended_once(process)
@@ -48,12 +48,12 @@ def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
 
 
 def recording_stages(process: SimProcess) -> list[RecordingStage]:
-    """Its stages."""
+    """The stages of a process."""
     return [stage for stage in process.models if isinstance(stage, RecordingStage)]
 
 
 def all_nodes_finished(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """Every node that neither crashed nor was told to leave has come to the last step, and has left."""
+    """Every node that neither crashed nor was told to leave has reached the last step and has left."""
     steps = float(swarm.plan.manifest.steps)
     for process in outcome.processes:
         if process.crashed:
@@ -65,7 +65,8 @@ def all_nodes_finished(swarm: FaultySwarm, outcome: Outcome) -> None:
 
 
 def every_microbatch_ended_once(process: SimProcess) -> None:
-    """What a process of stage 0 began was done, was dropped with a reason, or died with it; no graph is left."""
+    """Every microbatch of a stage-0 process was done, was dropped with a reason, or died with it. No graph is left
+    open."""
     stages = recording_stages(process)
     begun = sum(stage.forwards for stage in stages if stage.state.index == 0)
     for event in process.trace.of("microbatch"):
@@ -83,7 +84,8 @@ def every_microbatch_ended_once(process: SimProcess) -> None:
 
 
 def no_id_counted_twice(process: SimProcess) -> None:
-    """Not into the same weights: neither since they were loaded, nor an id that is in them already."""
+    """No id is counted twice into the same weights: neither twice since they were loaded, nor if they already include
+    it."""
     for stage in recording_stages(process):
         cuts = [0, *(loaded.counted_before for loaded in stage.loaded), len(stage.counted)]
         for (begin, end), loaded in zip(pairwise(cuts), [None, *stage.loaded], strict=True):
@@ -96,7 +98,8 @@ def no_id_counted_twice(process: SimProcess) -> None:
 
 
 def rounds_increase(process: SimProcess) -> None:
-    """Strictly, on one stage, of the same weights: those that are taken over may be of an earlier round."""
+    """Round numbers increase strictly for the same weights on one stage. Weights taken over may be of an earlier
+    round."""
     if len(process.models) == 1:
         came = [event.at_s for event in process.trace.of("resumed")]
         for begin, end in pairwise([0.0, *came, inf]):
@@ -106,9 +109,9 @@ def rounds_increase(process: SimProcess) -> None:
 
 
 def progress_counts_once(process: SimProcess) -> None:
-    """What inner steps added to θ, also while a round was open, is in the Δ of exactly one merge, and in θ until then.
+    """What inner steps added to θ, even while a round was open, is in the Δ of exactly one merge, and in θ until then.
 
-    Up to rounding: it adds up what was added, in another order.
+    Up to rounding, because the sums are formed in another order.
     """
     for stage in recording_stages(process):
         for one in stage.progress:
@@ -119,7 +122,7 @@ def progress_counts_once(process: SimProcess) -> None:
 
 
 def weights_are_what_was_frozen(process: SimProcess) -> None:
-    """The weights that a stage loads are bit for bit what a replica of the stage froze at that round."""
+    """The weights that a stage loads are bit for bit those that a replica of the stage froze at that round."""
     for stage in recording_stages(process):
         for one in stage.loaded:
             assert one.frozen_theta is not None, f"{process.peer} loaded weights that {one.origin} never froze: {one}"
@@ -127,7 +130,7 @@ def weights_are_what_was_frozen(process: SimProcess) -> None:
 
 
 def weights_survive(swarm: FaultySwarm) -> None:
-    """A stage goes on from its newest available weights, at most one outer round back; never from fresh ones."""
+    """A stage continues from its newest available weights, at most one outer round back, and never from fresh ones."""
     for one in swarm.resumptions:
         was = one.available
         rounds = [*was.living, *was.guarded, *was.own]
@@ -136,7 +139,7 @@ def weights_survive(swarm: FaultySwarm) -> None:
         elif was.living:
             assert one.round >= max(was.living) - COPY_ROUNDS, f"{one.peer} went on far behind the living: {one}"
         elif rounds:
-            # A swarm that was stopped as a whole goes on from the newest round that all stages have.
+            # A swarm that was stopped as a whole continues from the newest round that all stages have.
             limit = min([*was.others, max(rounds)])
             newest = max([round for round in rounds if round <= limit], default=limit)
             # A peer that has finished lends copies, too.
@@ -145,7 +148,7 @@ def weights_survive(swarm: FaultySwarm) -> None:
 
 
 def every_byte_is_accounted_for(swarm: FaultySwarm) -> None:
-    """Every byte that left a node has come to one, was lost, or is on its way."""
+    """Every byte that left a node was received, was lost, or is under way."""
     nodes = swarm.network.byte_counts.values()
     for kind in KINDS:
         total = ByteCounts()
@@ -156,9 +159,9 @@ def every_byte_is_accounted_for(swarm: FaultySwarm) -> None:
 
 
 def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """No node merges weights of one that took its own from a peer less than one outer interval before.
+    """No node merges weights of a node that copied its own from a peer less than one outer interval before.
 
-    A node that could not read its advert since then could not know.
+    A node that could not read that node's advert since then could not know.
     """
     for process in outcome.processes:
         for merge in (merge for stage in recording_stages(process) for merge in stage.merged):
@@ -175,7 +178,7 @@ def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
 
 
 def _ended_s(swarm: FaultySwarm, process: SimProcess) -> float:
-    """When it ended, or would have."""
+    """When it ended, or would have ended."""
     return swarm.limit_s if process.ended_at_s is None else process.ended_at_s
 
 
@@ -185,13 +188,13 @@ Spans = list[tuple[float, float]]
 
 
 def nobody_waits_for_ever(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """While every stage has a replica that trains and can be reached, stage 0 takes inner steps."""
+    """While every stage has a reachable replica in training, stage 0 takes inner steps."""
     for peer, gap_s, at_s in gaps(swarm, outcome):
         assert gap_s <= swarm.gap_s, f"{peer} took no inner step for {gap_s:.1f} s up to {at_s:.1f} s"
 
 
 def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, float]]:
-    """(peer, seconds without an inner step, end of it) of all gaps of stage 0 while the swarm was sound."""
+    """(peer, seconds without an inner step, end of that time) for all gaps of stage 0 while the swarm was sound."""
     sound = [(process, undisturbed(swarm, process, training(process))) for process in outcome.processes]
     served = [union(spans for one, spans in sound if one.stage == stage) for stage in range(swarm.plan.manifest.stages)]
     healthy = served[0]
@@ -208,12 +211,12 @@ def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, 
 
 
 def training(process: SimProcess) -> Spans:
-    """From when to when it was in state `training`."""
+    """Start and end of each time in the state `training`."""
     return [span for period in process.periods(0.0) for span in period.training]
 
 
 def undisturbed(swarm: FaultySwarm, process: SimProcess, spans: Spans) -> Spans:
-    """Without the times in which something was done to it."""
+    """The same spans without the times at which a fault affected the process."""
     for fault in swarm.begun:
         if process.peer in fault.peers or fault.kind == "split":
             spans = common(spans, [(0.0, fault.at_s), (fault.ends_s, swarm.limit_s)])
@@ -221,13 +224,13 @@ def undisturbed(swarm: FaultySwarm, process: SimProcess, spans: Spans) -> Spans:
 
 
 def common(ones: Spans, others: Spans) -> Spans:
-    """Where both are."""
+    """The intersection."""
     both = [(max(a, c), min(b, d)) for a, b in ones for c, d in others]
     return sorted((begin, end) for begin, end in both if begin < end)
 
 
 def union(many: Iterable[Spans]) -> Spans:
-    """Where one of them is."""
+    """The union."""
     joined: Spans = []
     for begin, end in sorted(span for spans in many for span in spans):
         if joined and begin <= joined[-1][1]:

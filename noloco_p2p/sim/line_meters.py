@@ -1,4 +1,4 @@
-"""What the simulated nodes measure of their lines: both ends of a transfer see when its bytes begin and end to move."""
+"""What the simulated nodes measure of their lines. Both ends of a transfer see when its bytes start and stop moving."""
 
 from dataclasses import dataclass
 
@@ -15,24 +15,24 @@ class Transfer:
     kind: str
     nbytes: int
     measured: tuple[tuple[LineRate, float], ...] = ()
-    """While it moves: the directions of the two lines, and what they call its beginning."""
+    """While it moves: the line directions that measure it, each with the start time that it returned."""
     moved_before: float = 0.0
-    """How much of it had left then."""
+    """Bytes that had left by then."""
 
 
 class MeasuredLines:
-    """The lines of all processes that are there."""
+    """The lines of all running processes."""
 
     def __init__(self) -> None:
         self._lines: dict[PeerId, MeasuredLine] = {}
 
     def new(self, peer: PeerId) -> MeasuredLine:
-        """That of a process that begins now."""
+        """The line of a process that starts now."""
         self._lines[peer] = line = MeasuredLine()
         return line
 
     def moves(self, transfer: Transfer, moved: float, now: float) -> None:
-        """It moves from now on; so much of it has left."""
+        """The transfer starts to move now. `moved`: bytes that have left so far."""
         sender, receiver = self._lines.get(transfer.sender), self._lines.get(transfer.receiver)
         rates = ([sender.up] if sender else []) + ([receiver.down] if receiver else [])
         for rate in rates:
@@ -40,7 +40,7 @@ class MeasuredLines:
         transfer.moved_before, transfer.measured = moved, tuple([(rate, rate.began(now)) for rate in rates])
 
     def stopped(self, transfer: Transfer, moved: float, now: float) -> None:
-        """It moves no more, if it did; so much of it has left in all."""
+        """The transfer stops, if it was moving. `moved`: bytes that have left in total."""
         for rate, began in transfer.measured:
             rate.ended(began, moved - transfer.moved_before, now)
         transfer.measured = ()

@@ -1,9 +1,9 @@
-"""A pipeline stage without torch: two weights, exact gradients, and a record of all that was counted.
+"""A pipeline stage without torch: two weights, exact gradients, and a record of everything counted.
 
-Stage s maps every hidden value h to gain·h + bias; stage 0 reads h = token/100, the last stage's loss is the sum of
-½(h − target/100)² over the targets that count. All in float64, whatever the manifest's dtypes; the optimizer is plain
-gradient descent after the clip. It checks what a node promises its stage: forward and backward of a microbatch see the
-same weights.
+Stage s maps every hidden value h to gain·h + bias. Stage 0 reads h = token/100, and the loss of the last stage is the
+sum of ½(h − target/100)² over the targets that count. All in float64, whatever the manifest's dtypes; the optimizer is
+plain gradient descent after the clip. It checks what a node promises its stage: the forward and backward pass of a
+microbatch use the same weights.
 
 Shape legend: B microbatch, T sequence, D = 1 hidden size.
 """
@@ -34,19 +34,19 @@ WEIGHTS = TensorSpec("weights", "float64", (len(NAMES),))
 
 
 class CountedMicrobatch(NamedTuple):
-    """One microbatch whose gradients were added."""
+    """A microbatch whose gradients were added."""
 
     microbatch: MicrobatchId
     inner_step: int
-    """The inner step that used it, from 1."""
+    """The inner step that used it, counted from 1."""
     version: int
-    """How often the weights had changed before."""
+    """Number of changes of the weights before it."""
     tokens: int
     loss_sum: float
 
 
 class LinearStage:
-    """The synchronous stage. `theta` and `kept` are θ, and what the outer rule keeps by kind, of (gain, bias)."""
+    """The synchronous stage. `theta` is θ, and `kept` what the outer rule keeps, by kind; each is (gain, bias)."""
 
     def __init__(self, manifest: RunManifest, index: int, me: PeerId) -> None:
         rng = generator(manifest.seed, "weights", index)
@@ -54,11 +54,11 @@ class LinearStage:
         self._rule = manifest.outer.update
         self.kept = self._new()
         self.base = list(self.theta)
-        """θ as the newest round left it, without what was trained since that was frozen."""
+        """θ as the newest round left it, without what was trained since that round was frozen."""
         self.counted: list[CountedMicrobatch] = []
-        """In the order in which they were added."""
+        """In the order of addition."""
         self.dropped: list[MicrobatchId] = []
-        """Computed for the reply only: the id was spent."""
+        """Microbatches computed for the reply only, because their id was spent."""
         self.version = 0
         self.inner_steps = 0
         self.most_graphs = 0
@@ -66,11 +66,11 @@ class LinearStage:
         self._me = me
         self._first, self._last = index == 0, index == manifest.stages - 1
         self._graphs: dict[int, tuple[int, list[float]]] = {}
-        """(`version`, inputs) of each forward pass whose backward pass is still to come."""
+        """(`version`, inputs) of each forward pass without its backward pass yet."""
         self._handles = 0
         self._spent = SpentIds()
         self._sums = [0.0, 0.0]
-        self._tokens_of_all: int | None = None  # Of the sums, once those of all replicas are added up.
+        self._tokens_of_all: int | None = None  # of `_sums`, once those of all replicas are added up
         self._used: list[CountedMicrobatch] = []
         rows = (manifest.microbatch_size, manifest.sequence_length)
         self._targets = TensorSpec("targets", "int32", rows)
@@ -84,7 +84,7 @@ class LinearStage:
 
     @property
     def open_graphs(self) -> int:
-        """Graphs that are neither used nor discarded."""
+        """Number of graphs that are neither used nor discarded."""
         return len(self._graphs)
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
@@ -96,7 +96,7 @@ class LinearStage:
         return self._handles, self._hidden("hidden", self._outputs(values))
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
-        """See `ports.Stage`. Raises AssertionError when the weights have changed since the forward pass."""
+        """See `ports.Stage`. Raises AssertionError: the weights have changed since the forward pass."""
         if gradient.grad.spec[1:] != self.state.gradient[1:]:
             raise Violation(f"a gradient of {gradient.grad.spec}")
         version, inputs = self._graphs.pop(graph)
@@ -156,7 +156,7 @@ class LinearStage:
         return FrozenRound(self._me, round, step, *tensors, self.inner_steps, view=view)
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
-        """See `ports.Stage`. All weights are sampled, for they are few."""
+        """See `ports.Stage`. All weights are sampled, because there are only two."""
         tensors = (frozen.vector, replace(frozen.weights, name="sample")) if request.weights is None else ()
         return Snapshot(frozen.peer, frozen.round, frozen.step, tensors or (frozen.weights,), frozen.view)
 
@@ -195,7 +195,7 @@ class LinearStage:
         self._restart(())
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
-        """See `ports.Stage`. There is no Adam here: its moments are zeros, after no steps."""
+        """See `ports.Stage`. Without Adam, its moments are zeros and its step count is 0."""
         kept = [value for values in self.kept.values() for value in values]
         values = [*self.theta, *kept, *[0.0] * (2 * len(NAMES))]
         tensors = tuple(_flat(spec, [value]) for spec, value in zip(self.state.replica, values, strict=True))
@@ -221,12 +221,12 @@ class LinearStage:
         return known | {kind: values[at] for kind, values in self.kept.items()}
 
     def _new(self) -> dict[str, list[float]]:
-        """What the rule keeps of weights that are new."""
+        """What the rule keeps for new weights."""
         started = [self._rule.start(theta) for theta in self.theta]
         return {kind: [one[kind] for one in started] for kind in self._rule.kinds}
 
     def _values(self, inputs: HostTensor) -> list[float]:
-        """The hidden values that enter, B·T of them. Raises Violation when they do not fit or are not finite."""
+        """The B·T input values. Raises Violation: they do not fit or are not finite."""
         if self._first:
             if inputs.spec[1:] != self._targets[1:]:
                 raise Violation(f"tokens of {inputs.spec}")
@@ -273,7 +273,7 @@ class LinearStage:
         return HostTensor(name, dtype, shape, memoryview(array("d", values).tobytes()))
 
     def _restart(self, spent: Iterable[MicrobatchId]) -> None:
-        """Other weights: kept graphs and the inner step under way are forgotten, `spent` alone count as seen."""
+        """After a change of weights: forget open graphs and the current inner step; only `spent` ids count as seen."""
         del self.counted[len(self.counted) - len(self._used) :]
         self._used, self._sums, self._tokens_of_all = [], [0.0, 0.0], None
         self._graphs.clear()
@@ -286,7 +286,7 @@ def _flat(spec: TensorSpec, values: Iterable[float]) -> HostTensor:
 
 
 def _values_of(tensors: Sequence[HostTensor], specs: tuple[TensorSpec, ...], whose: str) -> list[float]:
-    """One after another. Raises Violation when they do not fit or are not finite; `whose` begins the message."""
+    """The values of all tensors. Raises Violation: they do not fit or are not finite. `whose` starts the message."""
     if tuple(tensor.spec for tensor in tensors) != specs:
         raise Violation(f"{whose} does not have this stage's tensors")
     values = [value for tensor in tensors for value in tensor.data.cast("d")]

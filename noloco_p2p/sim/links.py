@@ -1,9 +1,9 @@
-"""How the nodes of a simulated swarm are connected: links, access lines, regions, and what lost packets cost.
+"""How the nodes of a simulated swarm are connected: links, access lines, regions, and what packet loss costs.
 
-Two formulas of TCP's say what losses cost. Inside a transfer they cost speed: at most `ceiling_bytes_per_s`. At its
-end, and for a message of one packet, nothing comes after the lost packet that would reveal the loss, so its sender
-waits for the retransmission timer: `resend_s`. Reno's ceiling is a low one; CUBIC and BBR get more. All rates are of
-what TCP carries: headers of its packets are not counted.
+Two formulas for TCP describe what losses cost. During a transfer they limit the rate to `ceiling_bytes_per_s`. At the
+end of a transfer, and for a message of one packet, no later packet reveals the loss, so the sender waits for its
+retransmission timer: `resend_s`. Reno's ceiling is low; CUBIC and BBR reach more. All rates refer to TCP payload;
+packet headers are not counted.
 """
 
 import math
@@ -14,36 +14,36 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
 
 MSS_BYTES = 1460
-"""TCP's maximum segment size: an Ethernet frame's payload less the headers of IPv4 and TCP."""
+"""TCP's maximum segment size: an Ethernet frame's payload minus the IPv4 and TCP headers."""
 RENO = math.sqrt(3 / 2)
-"""1.22, of periodic losses with every segment acknowledged: Mathis, Semke, Mahdavi and Ott, "The macroscopic behavior
+"""1.22, for periodic losses with every segment acknowledged: Mathis, Semke, Mahdavi and Ott, "The macroscopic behavior
 of the TCP congestion avoidance algorithm", ACM CCR 27(3), 1997."""
 LEAST_TIMER_S = 0.2
-"""What the timer adds to a round trip: Linux, TCP_RTO_MIN. (RFC 6298 would have it wait a second.)"""
+"""What the timer adds to a round trip: Linux, TCP_RTO_MIN. (RFC 6298 asks for one second.)"""
 LONGEST_TIMER_S = 120.0
 """Linux, TCP_RTO_MAX."""
 FIRST_WINDOW_BYTES = 10 * MSS_BYTES
-"""What a connection sends in its first round trip, and in the first one after a while in which it sent nothing: RFC
-6928, and `tcp_slow_start_after_idle` of Linux. It doubles with each round trip."""
+"""What a connection sends in its first round trip, and in the first one after an idle period: RFC 6928, and
+`tcp_slow_start_after_idle` of Linux. It doubles with each round trip."""
 
 
 def ceiling_bytes_per_s(loss: float, round_trip_s: float) -> float:
-    """What one connection reaches at most: 1.22·segment / (round trip·√loss)."""
+    """Highest rate of one connection under losses: 1.22·segment / (round trip·√loss)."""
     if loss <= 0 or round_trip_s <= 0:
         return math.inf
     return RENO * MSS_BYTES / (round_trip_s * math.sqrt(loss))
 
 
 def connection_bytes_per_s(link: "Link", round_trip_s: float) -> float:
-    """What one connection over this link reaches at most: its window in each round trip, and what losses leave it."""
+    """Highest rate of one connection over this link: one window per round trip, and no more than losses allow."""
     ceiling = ceiling_bytes_per_s(link.loss, round_trip_s)
     return min(ceiling, link.window_bytes / round_trip_s) if link.window_bytes and round_trip_s > 0 else ceiling
 
 
 def resend_s(loss: float, round_trip_s: float, rng: random.Random) -> float:
-    """How much later a message's last packet arrives: 0 unless it is lost, else the timers, each twice the one before.
+    """Delay of a message's last packet in seconds: 0 if it is not lost, else the timers, each twice the one before.
 
-    Each sending is lost with chance `loss`, which must be below 1. RFC 6298, section 5.5.
+    Each transmission is lost with probability `loss`, which must be below 1. RFC 6298, section 5.5.
     """
     late_s, timer_s = 0.0, round_trip_s + LEAST_TIMER_S
     while rng.random() < loss:
@@ -54,78 +54,79 @@ def resend_s(loss: float, round_trip_s: float, rng: random.Random) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The path of a message from one node to another, one way."""
+    """The path of a message from one node to another, in one direction."""
 
     latency_s: float = 0.001
     """Median time one way, seconds."""
     spread: float = 0.0
     """Sigma of the log-normal latency; 0: constant."""
     bytes_per_s: float | None = None
-    """What the tensors of all concurrent transfers on this link share; none: no limit but the access of its ends."""
+    """Bandwidth shared by the tensors of all concurrent transfers on this link; none: limited only by the access of its
+    ends."""
     request_loss: float = 0.0
-    """Chance that a call never arrives."""
+    """Probability that a call never arrives."""
     reply_loss: float = 0.0
-    """Chance that an answer never arrives, though the callee has done the work."""
+    """Probability that an answer never arrives although the callee has done the work."""
     loss: float = 0.0
-    """Chance that a packet is lost: TCP sends it again, which costs time."""
+    """Probability that a packet is lost. TCP sends it again, which takes time."""
     slow_start_after_idle: bool = True
-    """A connection that has rested starts slowly again, as Linux has it by default."""
+    """A connection starts slowly again after an idle period, as on Linux by default."""
     window_bytes: float | None = None
-    """Most that one connection has under way; none: no limit."""
+    """Most that one connection has in flight; none: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a node is connected to all others: the tensors of all its concurrent transfers share these."""
+    """A node's access line. The tensors of all its concurrent transfers share it."""
 
     up_bytes_per_s: float | None = None
-    """Away from the node; none: no limit."""
+    """Upload; none: no limit."""
     down_bytes_per_s: float | None = None
-    """Towards the node; none: no limit."""
+    """Download; none: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlSizes:
-    """What the messages without tensors weigh, bytes. Those of zero bytes cost nothing, and wait for nothing."""
+    """Sizes of messages without tensors, bytes. Messages of zero bytes cost nothing and wait for nothing."""
 
     request: int = 0
-    """What makes a call: HTTP/2's and gRPC's frames, the caller's peer id, run id and protocol version."""
+    """Every call: HTTP/2 and gRPC framing, the caller's peer id, run id and protocol version."""
     answer: int = 0
-    """The same of what comes back, be it a refusal, a description or what goes before a gradient."""
+    """Every answer: a refusal, a description, or what precedes a gradient."""
     header: int = 0
-    """Of an activation."""
+    """Header of an activation."""
     word: int = 0
-    """A grant, or that a call has been cancelled."""
+    """A grant, or the cancellation of a call."""
     question: int = 0
-    """How far one microbatch is."""
+    """A question about the progress of one microbatch."""
     report: int = 0
     """The answer to one such question."""
     advert: int = 0
-    """One node's, as it lies in the DHT."""
+    """One node's advert as stored in the DHT."""
 
 
 MEASURED = ControlSizes(request=110, answer=180, header=310, word=20, question=75, report=20, advert=600)
-"""The messages of proto/noloco.proto with ids as long as real ones, and what gRPC 1.85 added on a connection in use."""
+"""The messages of proto/noloco.proto with ids of realistic length, plus what gRPC 1.85 added on a connection in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSizes:
-    """What the messages of the run that is simulated would weigh, where the stages here have tiny tensors."""
+    """Message sizes in the run that is simulated; the stages here have tiny tensors."""
 
     activation_bytes: int
-    """Hidden states of one microbatch, targets included."""
+    """Hidden states and targets of one microbatch."""
     gradient_bytes: int
     """The gradient that answers it."""
     snapshot_bytes: tuple[int, ...]
-    """Of every stage: u and the sample that go to a partner."""
+    """For each stage: u and the sample that go to a partner."""
     weights_bytes: tuple[int, ...]
-    """Of every stage: θ_f as guardians hold it."""
+    """For each stage: θ_f as guardians hold it."""
     state_bytes: tuple[int, ...]
-    """Of every stage: a replica's whole state."""
+    """For each stage: a replica's full state."""
     control: ControlSizes = ControlSizes()
 
     def of(self, kind: str, stage: int) -> int:
-        """Bytes of a message of one of the kinds of `traffic.KINDS`; of one stage, where stages differ."""
+        """Bytes of a message of one of `payloads.KINDS`, for one stage where stages differ."""
         match kind:
             case "snapshot":
                 return self.snapshot_bytes[stage]

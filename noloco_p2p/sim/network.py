@@ -1,8 +1,8 @@
-"""The network between the nodes of one process: its links, the nodes that serve on it, and its faults.
+"""The network between the nodes of one process: its links, the serving nodes, and its faults.
 
-A message that is lost or swallowed leaves its caller waiting until the deadline; a node that is not there refuses
-after one round trip; one that crashes breaks its connections at once. Tensors flow through the bandwidth that there is,
-and stall while nothing gets through. A packet that a link loses is sent again (see `links`).
+A lost message leaves its caller waiting until the deadline. A node that is not there refuses after one round trip; one
+that crashes breaks its connections at once. Tensors flow through the available bandwidth and stall while nothing gets
+through. A packet lost on a link is sent again (see `links`).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from noloco_p2p.sim.traffic import Traffic
 
 @dataclass(slots=True)
 class Endpoint:
-    """A node that serves, and the work of its handlers."""
+    """A serving node and the running tasks of its handlers."""
 
     handler: Handler
     work: dict[asyncio.Task[Any], None] = field(default_factory=dict)
@@ -34,9 +34,9 @@ class Network:
 
     def __init__(self, seed: int, geography: Geography | None = None, sizes: MessageSizes | None = None) -> None:
         self.sizes = sizes
-        """What messages weigh, where it is not what their tensors do."""
+        """Message sizes, if they are not those of the tensors."""
         self.bugs: list[Exception] = []
-        """Exceptions of handlers that are no PeerError a handler may raise; empty in a healthy swarm."""
+        """Exceptions that a handler must not raise; empty in a healthy swarm."""
         self._seed = seed
         self._geography = geography or Geography()
         self.traffic = Traffic(self._geography, self.link, self.cut)
@@ -52,7 +52,7 @@ class Network:
 
     @property
     def byte_counts(self) -> Mapping[PeerId, Mapping[str, ByteCounts]]:
-        """What became of the bytes of every node that had any, by kind (`payloads.KINDS`)."""
+        """What happened to the bytes of every node that had any, by kind (`payloads.KINDS`)."""
         return self.traffic.byte_counts()
 
     # --- the fault vocabulary -------------------------------------------------------------------------------------
@@ -63,36 +63,36 @@ class Network:
         self.traffic.relink(sender, receiver)
 
     def hold(self, peer: PeerId) -> None:
-        """Swallow all messages from and to a node until `release`; its callers wait until their deadlines.
+        """Drop all messages from and to a node until `release`. Callers wait until their deadlines.
 
-        Tensors that are on their way stall, and go on when the hold ends.
+        Tensors under way stall and continue when the hold ends.
         """
         self._held[peer] = None
         self.traffic.review()
 
     def release(self, peer: PeerId) -> None:
-        """End a hold. What was swallowed stays lost."""
+        """End a hold. Dropped messages stay lost."""
         self._held.pop(peer, None)
         self.traffic.review()
 
     def partition(self, one: PeerId, other: PeerId) -> None:
-        """Swallow all messages between two nodes until `repair`."""
+        """Drop all messages between two nodes until `repair`."""
         self._cut_pairs[one, other] = self._cut_pairs[other, one] = None
         self.traffic.review()
 
     def partition_one_way(self, sender: PeerId, receiver: PeerId) -> None:
-        """Swallow the messages from one node to another, not those back, until `repair`."""
+        """Drop the messages from one node to another, but not back, until `repair`."""
         self._cut_pairs[sender, receiver] = None
         self.traffic.review()
 
     def repair(self, one: PeerId, other: PeerId) -> None:
-        """End a partition, of both ways or of one."""
+        """End a partition in one or both directions."""
         self._cut_pairs.pop((one, other), None)
         self._cut_pairs.pop((other, one), None)
         self.traffic.review()
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """Swallow all messages between nodes of different groups until `heal`; a node in no group reaches all."""
+        """Drop all messages between nodes of different groups until `heal`. A node in no group reaches all."""
         self._group = {peer: number for number, group in enumerate(groups) for peer in group}
         self.traffic.review()
 
@@ -101,7 +101,7 @@ class Network:
         self.split([])
 
     def cut(self, sender: PeerId, receiver: PeerId) -> bool:
-        """Nothing gets through from the one to the other."""
+        """Whether nothing gets through from one node to the other."""
         if self._held and (sender in self._held or receiver in self._held):
             return True
         if self._cut_pairs and (sender, receiver) in self._cut_pairs:
@@ -110,11 +110,11 @@ class Network:
         return mine is not None and theirs is not None and mine != theirs
 
     def lose_next_reply(self, caller: PeerId | None = None, callee: PeerId | None = None) -> None:
-        """The next answer to `caller` from `callee` (None: any node) is lost after the work is done."""
+        """Lose the next answer to `caller` from `callee` (None: any node) after the work is done."""
         self._lose_next.append((caller, callee))
 
     def crash(self, peer: PeerId) -> None:
-        """A node is gone at once: its handlers are cancelled, and the calls that wait for them fail."""
+        """A node is gone at once: its handlers are cancelled, and calls that wait for them fail."""
         endpoint = self._endpoints.pop(peer, None)
         for task in endpoint.work if endpoint else ():
             task.cancel()
@@ -123,20 +123,20 @@ class Network:
     # --- for transports and calls ---------------------------------------------------------------------------------
 
     def serve(self, peer: PeerId, handler: Handler) -> None:
-        """Answer calls to `peer` with `handler`. Raises LocalError when another one does already."""
+        """Answer calls to `peer` with `handler`. Raises LocalError: it already has one."""
         if peer in self._endpoints:
             raise LocalError(f"{peer} is served already")
         self._endpoints[peer] = Endpoint(handler)
 
     async def stop(self, peer: PeerId) -> None:
-        """Answer no more calls; the handlers at work are cancelled and waited for."""
+        """Stop answering calls. Running handlers are cancelled and awaited."""
         endpoint = self._endpoints.get(peer)
         self.crash(peer)
         if endpoint:
             await asyncio.gather(*endpoint.work, return_exceptions=True)
 
     def endpoint(self, peer: PeerId) -> Endpoint | None:
-        """The node that serves there; None: there is none."""
+        """The node serving under this id; None: there is none."""
         return self._endpoints.get(peer)
 
     def link(self, sender: PeerId, receiver: PeerId) -> Link:
@@ -148,7 +148,7 @@ class Network:
         return link
 
     def latency_s(self, sender: PeerId, receiver: PeerId) -> float:
-        """Time on the way for one message; draws from the sender's own generator."""
+        """Latency of one message; draws from the sender's own generator."""
         link = self.link(sender, receiver)
         latency_s = link.latency_s
         if link.spread:
@@ -159,11 +159,11 @@ class Network:
         return latency_s
 
     def request_lost(self, caller: PeerId, callee: PeerId) -> bool:
-        """A call that arrives now is swallowed."""
+        """Whether a call that arrives now is lost."""
         return self._swallowed(caller, callee, self.link(caller, callee).request_loss)
 
     def reply_lost(self, caller: PeerId, callee: PeerId) -> bool:
-        """An answer that sets out now is swallowed."""
+        """Whether an answer sent now is lost."""
         for wanted in self._lose_next:
             if wanted[0] in (None, caller) and wanted[1] in (None, callee):
                 self._lose_next.remove(wanted)
@@ -171,16 +171,16 @@ class Network:
         return self._swallowed(callee, caller, self.link(callee, caller).reply_loss)
 
     def payload_bytes(self, kind: str, tensors: Iterable[HostTensor], stage: int = 0) -> int:
-        """What the tensors of a message weigh; `stage` is that of a snapshot, weights or a state."""
+        """Bytes of the tensors of a message. `stage`: that of a snapshot, weights or a state."""
         return self.sizes.of(kind, stage) if self.sizes else sum(tensor.data.nbytes for tensor in tensors)
 
     @property
     def control(self) -> ControlSizes:
-        """What messages without tensors weigh."""
+        """Sizes of messages without tensors."""
         return self.sizes.control if self.sizes else ControlSizes()
 
     async def exchange(self, peer: PeerId, adverts: int) -> None:
-        """Takes the time in which so many adverts go up and come down a node's lines."""
+        """Wait as long as this many adverts take up and down a node's lines."""
         await self.traffic.deliver(peer, peer, adverts * self.control.advert)
 
     def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:

@@ -1,4 +1,4 @@
-"""What travels between simulated nodes, and the account of a node's bytes."""
+"""The messages between simulated nodes, and the byte counts of a node."""
 
 import math
 from collections.abc import Callable
@@ -9,24 +9,24 @@ from noloco_p2p.sim.bandwidth import Flow
 from noloco_p2p.sim.line_meters import Transfer
 
 KINDS = ("activation", "gradient", "snapshot", "weights", "state", "control")
-"""What travels."""
+"""Kinds of messages."""
 
 
 @dataclass(slots=True)
 class ByteCounts:
-    """What became of one node's bytes of one kind. Over all nodes, sent = received + lost + in flight."""
+    """What happened to one node's bytes of one kind. Over all nodes, sent = received + lost + in flight."""
 
     sent: int = 0
-    """Left the node."""
+    """Bytes that left the node."""
     received: int = 0
-    """Came to the node, in payloads that it took."""
+    """Bytes of payloads that the node received and accepted."""
     lost: int = 0
-    """Left the node for nothing: their payload was never whole, or its receiver did not want it any more."""
+    """Bytes that left the node in vain: the payload was never complete, or its receiver no longer wanted it."""
     in_flight: int = 0
-    """Left the node, and it is not known yet what becomes of them."""
+    """Bytes that left the node and whose outcome is not known yet."""
 
     def add(self, other: "ByteCounts") -> None:
-        """Add another one's."""
+        """Add other counts to these."""
         self.sent += other.sent
         self.received += other.received
         self.lost += other.lost
@@ -42,29 +42,29 @@ class Payload:
     kind: str
     nbytes: int
     microbatch: MicrobatchId | None = None
-    """Of a gradient: what it answers."""
+    """For a gradient: the microbatch that it answers."""
     connections: int = 1
-    """It travels over so many at once."""
+    """Number of connections that it uses at once."""
     sent_at: float | None = None
-    """When it began to leave; None: nobody has asked for it."""
+    """When it began to leave; None: nobody has requested it yet."""
     over: bool = False
-    """It was taken, or will never be."""
+    """It was accepted, or never will be."""
     gone_at: float | None = None
     """When its last byte left."""
     held: bool = False
-    """Others of its sender go first."""
+    """It waits for other payloads of its sender."""
     stalled_at: float | None = None
-    """Since when it is stopped, because nothing gets through."""
+    """When it was stopped, because nothing gets through."""
     flow: Flow | None = None
-    """None: nothing limits it, or it is over."""
+    """None: nothing limits it, or it has ended."""
     on_gone: Callable[[], object] | None = None
-    """Called when its last byte leaves, unless it left at once."""
+    """Called when its last byte leaves, unless that happens immediately."""
     on_lost: Callable[[], None] | None = None
     """Called when a crash ends it."""
     on_dropped: Callable[[], object] | None = None
-    """Called when it is dropped, for whatever reason."""
+    """Called when it is dropped for any reason."""
     transfer: Transfer = field(init=False)
-    """As the lines of both ends see it."""
+    """The same payload as seen by the lines of both ends."""
 
     def __post_init__(self) -> None:
         """It has not moved yet."""
@@ -72,17 +72,17 @@ class Payload:
 
     @property
     def moves(self) -> bool:
-        """Its bytes leave now."""
+        """Whether its bytes are leaving now."""
         return self.flow is not None and bool(self.flow.path)
 
     def heard_at(self, now: float) -> float:
-        """When its receiver last got something of it, were there no latency."""
+        """When its receiver last received bytes of it, ignoring latency."""
         if self.gone_at is not None:
             return self.gone_at
         return now if self.stalled_at is None else self.stalled_at
 
     def moved_bytes(self, now: float) -> int:
-        """How much of it has left."""
+        """Bytes that have left."""
         if self.sent_at is None:
             return 0
         return self.nbytes if self.flow is None else math.floor(self.flow.moved(now))

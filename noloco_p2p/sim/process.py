@@ -1,4 +1,4 @@
-"""The processes of a simulated swarm: each a node from its start to its end, with the events that it recorded."""
+"""The processes of a simulated swarm: each is a node from its start to its end, with the events that it recorded."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ from noloco_p2p.sim.transport import SimTransport
 
 
 class SimPorts(NamedTuple):
-    """The ports of one process that fall silent together when it crashes."""
+    """The ports of one process that stop together when it crashes."""
 
     transport: SimTransport
     directory: SimDirectory
@@ -28,29 +28,29 @@ class SimPorts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SimProcess:
-    """One process of a simulated node, from its start to its end; a restart makes another one."""
+    """One process of a simulated node, from its start to its end. A restart creates another one."""
 
     peer: PeerId
     place: tuple[int, int]
-    """(stage, replica) that it was started with."""
+    """(stage, replica) with which it was started."""
     node: Node
     world: World
     ports: SimPorts
     """Those of `world`."""
     devices: list[TimedStage] = field(default_factory=list)
-    """Every stage that it has made, in order: none until its weights are made, several when it moved."""
+    """Every stage that it has created, in order: none until its weights exist, several if it moved."""
     task: asyncio.Task[None] | None = None
     crashed: bool = False
     ended_at_s: float | None = None
 
     @property
     def running(self) -> bool:
-        """It has neither ended nor crashed."""
+        """Whether it has neither ended nor crashed."""
         return self.task is not None and not self.task.done() and not self.crashed
 
     @property
     def stage(self) -> int:
-        """The stage that it holds, or held at its end."""
+        """The stage that it holds, or held at the end."""
         return self.node.state.advert.stage
 
     @property
@@ -60,17 +60,17 @@ class SimProcess:
 
     @property
     def step(self) -> float:
-        """Where its clock stands."""
+        """Its clock, in steps."""
         return self.node.state.advert.step
 
     @property
     def inner_steps(self) -> int:
-        """How many inner steps its weights have seen."""
+        """Number of inner steps of its weights."""
         return self.node.state.inner_steps
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it; None while it runs, and when it ended as it should or was cancelled."""
+        """The exception that ended it; None while it runs, and if it ended normally or was cancelled."""
         task = self.task
         return task.exception() if task and task.done() and not task.cancelled() else None
 
@@ -81,7 +81,7 @@ class SimProcess:
 
     @property
     def device(self) -> TimedStage | None:
-        """The newest of its stages; None before its weights are made."""
+        """The newest of its stages; None before its weights exist."""
         return self.devices[-1] if self.devices else None
 
     @property
@@ -91,19 +91,19 @@ class SimProcess:
 
     @property
     def model(self) -> SyncStage | None:
-        """The last of them; None when it never made its weights."""
+        """The newest synchronous stage; None if it never had weights."""
         return self.devices[-1].stage if self.devices else None
 
     @property
     def linear_stage(self) -> LinearStage:
-        """The last of them, of the default factory. Raises TypeError for another one."""
+        """The newest synchronous stage, made by the default factory. Raises TypeError: another factory made it."""
         if not isinstance(self.model, LinearStage):
             raise TypeError(f"{self.peer} has a {type(self.model).__name__}")
         return self.model
 
     @property
     def told_to_leave(self) -> bool:
-        """It was drained before the run had ended."""
+        """Whether it was told to leave before the end of the run."""
         return any(event.get("reason") == "told to leave" for event in self.trace.of("state"))
 
     @property
@@ -113,11 +113,12 @@ class SimProcess:
 
     @property
     def microbatches(self) -> Counter[str]:
-        """How many there were, by result: `done`, `dropped`, `repeat`, …"""
+        """Number of microbatches by result: `done`, `dropped`, `repeat`, …"""
         return self.trace.totals("microbatch", "result")
 
     def periods(self, ended_at_s: float) -> "Iterator[StagePeriod]":
-        """Its events, cut where it moved to another stage; one that has not ended has until `ended_at_s`."""
+        """Its events, split where it moved to another stage. If it has not ended, its last period lasts until
+        `ended_at_s`."""
         stages = [model.state.index for model in self.models] or [self.stage]
         events: list[TraceEvent] = []
         moves, state_before = 0, ""
@@ -134,16 +135,16 @@ class SimProcess:
 
 
 class StagePeriod(NamedTuple):
-    """The time in which one process held one stage."""
+    """The time during which one process held one stage."""
 
     stage: int
     events: list[TraceEvent]
-    """What it recorded in that time, in order."""
+    """Events recorded during that time, in order."""
     ends_s: float
 
     @property
     def training(self) -> list[tuple[float, float]]:
-        """From when to when it trained, virtual seconds."""
+        """Start and end of each time in training, virtual seconds."""
         states = [event for event in self.events if event.kind == "state"]
         ends = [*(event.at_s for event in states), self.ends_s][1:]
         return [(event.at_s, end) for event, end in zip(states, ends, strict=True) if event.get("state") == "training"]
@@ -151,12 +152,12 @@ class StagePeriod(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a swarm. `processes` are in the order of their starts, restarts included."""
+    """The outcome of a swarm. `processes` are in the order of their starts, including restarts."""
 
     processes: tuple[SimProcess, ...]
     trace: Trace
     bugs: tuple[Exception, ...]
-    """Exceptions that handlers must not raise, and did."""
+    """Exceptions that handlers raised but must not raise."""
     ended_at_s: float
 
     @property
@@ -165,10 +166,10 @@ class Outcome:
         return {process.peer: process for process in self.processes}
 
     def of_stage(self, stage: int) -> list[SimProcess]:
-        """The last processes of the peers that held a stage, sorted by peer id."""
+        """The last process of each peer that held a stage, sorted by peer id."""
         return sorted((one for one in self.nodes.values() if one.stage == stage), key=lambda one: one.peer)
 
     def periods(self) -> Iterator[StagePeriod]:
-        """Those of all processes."""
+        """The periods of all processes."""
         for process in self.processes:
             yield from process.periods(self.ended_at_s)

@@ -1,4 +1,4 @@
-"""Stages that record what they froze, loaded and merged: what `laws` judges a swarm by."""
+"""Stages that record what they froze, loaded and merged. `laws` checks these records."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from noloco_p2p.core.stage_values import MergeResult, StepLabel, StepResult
 from noloco_p2p.sim.linear_stage import LinearStage
 
 Values = tuple[float, ...]
-"""One for each weight."""
+"""One value per weight."""
 FROZEN_ROUNDS = 64
-"""Rounds of which a stage remembers how they were frozen: more than one stays open."""
+"""Number of rounds whose freezing a stage remembers: more than ever stay open."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights that a stage loaded, from a snapshot or from a whole state."""
+    """Weights that a stage loaded, from a snapshot or from a full state."""
 
     kind: str
     """`adopt` or `restore`."""
     origin: PeerId
     round: int
     theta: Values
-    """φ after it."""
+    """φ after loading."""
     frozen_theta: Values | None
-    """What φ (or θ) was when these weights were frozen; None when nobody ever froze them."""
+    """φ (or θ) when these weights were frozen; None if nobody ever froze them."""
     lineage: frozenset[MicrobatchId]
-    """Ids that the replica had counted by the time at which it was frozen."""
+    """Ids that the replica had counted when the weights were frozen."""
     counted_before: int
-    """Length of the stage's `counted` when it loaded them."""
+    """Length of the stage's `counted` at the time of loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,72 +41,73 @@ class MergedSnapshot:
 
     at_s: float
     frozen_at_s: float
-    """When its round was frozen, and the partner chosen."""
+    """When its round was frozen and the partner was chosen."""
     round: int
     partner: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenProgress:
-    """A replica when it froze a round, each of (gain, bias)."""
+    """A replica at the time when it froze a round; each value is (gain, bias)."""
 
     at_s: float
     trained: Values
-    """What inner steps had added to θ that no merge has had."""
+    """What inner steps had added to θ that no merge had included yet."""
     delta: Values
     """Δ."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedProgress:
-    """What a merge did with what was trained, against the inner steps as they were taken, each of (gain, bias)."""
+    """What a merge did with the trained progress, compared with the inner steps that were taken; each value is (gain,
+    bias)."""
 
     round: int
     delta: Values
-    """Δ of the snapshot that it merged."""
+    """Δ of the merged snapshot."""
     trained: Values
-    """What inner steps had added by then that no merge before had."""
+    """What inner steps had added by then that no earlier merge had included."""
     kept: Values
-    """θ after it, without what the round itself gave (`LinearStage.base`)."""
+    """θ after the merge, without the round's own contribution (`LinearStage.base`)."""
     trained_since: Values
     """What inner steps have added to θ since the snapshot was frozen."""
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableWeights:
-    """The weights of its stage that a node could go on from at one moment, as round numbers."""
+    """The weights of its stage from which a node could continue at one moment, as round numbers."""
 
     at_s: float
     living: tuple[int, ...]
-    """Of replicas of the stage that have trained for a while (`FaultySwarm.listed_s`) and can be reached."""
+    """Held by replicas of the stage that have trained for a while (`FaultySwarm.listed_s`) and are reachable."""
     guarded: tuple[int, ...]
-    """Listed for as long by nodes that can be reached."""
+    """Listed for as long by reachable nodes."""
     own: tuple[int, ...]
-    """On its disk, not torn."""
+    """On its own disk, intact."""
     others: tuple[int, ...]
     """The newest that any node has of each other stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A node went on from weights of its stage."""
+    """A node continued from weights of its stage."""
 
     at_s: float
     peer: PeerId
     source: str
     round: int
     available: AvailableWeights
-    """When it asked the others what they have; how long the weights then travel is not its choice."""
+    """At the time when it asked the others what they have. It has no control over how long the weights then travel."""
 
 
 @dataclass(slots=True)
 class FrozenWeights:
-    """All weights that any node froze in one swarm: those that may be loaded later."""
+    """All weights that any node of a swarm froze, and that may be loaded later."""
 
     snapshots: dict[tuple[PeerId, int, int, int], set[Values]] = field(default_factory=dict)
     """θ by (peer, stage, round, step)."""
     states: dict[tuple[PeerId, Values], frozenset[MicrobatchId]] = field(default_factory=dict)
-    """Ids counted, by (peer, values of the whole state)."""
+    """Counted ids by (peer, values of the full state)."""
 
 
 class RecordingStage(LinearStage):
@@ -119,27 +120,27 @@ class RecordingStage(LinearStage):
         self.loaded: list[LoadedWeights] = []
         self.merged: list[MergedSnapshot] = []
         self.progress: list[MergedProgress] = []
-        """Of every merge."""
+        """One entry per merge."""
         self._trained: Values = (0.0, 0.0)
-        """What inner steps added to θ that no merge has had."""
+        """What inner steps added to θ that no merge has included yet."""
         self._at_freeze: dict[int, FrozenProgress] = {}
-        """By round, the newest ones."""
+        """The most recent rounds."""
         self._frozen = frozen
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
-        """Counted."""
+        """Counts the pass."""
         self.forwards += 1
         return super().forward(inputs, mask)
 
     def inner_step(self, label: StepLabel) -> StepResult:
-        """Its part of θ is recorded."""
+        """Records its contribution to θ."""
         before = (*self.theta,)
         result = super().inner_step(label)
         self._trained = tuple(map(add, self._trained, map(sub, self.theta, before)))
         return result
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
-        """Recorded."""
+        """Records the call."""
         self._at_freeze[round] = FrozenProgress(now_s(), self._trained, (*map(sub, self.theta, self.base),))
         for old in sorted(self._at_freeze)[:-FROZEN_ROUNDS]:
             del self._at_freeze[old]
@@ -147,7 +148,7 @@ class RecordingStage(LinearStage):
         return super().snapshot(round, step)
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
-        """Recorded, with the ids that are in these weights."""
+        """Records the state, with the ids that these weights include."""
         state = super().capture(round, step, inner_steps)
         ended = len(self.counted) - len(self._used)
         begun, lineage = (self.loaded[-1].counted_before, self.loaded[-1].lineage) if self.loaded else (0, frozenset())
@@ -155,7 +156,7 @@ class RecordingStage(LinearStage):
         return state
 
     def adopt(self, theirs: Snapshot) -> None:
-        """Recorded."""
+        """Records the call."""
         super().adopt(theirs)
         theta = (*self.theta,)
         frozen = self._frozen.snapshots.get((theirs.peer, self.state.index, theirs.round, theirs.step), set())
@@ -166,7 +167,7 @@ class RecordingStage(LinearStage):
         )
 
     def restore(self, theirs: ReplicaState) -> None:
-        """Recorded."""
+        """Records the call."""
         super().restore(theirs)
         values = _values(theirs)
         lineage = self._frozen.states.get((theirs.peer, values))
@@ -176,7 +177,7 @@ class RecordingStage(LinearStage):
         self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.theta,), found, lineage, counted))
 
     def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
-        """Recorded."""
+        """Records the call."""
         frozen = self._at_freeze[mine.round]
         for one in theirs:
             self.merged.append(MergedSnapshot(now_s(), frozen.at_s, mine.round, one.peer))

@@ -1,8 +1,8 @@
-"""The settings of a simulated swarm, as they are in a file of `configs/sim/`.
+"""The settings of a simulated swarm, as in the files of `configs/sim/`.
 
-Every field has a sentence and a unit, and the default scenario is the one of `configs/sim/lan.yaml`. Here are only the
-values and their checks: files are read in `lab/scenario_files.py`, the swarm is built in `sim/simulation.py`.
-Rates are per node, so that a scenario means the same with any number of nodes.
+Every field has a description and a unit, and the default scenario is that of `configs/sim/lan.yaml`. This module only
+has the values and their checks: `lab/scenario_files.py` reads the files, and `sim/simulation.py` builds the swarm.
+Rates are per node, so that a scenario means the same for any number of nodes.
 """
 
 from typing import Annotated, Literal
@@ -30,19 +30,19 @@ FaultKind = Literal[
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Chance = Annotated[float, Field(ge=0, le=1)]
 PerStage = NotNegative | tuple[NotNegative, ...]
-"""One value for all stages, or one for each."""
+"""One value for all stages, or one per stage."""
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RunSettings(Settings):
-    """The run: keys of the manifest, with the same meaning. The stages follow from `replicas`."""
+    """The run: manifest keys with the same meaning. The number of stages follows from `replicas`."""
 
     start_replicas: Positive | None = None
-    """Replicas that every stage must have before any takes step 1; none: as many as the smallest stage has."""
+    """Replicas that every stage needs before the run begins; none: as many as the smallest stage has."""
     microbatches_per_step: Positive = 4
     """Microbatches that each stage-0 replica reads per inner step."""
     steps: Positive = 60
-    """Length of the run in steps of the clock."""
+    """Length of the run, in steps of the clock."""
     inner: InnerSettings = InnerSettings()
     """The inner optimizer."""
     outer: OuterSettings = OuterSettings(rule="noloco", inner_steps=20)
@@ -54,20 +54,20 @@ class RunSettings(Settings):
 
 
 class LocalSettings(Settings):
-    """Every node's own settings, with the same keys and meaning as a real node's."""
+    """Each node's own settings, with the same keys and meaning as for a real node."""
 
     directory: DirectorySettings = DirectorySettings()
     """The membership."""
     limits: LimitSettings = LimitSettings()
-    """Bounds on what a node holds and how long it waits."""
+    """Limits on what a node holds and how long it waits."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
     rebalance: bool = True
-    """Move to another stage while training when that one holds the swarm back."""
+    """Let nodes move to another stage during training if that stage limits the swarm."""
 
 
 class WorkloadSettings(Settings):
-    """How much the model of the run that is simulated weighs. The nodes here hold two weights and a few tokens."""
+    """Sizes of the model of the run that is simulated. The simulator's own nodes hold two weights and a few tokens."""
 
     microbatch_size: Positive = 8
     """B: samples of a microbatch."""
@@ -80,152 +80,153 @@ class WorkloadSettings(Settings):
     compute_dtype: Literal["float64", "float32"] = "float32"
     """Element type of weights and snapshots."""
     parameters_per_stage: Positive | tuple[Positive, ...] = 300_000_000
-    """Parameters of a stage; one number, or one for each stage."""
+    """Parameters of a stage; one number, or one per stage."""
 
 
 class ComputeSettings(Settings):
-    """Device seconds of each operation; one number, or one for each stage."""
+    """Device seconds of each operation; one number, or one per stage."""
 
     forward_s: PerStage = 0.2
-    """Forward of one microbatch, seconds; the last stage's loss is part of it."""
+    """Forward pass of one microbatch, seconds; in the last stage it includes the loss."""
     backward_s: PerStage = 0.4
-    """Backward of one microbatch, seconds."""
+    """Backward pass of one microbatch, seconds."""
     inner_step_s: PerStage = 0.05
-    """The optimizer's step, seconds."""
+    """Optimizer step, seconds."""
     outer_s: PerStage = 0.2
     """Freezing a snapshot, or merging one, seconds."""
     measured: str | None = None
-    """JSON of `noloco bench stage --json`, by its path from this file, from which the four above are taken, but
-    for those that are set after it."""
+    """A JSON file written by `noloco bench stage --json`, as a path relative to this file. The four values above are
+    taken from it, except those that are set after it."""
     spread: NotNegative = 0.0
-    """Sigma of the log-normal factor of each operation; 0: constant."""
+    """Sigma of the log-normal factor on each operation; 0: constant."""
     node_spread: NotNegative = 0.0
-    """Sigma of the log-normal factor of each node's own speed, drawn once; 0: all alike."""
+    """Sigma of the log-normal factor on each node's speed, drawn once; 0: all alike."""
 
 
 class LinkSettings(Settings):
-    """The link between two nodes, where there are no regions."""
+    """The link between two nodes if there are no regions."""
 
     latency_s: NotNegative = 0.0002
-    """Median time one way, seconds."""
+    """Median one-way latency, seconds."""
     mbit_per_s: Above | None = None
-    """Bandwidth of one pair of nodes, one way, megabits per second; none: no limit."""
+    """Bandwidth between two nodes in one direction, megabits per second; none: no limit."""
 
 
 class RegionSettings(Settings):
-    """Places in the world; nodes are in them in turn, so that every stage has nodes in each."""
+    """Regions of the world. Nodes are assigned to them in turn, so every stage has nodes in each."""
 
     names: tuple[str, ...] = ()
     """Names of the regions; none: there are no regions."""
     round_trip_ms: tuple[tuple[Above, ...], ...] = ()
-    """A row for each region: median round trip to each region, milliseconds."""
+    """One row per region: median round trip to each region, milliseconds."""
     mbit_per_s: tuple[tuple[Above, ...], ...] = ()
-    """A row for each region: bandwidth of one pair of nodes to each region, megabits per second; none: no limit."""
+    """One row per region: bandwidth between two nodes to each region, megabits per second; none: no limit."""
 
 
 class AccessSettings(Settings):
-    """How a node is connected to all others: all its concurrent transfers share it."""
+    """A node's access line. All its concurrent transfers share it."""
 
     up_mbit_per_s: Above | None = 10_000.0
-    """Away from the node, megabits per second (median over the nodes); none: no limit."""
+    """Upload, megabits per second (median over the nodes); none: no limit."""
     down_mbit_per_s: Above | None = 10_000.0
-    """Towards the node, megabits per second (median over the nodes); none: no limit."""
+    """Download, megabits per second (median over the nodes); none: no limit."""
     spread: NotNegative = 0.0
-    """Sigma of the log-normal factor on both, drawn once for each node; 0: all alike."""
+    """Sigma of the log-normal factor on both directions, drawn once per node; 0: all alike."""
 
 
 class NetworkSettings(Settings):
     """The network between the nodes."""
 
     link: LinkSettings = LinkSettings()
-    """Between two nodes, where there are no regions."""
+    """The link between two nodes if there are no regions."""
     regions: RegionSettings = RegionSettings()
-    """Places in the world."""
+    """The regions."""
     access: AccessSettings = AccessSettings()
-    """A node's own connection."""
+    """A node's access line."""
     spread: NotNegative = 0.0
     """Sigma of the log-normal factor on each latency (jitter); 0: constant."""
     loss: Chance = 0.0
-    """Chance that a packet is lost and sent again, which costs time and bandwidth."""
+    """Probability that a packet is lost and sent again, which costs time and bandwidth."""
     slow_start_after_idle: bool = True
-    """Connections that have rested start slowly, as on Linux unless `net.ipv4.tcp_slow_start_after_idle` is 0."""
+    """Connections start slowly again after an idle period, as on Linux unless `net.ipv4.tcp_slow_start_after_idle` is
+    0."""
     window_mbit: Above | None = None
-    """What one connection has under way at most, megabits: its rate is this in each round trip; none: no limit."""
+    """Most that one connection has in flight, megabits. Its rate is at most this per round trip; none: no limit."""
     call_loss: Chance = 0.0
-    """Chance that a call or its answer never arrives."""
+    """Probability that a call or its answer never arrives."""
     view_age_s: NotNegative = 0.0
-    """How old every view of the membership is, seconds."""
+    """Age of every view of the membership, seconds."""
 
 
 class FaultSettings(Settings):
-    """Something that is done to some nodes at a given time."""
+    """A fault that happens to some nodes at a given time."""
 
     at_s: NotNegative
-    """When, virtual seconds."""
+    """When it happens, virtual seconds."""
     kind: FaultKind
-    """`crash` for good; `bounce`: crash and come back; `wipe`: come back without its disk; `hang`: alive, all its
-    messages are swallowed, the directory's too; `mute`: only its calls are; `cut`: nothing between each two of the
-    nodes; `one_way`: nothing from the first to the others; `split`: nothing between these nodes and the rest; `slow`:
-    `factor` times the device seconds; `pause`; `leave`: told to leave, starts again afterwards; `depart`: told to
-    leave; `arrive`: a new node, by an id of its own."""
+    """`crash`: permanent; `bounce`: crash and come back; `wipe`: come back without its disk; `hang`: alive, but all its
+    messages are swallowed, including the directory's; `mute`: only its calls are; `cut`: nothing gets through between
+    any two of the nodes; `one_way`: nothing gets through from the first node to the others; `split`: nothing gets
+    through between these nodes and the rest; `slow`: the device seconds are multiplied by `factor`; `pause`; `leave`:
+    told to leave, and started again afterwards; `depart`: told to leave; `arrive`: a new node with an id of its own."""
     peers: tuple[str, ...] = ()
-    """Nodes by their ids: `s1r0` is replica 0 of stage 1."""
+    """Nodes by id: `s1r0` is replica 0 of stage 1."""
     region: str | None = None
-    """All nodes of a region instead."""
+    """Alternatively: all nodes of a region."""
     share: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Or this part of every stage's nodes, drawn from the seed; at least one node in all."""
+    """Alternatively: this share of every stage's nodes, drawn from the seed; at least one node in total."""
     for_s: NotNegative = 0.0
-    """How long it lasts, seconds."""
+    """Duration, seconds."""
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0
-    """Of `slow`: how many times the plain device seconds."""
+    """For `slow`: factor on the device seconds."""
 
 
 class ChurnSettings(Settings):
-    """Nodes that come and go, and faults that are drawn from the seed: events per node and hour."""
+    """Random arrivals, departures and faults, drawn from the seed. Rates are events per node and hour."""
 
     from_s: NotNegative = 10.0
-    """Nothing is drawn before this time, seconds; the swarm must have begun to train."""
+    """Nothing happens before this time, seconds; the swarm must have begun to train."""
     arrivals_per_hour: NotNegative = 0.0
-    """New nodes, for each node that there was at the beginning; each holds a stage drawn from the seed."""
+    """New nodes per initial node. Each joins a stage drawn from the seed."""
     departures_per_hour: NotNegative = 0.0
-    """Nodes told to leave for good; a stage keeps one replica."""
+    """Nodes told to leave for good. Every stage keeps at least one replica."""
     crashes_per_hour: NotNegative = 0.0
-    """Nodes that crash; a stage keeps one replica that does not."""
+    """Nodes that crash. Every stage keeps one replica that does not."""
     down_s: NotNegative | None = 60.0
-    """Seconds until a crashed node comes back with its disk, on average (exponential); none: it never does."""
+    """Mean time until a crashed node comes back with its disk, seconds (exponential); none: never."""
     faults_per_hour: NotNegative = 0.0
-    """Other faults, of `kinds`."""
+    """Other faults, of the kinds in `kinds`."""
     kinds: tuple[FaultKind, ...] = ("bounce", "wipe", "hang", "mute", "cut", "pause", "leave", "slow")
-    """What those are, each as likely."""
+    """Kinds of the other faults, all equally likely."""
     fault_s: Seconds = 20.0
-    """How long those last on average, seconds (exponential)."""
+    """Mean duration of the other faults, seconds (exponential)."""
 
 
 class Scenario(Settings):
-    """A swarm, its network, and what happens to it. With a seed, everything follows from it."""
+    """A swarm, its network, and what happens to it. Together with a seed it determines everything."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "lan"
-    """Its name, for people."""
+    """Name for people."""
     description: str = "One room: a switch of 10 Gbit/s, equal machines, nothing goes wrong."
-    """What it is like, in a sentence."""
+    """Description in one sentence."""
     replicas: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4, 4)
-    """Nodes of each stage at the beginning."""
+    """Initial number of nodes of each stage."""
     run: RunSettings = RunSettings()
     """The run."""
     node: LocalSettings = LocalSettings()
     """Every node's own settings."""
     workload: WorkloadSettings = WorkloadSettings()
-    """What the messages weigh."""
+    """Message sizes."""
     compute: ComputeSettings = ComputeSettings()
-    """What the operations cost."""
+    """Costs of operations."""
     network: NetworkSettings = NetworkSettings()
     """The links."""
     churn: ChurnSettings = ChurnSettings()
-    """The nodes that come and go."""
+    """Arrivals, departures and random faults."""
     faults: tuple[FaultSettings, ...] = ()
-    """What is done to which nodes, and when."""
+    """Faults at given times."""
     limit_s: Seconds = 36_000.0
-    """Virtual seconds in which the run must have ended."""
+    """Virtual time by which the run must have ended, seconds."""
 
     @model_validator(mode="after")
     def _check(self) -> "Scenario":
@@ -247,23 +248,25 @@ class Scenario(Settings):
             if sum((bool(fault.peers), fault.region is not None, fault.share is not None)) != 1:
                 raise ValueError(f"a fault ({fault.kind} at {fault.at_s:g} s) needs one of peers, region and share")
             if fault.region is not None and fault.region not in regions.names:
-                raise ValueError(f"a fault is in the region {fault.region!r}, which is none of {list(regions.names)}")
+                raise ValueError(f"a fault is in region {fault.region!r}, but the regions are {list(regions.names)}")
         return self
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Of the run that is simulated."""
+        """Tokens per microbatch in the run that is simulated."""
         return self.workload.microbatch_size * self.workload.sequence_length
 
     def of_nodes(self, nodes: int) -> "Scenario":
-        """The same with `nodes` nodes in all, shared out in proportion. Raises ConfigError when a stage gets none."""
+        """This scenario with `nodes` nodes in total, distributed in proportion. Raises ConfigError: fewer nodes than
+        stages."""
         return self.model_copy(update={"replicas": shared_out(nodes, self.replicas)})
 
 
 def shared_out(nodes: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """Shares `nodes` nodes out over stages in proportion to `replicas`, at least one each; the rest to the first ones.
+    """Distribute `nodes` nodes over the stages in proportion to `replicas`, at least one each; remainders go to the
+    first ones.
 
-    Raises ConfigError when there are fewer nodes than stages.
+    Raises ConfigError: fewer nodes than stages.
     """
     if nodes < len(replicas):
         raise ConfigError(f"{nodes} nodes are too few for {len(replicas)} stages")
@@ -278,7 +281,7 @@ def shared_out(nodes: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def of_stage(value: float | tuple[float, ...], stage: int) -> float:
-    """A stage's value of one for all, or one for each."""
+    """The value for a stage, from one value for all or one per stage."""
     return value[stage] if isinstance(value, tuple) else value
 
 

@@ -1,4 +1,4 @@
-"""From a scenario and a seed to a swarm that runs.
+"""Builds a runnable swarm from a scenario and a seed.
 
 swarm = build(Scenario(), seed=3)
 outcome = swarm.run()
@@ -20,7 +20,7 @@ BYTES_PER_MEGABIT = 1e6 / 8
 
 
 def build(scenario: Scenario, seed: int, nodes: int | None = None) -> FaultySwarm:
-    """The swarm, with `nodes` nodes in all where given. Raises ConfigError for what does not go together."""
+    """The swarm, with `nodes` nodes in total if given. Raises ConfigError: the settings do not fit together."""
     if nodes is not None:
         scenario = scenario.of_nodes(nodes)
     faults = planned_faults(scenario, seed)
@@ -41,7 +41,7 @@ def build(scenario: Scenario, seed: int, nodes: int | None = None) -> FaultySwar
 
 
 def manifest_of(scenario: Scenario, seed: int) -> RunManifest:
-    """The manifest of the nodes: that of the run, with microbatches of two tokens."""
+    """The nodes' manifest: that of the run, with microbatches of two tokens."""
     run = {name: getattr(scenario.run, name) for name in type(scenario.run).model_fields}
     run["start_replicas"] = scenario.run.start_replicas or min(scenario.replicas)
     stages = len(scenario.replicas)
@@ -49,7 +49,7 @@ def manifest_of(scenario: Scenario, seed: int) -> RunManifest:
 
 
 def sizes_of(scenario: Scenario) -> MessageSizes:
-    """What the messages of the run that is simulated weigh."""
+    """Sizes of the messages of the run that is simulated."""
     work, tokens = scenario.workload, scenario.tokens_per_microbatch
     shape_BTD = (work.microbatch_size, work.sequence_length, work.hidden_size)
     number_bytes = ITEM_BYTES[work.compute_dtype]
@@ -66,7 +66,7 @@ def sizes_of(scenario: Scenario) -> MessageSizes:
 
 
 def costs_of(scenario: Scenario) -> tuple[Costs, ...]:
-    """Device seconds of every stage."""
+    """Device seconds of each stage."""
     compute = scenario.compute
     each = (compute.forward_s, compute.backward_s, compute.inner_step_s, compute.outer_s, compute.spread)
     stages = range(len(scenario.replicas))

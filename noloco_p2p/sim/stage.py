@@ -1,4 +1,4 @@
-"""The Stage port over a synchronous stage: one device under virtual time, a cost for each operation, no thread."""
+"""The Stage port over a synchronous stage: one device with virtual time, a cost per operation, no thread."""
 
 import asyncio
 import heapq
@@ -16,14 +16,14 @@ from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, 
 from noloco_p2p.errors import LocalError
 
 BACKWARD, FORWARD, EVALUATE = 0, 1, 2
-"""What the device does first when several wait."""
+"""Priorities of operations that wait for the device; the lowest goes first."""
 CLOSED = "the device has been closed"
 
 T = TypeVar("T")
 
 
 class SyncStage(Protocol):
-    """The methods of `ports.Stage`, not awaited; implemented by `sim.linear_stage` and `compute.stage`."""
+    """The methods of `ports.Stage`, synchronous. Implemented by `sim.linear_stage` and `compute.stage`."""
 
     @property
     def state(self) -> StageState:
@@ -50,7 +50,7 @@ class SyncStage(Protocol):
         """See `ports.Stage`."""
 
     def inner_step(self, label: StepLabel) -> StepResult:
-        """See `ports.Stage`; `busy_s` is left to the device."""
+        """See `ports.Stage`. The device fills in `busy_s`."""
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """See `ports.Stage`."""
@@ -78,22 +78,23 @@ class SyncStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Virtual seconds of device time; `loss_backward` costs a forward and a backward, `evaluate` a forward."""
+    """Virtual seconds of device time. `loss_backward` costs a forward and a backward pass, `evaluate` a forward
+    pass."""
 
     forward_s: float = 0.010
     backward_s: float = 0.020
     inner_step_s: float = 0.005
     outer_s: float = 0.005
-    """A snapshot, a merge, an adoption, a capture, or a restoration."""
+    """A snapshot, merge, adoption, capture or restoration."""
     spread: float = 0.0
-    """Sigma of the log-normal factor of each operation; 0: constant."""
+    """Sigma of the log-normal factor on each operation; 0: constant."""
 
 
 class TimedStage:
-    """The Stage port. `slowness` multiplies every cost from the next operation on; 1.0 is the plain cost.
+    """The Stage port. `slowness` multiplies every cost from the next operation on; 1.0 is normal.
 
-    An operation takes effect at its end. One whose waiter is cancelled before it began is not run; one that began runs
-    to its end, and a graph that nobody waits for any more is freed.
+    An operation takes effect at its end. If its waiter is cancelled before it starts, it does not run; once started it
+    runs to its end, and a graph that nobody waits for any more is freed.
     """
 
     def __init__(self, stage: SyncStage, costs: Costs, rng: random.Random) -> None:
@@ -112,11 +113,11 @@ class TimedStage:
 
     @property
     def places(self) -> None:
-        """See `ports.Stage`: memory bounds nothing here."""
+        """See `ports.Stage`. Memory is not limited here."""
         return None
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
-        """See `ports.Stage`; a graph whose waiter is gone is freed."""
+        """See `ports.Stage`. A graph whose waiter is gone is freed."""
 
         def free(abandoned: tuple[int, HostTensor]) -> None:
             self.stage.discard(abandoned[0])
@@ -158,13 +159,13 @@ class TimedStage:
         return await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.snapshot, round, step))
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
-        """See `ports.Stage`; takes no time of the device."""
+        """See `ports.Stage`. Takes no device time."""
         return self.stage.encode(frozen, request, caller)
 
     async def decode(
         self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
     ) -> PartnerVector:
-        """See `ports.Stage`; takes no time of the device."""
+        """See `ports.Stage`. Takes no device time."""
         return self.stage.decode(mine, request, theirs, before)
 
     async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
@@ -184,7 +185,7 @@ class TimedStage:
         await self._run(BACKWARD, self._costs.outer_s, partial(self.stage.restore, theirs))
 
     def close(self) -> None:
-        """See `ports.Stage`; what waits, and what is asked later, gets LocalError."""
+        """See `ports.Stage`. Waiting and later operations get LocalError."""
         self._closed = True
         line, self._line = self._line, []
         for _, _, turn in line:
@@ -192,7 +193,7 @@ class TimedStage:
                 turn.set_exception(LocalError(CLOSED))
 
     def halt(self) -> None:
-        """The process is gone: nothing that waits or runs has any effect, and its waiters are cancelled."""
+        """The process is gone: nothing that waits or runs has any effect, and waiters are cancelled."""
         self._halted = True
         for _, _, turn in self._line:
             turn.cancel()
@@ -204,7 +205,7 @@ class TimedStage:
     async def _run(
         self, priority: int, cost_s: float, operation: Callable[[], T], undo: Callable[[T], None] | None = None
     ) -> T:
-        """Wait for the device, then let it work; `undo` gets a result that nobody waits for any more."""
+        """Wait for the device, then run the operation. `undo` gets a result that nobody waits for any more."""
         loop = asyncio.get_running_loop()
         if self._halted:
             raise asyncio.CancelledError
@@ -245,7 +246,7 @@ class TimedStage:
         self._next()
 
     def _next(self) -> None:
-        """Give the free device to the first of the line that still waits."""
+        """Give the free device to the first waiter that is still there."""
         while self._line and not self._in_use and not self._halted:
             _, _, turn = heapq.heappop(self._line)
             if not turn.done():

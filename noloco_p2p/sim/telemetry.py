@@ -1,4 +1,4 @@
-"""The Telemetry port into one trace for the whole swarm: what happened, in order, at which virtual time."""
+"""The Telemetry port. It records what happened, in order and with virtual time, in one trace for the whole swarm."""
 
 import asyncio
 import hashlib
@@ -18,14 +18,14 @@ class TraceEvent(NamedTuple):
     peer: PeerId
     kind: str
     fields: Mapping[str, object]
-    """In the order of their names."""
+    """Sorted by name."""
 
     def get(self, name: str) -> object:
-        """A field's value, None where it has none of that name."""
+        """A field's value; None if there is no such field."""
         return self.fields.get(name)
 
     def number(self, name: str) -> float:
-        """A field's value as a number. Raises TypeError when it is none."""
+        """A field's value as a number. Raises TypeError: it is not a number."""
         value = self.fields.get(name)
         if not isinstance(value, int | float):
             raise TypeError(f"{self.kind} of {self.peer} without a number {name}")
@@ -34,20 +34,20 @@ class TraceEvent(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """The events of all nodes, or of one, in order."""
+    """The events of all nodes or of one node, in order."""
 
     events: list[TraceEvent] = field(default_factory=list)
 
     def of(self, kind: str, peer: PeerId | None = None) -> list[TraceEvent]:
-        """All events of a kind, of one node or of all."""
+        """All events of a kind, of one node or of all nodes."""
         return [event for event in self.events if event.kind == kind and peer in (None, event.peer)]
 
     def totals(self, kind: str, by: str, peer: PeerId | None = None) -> Counter[str]:
-        """How many events of a kind there were, by the value of a field."""
+        """The number of events of a kind for each value of a field."""
         return Counter(str(event.get(by)) for event in self.of(kind, peer))
 
     def lines(self) -> list[str]:
-        """One line for each event, equal for equal runs: no address, no order of a set."""
+        """One line per event, identical for identical runs: it contains no memory addresses and no set order."""
         return [
             f"{at_s!r} {peer} {kind} " + " ".join([f"{name}={_stable(value)}" for name, value in fields.items()])
             for at_s, peer, kind, fields in self.events
@@ -60,7 +60,7 @@ class Trace:
 
 
 def hash_of(lines: Sequence[str]) -> str:
-    """sha256 over the lines of a trace, in hexadecimal."""
+    """SHA-256 of the lines of a trace, in hexadecimal."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -79,9 +79,9 @@ class SimTelemetry:
 
     def __init__(self, trace: Trace, me: PeerId) -> None:
         self.dead = False
-        """The process of this node has crashed: it records nothing any more."""
+        """The process of this node has crashed; it records nothing more."""
         self.own = Trace()
-        """The events of this node, apart from the others."""
+        """The events of this node only."""
         self._trace = trace
         self._me = me
         self._time = asyncio.get_running_loop().time

@@ -1,11 +1,12 @@
-"""What the links and devices of a scenario allow: an idealised pipeline of nested calls, without nodes or a protocol.
+"""The throughput that the links and devices of a scenario allow: an idealised pipeline of nested calls, without nodes
+or a protocol.
 
 Devices and lines are servers that do one job at a time: gradients first, then the oldest microbatch. Every microbatch
-travels once, nobody waits for a yes, and as many are in flight as a step has; a replica takes its inner step when all
-that it began for it has ended, and stage 0 reads the next microbatches then. Left out are jitter, retransmissions,
-control messages, outer rounds, guardians, evaluation, faults and churn: what a swarm loses to them is for its figures
-to show. ARCHITECTURE.md, "The simulator". It is no proof of an upper limit: gradients first is a good order, not
-always the best one.
+travels once, nobody waits for a grant, and as many are in flight as a step has. A replica takes its inner step when
+everything it started for that step has ended, and stage 0 reads the next microbatches then. Left out are jitter,
+retransmissions, control messages, outer rounds, guardians, evaluation, faults and churn: the swarm's figures show what
+they cost. See ARCHITECTURE.md, "The simulator". It is not a proven upper limit: gradients first is a good order, but
+not always the best.
 """
 
 import heapq
@@ -28,29 +29,30 @@ from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import peer_id
 
 MICROBATCHES = 2_000
-"""About how many are looked at, in whole steps: enough for a mean, little beside the simulation itself."""
+"""About how many microbatches are simulated, in whole steps: enough for a mean, and cheap compared with the
+simulation."""
 LEAST_STEPS = 3
-"""However many microbatches a step has."""
+"""At least this many steps, however many microbatches a step has."""
 ASKED = 2
-"""Replicas that a sender asks for a place, where the routing policy leaves it the choice."""
+"""Replicas that a sender asks for a place if the routing policy leaves it the choice."""
 LEAST_S = 1e-9
-"""What costs nothing costs this, where speeds are compared."""
+"""Smallest cost in comparisons of speeds."""
 GRADIENT, ACTIVATION = 0, 1
-"""What goes first on a line; a backward goes first on a device."""
+"""What goes first on a line. On a device the backward pass goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBound:
-    """What an idealised pipeline reaches."""
+    """The throughput of an idealised pipeline."""
 
     tokens_per_s: float | None
     """None: nothing takes any time."""
     utilisation: tuple[float, ...]
-    """Share of the time in which the devices of each stage work."""
+    """Share of time in which the devices of each stage work."""
 
 
 def throughput_bound(scenario: Scenario, seed: int, sizes: MessageSizes | None = None) -> ThroughputBound:
-    """The bound of one seed, which draws the nodes' speeds, lines and routes; `sizes` are the scenario's by default."""
+    """The bound for one seed, which draws the nodes' speeds, lines and routes. `sizes`: by default the scenario's."""
     return _Pipeline(scenario, seed, sizes or sizes_of(scenario)).run()
 
 
@@ -68,20 +70,20 @@ class _Replica:
     up: JobServer | None
     down: JobServer | None
     share: float = 0.0
-    """Of its stage's speed."""
+    """Share of its stage's speed."""
     target: int = 0
-    """Microbatches of an inner step."""
+    """Microbatches per inner step."""
     begun: int = 0
-    """Of this inner step."""
+    """For this inner step."""
     ended: int = 0
-    """Of this inner step."""
+    """For this inner step."""
     steps: int = 0
     done: int = 0
-    """Microbatches in all."""
+    """Microbatches in total."""
     owed: int = 0
-    """Microbatches that were sent to it and whose gradients are not back."""
+    """Microbatches sent to it whose gradients are not back."""
     waiting: "list[tuple[Priority, int, _Microbatch]]" = field(default_factory=list)
-    """Microbatches of a later inner step."""
+    """Microbatches for a later inner step."""
 
     @property
     def microbatch_s(self) -> float:
@@ -89,7 +91,7 @@ class _Replica:
         return (self.costs.forward_s + self.costs.backward_s) * self.slowness
 
     def work(self, priority: Priority, seconds: float, ended: Action) -> None:
-        """Give its device something to do."""
+        """Queue work for its device."""
         spread = self.costs.spread
         noise = math.exp(self.rng.gauss(0.0, spread)) if spread else 1.0
         self.device.submit(priority, seconds * self.slowness * noise, ended)
@@ -102,10 +104,10 @@ class _Microbatch:
     index: int
     began_at: float
     path: list[_Replica] = field(default_factory=list)
-    """The replicas that hold it, the caller of each before it."""
+    """The replicas that hold it, each preceded by its caller."""
 
     def priority(self, kind: int) -> Priority:
-        """Gradients first, then by the step's beginning, then by index."""
+        """Gradients first, then by the start of the step, then by index."""
         return kind, self.began_at, self.index
 
 
@@ -132,7 +134,7 @@ class _Pipeline:
         """Replicas of stage 0 that have done these steps."""
 
     def run(self) -> ThroughputBound:
-        """Until half of stage 0 has done its steps: faster nodes do more of them meanwhile."""
+        """Run until half of stage 0 has done its steps; faster nodes do more of them meanwhile."""
         first = self._stages[0]
         for one in first:
             self._read(one)
@@ -146,7 +148,7 @@ class _Pipeline:
         return ThroughputBound(tokens / seconds, tuple(shares))
 
     def _set_targets(self, per_step: int) -> None:
-        """Each stage shares the microbatches of a step evenly, or by speed; stage 0 reads its own."""
+        """Share the microbatches of a step evenly over each stage, or by speed. Stage 0 reads its own."""
         for stage in self._stages:
             total = sum(self._speed(one) for one in stage)
             for one in stage:
@@ -160,7 +162,7 @@ class _Pipeline:
     # --- a microbatch -------------------------------------------------------------------------------------------------
 
     def _read(self, origin: _Replica) -> None:
-        """Begin an inner step of stage 0."""
+        """Start an inner step of stage 0."""
         for index in range(origin.target):
             self._arrive(origin, _Microbatch(origin, origin.steps, index, self._timeline.now))
 
@@ -188,7 +190,7 @@ class _Pipeline:
         self._send(way, microbatch.priority(ACTIVATION), lambda: self._arrive(callee, microbatch))
 
     def _end(self, microbatch: _Microbatch) -> None:
-        """The gradient is there: send it on; the inner step, when it was the last one."""
+        """The gradient is available: send it on, and take the inner step if it was the last one."""
         replica = microbatch.path.pop()
         replica.ended += 1
         replica.done += 1
@@ -215,7 +217,7 @@ class _Pipeline:
     # --- lines --------------------------------------------------------------------------------------------------------
 
     def _send(self, way: tuple[float, Sequence[JobServer]], priority: Priority, arrived: Action) -> None:
-        """Over all parts of a path at once: each part begins when the one before it does, if it is free then."""
+        """Send over all parts of a path at once: each part starts with the one before it, if it is free then."""
         latency_s, parts = way
         kind = "activation" if priority[0] == ACTIVATION else "gradient"
         nbytes, left = self._sizes.of(kind, 0), len(parts)
@@ -236,7 +238,7 @@ class _Pipeline:
             self._timeline.after(latency_s, arrived)
 
     def _way(self, sender: _Replica, receiver: _Replica) -> tuple[float, list[JobServer]]:
-        """The latency between two replicas, and what limits the bandwidth."""
+        """The latency between two replicas, and the parts that limit the bandwidth."""
         pair = sender.peer, receiver.peer
         if pair not in self._links:
             link, back = self._geography.link(*pair), self._geography.link(*reversed(pair))
@@ -252,7 +254,7 @@ class _Pipeline:
     # --- routes -------------------------------------------------------------------------------------------------------
 
     def _next_hop(self, caller: _Replica, microbatch: _Microbatch) -> _Replica:
-        """Where the policy leaves the choice, the replica, of two that are drawn, that would answer first."""
+        """The next replica. If the policy leaves the choice, the one of two drawn replicas that would answer first."""
         stage = caller.stage + 1
         replicas, policy = self._stages[stage], self._policy
         if policy == "fixed":

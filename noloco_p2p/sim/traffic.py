@@ -1,6 +1,6 @@
-"""The messages under way in a simulated network: how long their bytes take to leave, and what became of all bytes.
+"""The messages under way in a simulated network: how long their bytes take to leave, and what happened to all bytes.
 
-Bytes flow: a payload that is dropped half-way has cost half its bytes. Where nothing limits it, it leaves at once.
+Bytes flow: a payload dropped half-way has cost half of its bytes. Where nothing limits a payload, it leaves at once.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from noloco_p2p.sim.links import Geography, Link
 from noloco_p2p.sim.payloads import KINDS, ByteCounts, Payload
 
 SAME_S = 1e-9
-"""Times that differ by less are the same: sums of latencies are not exact."""
+"""Times with a smaller difference are equal: sums of latencies are not exact."""
 SHORT_S = 5e-4
-"""Messages without tensors that take less on their lines take nothing of other's bandwidth: a run has many of them."""
+"""Messages without tensors that take less time than this use no bandwidth, because a run has many of them."""
 
 QUEUED = ("activation", "gradient")
-"""Sent one after the other to the same peer: side by side all would be late, this way only the last one is as late."""
+"""Sent one after the other to the same peer. In parallel all would be as late as the last one is this way."""
 
 
 class Traffic:
-    """All payloads under way, and the counts of all bytes that ever were."""
+    """All payloads under way, and the counts of all bytes so far."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class Traffic:
         self._ways = Ways(geography, link_of)
         self._open: dict[Payload, None] = {}
         self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
-        """Activations and gradients from one node to another: the first is on its way, the others wait for it."""
+        """Activations and gradients from one node to another. The first is being sent, the others wait."""
         self._counts: dict[PeerId, dict[str, ByteCounts]] = {}
         self.lines = MeasuredLines()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def byte_counts(self) -> dict[PeerId, dict[str, ByteCounts]]:
-        """What became of the bytes of every node that had any, by kind, now or at the end of the run."""
+        """What happened to the bytes of every node that had any, by kind, so far."""
         found = {
             peer: {kind: replace(counts) for kind, counts in kinds.items()}
             for peer, kinds in sorted(self._counts.items())
@@ -56,7 +56,7 @@ class Traffic:
     # --- payloads -------------------------------------------------------------------------------------------------
 
     def depart(self, payload: Payload) -> None:
-        """Begin to send, or to wait for its turn; `gone_at` is set at once where nothing limits it."""
+        """Start to send a payload, or queue it. `gone_at` is set at once if nothing limits it."""
         sender, receiver = payload.sender, payload.receiver
         now = self._open_up(payload)
         if not (payload.nbytes and self._ways.path(sender, receiver)):
@@ -72,10 +72,10 @@ class Traffic:
         self._move(payload)
 
     def post(self, message: Payload, *, apart: bool) -> None:
-        """Send a message without tensors, and call its `on_gone`, maybe at once.
+        """Send a message without tensors and call its `on_gone`, possibly at once.
 
-        It shares the lines with everything else. On the connection for bodies it also waits for those that are in the
-        sockets; not so on a connection `apart`.
+        It shares the lines with everything else. On the connection for bodies it also waits for the bytes that are
+        already in the sockets; on a separate connection (`apart`) it does not.
         """
         if not message.nbytes:
             self._is_gone(message)
@@ -87,7 +87,8 @@ class Traffic:
             self._move(message)
 
     async def deliver(self, sender: PeerId, receiver: PeerId, nbytes: int, latency_s: float = 0.0) -> None:
-        """Takes the time of a message without tensors; one to itself is what a node exchanges with everybody."""
+        """Wait as long as a message without tensors takes. One to the sender itself is what a node exchanges with all
+        others."""
         gone = asyncio.get_running_loop().create_future()
         message = Payload(sender, receiver, "control", nbytes, on_gone=lambda: _wake(gone))
         try:
@@ -99,7 +100,7 @@ class Traffic:
             self.drop(message)
 
     async def whole(self, payload: Payload, latency_s: float = 0.0) -> None:
-        """Until its last byte has left, and had `latency_s` to arrive; for ever when it is dropped before that."""
+        """Wait until its last byte has left and has had `latency_s` to arrive; forever if it is dropped before."""
         loop = asyncio.get_running_loop()
         left_s = 0.0 if payload.gone_at is None else payload.gone_at + latency_s - loop.time()
         if payload.gone_at is not None and left_s <= SAME_S:
@@ -114,7 +115,7 @@ class Traffic:
         await arrived
 
     def take(self, payload: Payload) -> None:
-        """Its receiver has it and wants it."""
+        """The receiver has accepted the payload."""
         payload.over = True
         if payload in self._open:
             del self._open[payload]
@@ -122,7 +123,8 @@ class Traffic:
             self._counts[payload.receiver][payload.kind].received += payload.nbytes
 
     def drop(self, payload: Payload) -> None:
-        """Send no more of it, and count what has left as lost; nothing happens to one that was taken or dropped."""
+        """Stop sending a payload and count the bytes that have left as lost. Does nothing if it was accepted or dropped
+        before."""
         payload.over = True
         if payload not in self._open:
             return
@@ -136,7 +138,7 @@ class Traffic:
             payload.on_dropped()
 
     def replied_bytes(self, sender: PeerId, receiver: PeerId, microbatch: MicrobatchId) -> int | None:
-        """How much of a gradient has left that is being sent, or waits for its turn; None: there is none such."""
+        """Bytes that have left of a gradient that is being sent or queued; None: there is none."""
         for payload in self._queues.get((sender, receiver), ()):
             if payload.microbatch == microbatch:
                 return payload.moved_bytes(self._now())
@@ -145,9 +147,10 @@ class Traffic:
     # --- when the network changes ---------------------------------------------------------------------------------
 
     def review(self) -> None:
-        """After a change of what is cut: payloads that cannot get through stall, the others go on where they were.
+        """After the set of cut pairs has changed, stall payloads that cannot get through, and continue the others where
+        they were.
 
-        TCP would go on a while later, at its next retransmission. Messages without tensors are swallowed.
+        TCP would continue later, at its next retransmission. Messages without tensors are lost.
         """
         for payload in list(self._open):
             if payload.flow is None or payload.sender == payload.receiver:
@@ -163,7 +166,8 @@ class Traffic:
                 self._move(payload)
 
     def relink(self, sender: PeerId, receiver: PeerId) -> None:
-        """After a change of a link: what is under way between the two, both ways, goes on over new connections."""
+        """After a link has changed, continue everything under way between the two nodes, in both directions, on new
+        connections."""
         moving = [one for one in self._open if {one.sender, one.receiver} == {sender, receiver} and one.moves]
         for payload in moving:
             self._halt(payload)
@@ -173,9 +177,9 @@ class Traffic:
             self._move(payload)
 
     def crash(self, peer: PeerId) -> None:
-        """A node is gone: what it has not sent, and what it has not taken, is lost; calls `on_lost` of those.
+        """A node is gone. Everything that it has not sent or not accepted is lost; calls `on_lost` of those payloads.
 
-        A message without tensors still comes to where it was, to find nobody there.
+        A message without tensors still arrives at its destination, but finds nobody there.
         """
         for payload in list(self._open):
             unsent = payload.sender == peer and payload.gone_at is None
@@ -188,7 +192,7 @@ class Traffic:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _unqueue(self, payload: Payload) -> None:
-        """It no longer takes a place in its queue: the next one is on its way."""
+        """Remove a payload from its queue and start the next one."""
         queue = self._queues.get((payload.sender, payload.receiver), {})
         if payload in queue:
             del queue[payload]
@@ -198,7 +202,7 @@ class Traffic:
                 break
 
     def _open_up(self, payload: Payload) -> float:
-        """Begin its account; now."""
+        """Start to account for a payload. Returns the current time."""
         for peer in (payload.sender, payload.receiver):
             if peer not in self._counts:
                 self._counts[peer] = {kind: ByteCounts() for kind in KINDS}
@@ -207,7 +211,7 @@ class Traffic:
         return now
 
     def _move(self, payload: Payload) -> None:
-        """Set it in motion, unless it moves, or is held back or stopped."""
+        """Start a payload, unless it is moving, queued or stalled."""
         sender, receiver = payload.sender, payload.receiver
         if payload.flow is None or payload.flow.path or payload.held or payload.stalled_at is not None:
             return
@@ -224,7 +228,7 @@ class Traffic:
             bandwidth.start(payload.flow, path)
 
     def _halt(self, payload: Payload) -> None:
-        """Stop it, for good or until `_move`."""
+        """Stop a payload, for good or until `_move`."""
         if payload.flow is None:
             return
         if payload.kind == "control":
@@ -245,7 +249,7 @@ class Traffic:
             payload.on_gone = payload.on_lost = None
 
     def _now(self) -> float:
-        """Virtual time; that of the end when the run is over."""
+        """Virtual time; after the run, that of its end."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop.time()

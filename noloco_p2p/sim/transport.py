@@ -1,7 +1,7 @@
-"""Calls between the nodes of one process: the Transport port of one node, over `network`.
+"""The Transport port of one node: calls between the nodes of one process over `network`.
 
-It keeps what the real one promises: the handler decides on the header while the body is still on its way, it is
-cancelled when its caller is gone or the deadline has passed, and what a reply says is checked.
+It keeps the promises of the real one: the handler decides on the header while the body is still under way, it is
+cancelled when its caller is gone or the deadline has passed, and the contents of a reply are checked.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import Payload
 
 DESCRIBE_S = 3.0
-"""How long `describe` waits for an answer."""
+"""Longest wait of `describe` for an answer."""
 SILENCE_S = 5.0
 """Longest silence in a transfer, as over gRPC."""
 LONGEST_CALL_S = 3_000.0
-"""Longest call with an activation, as over gRPC: what ends one earlier is a peer that does not get on."""
+"""Longest call with an activation, as over gRPC. A peer that makes no progress ends a call earlier."""
 CAPTURE_S = 20.0
-"""Longest wait for a state to begin, as over gRPC."""
+"""Longest wait for the start of a state transfer, as over gRPC."""
 RESUMES_S = 20.0
-"""Longest silence in the transfer of a state: about what the calls over gRPC that try to go on with it take."""
+"""Longest silence during a state transfer: about as long as the gRPC calls that try to resume it take."""
 
 T = TypeVar("T")
 Method = Callable[[PeerId, Header, Body], Coroutine[Any, Any, T]]
@@ -54,7 +54,7 @@ class SimTransport:
 
     def __init__(self, network: Network, me: PeerId) -> None:
         self.dead = False
-        """The process of this node has crashed: what its tasks still try has no effect."""
+        """The process of this node has crashed; nothing that its tasks still do has any effect."""
         self._network = network
         self._me = me
         self.line = network.traffic.lines.new(me)
@@ -98,7 +98,8 @@ class SimTransport:
         return snapshot
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
-        """See `ports.Transport`. A cut of less than RESUMES_S only delays it; the donor lends its copy meanwhile."""
+        """See `ports.Transport`. An interruption of less than RESUMES_S only delays it; the donor keeps its copy
+        meanwhile."""
 
         async def invoke(handler: Handler, call: SimCall[ReplicaState]) -> ReplicaState:
             async with handler.lend_state(self._me, None) as state:
@@ -151,7 +152,7 @@ class SimTransport:
     async def _submit(
         self, peer: Advert, sent: Activation, claim: Claim | None, what: str, method: Callable[[Handler], Method[T]]
     ) -> T:
-        """A call with an activation. Small tensors follow their header at once, large ones when they are asked for."""
+        """Make a call with an activation. Small tensors follow their header at once, large ones when requested."""
         self._check_alive()
         nbytes = self._network.payload_bytes("activation", sent.tensors)
         whole = claim is None and nbytes <= wire.PACK_BYTES
@@ -180,7 +181,7 @@ class SimTransport:
         body: Payload | None = None,
         silence_s: tuple[float, float] | None = None,
     ) -> T:
-        """One call; `nbytes` of request and answer come to what all calls have."""
+        """Make one call. `nbytes`: size of request and answer beyond what every call has."""
         self._check_alive()
         each = self._network.control
         request, answer = each.request + nbytes[0], each.answer + nbytes[1]
@@ -198,12 +199,12 @@ class SimTransport:
 
 
 class _SimBody:
-    """The tensors of one activation, on their way to a handler."""
+    """The tensors of one activation under way to a handler."""
 
     def __init__(self, network: Network, sent: Activation, payload: Payload, claim: Claim) -> None:
         self._network, self._sent, self._payload, self._claim = network, sent, payload, claim
         self.latency_s = 0.0
-        """How long the header took."""
+        """Time that the header took."""
 
     @property
     def received(self) -> int:
@@ -211,7 +212,7 @@ class _SimBody:
         return self._payload.moved_bytes(asyncio.get_running_loop().time())
 
     async def __call__(self) -> Activation:
-        """See `ports.Body`. The last byte takes as long as the header did once it has left."""
+        """See `ports.Body`. Once the last byte has left, it takes as long as the header did."""
         payload, network = self._payload, self._network
         if payload.sent_at is None and not payload.over:
             granting, asked = payload.receiver, payload.sender
@@ -228,12 +229,12 @@ class _SimBody:
 
 
 def _copy(tensor: HostTensor) -> HostTensor:
-    """What travels is the value at the time of sending, as on a real wire."""
+    """A copy of a tensor: as on a real wire, the value at the time of sending travels."""
     return HostTensor(tensor.name, tensor.dtype, tensor.shape, memoryview(bytes(tensor.data)))
 
 
 def _sent(activation: Activation) -> Activation:
-    """The activation as it travels: copied, with specs and digest filled in."""
+    """The activation as it travels: a copy with specs and digest filled in."""
     tensors = [_copy(tensor) for tensor in activation.tensors]
     digest = blake2b(digest_size=8)
     for tensor in tensors:

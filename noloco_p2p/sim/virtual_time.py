@@ -1,8 +1,8 @@
-"""Virtual time: unmodified asyncio on a clock that jumps to the next timer instead of waiting for it.
+"""Virtual time: unmodified asyncio with a clock that jumps to the next timer instead of waiting for it.
 
-Nothing with threads, sockets or processes of its own can live in this loop; everything else of asyncio can. The same
-program gives the same order of events every time: the clock starts at 0, and tasks hash by their number, so that even
-the sets inside asyncio (TaskGroup, `asyncio.wait`) are walked in an order that does not depend on addresses.
+Threads, sockets and processes do not work in this loop; everything else in asyncio does. The same program always gives
+the same order of events: the clock starts at 0, and tasks hash by their number, so even the sets inside asyncio
+(TaskGroup, `asyncio.wait`) are iterated in an order that does not depend on memory addresses.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from typing import Any, NoReturn, TypeVar, TypeVarTuple
 from noloco_p2p.errors import NolocoError
 
 COLLECT_EVERY = 1_000_000
-"""Objects made, less those freed, from one collection of cyclic garbage to the next."""
+"""Garbage collection threshold: objects allocated minus objects freed between two collections."""
 LIVELOCK_TURNS = 200_000
-"""Turns of the loop in a row at one and the same virtual time after which it is taken to spin."""
+"""Iterations of the loop without progress in virtual time after which the program counts as spinning."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 
 class Deadlock(NolocoError):
-    """The simulated program cannot end: nothing will ever wake it, it spins, or its virtual time is used up."""
+    """The simulated program cannot end: nothing will ever wake it, it spins, or it has used up its virtual time."""
 
 
 class _NumberedTask(asyncio.Task[Any]):
@@ -39,7 +39,7 @@ class _NumberedTask(asyncio.Task[Any]):
 
 
 class _Selector:
-    """Stands where asyncio waits for sockets: waits for nothing, moves the clock."""
+    """Takes the place of asyncio's socket selector. It waits for nothing and advances the clock."""
 
     def __init__(self, loop: "VirtualLoop") -> None:
         self._loop = loop
@@ -50,7 +50,7 @@ class _Selector:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop under virtual time; `limit_s` is the virtual time at which an endless program is ended."""
+    """An event loop with virtual time. `limit_s`: the virtual time after which the program is aborted."""
 
     def __init__(self, limit_s: float | None = None) -> None:
         super().__init__()
@@ -63,11 +63,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_task_factory(self._make_task)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self._now_s
 
     def pass_time(self, timeout: float | None) -> None:
-        """One turn of the loop: on by `timeout` seconds, the time to the next timer; None when there is no timer."""
+        """One iteration of the loop: advance by `timeout` seconds, the time to the next timer (None: there is no
+        timer)."""
         if timeout is None:
             self._give_up("deadlock: nothing is ready and no timer is set")
         if timeout > 0:
@@ -82,7 +83,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
     ) -> asyncio.Future[T]:
-        """Refused: a thread would answer at no defined virtual time. Raises RuntimeError."""
+        """Not supported: a thread would finish at an undefined virtual time. Raises RuntimeError."""
         raise RuntimeError("virtual time has no threads")
 
     def _give_up(self, why: str) -> NoReturn:
@@ -94,14 +95,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return _NumberedTask(coro, number=next(self._numbers), loop=loop, **options)
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """No sockets, no events."""
+        """Without sockets there are no events."""
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in `select`, so nobody has to be woken."""
+        """Not needed: nothing sleeps in `select`."""
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """The name of a task and the innermost line of its own code at which it waits, with the way there."""
+    """A task's name and the chain of coroutines down to the line at which it waits."""
     places = []
     awaited: object = task.get_coro()
     while inspect.iscoroutine(awaited):
@@ -113,10 +114,10 @@ def _where(task: asyncio.Task[Any]) -> str:
 
 
 def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
-    """Run a coroutine to its end in a fresh virtual loop, like `asyncio.run`.
+    """Run a coroutine in a new virtual loop, like `asyncio.run`.
 
-    Raises Deadlock, which lists what every task waits for, when it cannot end or takes more than `limit_s` virtual
-    seconds. Tasks that are left over are cancelled.
+    Raises Deadlock, which lists what every task waits for: the coroutine cannot end, or takes more than `limit_s`
+    virtual seconds. Remaining tasks are cancelled.
     """
     found: list[T] = []
 
@@ -131,7 +132,7 @@ def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """A swarm is a million objects that live on: looking through them for garbage cost half of the time."""
+    """A swarm consists of a million long-lived objects. Searching them for garbage took half of the run time."""
     before = gc.get_threshold()
     gc.set_threshold(COLLECT_EVERY, *before[1:])
     try:

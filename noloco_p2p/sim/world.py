@@ -1,6 +1,6 @@
-"""A swarm of real `Node`s in one process under virtual time: builds it, disturbs it on schedule, gives its outcome.
+"""A swarm of real `Node`s in one process with virtual time: builds it, disturbs it on schedule, returns its outcome.
 
-swarm = Swarm(SwarmPlan(manifest, replicas=(2, 3), seed=1))
+swarm = SimSwarm(SimPlan(manifest, replicas=(2, 3), seed=1))
 swarm.at(3.0, lambda: swarm.crash("s1r0"))
 outcome = swarm.run()
 """
@@ -28,11 +28,11 @@ from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.virtual_time import run
 
 StageFactory = Callable[[RunManifest, int, PeerId], SyncStage]
-"""Makes the synchronous stage of (manifest, stage index, peer)."""
+"""Makes a synchronous stage from (manifest, stage index, peer)."""
 BatchesFactory = Callable[[RunManifest, PeerId, Mapping[str, object] | None], Batches]
-"""Makes the data of (manifest, peer, cursor to go on from)."""
+"""Makes the data from (manifest, peer, cursor to continue from)."""
 MIDNIGHT = datetime(2026, 1, 1)
-"""What the clocks on the walls show when a run begins."""
+"""Wall-clock time at the start of a run."""
 
 
 def peer_id(stage: int, replica: int) -> PeerId:
@@ -42,35 +42,36 @@ def peer_id(stage: int, replica: int) -> PeerId:
 
 @dataclass(frozen=True, slots=True)
 class SimPlan:
-    """What is simulated. Everything follows from it."""
+    """What is simulated. It determines everything."""
 
     manifest: RunManifest
     replicas: tuple[int, ...]
-    """Replicas of each stage that are there from the beginning."""
+    """Initial replicas of each stage."""
     seed: int = 0
     """Seed of the world: links and device times (the run's own seed is in the manifest)."""
     config: NodeConfig = field(default_factory=NodeConfig)
-    """Of every node; its `stage` is set to the node's own."""
+    """Of every node; `stage` is set to the node's own."""
     link: Link = field(default_factory=Link)
-    """Every link, where there is no `geography`."""
+    """Every link if there is no `geography`."""
     geography: Geography | None = None
-    """Which nodes are connected how."""
+    """How the nodes are connected."""
     sizes: MessageSizes | None = None
-    """What travels on the links, where it is not what the tensors have."""
+    """Message sizes, if they are not those of the tensors."""
     costs: Costs | tuple[Costs, ...] = field(default_factory=Costs)
-    """Device seconds of every node, or of those of each stage."""
+    """Device seconds of every node, or per stage."""
     slowness: Mapping[PeerId, float] = field(default_factory=dict)
-    """Factor on a node's device seconds, 1.0 where it is not named."""
+    """Factor on a node's device seconds; 1.0 for nodes not named."""
     view_age_s: float = 0.0
-    """How old every view of the membership is."""
+    """Age of every view of the membership, seconds."""
     unequal_batches: bool = False
     """Microbatches have different numbers of tokens."""
     chooses_stage: bool = False
-    """Nodes choose their stage themselves; the one in their id means nothing then."""
+    """Nodes choose their stage themselves; the one in their id then means nothing."""
     save_s: float = 0.05
     """Virtual seconds that writing or reading a checkpoint takes."""
     torn_by_crash: bool = False
-    """A crash in the middle of a save leaves a checkpoint that looks whole and is not; else nothing."""
+    """A crash in the middle of a save leaves a checkpoint that looks complete but is not; otherwise it leaves
+    nothing."""
     stage_factory: StageFactory = LinearStage
     batches_factory: BatchesFactory | None = None
     """None: small integers (`sim.batches`)."""
@@ -81,7 +82,7 @@ class SimPlan:
 
 
 class SimSwarm:
-    """Builds the nodes of a plan and runs them to their end. Used once."""
+    """Builds the nodes of a plan and runs them to their end. Can be used once."""
 
     def __init__(self, plan: SimPlan) -> None:
         self.plan = plan
@@ -89,22 +90,22 @@ class SimSwarm:
         self.registry = Registry(plan.view_age_s)
         self.trace = Trace()
         self.disks: dict[PeerId, Disk] = {}
-        """What each node has written; they outlive its processes."""
+        """What each node has written; it outlives the node's processes."""
         self.processes: list[SimProcess] = []
         """In the order of their starts."""
         self._started = asyncio.Event()
-        """A node has been started since the run last looked."""
+        """Set when a node has been started since the run last looked."""
         self._restarts: dict[asyncio.Task[None], None] = {}
         self._schedule: list[tuple[float, Callable[[], object]]] = []
 
     # --- what happens when ----------------------------------------------------------------------------------------
 
     def at(self, at_s: float, action: Callable[[], object]) -> None:
-        """Before `run`: do something at a virtual time, such as `lambda: swarm.crash("s0r1")`."""
+        """Before `run`: schedule an action for a virtual time, such as `lambda: swarm.crash("s0r1")`."""
         self._schedule.append((at_s, action))
 
     def start(self, stage: int, replica: int) -> None:
-        """Start a node, also again with its disk after its crash; its process has an incarnation of its own."""
+        """Start a node, or restart it with its disk after a crash. The process has an incarnation of its own."""
         peer, plan = peer_id(stage, replica), self.plan
         incarnation = generator(plan.seed, "incarnation", peer, len(self.processes)).getrandbits(64) | 1
         config = plan.config.model_copy(update={"stage": None if plan.chooses_stage else stage})
@@ -142,7 +143,7 @@ class SimSwarm:
         self._started.set()
 
     def crash(self, peer: PeerId) -> None:
-        """A process is gone at once: nothing it still does has any effect, its advert stays until it expires."""
+        """Kill a process at once: nothing that it still does has any effect. Its advert stays until it expires."""
         process = self.process(peer)
         if process.task is None or not process.running:
             return
@@ -156,7 +157,7 @@ class SimSwarm:
         process.task.cancel()
 
     def bounce(self, peer: PeerId, down_s: float) -> None:
-        """Crash a node and start it again after `down_s` with its id and its disk, unless the run has ended by then."""
+        """Crash a node and restart it after `down_s` with its id and its disk, unless the run has ended by then."""
         if self.process(peer).running:
             self.crash(peer)
             restart = asyncio.get_running_loop().create_task(self._restart(peer, down_s))
@@ -164,25 +165,25 @@ class SimSwarm:
             restart.add_done_callback(lambda done: self._restarts.pop(done, None))
 
     def wipe(self, peer: PeerId) -> None:
-        """A node loses its disk."""
+        """Delete a node's disk."""
         self.disks[peer].wipe()
 
     def tear(self, peer: PeerId) -> None:
-        """The newest checkpoint of a node turns out torn when it is read."""
+        """Make a node's newest checkpoint torn."""
         self.disks[peer].tear()
 
     def pause(self, peer: PeerId) -> None:
-        """Tell a node to stop taking part for a while."""
+        """Tell a node to pause."""
         if self.process(peer).running:
             self.process(peer).node.pause()
 
     def resume(self, peer: PeerId) -> None:
-        """Tell a paused node to come back."""
+        """Tell a paused node to resume."""
         if self.process(peer).running:
             self.process(peer).node.resume()
 
     def split(self, *groups: Collection[PeerId]) -> None:
-        """Nothing crosses from one group to another until `heal`, neither calls nor announcements."""
+        """Let nothing pass between groups until `heal`, neither calls nor announcements."""
         self.network.split(groups)
         self.registry.split(groups)
 
@@ -192,7 +193,7 @@ class SimSwarm:
         self.registry.heal()
 
     def slow(self, peer: PeerId, slowness: float) -> None:
-        """From its next device operation on, a node needs this many times the plain seconds."""
+        """Multiply a node's device seconds by this factor from the next operation on."""
         device = self.process(peer).device
         if device is not None:
             device.slowness = slowness
@@ -202,7 +203,7 @@ class SimSwarm:
         self.process(peer).node.drain()
 
     def process(self, peer: PeerId) -> SimProcess:
-        """The newest process of a peer. Raises KeyError when there is none."""
+        """The newest process of a peer. Raises KeyError: there is none."""
         for process in reversed(self.processes):
             if process.peer == peer:
                 return process
@@ -210,15 +211,15 @@ class SimSwarm:
 
     @property
     def finished(self) -> bool:
-        """A node has come to the end of the run."""
+        """Whether a node has reached the end of the run."""
         return any(process.node.finished for process in self.processes)
 
     # --- the run --------------------------------------------------------------------------------------------------
 
     def run(self, limit_s: float = 3600.0, *, tolerate: bool = False) -> Outcome:
-        """Run until every node has ended. Raises Deadlock when that takes more than `limit_s` virtual seconds.
+        """Run until every node has ended. Raises Deadlock: that takes more than `limit_s` virtual seconds.
 
-        Without `tolerate`, the first error of a node that did not crash, or of a handler, is raised.
+        Without `tolerate`, raises the first error of a handler or of a node that did not crash.
         """
         outcome = run(self._main(), limit_s=limit_s)
         errors = [one.error for one in outcome.processes if one.error is not None and not one.crashed]
@@ -243,7 +244,8 @@ class SimSwarm:
         return Outcome(tuple(self.processes), self.trace, tuple(self.network.bugs), ended_at_s)
 
     def _pending(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
-        """What the run waits for; empty when it is over. Where all have crashed, the schedule may start them again."""
+        """The tasks that the run waits for; empty when it is over. If all nodes have crashed, the schedule may restart
+        them."""
         tasks = [process.task for process in self.processes if process.task and not process.task.done()]
         pending = [*tasks, *self._restarts]
         crashed = all(self.process(peer).crashed for peer in dict.fromkeys(one.peer for one in self.processes))
@@ -255,7 +257,7 @@ class SimSwarm:
             self.start(*self.process(peer).place)
 
     async def _follow_schedule(self) -> None:
-        """Actions of the same time in the order in which they were given."""
+        """Run the scheduled actions; those with the same time in the order in which they were given."""
         now = asyncio.get_running_loop().time
         for at_s, action in sorted(self._schedule, key=lambda entry: entry[0]):
             await asyncio.sleep(at_s - now())

@@ -180,7 +180,7 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
         (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[-5]]}"], "network.regions.mbit_per_s"),
         (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[1, 2]]}"], "mbit_per_s must have 1 rows"),
         (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs one of peers, region and share"),
-        (["faults=[{at_s: 1, kind: crash, region: mars}]"], "the region 'mars', which is none of []"),
+        (["faults=[{at_s: 1, kind: crash, region: mars}]"], "region 'mars', but the regions are []"),
         (["run.outer.rule=gossip", "run.outer.alpha=0.3"], "rule gossip has no alpha"),
     ],
 )
@@ -201,7 +201,7 @@ def test_another_optimizer_has_its_own_learning_rate() -> None:
 
 def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:
     scenario = load(None, ["faults=[{at_s: 1, kind: crash, peers: [s0r3]}]"])
-    with pytest.raises(ConfigError, match="s0r3, which there is not"):
+    with pytest.raises(ConfigError, match="s0r3, which does not exist"):
         build(scenario, seed=0, nodes=4)
 
 
