@@ -65,7 +65,8 @@ def gone_through(best: float) -> list[Result]:
             ratio = case.settings["rate"] / best
             loss = None if ratio > 4 else 1 + abs(ratio - 1) + 0.01 * case.settings["seed"]
             results.append(Result(case, figures_of(loss), 1.0))
-        todo = further(False, results)
+        measured = {one.case.name for one in results}
+        todo = [case for case in further(False, results) if case.name not in measured]
     return results
 
 

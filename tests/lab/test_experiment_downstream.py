@@ -109,7 +109,8 @@ def test_the_report_stands_whatever_came_out() -> None:
         for case in todo:
             loss = 2 + 0.1 * case.settings["seed"] + 0.5 * (case.settings["method"] != "parallel")
             results.append(Result(case, figures_of(loss + abs(case.settings["rate"] - 4e-3), 3 - loss), 1.0))
-        todo = downstream.EXPERIMENT.further(False, results)
+        measured = {one.case.name for one in results}
+        todo = [case for case in downstream.EXPERIMENT.further(False, results) if case.name not in measured]
     assert {(one["method"], one["seed"]) for one in results} == {(m, s) for m in (*METHODS, FRESH) for s in (1, 2, 3)}
     page = markdown(report(results))
     assert "NoLoCo, m = 10 less synchronous data parallel: 0.5 ±" in page

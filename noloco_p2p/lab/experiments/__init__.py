@@ -1,8 +1,8 @@
-"""Experiments that a user can repeat: each asks one question, runs its cases, and writes a report with its own figures.
+"""Experiments that a user can repeat. Each asks one question, runs its cases, and writes a report with its own figures.
 
-`spec` says what an experiment is, `runner` measures its cases, `results` and `markdown_page` have what the reports
-share. `training`, `real_swarm` and `instrumented_stage` train real weights in the simulator; `allreduce` and `bounds`
-are models that are set beside what was measured; the others are the experiments themselves.
+`spec` defines what an experiment is, `runner` measures its cases, `results` and `markdown_page` contain what the
+reports share. `training`, `real_swarm` and `instrumented_stage` train real weights in the simulator. `allreduce` and
+`bounds` are models that are compared with the measurements. The other modules are the experiments.
 """
 
 import importlib
@@ -22,11 +22,11 @@ EXPERIMENTS = {
     "convergence": ("convergence", "loss at equal tokens, and bytes: data parallel, the outer rules, nothing"),
     "downstream": ("downstream", "fine-tuning and tasks after pre-training: data parallel, NoLoCo, gossip, nothing"),
 }
-"""Every experiment by its name: its module, and what it is about."""
+"""Every experiment by name: its module and its subject."""
 
 
 def find(name: str) -> Experiment:
-    """The experiment of a name. Raises ConfigError when there is none."""
+    """The experiment with this name. Raises ConfigError: there is none."""
     if name not in EXPERIMENTS:
         raise ConfigError(f"no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
     experiment: Experiment = importlib.import_module(f"{__name__}.{EXPERIMENTS[name][0]}").EXPERIMENT

@@ -1,8 +1,8 @@
-"""Models of all-reduces on the links of the simulator: how long N nodes that start together take to average a vector.
+"""Models of all-reduces on the simulator's links: how long N nodes that start together take to average a vector.
 
-A message of b bytes arrives after a latency, drawn anew for each message, plus b / speed; messages that enter or leave
-one node at the same time share its speed, which is the same up and down. Every model gives the time until the last node
-has the mean, in seconds. What precedes an all-reduce, such as matchmaking, is not counted.
+A message of b bytes arrives after a latency, drawn for each message, plus b / speed. Messages that enter or leave one
+node at the same time share its speed, which is the same in both directions. Every model returns the time until the last
+node has the mean, in seconds. What precedes an all-reduce, such as matchmaking, is not included.
 """
 
 import math
@@ -18,52 +18,52 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What the messages meet."""
+    """The properties of the links."""
 
     latency_s: float
-    """Mean of the one-way latency, seconds."""
+    """Mean one-way latency, seconds."""
     std_over_mean: float
-    """Standard deviation of the log-normal latency over its mean; 0: constant."""
+    """Standard deviation of the log-normal latency divided by its mean; 0: constant."""
     vector_s: float = 0.0
-    """Time of one whole vector through the access of a node that does nothing else, seconds."""
+    """Time that one vector takes through the access of an otherwise idle node, seconds."""
 
     @property
     def sigma(self) -> float:
-        """Of the logarithm of the latency: std/mean = sqrt(exp(σ²) − 1)."""
+        """Standard deviation of the logarithm of the latency: std/mean = sqrt(exp(σ²) − 1)."""
         return math.sqrt(math.log1p(self.std_over_mean**2))
 
     @property
     def median_s(self) -> float:
-        """Median of the latency: mean · exp(−σ²/2)."""
+        """Median latency: mean · exp(−σ²/2)."""
         return self.latency_s * math.exp(-(self.sigma**2) / 2)
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Times:
-        """Latencies, seconds."""
+        """Random latencies, seconds."""
         return self.median_s * np.exp(self.sigma * rng.standard_normal(shape))
 
 
 def dice(seed: int, *purpose: str | int) -> np.random.Generator:
-    """A fresh generator, a function of its arguments only."""
+    """A new generator that depends on its arguments only."""
     return np.random.default_rng(generator(seed, *purpose).getrandbits(64))
 
 
 def levels(nodes: int) -> int:
-    """log2 of a power of two. Raises ValueError for another number."""
+    """log2 of a power of two. Raises ValueError: it is not one."""
     if nodes < 2 or nodes & (nodes - 1):
-        raise ValueError(f"{nodes} nodes: a power of two, please")
+        raise ValueError(f"the number of nodes must be a power of two, not {nodes}")
     return nodes.bit_length() - 1
 
 
 def exchange_s(wire: Wire, rng: np.random.Generator) -> float:
-    """The paper's pair: each sends one vector to the other at once; the later arrival counts."""
+    """The paper's pair: both send one vector to each other at once; the later arrival counts."""
     return float(wire.draw(rng, (2,)).max()) + wire.vector_s
 
 
 def tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
-    """The paper's tree: log2 N levels; a parent waits for two messages, and sends two on the way down.
+    """The paper's tree: log2 N levels. A parent waits for two messages, and sends two on the way down.
 
-    No spread: 2·log2 N·(latency + 2·vector). With log-normal latency it gives the ratios that the paper's figure 5 has
-    (tests). Its inner vertices are nodes of their own here.
+    Without spread: 2·log2 N·(latency + 2·vector). With log-normal latency it gives the ratios of the paper's figure 5
+    (tests). Its inner vertices are separate nodes here.
     """
     at = np.zeros(nodes)
     for _ in range(levels(nodes)):
@@ -76,15 +76,15 @@ def tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
 
 
 def binomial_tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
-    """The tree that N nodes can form: in each turn half of those left send to the other half; then the same backwards.
+    """A tree of N nodes: in each turn half of the remaining nodes send to the other half; then the same backwards.
 
-    No spread: 2·log2 N·(latency + vector).
+    Without spread: 2·log2 N·(latency + vector).
     """
     at = np.zeros(nodes)
     while len(at) > 1:
         receivers, senders = np.split(at, 2)
         at = np.maximum(receivers, senders + wire.draw(rng, senders.shape) + wire.vector_s)
-    # A sender's next message leaves when the one before is out: after `vector_s`, not after its latency.
+    # A sender's next message leaves when the previous one is out: after `vector_s`, not after its latency.
     out = at.copy()
     while len(at) < nodes:
         got = out + wire.vector_s + wire.draw(rng, out.shape)
@@ -93,9 +93,9 @@ def binomial_tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
 
 
 def ring_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
-    """2·(N − 1) turns: each node passes on the part of 1/N of the vector that it got in the turn before.
+    """2·(N − 1) turns: each node passes on the part of 1/N of the vector that it received in the previous turn.
 
-    No spread: 2·(N − 1)·(latency + vector/N). On one link messages keep their order.
+    Without spread: 2·(N − 1)·(latency + vector/N). Messages on one link keep their order.
     """
     part_s = wire.vector_s / nodes
     got, out = np.zeros(nodes), np.zeros(nodes)
@@ -106,17 +106,18 @@ def ring_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
 
 
 def butterfly_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
-    """As hivemind does it: each node sends part j of its vector to node j, which averages and sends it back to all.
+    """As in hivemind: each node sends part j of its vector to node j, which averages it and sends it back to all.
 
-    No spread: 2·(latency + vector·(N − 1)/N). hivemind, averaging/allreduce.py; Ryabinin et al. 2021, arXiv 2103.03239.
-    Its parts are of equal size here, as the nodes are equally fast.
+    Without spread: 2·(latency + vector·(N − 1)/N). hivemind, averaging/allreduce.py; Ryabinin et al. 2021, arXiv
+    2103.03239. The parts have equal size here, because the nodes are equally fast.
     """
     others_s = wire.vector_s * (nodes - 1) / nodes
     return float(_all_to_all(_all_to_all(np.zeros(nodes), wire, rng) + others_s, wire, rng).max() + others_s)
 
 
 def _all_to_all(at: Times, wire: Wire, rng: np.random.Generator) -> Times:
-    """When each node has what every other one sent at its time; without the time of the bytes. O(N²) draws."""
+    """When each node has the messages that all others sent at their times, ignoring the time of the bytes. O(N²)
+    draws."""
     arrived = at[:, None] + wire.draw(rng, (len(at), len(at)))
     np.fill_diagonal(arrived, at)
     return np.asarray(arrived.max(axis=0))

@@ -1,21 +1,22 @@
 """How much of their time do replicas wait at outer rounds: with pair pulls, with a global barrier?
 
-One stage, N replicas, {ROUNDS} outer rounds of m inner steps each, matched pairs. An inner step takes 1 s in the mean,
-log-normal with the given std/mean, times the node's own speed, log-normal too and the same over the whole run. Links
-take no time: only the waiting for others is left. (The paper's figure 5B asks the same; it gives no numbers that could
-stand here.)
+One stage, N replicas, {ROUNDS} outer rounds of m inner steps each, matched pairs. An inner step takes 1 s on average,
+log-normal with the given std/mean, times the node's own speed, which is also log-normal and constant over the run.
+Links take no time, so only the waiting for others remains. (The paper's figure 5B asks the same, but gives no numbers
+to compare with.)
 
-Idle share: of the time from a node's first inner step to the end of its last outer round, what it waited for others;
-mean ± standard deviation over seeds. *Barrier* and *pairs* are models on step times drawn from the same distribution:
-at the end of each round every node waits for the last of all, or for its partner of the round, however long. *Waits for
-its partner* is the node's own code under that same rule; *default* is the node as it comes, but for `outer.overlap`,
-with which nobody waits: it waits at most the device time of two inner steps, then takes the newest snapshot that there
-is, and its clock follows the median of the others, so that quick nodes do more steps a round and slow ones fewer.
+Idle share: the part of the time from a node's first inner step to the end of its last outer round in which it waited
+for others; mean ± standard deviation over seeds. *Barrier* and *pairs* are models with step times from the same
+distribution: at the end of each round every node waits for the last of all nodes, or for its partner of the round,
+without a limit. *Waits for its partner* is the node's own code under the same rule. *default* is the node with default
+settings except for `outer.overlap`, with which nobody waits: it waits at most for the device time of two inner steps
+and then takes the newest available snapshot. Its clock follows the median of the others, so fast nodes do more steps
+per round and slow ones fewer.
 
-Limits: One stage: in a pipeline replicas also wait for microbatches, and a slow node holds its neighbours up (see the
-scenario of stragglers of `noloco sim`). The barrier is the best one there can be: it ends at the very moment at which
-the last replica arrives. What an old snapshot or a different number of inner steps does to the loss is not seen here
-(see `staleness`).
+Limits: There is only one stage. In a pipeline replicas also wait for microbatches, and a slow node holds up its
+neighbours (see the stragglers scenario of `noloco sim`). The barrier is the best possible one: it ends at the moment at
+which the last replica arrives. The effect of an old snapshot or of a different number of inner steps on the loss is not
+measured here (see `staleness`).
 """
 
 import statistics
@@ -45,15 +46,16 @@ STEP_S = 1.0
 """Mean time of an inner step of an average node."""
 ROUNDS = 12
 INNER_STEPS = 10
-"""m, where it is not varied."""
+"""m, unless it is varied."""
 DRAWS = 100
-"""Of each model, with pairs anew each time."""
+"""Draws per model, with new pairs each time."""
 POLICIES = {"default": "node, default", "patient": "node, waits for its partner"}
-"""`default`: a user's, but without overlap. `patient`: the paper's rule, m steps a round, however long it takes."""
+"""`default`: default settings without overlap. `patient`: the paper's rule, m steps a round, however long it takes."""
 
 
 def cases(quick: bool) -> list[Case]:
-    """Numbers of replicas by spread of the steps, then nodes of unequal speed, then longer rounds; large ones first."""
+    """Numbers of replicas by spread of the steps, then nodes of unequal speed, then other round lengths; large ones
+    first."""
     nodes, seeds = ((4, 16, 64), 1) if quick else ((4, 16, 64, 256), 3)
     grid = [(n, step, 0.0, INNER_STEPS) for n in nodes for step in (0.5, 1.0, 2.0)]
     grid += [(n, 0.5, speed, INNER_STEPS) for n in nodes for speed in (0.25, 0.5) if n < 256 or speed == 0.5]
@@ -75,7 +77,7 @@ def measure(case: Case) -> Figures:
     factors = np.array([slowness(settings)[peer] for peer in peers])
     barriers, pairs = list[float](), list[float]()
     for _ in range(DRAWS):
-        # One row a round: the seconds of m steps of each node.
+        # One row per round: the seconds of m steps of each node.
         work_s = np.stack([steps_s(settings, factors, rng) for _ in range(ROUNDS)])
         busy_s = float(work_s.sum(axis=0).mean())
         barriers.append(1 - busy_s / barrier(work_s))
@@ -85,7 +87,7 @@ def measure(case: Case) -> Figures:
 
 
 def slowness(settings: Mapping[str, Any]) -> dict[PeerId, float]:
-    """What each node's step times are multiplied by: log-normal of mean 1."""
+    """Factor on each node's step times: log-normal with mean 1."""
     wire = Wire(1.0, settings["speed_std"])
     rng = generator(settings["seed"], "speed")
     peers = members(settings["nodes"])
@@ -97,7 +99,7 @@ def swarm(settings: Mapping[str, Any]) -> SimSwarm:
     m, seed, patient = settings["inner_steps"], settings["seed"], settings["policy"] == "patient"
     steps, replicas = Wire(STEP_S, settings["step_std"]), (settings["nodes"],)
     waits = {"partner_wait_s": FOREVER_S if patient else None, "deadline_s": FOREVER_S}
-    # `balanced` leaves the pull of the median out of the clock: all do m steps a round.
+    # Under `balanced` the clock does not follow the median: all nodes do m steps per round.
     routing, outer = "balanced" if patient else "random", {"inner_steps": m, **waits}
     # A node that has finished stays until the last one has pulled from it.
     config = {"checkpoint": {"every_steps": None}, "directory": {"ttl_s": FOREVER_S}}
@@ -115,20 +117,20 @@ def swarm(settings: Mapping[str, Any]) -> SimSwarm:
 
 
 def steps_s(settings: Mapping[str, Any], factors: Times, rng: np.random.Generator) -> Times:
-    """The seconds of the m inner steps of a round, of each node."""
+    """Seconds of the m inner steps of a round for each node."""
     drawn = Wire(STEP_S, settings["step_std"]).draw(rng, (int(settings["inner_steps"]), len(factors)))
     return np.asarray(factors * drawn.sum(axis=0))
 
 
 def barrier(work_s: Times) -> float:
-    """Time of all rounds (rows) when every node (column) waits for the last one at the end of each."""
+    """Time of all rounds (rows) if every node (column) waits for the last one at the end of each."""
     return float(work_s.max(axis=1).sum())
 
 
 def in_pairs(work_s: Times, replicas: Sequence[PeerId], seed: int) -> Times:
-    """When each node has done all rounds, when it waits at the end of each for its partner of that round only.
+    """When each node has done all rounds if it waits at the end of each only for its partner of that round.
 
-    The pairs are those that nodes draw in a run of this seed.
+    The pairs are those that nodes draw in a run with this seed.
     """
     place = {peer: column for column, peer in enumerate(replicas)}
     at = np.zeros(len(replicas))
@@ -140,7 +142,7 @@ def in_pairs(work_s: Times, replicas: Sequence[PeerId], seed: int) -> Times:
 
 
 def figures_of(outcome: Outcome) -> Figures:
-    """How long the replicas waited for each other, in shares of their time and in seconds, and how rounds ended."""
+    """How long the replicas waited for each other, as a share of their time and in seconds, and how rounds ended."""
     nodes, spans_s, waits, steps = outcome.of_stage(0), list[float](), list[list[float]](), 0
     for node in nodes:
         done, rounds = node.trace.of("inner_step"), node.trace.of("outer_round")
@@ -174,7 +176,7 @@ SETTING_COLUMNS: Columns = {
 
 
 def report(results: Results) -> list[Block]:
-    """A table for each question, and plots over the number of replicas."""
+    """A table per question, and plots over the number of replicas."""
     groups = dict(sorted(group(results, "speed_std", "step_std", "inner_steps", "nodes").items()))
     even = {(key[1], key[3]): found for key, found in groups.items() if key[0] == 0 and key[2] == INNER_STEPS}
     uneven = [found for key, found in groups.items() if key[0] > 0]
@@ -183,26 +185,27 @@ def report(results: Results) -> list[Block]:
         _headline([found for key, found in groups.items() if key[2] == INNER_STEPS]),
         _table(list(even.values()), "### Equal nodes, steps of log-normal length"),
         *(_plot(even, step_std) for step_std in sorted({step_std for step_std, _ in even})),
-        _table(uneven, "### Nodes of unequal speed, which they keep"),
+        _table(uneven, "### Nodes of unequal, constant speed"),
         _table(lengths, "### Longer and shorter rounds"),
         _rounds(list(groups.values())),
     ]
 
 
 def _idle(found: Results, name: str) -> list[float]:
-    """Per cent, of a policy or of a model; of a model one figure a seed, as both policies carry the same."""
+    """Idle share in per cent of a policy or a model. A model has one value per seed, because both policies carry the
+    same."""
     if name in POLICIES:
         return [100 * one["node"]["idle"] for one in found if one["policy"] == name]
     return [100 * value for value in {one["seed"]: one[name] for one in found}.values()]
 
 
 def _headline(groups: Groups) -> str:
-    """The largest swarm at each spread, in a line."""
+    """One line for the largest swarm at each spread."""
     largest = max((found[0]["nodes"] for found in groups), default=0)
     return "\n".join(
         f"- N = {largest}, steps of std/mean {found[0]['step_std']:g}, speeds of {found[0]['speed_std']:g}, m ="
         f" {INNER_STEPS}: idle {statistics.fmean(_idle(found, 'barrier_idle')):.1f} % with a barrier,"
-        f" {statistics.fmean(_idle(found, 'patient')):.1f} % when each waits for its partner,"
+        f" {statistics.fmean(_idle(found, 'patient')):.1f} % if each waits for its partner,"
         f" {statistics.fmean(_idle(found, 'default')):.1f} % with the node's short wait."
         for found in groups
         if found[0]["nodes"] == largest

@@ -1,10 +1,10 @@
-"""Where the replicas of a stage diverge: the outer round without training, by theory and by playing it through.
+"""Where the replicas of a stage diverge: the outer round without training, in theory and in simulation.
 
-Training adds Δ, which is curvature and noise; what is left without it is linear. With x and δ a replica's deviations
-from the mean over N replicas, and g that of its φ from its pair's mean, one round of N1 and N2 (METHOD.md, "Outer
-round") is δ ← α·δ − γ·g, x ← x + δ. Over matchings drawn anew each round E[g²] = E[x·g] = k·E[x²] and E[δ·g] =
-k·E[δ·x], where k = ½·N/(N − 1): so the second moments E[x²], E[x·δ], E[δ²] follow a 3×3 matrix, and the replicas stay
-together in mean square iff its spectral radius is below one. For N → ∞ that is S1.
+Training adds Δ, which is curvature and noise; what remains without it is linear. With x and δ a replica's deviations
+from the mean over N replicas, and g the deviation of its φ from its pair's mean, one round of N1 and N2 (METHOD.md,
+"Outer round") is δ ← α·δ − γ·g, x ← x + δ. Over matchings drawn anew in each round E[g²] = E[x·g] = k·E[x²] and E[δ·g]
+= k·E[δ·x], where k = ½·N/(N − 1). So the second moments E[x²], E[x·δ], E[δ²] follow a 3×3 matrix, and the replicas stay
+together in mean square if and only if its spectral radius is below one. For N → ∞ that is S1.
 """
 
 import itertools
@@ -23,31 +23,32 @@ from noloco_p2p.sim.world import peer_id
 Array = NDArray[np.float64]
 Pair = tuple[Array, Array]
 Factors = tuple[float, float, float]
-"""α, β and γ."""
+"""(α, β, γ)."""
 Meet = Callable[[int], Sequence[int]]
-"""The place of each replica's partner in a round; its own place for one that goes alone."""
+"""The index of each replica's partner in a round; its own index if it has none."""
 
 GROUP = 2
-"""Replicas of a group: a pair."""
+"""Replicas in a group: a pair."""
 COORDINATES = 512
-"""Of the weights, where noise replaces training."""
+"""Number of weights where noise replaces training."""
 
 
 def s1(alpha: float, replicas: int | None = None) -> float:
-    """γ_max of S1 for pairs among an even number of matched replicas; None: very many (METHOD.md, "Stability")."""
+    """γ_max of S1 for pairs among an even number of matched replicas; None: infinitely many (METHOD.md,
+    "Stability")."""
     if replicas is None:
         return outer_update.largest_gamma(alpha=alpha, group=GROUP)
     return 2 * (1 - alpha * alpha) / (1 - alpha / (replicas - 1))
 
 
 def equation_74(alpha: float, group: int = GROUP) -> tuple[float, float]:
-    """The range of γ of eq. 74 in arXiv 2506.10911, as far as it is known: √(n/(2(n−1))) times α to 2 + α."""
+    """The range of γ by eq. 74 of arXiv 2506.10911, as far as it is known: √(n/(2(n−1))) times α to 2 + α."""
     factor = math.sqrt(group / (2 * (group - 1)))
     return factor * alpha, factor * (2 + alpha)
 
 
 def conditions(alpha: float, replicas: int, typical: float) -> dict[str, tuple[float, float]]:
-    """By name: between which γ the replicas stay together; `typical` is the `typical_bound`."""
+    """The range of γ in which the replicas stay together, by name. `typical`: the `typical_bound`."""
     return {
         "S1": (0.0, s1(alpha)),
         "S1 for N": (0.0, s1(alpha, replicas)),
@@ -58,7 +59,7 @@ def conditions(alpha: float, replicas: int, typical: float) -> dict[str, tuple[f
 
 
 def crossing(growth: Sequence[tuple[float, float | None]]) -> float | None:
-    """The γ at which the logarithm of (γ, growth) first turns positive, on a line between neighbours in γ."""
+    """The γ at which the logarithm of (γ, growth) first becomes positive, interpolated linearly in γ."""
     logs = sorted((gamma, math.log(factor)) for gamma, factor in growth if factor is not None)
     for (low, falls), (high, grows) in itertools.pairwise(logs):
         if falls < 0 <= grows:
@@ -67,7 +68,7 @@ def crossing(growth: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def moments(alpha: float, gamma: float, replicas: int | None = None) -> Array:
-    """The 3×3 matrix that carries Σx², Σx·δ and Σδ² through one round, in the mean over the matchings."""
+    """The 3×3 matrix that maps Σx², Σx·δ and Σδ² through one round, averaged over the matchings."""
     k = 0.5 if replicas is None else 0.5 * replicas / (replicas - 1)
     squared_momentum = np.array([gamma * gamma * k, -2 * alpha * gamma * k, alpha * alpha])
     moved = np.array([-gamma * k, alpha, 0.0])  # Σx·δ with the new δ and the old x
@@ -76,16 +77,17 @@ def moments(alpha: float, gamma: float, replicas: int | None = None) -> Array:
 
 
 def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
-    """Factor per round on the root mean square deviation, in the long run; below one: together in mean square."""
+    """Long-run factor per round on the root mean square deviation; below one: the replicas stay together in mean
+    square."""
     return math.sqrt(float(np.abs(np.linalg.eigvals(moments(alpha, gamma, replicas))).max()))
 
 
 def noise_spreads(
     factors: Factors, meet: Meet, scales: Sequence[float], *, replicas: int, seed: int, stale_rounds: int = 0
 ) -> list[float]:
-    """Std of θ before the merge of each round when Δ is white noise: what is measured if training adds nothing else.
+    """Std of θ before the merge of each round if Δ is white noise: what is measured if training adds nothing else.
 
-    `scales` are the noise's std in each round. What is pulled is `stale_rounds` old (METHOD.md, "Measures").
+    `scales`: the noise's std in each round. The pulled vector is `stale_rounds` old (METHOD.md, "Measures").
     """
     chance = np.random.default_rng(seed)
     phi, momentum = np.zeros((2, replicas, COORDINATES))
@@ -101,9 +103,9 @@ def noise_spreads(
 
 
 def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, rounds: int = 2000) -> float:
-    """Factor per round on the deviation of nearly every run, in the long run, without Δ (the Lyapunov exponent's exp).
+    """Long-run factor per round on the deviation of nearly every run without Δ (exp of the Lyapunov exponent).
 
-    Below `growth`, because few unlucky sequences of pairs carry the mean square.
+    It is below `growth`, because a few unlucky sequences of pairs dominate the mean square.
     """
     order = [f"{number:04d}" for number in range(replicas)]
     chance = np.random.default_rng(seed)
@@ -119,7 +121,8 @@ def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, roun
 
 
 def typical_bound(alpha: float, replicas: int, *, seed: int, accuracy: float = 0.01) -> float:
-    """The γ up to which nearly every run stays together without Δ: bisection from half of S1 to four times S1."""
+    """The γ up to which nearly every run stays together without Δ, by bisection between half of S1 and four times
+    S1."""
     low, high = 0.5 * s1(alpha), 4.0 * s1(alpha)
     while high - low > accuracy * low:
         middle = 0.5 * (low + high)
@@ -128,24 +131,24 @@ def typical_bound(alpha: float, replicas: int, *, seed: int, accuracy: float = 0
 
 
 def members(replicas: int) -> list[PeerId]:
-    """The peer ids of the only stage of a simulated run, sorted."""
+    """The sorted peer ids of the only stage of a simulated run."""
     return sorted(peer_id(0, replica) for replica in range(replicas))
 
 
 def round_means(rates: Sequence[float], m: int) -> list[float]:
-    """The mean over each round's m inner steps; of what is left over at the end, too."""
+    """The mean over each round's m inner steps, including an incomplete last round."""
     return [statistics.fmean(rates[start : start + m]) for start in range(0, len(rates), m)]
 
 
 def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
-    """The place of each member's partner in the matching of this round."""
+    """The index of each member's partner in the matching of this round."""
     found = pairing.matching(seed, round, members)
     places = {peer: place for place, peer in enumerate(members)}
     return [places[found[peer]] for peer in members]
 
 
 def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Meet:
-    """Partners by round when a share of them is lost: `matched` as in a run with this seed, `random` drawn anew."""
+    """Partners by round if a share of them is lost: `matched` as in a run with this seed, or `random`."""
     chance, peers = generator(seed, "meetings", pairing), members(replicas)
 
     def meet(round: int) -> list[int]:
@@ -160,8 +163,8 @@ def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Meet:
 def play(mine: Pair, momentum: Array, theirs: Pair, partner: Sequence[int], factors: Factors) -> Pair:
     """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas.
 
-    `mine` is each replica's current (φ, Δ), `theirs` what is pulled from each. One that is its own partner goes alone,
-    as the mean of two equal snapshots is that snapshot.
+    `mine` is each replica's current (φ, Δ), `theirs` what is pulled from each. A replica that is its own partner has
+    none, since the mean of two equal snapshots is that snapshot.
     """
     alpha, beta, gamma = factors
     chosen = list(partner)

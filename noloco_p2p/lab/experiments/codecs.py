@@ -1,23 +1,23 @@
-"""What do narrow codecs of hidden states, gradients and outer rounds cost in loss, and how many bytes do they leave?
+"""What do narrow codecs of hidden states, gradients and outer rounds cost in loss, and how many bytes remain?
 
-A byte-level Llama and a GPT-2 of {LAYERS} layers on the standard library's text, cut into 2 and into 4 stages of one
-replica each, with the node's own code in the simulator and no outer rounds. Every codec (METHOD.md, "Codecs") trains
-on the same tokens with the same settings, with the same seeds; where only one direction is named, the other one
-travels as float32. Peak learning rate {PEAK_LEARNING_RATE:g}.
+A byte-level Llama and a GPT-2 of {LAYERS} layers on the standard library's text, split into 2 and into 4 stages of one
+replica each, with the node's own code in the simulator and no outer rounds. Every codec (METHOD.md, "Codecs") trains on
+the same tokens with the same settings and seeds. If only one direction is named, the other travels as float32. Peak
+learning rate {PEAK_LEARNING_RATE:g}.
 
-- *Above float32*: validation loss less that of the run in float32 of the same seed.
-- *Put in*: the weights that were trained in float32, evaluated with hidden states in the codec, less their own loss.
-  No training lies between, so it is free of the noise of training.
-- *Seed noise*: the standard deviation of float32's loss over the seeds. Two runs of one seed that differ by rounding
-  alone drift apart, too: how far is what bfloat16 shows.
-- *Outer rounds*: eight replicas of one stage (a Llama of two layers), rounds that are waited for, peak learning rate
-  0.005. Every codec of `outer.codec` beside `full`, with the same seeds. In random pairs mostly one of two merges, so
-  that the noise of a codec is not the opposite at the other.
+- *Above float32*: validation loss minus that of the float32 run with the same seed.
+- *Put in*: the weights trained in float32, evaluated with hidden states in the codec, minus their own loss.
+  There is no training in between, so it is free of the noise of training.
+- *Seed noise*: the standard deviation of float32's loss over the seeds. Two runs with one seed that differ only
+  by rounding also drift apart; bfloat16 shows how far.
+- *Outer rounds*: eight replicas of one stage (a Llama of two layers), rounds that are waited for, peak learning
+  rate 0.005. Every codec of `outer.codec` beside `full`, with the same seeds. In random pairs mostly only one of
+  the two merges, so the codec's noise at one replica is not the opposite of that at the other.
 
 Limits: Models of a million parameters or less after some hundred steps. Their channels have means of their own, which
-the codecs take out, but not yet the few huge values that large models have after long training; nor do errors add up
-over more than three borders. The loss still falls fast, so a run that is a few steps behind looks worse than one that
-will end higher. What is trained in int4 is evaluated in int4; exported weights run without any codec.
+the codecs remove, but not yet the few huge values that large models have after long training. Errors add up over three
+borders at most. The loss still falls fast, so a run that is a few steps behind looks worse than one that will end
+higher. What is trained in int4 is evaluated in int4; exported weights run without any codec.
 """
 
 import math
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import outer_codecs
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
 
@@ -35,11 +35,11 @@ LAYERS, PEAK_LEARNING_RATE, SEEDS = 4, 3e-3, 3
 FAMILIES, STAGES, BASE = ("llama", "gpt2"), (2, 4), "float32"
 PUT_IN = ("bfloat16", "int8", "int4")
 GOAL_INT4 = 0.02
-"""Of perplexity."""
+"""Allowed increase in perplexity."""
 
 
 class WireCase(NamedTuple):
-    """A model, where it is cut, and the codecs on its borders."""
+    """A model, its number of stages, and the codecs between them."""
 
     family: str
     stages: int
@@ -48,19 +48,19 @@ class WireCase(NamedTuple):
 
     @property
     def base(self) -> "WireCase":
-        """The same in float32."""
+        """The same case in float32."""
         return self._replace(forward=BASE, backward=BASE)
 
     @property
     def codec(self) -> str:
-        """In words."""
+        """The codec for people."""
         if self.forward == self.backward:
             return self.forward
         return f"{self.forward} forward" if self.backward == BASE else f"{self.backward} backward"
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every codec with every model, cut and seed; then those of outer rounds."""
+    """Every codec with every model, number of stages and seed; then those of outer rounds."""
     codecs = [(BASE, BASE), ("int8", "int8"), ("int4", "int4")]
     codecs += [] if quick else [("bfloat16", "bfloat16"), ("int4", BASE), (BASE, "int4")]
     sizes = {"hidden_size": 64, "steps": 100} if quick else {"hidden_size": 128, "steps": 400}
@@ -73,7 +73,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Train one: its loss, the bytes at each border, and in float32 the loss with every codec put in."""
+    """Train one case: its loss, the bytes at each border, and for float32 the loss with every codec put in."""
     from noloco_p2p.lab.experiments.real_swarm import train_and_recode
 
     if "outer_codec" in case.settings:
@@ -107,11 +107,11 @@ def _gpt2(hidden_size: int) -> dict[str, object]:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 Groups = Mapping[WireCase, Results]
-"""The runs of each, by seed."""
+"""The runs of each case, by seed."""
 
 
 def report(results: Results) -> list[Block]:
-    """Whether the goals are met, and every codec beside float32."""
+    """Whether the goals are met, and a table of all codecs."""
     outer = [one for one in results if "outer_codec" in one.case.settings]
     results = [one for one in results if one not in outer]
     groups = {WireCase(*key): runs for key, runs in group(results, *WireCase._fields).items()}
@@ -120,14 +120,8 @@ def report(results: Results) -> list[Block]:
     return [sizes, _verdict(groups), _table(groups), *(outer_codecs.report(outer) if outer else ())]
 
 
-def above(groups: Groups, wire: WireCase) -> list[float]:
-    """Validation loss above float32's, by seed."""
-    pairs = zip(groups[wire], groups[wire.base], strict=True)
-    return differences((one["validation_loss"], base["validation_loss"]) for one, base in pairs)
-
-
 def put_in(groups: Groups, wire: WireCase) -> list[float]:
-    """What the codec of the hidden states adds to the loss of weights that were trained in float32, by seed."""
+    """What the codec of the hidden states adds to the loss of weights trained in float32, by seed."""
 
     def added(base: Result) -> float | None:
         loss: float | None = base["put_in"].get(wire.forward)
@@ -143,10 +137,10 @@ def seed_noise(groups: Groups, wire: WireCase) -> float:
 
 
 def _verdict(groups: Groups) -> str:
-    """One line for each goal, cut and family."""
+    """One line per goal, number of stages and family."""
     lines: list[str] = []
     for wire in groups:
-        found, added = above(groups, wire), put_in(groups, wire)
+        found, added = above(groups[wire], groups[wire.base], "validation_loss"), put_in(groups, wire)
         if wire.codec not in ("int8", "int4") or not found or not added:
             continue
         limit = seed_noise(groups, wire) if wire.codec == "int8" else math.log1p(GOAL_INT4)
@@ -162,7 +156,7 @@ def _verdict(groups: Groups) -> str:
 
 def _table(groups: Groups) -> Table:
     def perplexity(wire: WireCase) -> str:
-        found = above(groups, wire)
+        found = above(groups[wire], groups[wire.base], "validation_loss")
         return "–" if not found or wire == wire.base else f"{math.expm1(statistics.fmean(found)):+.2%}"
 
     def bytes_per_token(wire: WireCase) -> float:
@@ -174,13 +168,13 @@ def _table(groups: Groups) -> Table:
         "stages": lambda wire: wire.stages,
         "codec": lambda wire: wire.codec,
         "validation loss": lambda wire: mean_std(known(groups[wire], "validation_loss")),
-        "above float32": lambda wire: mean_std(above(groups, wire), 2),
+        "above float32": lambda wire: mean_std(above(groups[wire], groups[wire.base], "validation_loss"), 2),
         "of perplexity": perplexity,
         "put in": lambda wire: mean_std(put_in(groups, wire), 2),
         "bytes per token and border": bytes_per_token,
         "of float32's": lambda wire: f"{bytes_per_token(wire) / bytes_per_token(wire.base):.0%}",
     }
-    return table(columns, groups, "All of them; losses in nats per token, mean ± standard deviation over the seeds.")
+    return table(columns, groups, "Losses in nats per token, mean ± standard deviation over the seeds.")
 
 
 EXPERIMENT = Experiment("codecs", describe(globals()), cases, measure, report)

@@ -1,25 +1,26 @@
-"""What does it cost in loss to meet one peer now and then, or often and in few bits, instead of averaging the gradients
-of all at every step, when everybody reads the same number of tokens, and how many bytes does each take?
+"""What does it cost in loss to meet one peer now and then, or often and in few bits, instead of averaging all gradients
+at every step, if all methods read the same number of tokens, and how many bytes does each take?
 
 A byte-level Llama (full size: about a million parameters) in {STAGES} stages on the text of the standard library;
-{REPLICAS} replicas of each stage, one microbatch of 4 × 64 tokens for each and inner step; the node's own code in the
+{REPLICAS} replicas of each stage, each with one microbatch of 4 × 64 tokens per inner step; the node's own code in the
 simulator over real torch stages. *Synchronous data parallel*: one replica that takes its steps on the microbatches of
-{REPLICAS}, which is what replicas compute that average their gradients (order of additions apart); its bytes are those
-of a ring all-reduce in float32. The inner optimizer is AdamW, or Muon where the table says so. The outer rules
-(METHOD.md, "Outer rules") have their defaults where the table does not say otherwise, matched pairs, balanced routes,
+{REPLICAS}. This is what replicas that average their gradients compute (apart from the order of additions); its bytes
+are those of a ring all-reduce in float32. The inner optimizer is AdamW, or Muon where the table says so. The outer
+rules (METHOD.md, "Outer rules") have their defaults unless the table says otherwise, matched pairs, balanced routes,
 and rounds that are waited for, unless they are *overlapped*. *No communication*: {REPLICAS} swarms of one replica that
-never meet, the weights of all of them averaged at the end for the merged model. The data streams, the schedule (a
-tenth warm-up, cosine to a tenth) and the clip over each stage are the same for all. Losses in nats per byte on the
-same held-out text; mean ± standard deviation over seeds, and differences of runs with the same seed. Bytes between
-replicas are those that a replica takes, questions and chunks asked again included, per parameter and inner step. The
-learning rate is the best of the optimizer's geometric grid with the first seed, which is continued while the best is at
-its end; the other seeds use it, and so do the runs of {LONG_FACTOR} times as many steps, of one seed.
+never meet; for the merged model the weights of all are averaged at the end. The data streams, the schedule (a tenth
+warm-up, cosine to a tenth) and the clip over each stage are the same for all. Losses are in nats per byte on the same
+held-out text; mean ± standard deviation over seeds, and differences between runs with the same seed. Bytes between
+replicas are what a replica receives per parameter and inner step, including questions and chunks requested again. The
+learning rate is the best on the optimizer's geometric grid with the first seed; the grid is extended while the best
+rate is at its end. The other seeds use that rate, and so do the runs of {LONG_FACTOR} times as many steps, with one
+seed.
 
-Limits: A model of this size after a few hundred steps is far from converged, and its batch is far below the size at
-which more parallelism stops to pay: the order of the methods can be seen here, and whether the replicas form one
-model; the size of the gaps at 25,000 steps and a hundred times the parameters cannot. Rates were chosen with one seed
-on the held-out text that is reported, and other settings not at all. Nothing here is about seconds: what a line makes
-of the bytes is the simulator's to say.
+Limits: A model of this size is far from converged after a few hundred steps, and its batch is far below the size at
+which more parallelism stops to pay. The order of the methods can be seen here, and whether the replicas form one model;
+the size of the gaps at 25,000 steps and a hundred times the parameters cannot. Rates were chosen with one seed on the
+reported held-out text, and other settings not at all. Times are not considered: the simulator predicts what a line
+makes of the bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,46 +31,47 @@ from typing import Any
 
 from noloco_p2p.humanize import plural
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, differences, known, mean_curve, mean_std, over, select, table
+from noloco_p2p.lab.experiments.results import Columns, above, known, mean_curve, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, finite, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 REPLICAS, STAGES = 8, 2
 LONG_FACTOR = 8
-"""Steps of a long run, in units of a short one's."""
+"""Number of steps of a long run, in units of a short one's."""
 RATES = {"adamw": (1.6e-3, 4e-3, 1e-2), "muon": (1e-2, 1.4e-2, 2e-2)}
-"""Of each optimizer. Muon's lie closer, for a factor of 2.5 beside the best rate costs more than the methods differ."""
+"""Rates of each optimizer. Muon's are closer together, because a factor of 2.5 from the best rate costs more than the
+methods differ."""
 PARALLEL = {"adamw": "parallel", "muon": "parallel-muon"}
 MOST_RATES = 5
 FLOAT_BYTES = 4
 CURVE_POINTS = 50
 HELD_OUT = 32
-"""Microbatches."""
+"""Held-out microbatches."""
 FULL, QUICK = {"hidden": 128, "layers": 4, "steps": 200}, {"hidden": 64, "layers": 2, "steps": 120}
-"""What is trained, for how many optimizer steps of each replica of eight."""
+"""The trained model, and the optimizer steps of each of eight replicas."""
 SEEDS, QUICK_SEEDS = 3, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How the replicas of a stage are kept together."""
+    """A way to keep the replicas of a stage together."""
 
     title: str
     replicas: int = REPLICAS
-    """Of each stage, in one swarm."""
+    """Replicas of each stage in one swarm."""
     share: int = 1
-    """Microbatches of an optimizer step, in units of one replica's."""
+    """Microbatches per optimizer step, in units of one replica's."""
     outer: Mapping[str, Any] = field(default_factory=lambda: {"pairing": "none"})
-    """What is set of the outer round."""
+    """Settings of the outer round."""
     inner: Mapping[str, Any] = field(default_factory=dict)
-    """What is set of the inner optimizer."""
+    """Settings of the inner optimizer."""
     long: bool = False
-    """Also run for LONG_FACTOR times as many steps."""
+    """Whether it is also run for LONG_FACTOR times as many steps."""
 
     @property
     def optimizer(self) -> str:
-        """Its name."""
+        """The optimizer's name."""
         return str(self.inner.get("optimizer", "adamw"))
 
 
@@ -98,21 +100,23 @@ def cases(quick: bool) -> list[Case]:
 
 
 def further(quick: bool, results: Results) -> list[Case]:
-    """Rates beyond the best one while that is the last on its side; then at the best the other seeds, and long runs."""
-    cases, seeds = [], QUICK_SEEDS if quick else SEEDS
-    for name, method in METHODS.items():
-        best = best_rate(results, name)
-        if (rate := rate_beyond(results, name)) is not None:
-            cases.append(_case(name, rate, 1, quick))
-        else:
-            cases += [_case(name, best, seed, quick) for seed in range(2, 1 + seeds)]
-            cases += [_case(name, best, 1, quick, long=True)] if method.long and not quick else []
-    measured = {one.case.name for one in results}
-    return [case for case in cases if case.name not in measured]
+    """Rates beyond the best one while it is at the end of its grid; then other seeds at the best rate, and long
+    runs."""
+    cases = [_case(name, *rate_seed, quick) for name in METHODS for rate_seed in next_rates(results, name, quick)]
+    longer = [name for name, one in METHODS.items() if one.long and not quick and rate_beyond(results, name) is None]
+    return cases + [_case(name, best_rate(results, name), 1, quick, long=True) for name in longer]
+
+
+def next_rates(results: Results, method: str, quick: bool) -> list[tuple[float, int]]:
+    """(rate, seed) of a method's next runs: a rate beyond the best one while that is at an end, else the other
+    seeds."""
+    if (rate := rate_beyond(results, method)) is not None:
+        return [(rate, 1)]
+    return [(best_rate(results, method), seed) for seed in range(2, 1 + (QUICK_SEEDS if quick else SEEDS))]
 
 
 def rate_beyond(results: Results, method: str) -> float | None:
-    """The next rate to try of a method; None when its best one is not at an end, or enough have been tried."""
+    """The next rate to try for a method; None if its best one is not at an end, or enough have been tried."""
     best = best_rate(results, method)
     rates = sorted(one["rate"] for one in select(results, method=method, seed=1, long=False))
     first, second, *_ = RATES[METHODS[method].optimizer]
@@ -127,7 +131,7 @@ def _case(method: str, rate: float, seed: int, quick: bool, long: bool = False) 
 
 
 def plan_of(settings: Mapping[str, Any]) -> TrainingPlan:
-    """The run, one swarm, of a case's method, rate, seed, size and number of steps."""
+    """The run of a case as one swarm: its method, rate, seed, size and number of steps."""
     method = METHODS[settings["method"]]
     manifest = small_manifest(
         settings["hidden"],
@@ -183,7 +187,7 @@ def curve(swarms: Sequence[TrainingSummary]) -> list[list[float]]:
 
 
 def _ring_bytes(trained: TrainingSummary) -> float:
-    """Bytes per token, all replicas together, of a ring all-reduce of the gradients at every step: each of N replicas
+    """Bytes per token of all replicas together for a ring all-reduce of the gradients at every step: each of N replicas
     sends 2·(N−1)/N of them (Patarasuk and Yuan 2009, bandwidth-optimal all-reduce)."""
     ring = 2 * (REPLICAS - 1) * FLOAT_BYTES * sum(trained.parameters)
     return ring * len(trained.training) / trained.tokens
@@ -192,21 +196,22 @@ def _ring_bytes(trained: TrainingSummary) -> float:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 Best = Mapping[str, Results]
-"""Of each method the runs at its best rate, by seed."""
+"""For each method the runs at its best rate, by seed."""
 
 
 def loss(result: Result) -> float:
-    """At the end, on held-out text, the mean over the replicas; infinite where it was not finite."""
+    """Final loss on held-out text, mean over the replicas; infinite if it was not finite."""
     return inf if result["validation_loss"] is None else float(result["validation_loss"])
 
 
 def best_rate(results: Results, method: str) -> float:
-    """The rate with the lowest held-out loss, mean over the replicas, with the first seed. ValueError without runs."""
+    """The rate with the lowest held-out loss (mean over the replicas) with the first seed. Raises ValueError: no
+    runs."""
     return float(min(select(results, method=method, seed=1, long=False), key=loss)["rate"])
 
 
 def report(results: Results) -> list[Block]:
-    """The tables, in words, the curves, loss over bytes, the rates that were tried, and the paper."""
+    """The tables, findings in words, the curves, loss over bytes, the rates tried, and the paper's figures."""
     best = {name: select(results, method=name, rate=best_rate(results, name), long=False) for name in METHODS}
     long = {name: select(results, method=name, long=True) for name in METHODS}
     gaps, long_gaps = _all_gaps(best), _all_gaps(long)
@@ -219,14 +224,13 @@ def report(results: Results) -> list[Block]:
 
 
 def _all_gaps(runs: Best) -> dict[str, list[float]]:
-    """To data parallel with the same optimizer, in nats, run by run of the same seed."""
-    pairs = {name: zip(runs[name], runs[PARALLEL[method.optimizer]], strict=False) for name, method in METHODS.items()}
-    losses = {name: [(a["validation_loss"], b["validation_loss"]) for a, b in both] for name, both in pairs.items()}
-    return {name: differences(both) for name, both in losses.items()}
+    """Gap to data parallel with the same optimizer in nats, for each pair of runs with the same seed."""
+    parallel = {name: runs[PARALLEL[method.optimizer]] for name, method in METHODS.items()}
+    return {name: above(runs[name], parallel[name], "validation_loss") for name in METHODS}
 
 
 def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
-    """Of the methods that have runs; those of one seed have no spread."""
+    """The methods that have runs. With one seed there is no spread."""
     columns: Columns = {
         "method": lambda runs: METHODS[runs[0]["method"]].title,
         "peak rate": lambda runs: f"{runs[0]['rate']:g}",
@@ -245,7 +249,7 @@ def _table(best: Best, gaps: Mapping[str, list[float]]) -> Table:
 
 
 def _frontier(best: Best) -> Plot:
-    """Loss over bytes; a line through the methods that no other beats in both."""
+    """Loss over bytes, with a line through the methods that no other beats in both."""
     points = {
         name: (runs[0]["per_parameter_step"], fmean(known(runs, "validation_loss")))
         for name, runs in best.items()
@@ -262,11 +266,8 @@ def _frontier(best: Best) -> Plot:
 
 
 def _findings(best: Best, gaps: Mapping[str, list[float]]) -> list[str]:
-    """In words, with the numbers."""
-    merged = {
-        name: mean_std(differences((one["merged_loss"], one["validation_loss"]) for one in runs), 2)
-        for name, runs in best.items()
-    }
+    """The findings in words, with numbers."""
+    merged = {name: mean_std(above(runs, runs, "merged_loss", "validation_loss"), 2) for name, runs in best.items()}
     parts = [f"{method.title} {mean_std(gaps[name], 3)}" for name, method in METHODS.items() if name != "parallel"]
     together = [f"{METHODS[name].title} {gap}" for name, gap in merged.items() if not name.startswith("parallel")]
     return [

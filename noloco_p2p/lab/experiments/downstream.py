@@ -1,21 +1,21 @@
-"""Is anything lost that the loss does not show, when a model is pre-trained by replicas that meet one peer now and then
+"""Is anything lost that the loss does not show if a model is pre-trained by replicas that meet one peer now and then,
 and is then fine-tuned on tasks?
 
 Pre-training is that of `convergence`: a byte-level Llama on the text of the standard library, eight replicas of two
-stages, equal tokens, for each method the rate with the lowest held-out loss of the first seed. The mean over the
-replicas is exported and fine-tuned in one process, as `noloco finetune` does it, in the same way for all: {EXAMPLES:,}
-examples of each of the five tasks that `noloco tasks` makes, batches of {BATCH_SIZE}, peak rate {TUNING_RATE:g}, the
-loss on the completions only. {TEST} other items of each task are judged twice. *Exact*: greedy decoding gives the
+stages, equal tokens, and for each method the rate with the lowest held-out loss of the first seed. The mean over the
+replicas is exported and fine-tuned in one process, as by `noloco finetune` and in the same way for all: {EXAMPLES:,}
+examples of each of the five tasks that `noloco tasks` makes, batches of {BATCH_SIZE}, peak rate {TUNING_RATE:g}, and
+the loss on the completions only. {TEST} other items of each task are judged twice. *Exact*: greedy decoding gives the
 completion and then the end of text. *Choice*: of four texts of equal length the right one is the likeliest; guessing
 gives 0.25. *Without pre-training*: the weights have taken one step. *Jensen-Shannon*: the divergence of two replicas'
-next-token distributions before the merge, the mean over pairs and over positions of held-out text, from 0 to
-ln 2 = 0.693 nats. Weights, data, tasks and the order of examples follow from the seed; mean ± standard deviation over
-seeds, and differences of runs with the same seed.
+next-token distributions before the merge, the mean over pairs and over positions of held-out text, from 0 to ln 2 =
+0.693 nats. Weights, data, tasks and the order of examples are determined by the seed. Mean ± standard deviation over
+seeds, and differences between runs with the same seed.
 
-Limits: A model of about a million parameters after a few hundred steps has learnt spelling, not skills, so most of what
+Limits: A model of about a million parameters has learnt spelling after a few hundred steps, not skills. So most of what
 the tasks need is learnt in fine-tuning; the runs without pre-training show whether it matters at all. Five tasks of a
 few bytes are not language, {TEST} items give a share near one half a standard error of 0.035, and one recipe was used
-for all. Nothing is said of fine-tuning by the swarm itself.
+for all. Fine-tuning by the swarm itself is not considered.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from noloco_p2p.lab.experiments import convergence
-from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, SEEDS, best_rate, rate_beyond
+from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, SEEDS, best_rate, next_rates
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, differences, known, mean_std, over, select, table
+from noloco_p2p.lab.experiments.results import Columns, above, known, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import finite
 
 METHODS = ("parallel", "noloco", "gossip-int4")
-"""Of `convergence`, by which models are pre-trained; the first is the one that the others are held against."""
+"""The methods of `convergence` that pre-train models; the others are compared with the first."""
 RATES = convergence.RATES["adamw"]
 FRESH = "fresh"
 TITLES = {name: method.title for name, method in convergence.METHODS.items()} | {FRESH: "without pre-training"}
@@ -40,7 +40,7 @@ TUNING_STEPS, QUICK_TUNING_STEPS = 3000, 1500
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every method at every rate, with the first seed; and no pre-training, with all seeds."""
+    """Every method at every rate with the first seed; and no pre-training, with all seeds."""
     seeds = range(1, 1 + (QUICK_SEEDS if quick else SEEDS))
     fresh = [_case(FRESH, RATES[0], seed, quick) for seed in seeds]
     return [_case(method, rate, 1, quick) for method in METHODS for rate in RATES] + fresh
@@ -54,15 +54,8 @@ def _case(method: str, rate: float, seed: int, quick: bool) -> Case:
 
 
 def further(quick: bool, results: Results) -> list[Case]:
-    """Rates beyond the best one while that is the last on its side; then the other seeds at the best."""
-    cases, seeds = [], QUICK_SEEDS if quick else SEEDS
-    for name in METHODS:
-        if (rate := rate_beyond(results, name)) is not None:
-            cases.append(_case(name, rate, 1, quick))
-        else:
-            cases += [_case(name, best_rate(results, name), seed, quick) for seed in range(2, 1 + seeds)]
-    measured = {one.case.name for one in results}
-    return [case for case in cases if case.name not in measured]
+    """See `convergence.next_rates`."""
+    return [_case(name, *rate_seed, quick) for name in METHODS for rate_seed in next_rates(results, name, quick)]
 
 
 def measure(case: Case) -> Figures:
@@ -102,7 +95,7 @@ def measure(case: Case) -> Figures:
 
 
 def report(results: Results) -> list[Block]:
-    """Both tables, and in words what differs from the first method."""
+    """Both tables, and in words the differences from the first method."""
     runs = {name: select(results, method=name, rate=best_rate(results, name)) for name in (*METHODS, FRESH)}
     return [_losses(runs), _tasks(runs), *(_finding(runs, name) for name in runs if name != METHODS[0])]
 
@@ -133,11 +126,8 @@ def _tasks(runs: Mapping[str, Results]) -> Table:
 
 
 def _finding(runs: Mapping[str, Results], name: str) -> str:
-    pairs = list(zip(runs[name], runs[METHODS[0]], strict=False))
-    loss, exact, choice = (
-        mean_std(differences((a[kind], b[kind]) for a, b in pairs), 3)
-        for kind in ("validation_loss", "exact", "choice")
-    )
+    kinds = ("validation_loss", "exact", "choice")
+    loss, exact, choice = (mean_std(above(runs[name], runs[METHODS[0]], kind), 3) for kind in kinds)
     return (
         f"{TITLES[name]} less {TITLES[METHODS[0]]}: {loss} nats of loss before fine-tuning (mean over the replicas);"
         f" after it {exact} in the share of items right by exact match, {choice} by choice."

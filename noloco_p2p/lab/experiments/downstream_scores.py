@@ -1,4 +1,4 @@
-"""What exported models are compared by: answers to the made tasks, and how far replicas' predictions differ.
+"""Scores of exported models: answers to the made tasks, and how far the replicas' predictions differ.
 
 Shape legend: R replicas, B rows or items, C choices, T sequence, V vocabulary.
 """
@@ -21,12 +21,12 @@ from noloco_p2p.launch import export
 from noloco_p2p.launch.examples import example, padded
 
 ITEMS = 16
-"""That are scored at once, all their choices."""
+"""Items scored at once, with all their choices."""
 
 
 def task_scores(directory: Path, tasks: Mapping[str, Sequence[TaskItem]]) -> dict[str, dict[str, float]]:
-    """Of each task the share of items that an exported model gets right: `exact`, by greedy decoding, and `choice`,
-    where the completion is the likeliest choice. The end of text counts in both."""
+    """For each task the share of items that an exported model gets right: `exact`, by greedy decoding, and `choice`, if
+    the completion is the likeliest choice. The end of text counts in both."""
     manifest, _ = export.read_record(directory)
     tokenizer, model = export.exported_tokenizer(manifest, directory), ExportedModel.load(directory, "cpu")
     found = {}
@@ -45,7 +45,7 @@ def _scores(model: ExportedModel, tokenizer: Tokenizer, items: Sequence[TaskItem
     batch = padded([example(tokenizer, item.prompt, choice) for item in items for choice in item.choices])
     logits_BTV, targets_BT = model.logits(batch), host_tensor.to_torch(batch.targets).long()
     counted_BT = targets_BT != IGNORED
-    # Greedy decoding gives a text if and only if every id of it is the likeliest after those before it.
+    # Greedy decoding gives a text if and only if each of its ids is the likeliest after those before it.
     greedy_BC = ((logits_BTV.argmax(-1) == targets_BT) | ~counted_BT).all(1).view(-1, CHOICES)
     chances_BT = logits_BTV.log_softmax(-1).gather(2, targets_BT.clamp(min=0)[:, :, None])[:, :, 0]
     likeliest_B = (chances_BT * counted_BT).sum(1).view(-1, CHOICES).argmax(1)
@@ -54,10 +54,10 @@ def _scores(model: ExportedModel, tokenizer: Tokenizer, items: Sequence[TaskItem
 
 @torch.no_grad()
 def replica_divergence(directories: Sequence[Path], batches: Sequence[Batch]) -> float:
-    """Jensen-Shannon divergence of two replicas' next-token distributions, nats, the mean over all pairs and all
-    positions: from 0, where they are equal, to ln 2 (Lin 1991, "Divergence measures based on the Shannon entropy").
+    """Jensen-Shannon divergence of two replicas' next-token distributions in nats, the mean over all pairs and
+    positions: from 0, if they are equal, to ln 2 (Lin 1991, "Divergence measures based on the Shannon entropy").
 
-    ValueError for fewer than two.
+    Raises ValueError: fewer than two replicas.
     """
     models = [ExportedModel.load(directory, "cpu") for directory in directories]
     found = []
@@ -70,6 +70,6 @@ def replica_divergence(directories: Sequence[Path], batches: Sequence[Batch]) ->
 
 
 def _entropy(chances_BTV: Tensor) -> Tensor:
-    """Of the distributions, nats, the mean over positions."""
+    """Entropy of the distributions in nats, the mean over positions."""
     entropy: Tensor = torch.special.entr(chances_BTV).sum(-1).mean()
     return entropy

@@ -1,6 +1,6 @@
-"""Real stages for the simulator's nodes that measure: exact replica spread, loads, and stale and lost partners.
+"""Real stages with instruments for the simulator's nodes: exact replica spread, loads, and stale and lost partners.
 
-Nothing of the node is changed: an instrumented stage passes every call on to the `TorchStage` that it wraps.
+The node is unchanged: an instrumented stage passes every call on to the `TorchStage` that it wraps.
 """
 
 from collections import Counter, defaultdict
@@ -19,11 +19,11 @@ from noloco_p2p.core.stage_values import MergeResult, StageState, StepLabel, Ste
 from noloco_p2p.lab.experiments.training import ReplicaSpread, TrainingPlan
 
 KEPT_ROUNDS = 5
-"""Snapshots of a replica that are kept, beyond those that are pulled late: a partner may be ahead."""
+"""Snapshots kept per replica, in addition to those that are pulled late: a partner may be ahead."""
 
 
 ReplicaWeights = tuple[list[torch.Tensor], int, float]
-"""One replica of a stage at one round: θ, inner steps taken, the learning rate of the last one."""
+"""One replica of a stage at one round: θ, inner steps taken, and the last learning rate."""
 
 
 @dataclass(slots=True)
@@ -32,16 +32,16 @@ class TrainingMonitor:
 
     plan: TrainingPlan
     lost: set[tuple[PeerId, int]] = field(default_factory=set)
-    """(replica, round) of what was pulled and then lost."""
+    """(replica, round) of pulls that were lost."""
     served: Counter[PeerId] = field(default_factory=Counter)
-    """Microbatches that were counted in inner steps."""
+    """Microbatches counted in inner steps."""
     spreads: dict[tuple[int, int], ReplicaSpread] = field(default_factory=dict)
     """By (round, stage), once all replicas have reached it."""
     _reached: dict[tuple[int, int], dict[PeerId, ReplicaWeights]] = field(default_factory=lambda: defaultdict(dict))
     _vectors: dict[PeerId, dict[int, PartnerVector]] = field(default_factory=lambda: defaultdict(dict))
 
     def reached(self, stage: int, round: int, peer: PeerId, weights: ReplicaWeights) -> None:
-        """A replica has reached a round. The weights are let go once the others have reached it, too."""
+        """A replica has reached a round. The weights are released once all others have reached it, too."""
         count = self.plan.replicas[stage]
         if count == 1:
             return
@@ -56,14 +56,14 @@ class TrainingMonitor:
             del self._reached[key]
 
     def keep(self, vector: PartnerVector) -> None:
-        """For partners that pull it late."""
+        """Keep a vector for partners that pull it late."""
         kept = self._vectors[vector.peer]
         kept[vector.round] = vector
         for old in sorted(kept)[: -self.plan.stale_rounds - KEPT_ROUNDS]:
             del kept[old]
 
     def pulled(self, me: PeerId, mine: FrozenRound, theirs: PartnerVector) -> PartnerVector | None:
-        """What arrives of the vector that a node has pulled."""
+        """What arrives of a pulled vector; None: it is lost."""
         chance = generator(self.plan.seed, "lost partner", me, mine.round).random()
         if chance < self.plan.lost_partner:
             self.lost.add((me, mine.round))
@@ -75,7 +75,7 @@ class TrainingMonitor:
 
 
 class InstrumentedStage:
-    """The synchronous stage of one replica, measured. Every method: see `ports.Stage`."""
+    """The synchronous stage of one replica with instruments. For every method see `ports.Stage`."""
 
     def __init__(self, stage: TorchStage, monitor: TrainingMonitor, me: PeerId) -> None:
         self.stage = stage
@@ -83,7 +83,7 @@ class InstrumentedStage:
         self._me = me
         self._inner_steps = 0
         self._learning_rate = 0.0
-        # What is not measured goes to the stage unchanged.
+        # What is not measured is passed on unchanged.
         self.forward, self.backward, self.loss_backward = stage.forward, stage.backward, stage.loss_backward
         self.discard, self.evaluate, self.adopt = stage.discard, stage.evaluate, stage.adopt
         self.encode, self.decode, self.is_sound = stage.encode, stage.decode, stage.is_sound
@@ -91,11 +91,11 @@ class InstrumentedStage:
 
     @property
     def state(self) -> StageState:
-        """The stage's."""
+        """The stage's state."""
         return self.stage.state
 
     def inner_step(self, label: StepLabel) -> StepResult:
-        """Without outer rounds, every m inner steps take the place of a round."""
+        """Measures; without outer rounds, every m inner steps take the place of a round."""
         result = self.stage.inner_step(label)
         self._inner_steps, self._learning_rate = label.inner_step, label.learning_rate
         self._monitor.served[self._me] += result.microbatches
@@ -105,7 +105,7 @@ class InstrumentedStage:
         return result
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
-        """θ is measured as it is before the merge."""
+        """Measures θ before the merge."""
         taken = self.stage.snapshot(round, step)
         if self._monitor.plan.stale_rounds:
             request = SnapshotRequest(self.state.index, round, lattice=taken.lattice)
@@ -115,7 +115,7 @@ class InstrumentedStage:
         return taken
 
     def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
-        """With what the plan lets through."""
+        """Merges only what the plan lets through."""
         pulled = [self._monitor.pulled(self._me, mine, one) for one in theirs]
         return self.stage.merge(mine, [one for one in pulled if one is not None], counted)
 

@@ -1,27 +1,27 @@
 """How long does a replica wait for an outer round: with pair pulls, with all-reduces of N replicas?
 
 One stage, N replicas, computing takes no time. Every link has a log-normal one-way latency of mean {LATENCY_MS:g} ms
-and the given std/mean. *Latency-bound*: the vectors weigh nothing. *Bandwidth-bound*: a vector of {VECTOR_MB:g} MB,
+and the given std/mean. *Latency-bound*: the vectors have no size. *Bandwidth-bound*: a vector of {VECTOR_MB:g} MB, and
 {MBIT_PER_S:g} Mbit/s up and down for each node, shared by its transfers. The pair pull is the node's own code in the
-simulator (request, answer with u), matched pairs unless said otherwise; the all-reduces are models on the same
-links (`experiments/allreduce.py` has the formulas): the paper's tree, a binomial tree, a ring, and a butterfly as in
+simulator (request, answer with u), with matched pairs unless stated otherwise. The all-reduces are models on the same
+links (formulas in `experiments/allreduce.py`): the paper's tree, a binomial tree, a ring, and a butterfly as in
 hivemind.
 
 *replica*: mean over replicas of the time from its snapshot to its merge. *pair*: the later of two partners, mean. *all
-N*: the last pull of the swarm, for which nobody waits. The all-reduces: until the last node has the mean. All replicas
-begin together.
+N*: the last pull of the swarm, for which nobody waits. For all-reduces: until the last node has the mean. All replicas
+start together.
 
-The paper's pair is an exchange in which each sends at once: one message's time, the later of two; its ratio sets one
-way through the tree beside it (or both ways beside two exchanges, which is the same). The node's pull is a request and
-an answer, two messages one after the other, and we set the whole all-reduce, up and down, beside it. Without spread the
-two ratios are equal. A snapshot is one vector, as what an all-reduce of DiLoCo moves. An all-reduce
-leaves every replica with the mean of all, a pull with the mean of two.
+The paper's pair is an exchange in which both send at once: the time of one message, the later of two. Its ratio
+compares one way through the tree with it (or both ways with two exchanges, which is the same). The node's pull is a
+request and an answer, two messages one after the other, and we compare the whole all-reduce, up and down, with it.
+Without spread the two ratios are equal. A snapshot is one vector, like what an all-reduce of DiLoCo moves. An
+all-reduce leaves every replica with the mean of all, a pull with the mean of two.
 
-Limits: No real network: no congestion, no loss, no processing in the hosts. The connections of the pull start slowly,
-as TCP's do; those of the models do not, which favours the all-reduces. The all-reduces are models in which all nodes
-are ready at the same moment, none fails, and groups form in no time; real ones wait for the last replica (see the
+Limits: There is no real network: no congestion, no loss, no processing in the hosts. The connections of the pull start
+slowly, as with TCP; those of the models do not, which favours the all-reduces. The all-reduces are models in which all
+nodes are ready at the same moment, none fails, and groups form in no time; real ones wait for the last replica (see the
 experiment `blocking`) and for their matchmaking. How much a round is worth is another question: an all-reduce makes all
-replicas equal, a pull brings two nearer to each other (see `convergence`).
+replicas equal, a pull brings two closer together (see `convergence`).
 """
 
 import statistics
@@ -47,11 +47,11 @@ from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LATENCY_MS, VECTOR_MB, MBIT_PER_S = 10.0, 12.5, 100.0
-"""Of every link, the mean, one way; of one vector of a stage; each way of a node's access in the
-bandwidth-bound regime, so that a vector takes 100 mean latencies."""
+"""Mean one-way latency of every link; size of a stage's vector; access in each direction in the bandwidth-bound regime,
+so that a vector takes 100 mean latencies."""
 BYTES_PER_S, VECTOR_BYTES = MBIT_PER_S * 1e6 / 8, int(VECTOR_MB * 1e6)
 EXCHANGES = 20_000
-"""Draws of the paper's pair."""
+"""Draws for the paper's pair."""
 MODELS: dict[str, Callable[[Wire, int, np.random.Generator], float]] = {
     "tree": allreduce.tree_s,
     "binomial": allreduce.binomial_tree_s,
@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[Wire, int, np.random.Generator], float]] = {
     "butterfly": allreduce.butterfly_s,
 }
 TREES = ("tree", "binomial")
-"""Cheap to draw, and with the longest tails where the paper's ratios are."""
+"""Cheap to draw, and with the longest tails where the paper gives ratios."""
 TITLES = {"tree": "tree (paper)", "binomial": "binomial tree", "ring": "ring", "butterfly": "butterfly"}
 REGIMES = {"latency": "latency-bound", "bandwidth": "bandwidth-bound"}
 NODES, QUICK_NODES = (4, 8, 16, 32, 64, 128, 256, 512, 1024), (4, 16, 64, 256)
@@ -67,7 +67,8 @@ SPREADS, QUICK_SPREADS = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5), (0.0, 1.0, 2.5)
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every regime, number of nodes and spread; large ones first. Random pairing where pulls can meet at one node."""
+    """Every regime, number of nodes and spread; large ones first. Random pairing only where pulls can meet at one
+    node."""
     nodes, spreads = (QUICK_NODES, QUICK_SPREADS) if quick else (NODES, SPREADS)
     pulls, draws = (500, 50) if quick else (1000, 200)
     kinds = (("latency", "matched"), ("bandwidth", "matched"), ("bandwidth", "random"))
@@ -86,7 +87,8 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Pulls of `worlds` swarms, worlds `seed`, `seed` + 1, …; the models over `tree_draws` or `draws` all-reduces."""
+    """Pulls of `worlds` swarms with seeds `seed`, `seed` + 1, …; the models over `tree_draws` or `draws`
+    all-reduces."""
     settings = case.settings
     nodes, seed, wire = int(settings["nodes"]), settings["seed"], wire_of(settings)
     models = {}
@@ -107,7 +109,7 @@ def wire_of(settings: Mapping[str, Any]) -> Wire:
 
 
 def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
-    """A swarm of one stage whose computing takes no time, over one outer round, which all begin together."""
+    """A swarm of one stage whose computing takes no time, over one outer round, which all replicas start together."""
     wire, bound, replicas = wire_of(settings), settings["regime"] == "bandwidth", (settings["nodes"],)
     outer = {"inner_steps": 1, "pairing": settings["pairing"], "partner_wait_s": FOREVER_S, "deadline_s": FOREVER_S}
     directory = {"ttl_s": FOREVER_S, "refresh_s": FOREVER_S}
@@ -117,7 +119,7 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
         seed=seed,
         config=NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "directory": directory}),
         geography=Geography(Link(wire.median_s, wire.sigma), Access(BYTES_PER_S, BYTES_PER_S) if bound else Access()),
-        # In the latency-bound regime a snapshot weighs nothing.
+        # In the latency-bound regime a snapshot has no size.
         sizes=MessageSizes(0, 0, (VECTOR_BYTES if bound else 0,), (0,), (0,)),
         costs=Costs(0.0, 0.0, 0.0, 0.0),
         save_s=0.0,
@@ -126,7 +128,8 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
 
 
 def figures_of(worlds: Sequence[Outcome]) -> Figures:
-    """How long a round took: by replica, by pair (the later of two that pulled from each other), the swarm's last."""
+    """How long a round took: by replica, by pair (the later of two that pulled from each other), and for the last
+    replica."""
     took: dict[str, list[float]] = {"replica": [], "pair": [], "last": []}
     results: Counter[str] = Counter()
     apart: list[float] = []
@@ -145,7 +148,7 @@ def figures_of(worlds: Sequence[Outcome]) -> Figures:
 
 
 def summary(sample: Sequence[float]) -> dict[str, float]:
-    """Mean and standard deviation, seconds; 0 for a sample of one."""
+    """Mean and standard deviation, seconds; the latter is 0 for a single value."""
     std = statistics.stdev(sample) if len(sample) > 1 else 0.0
     return {"mean_s": statistics.fmean(sample), "std_s": std, "count": len(sample)}
 
@@ -154,7 +157,7 @@ def summary(sample: Sequence[float]) -> dict[str, float]:
 
 
 def report(results: Results) -> list[Block]:
-    """Tables by regime and spread, the comparison with the paper, the plots, and what they say in a few sentences."""
+    """Tables by regime and spread, the comparison with the paper, the plots, and a summary in words."""
     matched = [one for one in results if one["pairing"] == "matched"]
     spreads = sorted({float(one["std_over_mean"]) for one in results} & set(QUICK_SPREADS))
     blocks: list[Block] = [_headline(matched), _no_spread(matched), _beside_paper(matched)]
@@ -167,23 +170,23 @@ def report(results: Results) -> list[Block]:
 
 
 def _of(results: Results, regime: str, std_over_mean: float | None = None, nodes: int | None = None) -> list[Result]:
-    """Those of a regime, of one spread or one number of nodes where it is given; small swarms first."""
+    """The results of a regime, and of one spread or number of nodes if given; small swarms first."""
     found = [one for one in results if one["regime"] == regime and std_over_mean in (None, one["std_over_mean"])]
     return sorted([one for one in found if nodes in (None, one["nodes"])], key=lambda one: int(one["nodes"]))
 
 
 def ratio(result: Result) -> float:
-    """Of the paper's tree to the pull, the later one of a pair."""
+    """Ratio of the paper's tree to the later pull of a pair."""
     return _times(result, "tree", "pair")
 
 
 def _times(result: Result, model: str, kind: str) -> float:
-    """How many times as long as a pull a model takes."""
+    """Time of a model divided by the time of a pull."""
     return float(result["models"][model]["mean_s"] / result["pull"][kind]["mean_s"])
 
 
 def _headline(results: Results) -> str:
-    """The largest swarm of each regime in a line for each spread: the all-reduces as multiples of the pull."""
+    """One line per spread for the largest swarm of each regime: the all-reduces as multiples of the pull."""
     lines = []
     for regime, title in REGIMES.items():
         nodes = max((one["nodes"] for one in results if one["regime"] == regime), default=0)
@@ -191,7 +194,7 @@ def _headline(results: Results) -> str:
             multiples = ", ".join(f"{TITLES[name]} {_times(one, name, 'pair'):.3g}" for name in MODELS)
             lines.append(
                 f"- {title}, N = {nodes}, std/mean {one['std_over_mean']:g}: the later pull of a pair takes"
-                f" {1e3 * one['pull']['pair']['mean_s']:.4g} ms; the all-reduces that many times as long: {multiples}."
+                f" {1e3 * one['pull']['pair']['mean_s']:.4g}  ms; the all-reduces as multiples of that: {multiples}."
             )
     return "\n".join(lines)
 
@@ -208,7 +211,7 @@ def _no_spread(results: Results) -> Table:
 
 
 def _paper_ratios() -> dict[float, float]:
-    """Tree all-reduce over pair with 1,024 nodes, by std/mean of the latency."""
+    """Ratio of the paper's tree all-reduce to a pair with 1,024 nodes, by std/mean of the latency."""
     ratios = published()["sync_time_ratio_tree_allreduce_over_pair_n1024"]
     return {float(key.rsplit("_", 1)[-1]): value for key, value in ratios.items() if key != "note"}
 
@@ -283,11 +286,11 @@ def _quicker(results: Results) -> Table:
 
 
 def _random_pairs(results: Results) -> Table:
-    """Several pulls at one node share its access under random pairing; under a matching each serves one."""
+    """Several pulls at one node share its access under random pairing; under a matching each node serves one."""
     found = {(one["pairing"], one["nodes"]): one["pull"] for one in _of(results, "bandwidth", 0.0)}
     caption = (
         "### Matched against random pairing, bandwidth-bound, no spread\n\n"
-        "A replica that several others chose shares its access among them:"
+        "A replica chosen by several others shares its access among them:"
     )
     shown = [(kind, pairing) for kind in ("replica", "last") for pairing in ("matched", "random")]
     both = sorted(nodes for pairing, nodes in found if pairing == "random" and ("matched", nodes) in found)

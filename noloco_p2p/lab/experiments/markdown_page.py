@@ -1,4 +1,4 @@
-"""The report of an experiment in Markdown: its blocks, and how they are written."""
+"""The report of an experiment in Markdown: its blocks and how they are written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Table:
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Cell]]
     caption: str = ""
-    """A sentence of Markdown above the table."""
+    """Markdown above the table."""
 
 
 Block = str | Table | Chart
@@ -25,7 +25,7 @@ Block = str | Table | Chart
 
 
 def charts(blocks: Sequence[Block]) -> list[Chart]:
-    """The charts among the blocks. Raises ValueError when two have the same name."""
+    """The charts among the blocks. Raises ValueError: two have the same name."""
     found = [block for block in blocks if isinstance(block, Chart)]
     names = [chart.name for chart in found]
     if len(set(names)) < len(names):
@@ -34,7 +34,7 @@ def charts(blocks: Sequence[Block]) -> list[Chart]:
 
 
 def markdown(blocks: Sequence[Block]) -> str:
-    """The blocks, a blank line between them; charts are the files beside the page."""
+    """The blocks, separated by blank lines. Charts are files beside the page."""
     return "\n\n".join(_block(block) for block in blocks) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The part of the experiment on codecs that is about outer rounds: what each costs in loss, and what it weighs."""
+"""The part of the codecs experiment about outer rounds: what each codec costs in loss, and its size."""
 
 import statistics
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from noloco_p2p.core.lattice_format import chunk_count
 from noloco_p2p.lab.experiments.markdown_page import Block
-from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result, Results
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
@@ -22,12 +22,12 @@ class OuterCase(NamedTuple):
 
     @property
     def base(self) -> "OuterCase":
-        """The same uncompressed."""
+        """The same case uncompressed."""
         return self._replace(outer_codec=BASE)
 
 
 def cases(quick: bool) -> list[Case]:
-    """Matched pairs in every codec; and random ones, of which mostly one side merges, in the narrowest."""
+    """Matched pairs in every codec; and random pairs, of which mostly one side merges, in the narrowest."""
     outer = [OuterCase("matched", codec) for codec in (BASE, "bfloat16", "int8", "int4")]
     outer += [] if quick else [OuterCase("random", codec) for codec in (BASE, "int4")]
     sizes = {"hidden_size": 64, "steps": 100} if quick else {"hidden_size": 128, "steps": 200}
@@ -39,7 +39,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Train one: its loss, the spread of its replicas, and what a pull weighs."""
+    """Train one case: its loss, the spread of its replicas, and the size of a pull."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
     one, steps = OuterCase(*(case.settings[name] for name in OuterCase._fields)), case.settings["steps"]
@@ -70,25 +70,19 @@ Groups = Mapping[OuterCase, Results]
 
 
 def report(results: Results) -> list[Block]:
-    """Every codec beside the uncompressed vectors, and whether it is within the noise of the seeds."""
+    """Every codec compared with uncompressed vectors, and whether the difference is within the noise of the seeds."""
     groups = {OuterCase(*key): runs for key, runs in group(results, *OuterCase._fields).items()}
     base = groups[OuterCase("matched", BASE)]
     losses = known(base, "validation_loss")
     noise = statistics.stdev(losses) if len(losses) > 1 else 0.0
     seen = [f"Outer rounds: {REPLICAS} replicas of {base[0]['parameters'][0]:,} parameters, {base[0]['steps']} steps."]
     for one in groups:
-        found = above(groups, one)
+        found = above(groups[one], groups[one.base], "validation_loss")
         if one != one.base and found:
             verdict = "within" if abs(statistics.fmean(found)) <= noise else "beyond"
             what = f"{one.outer_codec}, {one.pairing} pairs"
             seen.append(f"- {what}: {mean_std(found, 2)} nats above {BASE}, {verdict} the seed noise of {noise:.4f}.")
     return ["\n".join([seen[0], "", *seen[1:]]), _table(groups)]
-
-
-def above(groups: Groups, one: OuterCase) -> list[float]:
-    """Validation loss above that of uncompressed vectors, by seed."""
-    pairs = zip(groups[one], groups[one.base], strict=True)
-    return differences((mine["validation_loss"], base["validation_loss"]) for mine, base in pairs)
 
 
 def _table(groups: Groups) -> Block:
@@ -102,11 +96,11 @@ def _table(groups: Groups) -> Block:
         "pairs": lambda one: one.pairing,
         "codec of vectors": lambda one: one.outer_codec,
         "validation loss": lambda one: mean_std(known(groups[one], "validation_loss")),
-        "above full": lambda one: mean_std(above(groups, one), 2),
+        "above full": lambda one: mean_std(above(groups[one], groups[one.base], "validation_loss"), 2),
         "of the mean model": lambda one: mean_std(known(groups[one], "merged_loss")),
         "spread / that of full": wider,
         "bytes a parameter and round": lambda one: mean_std(known(groups[one], "bytes_per_parameter")),
         "chunks asked for again": lambda one: f"{statistics.fmean(known(groups[one], 'wrong')):.1%}",
     }
-    caption = "Outer rounds; losses in nats per token, mean ± standard deviation over the seeds, questions counted."
+    caption = "Losses in nats per token, mean ± standard deviation over the seeds; bytes include questions."
     return table(columns, groups, caption)

@@ -1,24 +1,24 @@
-"""What do outer rounds cost in loss that are merged some inner steps after they were frozen, because nobody waits?
+"""What do outer rounds cost in loss if they are merged some inner steps after they were frozen, because nobody waits?
 
 One stage (a byte-level Llama of one layer, hidden {SIZES[hidden_size]}, on the standard library's text),
 {SIZES[replicas]} replicas with real torch weights and the node's own code in the simulator, matched pairs, α = 0.5, β =
-γ = 0.7, m = {SIZES[inner_steps]}, peak learning rate {PEAK_LEARNING_RATE:g}. The links' latency is chosen so that a
-snapshot is there after so many inner steps (`outer.overlap`); a delay of 0 is a link that takes no time, and rounds
-that are waited for. Runs of the same seed share initial weights, data, and the held-out microbatches.
+γ = 0.7, m = {SIZES[inner_steps]}, peak learning rate {PEAK_LEARNING_RATE:g}. The latency of the links is chosen so that
+a snapshot arrives after the given number of inner steps (`outer.overlap`). A delay of 0 means links that take no time
+and rounds that are waited for. Runs of the same seed share initial weights, data, and the held-out microbatches.
 
-- *Waits*: as many inner steps as fit into the time of {SIZES[steps]} steps when each round stops training for its
+- *Waits*: as many inner steps as fit into the time of {SIZES[steps]} steps if each round stops training for its
   delay: {SIZES[steps]}·m / (m + delay), with a learning rate schedule of that length.
-- *Delays*: inner steps between freezing and merging, as the nodes counted them; the last round is always waited for.
+- *Delays*: inner steps between freezing and merging, as counted by the nodes; the last round is always waited for.
 
 Limits: As in `staleness`, the runs are short, the weights still move fast and the learning rate is high, so that what
-outer rounds average away shows: a delay costs more than where weights have settled. Few seeds of one tiny model.
+outer rounds average away shows: a delay costs more than it does when weights have settled. Few seeds of one tiny model.
 """
 
 from collections import Counter
 from typing import NamedTuple
 
 from noloco_p2p.lab.experiments.markdown_page import Block
-from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.sim.links import Link
@@ -30,16 +30,16 @@ DELAYS = (1, 5, 10)
 PEAK_LEARNING_RATE = 2e-2
 COSTS = Costs()
 STEP_S = COSTS.forward_s + COSTS.backward_s + COSTS.inner_step_s
-"""Virtual seconds of an inner step of one microbatch."""
+"""Virtual seconds of an inner step with one microbatch."""
 
 
 class DelayVariant(NamedTuple):
-    """How the rounds of a run meet training."""
+    """How the rounds of a run interact with training."""
 
     kind: str
     """`overlap`, `waits`, or `none`: no outer rounds."""
     delay: int
-    """Inner steps in which a snapshot arrives."""
+    """Inner steps until a snapshot arrives."""
 
 
 BASELINE = DelayVariant("waits", 0)
@@ -75,7 +75,7 @@ def measure(case: Case) -> Figures:
         outer=outer,
         evaluation={"every_steps": None, "microbatches": settings["held_out_microbatches"]},
     )
-    # A pull is a round trip; it ends in the midst of the inner step before the border at which it is merged.
+    # A pull is a round trip; it ends in the middle of the inner step before the boundary at which it is merged.
     link = Link(latency_s=(delay - 0.4) * STEP_S / 2) if overlap else Link()
     trained = train(TrainingPlan(manifest, (settings["replicas"],), settings["seed"], link=link, costs=COSTS))
     figures = trained.figures("validation_loss", "merged_loss", "delays")
@@ -83,12 +83,8 @@ def measure(case: Case) -> Figures:
 
 
 def report(results: Results) -> list[Block]:
-    """Each variant beside rounds that take no time."""
+    """Each variant compared with rounds that take no time."""
     groups = {DelayVariant(*key): runs for key, runs in group(results, *DelayVariant._fields).items()}
-
-    def above(variant: DelayVariant) -> str:
-        pairs = zip(groups[variant], groups[BASELINE], strict=True)
-        return mean_std(differences((one["loss"], base["loss"]) for one, base in pairs), 3)
 
     def delays(variant: DelayVariant) -> str:
         found = sum((Counter(dict(one["delays"])) for one in groups[variant]), Counter[int]())
@@ -99,11 +95,11 @@ def report(results: Results) -> list[Block]:
         "a snapshot takes, steps": lambda variant: variant.delay,
         "inner steps": lambda variant: groups[variant][0]["steps_taken"],
         "validation loss": lambda variant: mean_std(known(groups[variant], "loss")),
-        "above rounds that take no time": above,
+        "above rounds that take no time": lambda variant: mean_std(above(groups[variant], groups[BASELINE], "loss"), 3),
         "loss of the merged model": lambda variant: mean_std(known(groups[variant], "merged_loss")),
         "delays": delays,
     }
-    caption = "Equal times: a run that waits takes fewer inner steps. Nats per token, mean ± deviation over the seeds."
+    caption = "Equal times: a run that waits takes fewer inner steps. Nats per token, mean ± std over the seeds."
     return [table(columns, groups, caption)]
 
 

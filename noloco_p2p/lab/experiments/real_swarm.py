@@ -1,4 +1,4 @@
-"""A simulated swarm with real stages and real data, from its plan to the summary of what came of it."""
+"""A simulated swarm with real stages and real data, from its plan to the summary of its results."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 STEP_LIMIT_S = 100.0
-"""Virtual seconds for each step of the clock after which a run is taken to hang."""
+"""Virtual seconds per step of the clock after which a run counts as hanging."""
 
 
 class StreamBatches:
-    """The Batches port without a thread: microbatches of several streams in turn."""
+    """The Batches port without a thread: microbatches from several streams in turn."""
 
     def __init__(self, streams: Sequence[SampleStream], validation: Sequence[Batch]) -> None:
         self._streams = cycle([stream.batches(StreamPosition()) for stream in streams])
@@ -48,7 +48,7 @@ class StreamBatches:
 
     @property
     def cursor(self) -> dict[str, object]:
-        """See `ports.Batches`; for information only, no run continues from it."""
+        """See `ports.Batches`. For information only; no run continues from it."""
         return {"position": self._position}
 
     def close(self) -> None:
@@ -57,21 +57,21 @@ class StreamBatches:
 
 @cache
 def corpus(tokenizer: str, vocabulary: int) -> Corpus:
-    """The standard library's text; looked up once in a process."""
+    """The standard library's text, loaded once per process."""
     return stdlib_corpus(load_tokenizer(tokenizer, None, vocabulary))
 
 
 def train(plan: TrainingPlan) -> TrainingSummary:
     """Run a swarm to its end. Deterministic on one machine.
 
-    Raises ConfigError for a model or data that do not fit, LocalError when a node stops because ten results in a row
-    were not finite, Deadlock when the run hangs.
+    Raises ConfigError: the model or data do not fit; LocalError: a node stops because ten results in a row were not
+    finite; Deadlock: the run hangs.
     """
     return _run(plan).summary()
 
 
 def train_and_export(plan: TrainingPlan, directory: Path) -> TrainingSummary:
-    """`train`, and the mean over the replicas and every single one as `noloco export` writes them."""
+    """`train`, and write the mean over the replicas and every single replica as `noloco export` does."""
     done = _run(plan)
     manifest, last = done.plan.manifest, -(-plan.manifest.steps // plan.manifest.outer.inner_steps)
     stages = tuple(
@@ -84,8 +84,8 @@ def train_and_export(plan: TrainingPlan, directory: Path) -> TrainingSummary:
 
 
 def train_apart(plan: TrainingPlan, streams: Sequence[int]) -> tuple[list[TrainingSummary], float]:
-    """Every data stream in a swarm of its own, of one replica of each stage: their summaries, and the held-out loss of
-    the one model whose weights are their mean."""
+    """Train on every data stream in a separate swarm with one replica per stage. Returns their summaries, and the
+    held-out loss of the model whose weights are their mean."""
     runs = [_run(replace(plan, replicas=(1,) * len(plan.replicas), streams=(stream,))) for stream in streams]
     summaries = [one.summary() for one in runs]
     together = zip(*(one.stages for one in runs), strict=True)
@@ -93,7 +93,7 @@ def train_apart(plan: TrainingPlan, streams: Sequence[int]) -> tuple[list[Traini
 
 
 def train_and_recode(plan: TrainingPlan, codecs: Sequence[str]) -> tuple[TrainingSummary, dict[str, float | None]]:
-    """A run of one replica of each stage, and the held-out loss of its weights with hidden states in other codecs."""
+    """A run with one replica per stage, and the held-out loss of its weights with hidden states in other codecs."""
     done = _run(plan)
     losses: dict[str, float | None] = {}
     for codec in codecs:
@@ -135,7 +135,7 @@ class FinishedTraining:
     """A run that has ended."""
 
     plan: TrainingPlan
-    """With the manifest as the nodes had it."""
+    """With the manifest that the nodes had."""
     monitor: TrainingMonitor
     outcome: Outcome
     held_out: Sequence[Batch]
@@ -146,7 +146,7 @@ class FinishedTraining:
         return [self.outcome.of_stage(stage) for stage in range(len(self.plan.replicas))]
 
     def summary(self) -> TrainingSummary:
-        """What is reported of it."""
+        """The summary for reports."""
         monitor, trace, stages, ended_at_s = self.monitor, self.outcome.trace, self.stages, self.outcome.ended_at_s
         loads = {node.peer: monitor.served[node.peer] for nodes in stages for node in nodes}
         rounds = [(one, (one.peer, int(one.number("round"))) in monitor.lost) for one in trace.of("outer_round")]
@@ -181,7 +181,7 @@ class FinishedTraining:
         )
 
     def _inner_steps(self) -> dict[int, tuple[float, float]]:
-        """Summed loss and tokens of all stage-0 replicas by the number of the inner step."""
+        """Summed loss and tokens of all stage-0 replicas, by number of the inner step."""
         sums: dict[int, tuple[float, float]] = {}
         first = {node.peer for node in self.stages[0]}
         for event in self.outcome.trace.of("inner_step"):
@@ -199,7 +199,7 @@ class FinishedTraining:
 
 
 def _waiting(node: SimProcess, ended_at_s: float) -> float:
-    """Microbatches that wait to be admitted, averaged over the time of the run."""
+    """Number of microbatches waiting for admission, averaged over the time of the run."""
     total, since_s, value = 0.0, 0.0, 0.0
     for event in node.trace.of("gauge"):
         if event.get("name") == "waiting":
@@ -209,7 +209,7 @@ def _waiting(node: SimProcess, ended_at_s: float) -> float:
 
 
 def _merged_loss(stages: Sequence[Sequence[SimProcess]], held_out: Sequence[Batch]) -> float:
-    """Held-out loss with the mean over the replicas of each stage, which the first replica of each then keeps."""
+    """Held-out loss with the mean over the replicas of each stage. The first replica of each stage keeps the mean."""
     replicas = [[_torch_stage(node) for node in nodes] for nodes in stages]
     for same in replicas:
         _set_mean(same[0], same)
@@ -235,6 +235,6 @@ def _held_out_loss(stages: Sequence[TorchStage], held_out: Sequence[Batch]) -> f
 
 
 def _torch_stage(node: SimProcess) -> TorchStage:
-    """The real stage of a node, as it was left."""
+    """The real stage of a node in its final state."""
     assert isinstance(node.model, InstrumentedStage), "every stage of the run is instrumented"
     return node.model.stage

@@ -1,4 +1,4 @@
-"""What reports do with results: choose and group them, and set them into tables and curves."""
+"""Functions for reports: select and group results, and turn them into tables and curves."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +11,9 @@ from noloco_p2p.observe.plotting.plots import Curve
 from noloco_p2p.observe.plotting.svg import LineStyle
 
 Figure = str | Callable[[Result], float | None]
-"""The name of a figure, or how it follows from a result; None where it was not finite."""
+"""The name of a figure, or a function of the result; None if it was not finite."""
 Column = str | Callable[[Any], Cell]
-"""The name of a figure or a setting that the row has, or its cell from the row."""
+"""The name of a figure or setting of the row, or a function from the row to the cell."""
 Columns = Mapping[str, Column]
 """By title."""
 
@@ -22,13 +22,13 @@ Columns = Mapping[str, Column]
 
 
 def select(results: Results, **settings: object) -> list[Result]:
-    """The results with these settings, by seed."""
+    """The results with these settings, sorted by seed."""
     found = [one for one in results if all(one.case.settings.get(name) == value for name, value in settings.items())]
     return sorted(found, key=lambda one: int(one["seed"]))
 
 
 def group(results: Results, *names: str) -> dict[tuple[Any, ...], list[Result]]:
-    """The results by their values of these settings, as they come."""
+    """The results grouped by the values of these settings, in their order."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for one in results:
         groups.setdefault(tuple(one[name] for name in names), []).append(one)
@@ -36,13 +36,17 @@ def group(results: Results, *names: str) -> dict[tuple[Any, ...], list[Result]]:
 
 
 def known(results: Results, figure: Figure) -> list[float]:
-    """The values of a figure that were finite."""
+    """The finite values of a figure."""
     values = [one[figure] if isinstance(figure, str) else figure(one) for one in results]
     return [value for value in values if value is not None]
 
 
-def differences(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
-    """The first less the second of each pair, where both were finite."""
+def above(runs: Results, base: Results, name: str, base_name: str | None = None) -> list[float]:
+    """A figure of each run minus that of the base run with the same seed, if both are finite.
+
+    `base_name`: the base's figure, if it is another one. Runs beyond the shorter of the two lists are left out.
+    """
+    pairs = ((mine[name], other[base_name or name]) for mine, other in zip(runs, base, strict=False))
     return [mine - other for mine, other in pairs if mine is not None and other is not None]
 
 
@@ -50,8 +54,8 @@ def differences(pairs: Iterable[tuple[float | None, float | None]]) -> list[floa
 
 
 def table(columns: Columns, rows: Iterable[Any], caption: str = "", *more: Sequence[Cell]) -> Table:
-    """A row for each of `rows`, and `more` rows that are made already. A column by its name needs rows that are results
-    or groups of results, of which the first is taken."""
+    """A table with one row for each of `rows`, and `more` finished rows. A column given by name needs rows that are
+    results or groups of results, of which the first is taken."""
 
     def cell(row: Any, column: Column) -> Cell:
         if not isinstance(column, str):
@@ -64,12 +68,12 @@ def table(columns: Columns, rows: Iterable[Any], caption: str = "", *more: Seque
 
 
 def over(figure: Figure, digits: int = 4) -> Callable[[Results], Cell]:
-    """A column of a table whose rows are groups of results: mean ± std of a figure over the group."""
+    """A column for rows that are groups of results: mean ± std of a figure over the group."""
     return lambda results: mean_std(known(results, figure), digits)
 
 
 def mean_std(values: Sequence[float], digits: int = 4) -> str:
-    """`mean ± standard deviation` of a sample; of one value only that, of none a dash. `digits`: of the mean."""
+    """`mean ± standard deviation` of a sample; a single value alone; a dash if empty. `digits`: of the mean."""
     if len(values) < 2:
         return humanize.figure(values[0] if values else None, digits)
     return plus_minus(statistics.fmean(values), statistics.stdev(values), digits)
@@ -86,7 +90,7 @@ def mean_curve(
     style: LineStyle = "line",
     mean: Callable[[Iterable[float]], float] = statistics.fmean,
 ) -> Curve:
-    """The mean over runs, which are (x, y), at every x at which all of them are finite."""
+    """The mean over runs of (x, y) points, at every x at which all of them are finite."""
     known = [{x: y for x, y in run if y is not None} for run in runs]
     common = sorted(set.intersection(*map(set, known))) if known else []
     return Curve.through(label, [(x, mean(run[x] for run in known)) for x in common], style)

@@ -1,26 +1,25 @@
-"""Do microbatches that take other routes at every step hold the replicas together, with and without outer rounds, and
-what do they cost in loss, load and waiting?
+"""Do microbatches that take different routes at every step hold the replicas together, with and without outer rounds,
+and what do they cost in loss, load and waiting?
 
-A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer a stage, {REPLICAS}
+A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer per stage, {REPLICAS}
 replicas of each stage; the node's own code in the simulator over real torch stages, device times log-normal (σ
-{JITTER}). Microbatches of 8 × 64 tokens, one for each origin and inner step, m = {ROUND_STEPS}, two peak learning
-rates. `fixed`: replica i always sends to replica i; `random`: to any replica that has room; `weighted`: likewise,
-with odds and loads by measured speed; `balanced`: by a permutation drawn for each step. Validation goes from replica
-i to replica i under all of them. Then the same policies over stages that only cost time, on equal and unequal
-devices: {REPLICAS} replicas of each of two stages, two microbatches for each origin and step, forward 10 ms, backward
-20 ms, links 1 ms, virtual seconds.
+{JITTER}). Microbatches of 8 × 64 tokens, one per origin and inner step, m = {ROUND_STEPS}, two peak learning rates.
+`fixed`: replica i always sends to replica i; `random`: to any replica that has room; `weighted`: likewise, with odds
+and loads by measured speed; `balanced`: by a permutation drawn for each step. Validation always goes from replica i to
+replica i. Then the same policies over stages that only cost time, on equal and unequal devices: {REPLICAS} replicas of
+each of two stages, two microbatches per origin and step, forward 10 ms, backward 20 ms, links 1 ms, virtual seconds.
 
-Mean ± standard deviation over seeds. Losses in nats per token, the first is the mean over the replicas; std of the
-weights over the replicas of a stage, on θ before the merge where there is one, mean over the last half of the
-measurements that all runs of the arm have; load and waits for admission (mean over time) are those of stage 1.
+Mean ± standard deviation over seeds. Losses are in nats per token; the first is the mean over the replicas. The std of
+the weights is taken over the replicas of a stage, on θ before the merge if there is one, as the mean over the last half
+of the measurements that all runs of the arm have. Load and waits for admission (mean over time) are those of stage 1.
 
 Limits: A model of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 steps:
 signs can be compared, sizes hardly. Without outer rounds fixed routes are eight small models that never meet; a run
 this short does not show what each would lose by seeing an eighth of the data. Under `random` and `fixed` the order of
-arrival decides which replica takes how many inner steps, and the clock is pulled to the median: tokens differ by a few
-per cent, and a part of the spread is that replicas of stage 1 have taken unequal numbers of inner steps. A full
-replica says Busy, which evens the load of `random`: draws without that would be less even. Device and link times are
-assumed, not measured.
+arrival decides which replica takes how many inner steps, and the clock follows the median: tokens differ by a few per
+cent, and part of the spread is that replicas of stage 1 have taken unequal numbers of inner steps. A full replica says
+Busy, which evens out the load of `random`: draws without that would be less even. Device and link times are assumed,
+not measured.
 """
 
 from collections import defaultdict
@@ -40,22 +39,23 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 POLICIES = ("fixed", "random", "weighted", "balanced")
 REPLICAS = 8
-"""Of each of two stages."""
+"""Replicas of each of the two stages."""
 DEVICES = {"equal": (0.0, 1.0), "log-normal 0.3": (0.3, 1.0), "one 3 times slower": (0.0, 3.0)}
 """Sigma of the device times, and the factor on those of the first replica of the last stage."""
 PAIRINGS = {"without": "none", "with": "matched"}
-"""Outer rounds: what a case says, and what the manifest says."""
+"""Outer rounds: the name in a case, and the value in the manifest."""
 ARMS = (("without", 1e-3), ("without", 3e-3), ("with", 3e-3))
-"""Outer rounds or not, and the peak learning rate: without them the replicas drift apart slowly or quickly."""
+"""Whether there are outer rounds, and the peak learning rate: without them the replicas drift apart slowly or
+quickly."""
 ROUND_STEPS = 10
-"""m, and without outer rounds the inner steps from one measurement of the spread to the next."""
+"""m; without outer rounds, the number of inner steps between two measurements of the spread."""
 JITTER = 0.2
-"""Sigma of the log-normal device times where real weights are trained."""
+"""Sigma of the log-normal device times when real weights are trained."""
 EVALUATED = 60
-"""Per cent of the run from one evaluation to the next; the last is at its end."""
+"""Per cent of the run between two evaluations; the last one is at its end."""
 STAGES = (0, 1)
 TRAINED = ("validation", "validation_loss", "merged_loss", "tokens", "load", "uneven", "waiting", "busy", "rounds")
-"""What is kept of a `TrainingSummary`."""
+"""The figures that are kept from a `TrainingSummary`."""
 
 
 def cases(quick: bool) -> list[Case]:
@@ -97,9 +97,9 @@ def measure(case: Case) -> Figures:
 def serve(settings: Mapping[str, Any]) -> Figures:
     """A run with `policy`, `devices`, `steps` and `seed`: figures of the last stage and of the whole swarm.
 
-    Of the last stage: `load` (microbatches by replica), `largest_over_mean` of it, `waited_s` per microbatch until it
-    is admitted, `waited_share` of the microbatches that waited at all, `busy` answers per microbatch, `inner_steps`
-    (fewest and most of any replica). Of the swarm: `microbatches_per_s`, `idle` (share of the node-seconds by cause).
+    For the last stage: `load` (microbatches by replica), its `largest_over_mean`, `waited_s` per microbatch until
+    admission, `waited_share` of the microbatches that waited at all, `busy` answers per microbatch, `inner_steps`
+    (fewest and most of any replica). For the swarm: `microbatches_per_s`, `idle` (share of the node-seconds by cause).
     """
     (spread, factor), both, seed = DEVICES[settings["devices"]], (REPLICAS, REPLICAS), settings["seed"]
     options = {"routing": settings["policy"], "steps": settings["steps"], "outer": {"inner_steps": 10}}
@@ -133,18 +133,20 @@ def serve(settings: Mapping[str, Any]) -> Figures:
 
 
 def late_std(result: Result, stage: int, count: int) -> float | None:
-    """Weight std over a stage's replicas, mean over the last half of the first `count`; None where there is none."""
+    """Weight std over a stage's replicas, mean over the last half of the first `count` measurements; None: there are
+    none."""
     series = [std for _, std in result["spread"][stage]][:count]
     return fmean(series[len(series) // 2 :]) if series else None
 
 
 def common_count(results: Results, rounds: str, rate: float) -> int:
-    """How many measurements of the spread all runs of an arm have: a slow replica's few inner steps bound them."""
+    """The number of measurements of the spread that all runs of an arm have. A slow replica's few inner steps limit
+    it."""
     return min(len(series) for one in select(results, rounds=rounds, rate=rate) for series in one["spread"])
 
 
 def changes(results: Results, policy: str, rounds: str, rate: float) -> dict[str, list[float]]:
-    """Against fixed routes with the same seed, in per cent: std by stage, both stages' mean, perplexity."""
+    """Changes against fixed routes with the same seed, in per cent: std by stage, mean of both stages, perplexity."""
     found: dict[str, list[float]] = {"std 0": [], "std 1": [], "std": [], "perplexity": []}
     count = common_count(results, rounds, rate)
     mine, theirs = (select(results, policy=one, rounds=rounds, rate=rate) for one in (policy, "fixed"))
@@ -159,12 +161,12 @@ def changes(results: Results, policy: str, rounds: str, rate: float) -> dict[str
 
 
 def _perplexity(loss: float | None, fixed: float | None) -> list[float]:
-    """The change of a perplexity in per cent; nothing where one of the two losses was not finite."""
+    """The change in perplexity in per cent; empty if one of the two losses was not finite."""
     return [] if loss is None or fixed is None else [100 * (exp(loss - fixed) - 1)]
 
 
 def report(results: Results) -> list[Block]:
-    """Real weights beside the paper's figures, then load and waiting."""
+    """Real weights compared with the paper's figures, then load and waiting."""
     trained = select(results, kind="train")
     return [
         "### Spread and loss",
@@ -244,7 +246,7 @@ def _finding(results: Results, policy: str, rounds: str, rate: float) -> str:
 
 
 def _spread_plot(results: Results, stage: int) -> Plot:
-    """The mean over the seeds at every step at which all of them were measured, at the higher rate."""
+    """The mean over the seeds, at every step at which all of them were measured, for the higher rate."""
     curves = []
     for (rounds, rate), policy in product(ARMS[1:], POLICIES):
         series = [one["spread"][stage] for one in select(results, policy=policy, rounds=rounds, rate=rate)]
@@ -254,7 +256,7 @@ def _spread_plot(results: Results, stage: int) -> Plot:
 
 
 def _perplexity_plot(results: Results) -> Plot:
-    """Whether the price of other routes grows or shrinks: the mean over the seeds at every evaluation."""
+    """Whether the cost of other routes grows or shrinks: the mean over the seeds at every evaluation."""
     curves = []
     for (rounds, rate), policy in product(ARMS, POLICIES[1:]):
         mine, theirs = (select(results, policy=one, rounds=rounds, rate=rate) for one in (policy, "fixed"))
@@ -271,7 +273,7 @@ def _perplexity_by_step(one: Result, fixed: Result) -> list[tuple[int, float]]:
 
 
 def _served(results: Results) -> list[Block]:
-    """A table of all, and in words the throughput of each policy beside fixed routes."""
+    """A table of all runs, and in words the throughput of each policy compared with fixed routes."""
     columns: Columns = {
         "devices": "devices",
         "routes": "policy",
@@ -288,7 +290,7 @@ def _served(results: Results) -> list[Block]:
     for devices in DEVICES:
         rate = {p: fmean(one["microbatches_per_s"] for one in groups[devices, p]) for p in POLICIES}
         beside = ", ".join(f"{policy} {100 * rate[policy] / rate['fixed']:.0f} %" for policy in POLICIES[1:])
-        blocks.append(f"Throughput beside fixed routes, devices {devices}: {beside}.")
+        blocks.append(f"Throughput relative to fixed routes, devices {devices}: {beside}.")
     return blocks
 
 

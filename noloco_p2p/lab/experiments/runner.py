@@ -1,7 +1,7 @@
-"""Measures the cases of an experiment in processes of their own, and writes `results.json`, `report.md` and the charts.
+"""Measures the cases of an experiment in separate processes, and writes `results.json`, `report.md` and the charts.
 
-What has been measured is on disk at once: the same command continues where it was stopped, unless the package's code
-has changed since.
+Every result is written to disk at once. The same command continues where it was stopped, unless the package's code has
+changed since.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ RESULTS, REPORT = "results.json", "report.md"
 
 
 def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick: bool = False, jobs: int = 2) -> Path:
-    """Run an experiment to its report in the directory `out`, whose path is returned; `say` hears of every case.
+    """Run an experiment, and write its report to the directory `out`. Returns its path. `say` gets a line per case.
 
-    `quick` is a smaller version that answers the same question less sharply; `jobs` processes measure at once, one
-    thread each. Raises ConfigError when the directory holds another experiment's results, LocalError when it cannot be
-    written, and what `measure` raises, with what was measured before kept on disk.
+    `quick` is a smaller version that answers the same question less precisely. `jobs` processes measure at once, with
+    one thread each. Raises ConfigError: the directory has another experiment's results; LocalError: it cannot be
+    written; and what `measure` raises. Results measured before an error stay on disk.
     """
     homes.require("--out ", out, Home.EXPERIMENT, Home.EMPTY)
     try:
@@ -51,26 +51,26 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
 
 @dataclass
 class ResultsFile:
-    """What has been measured, in memory and in `results.json`."""
+    """The results so far, in memory and in `results.json`."""
 
     experiment: Experiment
     path: Path
     quick: bool
     jobs: int
     code: str
-    """Which code measures: see `code_digest`."""
+    """The version of the code that measures: see `code_digest`."""
     cases: dict[str, Case] = field(default_factory=dict)
-    """Those that are known so far, by name."""
+    """The cases known so far, by name."""
     found: dict[str, Result] = field(default_factory=dict)
-    """By the name of the case, as they came in."""
+    """By name of the case, in the order of completion."""
 
     @property
     def results(self) -> list[Result]:
-        """In the order of the cases, not in that in which they came in."""
+        """The results in the order of the cases, not of their completion."""
         return [self.found[name] for name in self.cases if name in self.found]
 
     def missing(self) -> list[Case]:
-        """What is still to be measured; when nothing is, what follows from the results."""
+        """The cases still to be measured; if there are none, those that follow from the results."""
         if len(self.found) == len(self.cases):
             ask = self.experiment
             cases = ask.further(self.quick, self.results) if self.cases else ask.cases(self.quick)
@@ -81,7 +81,8 @@ class ResultsFile:
         return [case for name, case in self.cases.items() if name not in self.found]
 
     def read(self) -> int:
-        """Take up what an earlier run of the same code left; returns how many cases. Raises ConfigError."""
+        """Read the results of an earlier run of the same code. Returns their number. Raises ConfigError: the file does
+        not fit."""
         if not self.path.exists():
             return 0
         try:
@@ -99,7 +100,7 @@ class ResultsFile:
         return len(self.found)
 
     def write(self, *, complete: bool) -> None:
-        """All of it, whole or not at all. The wall times are apart: the rest is equal for equal runs."""
+        """Write everything atomically. Wall times are kept apart, so that the rest is equal for equal runs."""
         runs = [{"case": one.case.name, "settings": one.case.settings, "figures": one.figures} for one in self.results]
         document = {"experiment": self.experiment.name, "quick": self.quick, "complete": complete}
         wall = {"jobs": self.jobs, "cores": os.cpu_count(), "python": platform.python_version()}
@@ -108,7 +109,7 @@ class ResultsFile:
 
 
 def code_digest() -> str:
-    """sha256 over the sources of the package: results of other code are not taken up."""
+    """SHA-256 of the package's sources: results of other code are not reused."""
     root = Path(noloco_p2p.__file__).parent
     digest = hashlib.sha256()
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):
@@ -151,11 +152,11 @@ def _report(file: ResultsFile) -> Path:
         plots.save(chart, out)
     seeds = ", ".join(str(seed) for seed in sorted({one["seed"] for one in results if "seed" in one.case.settings}))
     quick = "**This is the quick version: fewer and shorter cases than the full one.**"
-    # How it was measured, and how to do it again.
+    # How it was measured, and how to repeat it.
     made = (
         f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}; every one with its settings and figures in"
         f" [{RESULTS}]({RESULTS}). {sum(one.wall_s for one in results):.0f} s of computing in all, {file.jobs} at a"
-        f" time on {os.cpu_count()} cores. Again: `noloco experiment {experiment.name}"
+        f" time on {os.cpu_count()} cores. To repeat: `noloco experiment {experiment.name}"
         f"{' --quick' if file.quick else ''}`. Code: `{file.code[:12]}`."
     )
     head = [f"# {experiment.name}", f"**Question.** {experiment.text.question}"]

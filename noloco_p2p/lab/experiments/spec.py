@@ -1,13 +1,13 @@
-"""What an experiment is, and what all of them share. Each module that is one offers it as `EXPERIMENT`.
+"""What an experiment is, and what all of them share. Each experiment's module provides it as `EXPERIMENT`.
 
-Its docstring is what the report says of it: the question (the first paragraph), the setting, and after "Limits:" what
-the results do not show, in Markdown; `{NAME}` stands for a constant of the module.
+Its docstring is part of the report: the question (the first paragraph), the setting, and after "Limits:" what the
+results do not show, in Markdown. `{NAME}` stands for a constant of the module.
 
-def cases(quick: bool) -> list[Case]: ...         which cases there are
-def measure(case: Case) -> Figures: ...           one case, in a process of its own
-def report(results: Results) -> list[Block]: ...  what the report says of them
+    def cases(quick: bool) -> list[Case]: ...         the cases
+    def measure(case: Case) -> Figures: ...           measures one case in a process of its own
+    def report(results: Results) -> list[Block]: ...  the findings in the report
 
-EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)
+    EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any, Self
 from noloco_p2p.lab.experiments.markdown_page import Block
 
 Figures = dict[str, Any]
-"""What was measured in one case: JSON values only, no NaN and no infinity (None instead)."""
+"""The measured values of one case: JSON values only, with None instead of NaN and infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +27,19 @@ class Case:
     """One measurement."""
 
     name: str
-    """Short, unique in its experiment."""
+    """Short and unique in its experiment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """All that the figures follow from, JSON values only; `seed` is the one of its random draws."""
+    """Everything that determines the figures, JSON values only; `seed` is that of its random draws."""
 
     @classmethod
     def named(cls, name: str, **settings: Any) -> Self:
-        """The case of these settings, which also make its name: `n{replicas}-{seed}`."""
+        """A case with these settings, which also form its name: `n{replicas}-{seed}`."""
         return cls(name.format_map(settings), settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case and what was measured."""
+    """One case and its figures."""
 
     case: Case
     figures: Figures
@@ -47,7 +47,7 @@ class Result:
     """Seconds that it took on this machine: for the report's last lines, never for its findings."""
 
     def __getitem__(self, name: str) -> Any:
-        """A figure, or else a setting. Raises KeyError when it has none of that name."""
+        """A figure, or else a setting. Raises KeyError: there is none of that name."""
         return self.figures[name] if name in self.figures else self.case.settings[name]
 
 
@@ -57,7 +57,7 @@ Results = Sequence[Result]
 
 @dataclass(frozen=True, slots=True)
 class ReportText:
-    """What a report says of an experiment before and after its findings, in Markdown."""
+    """The text of a report before and after the findings, in Markdown."""
 
     question: str
     setting: str
@@ -68,29 +68,29 @@ class ReportText:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A question, and all it takes to answer it."""
+    """A question, and everything needed to answer it."""
 
     name: str
     text: ReportText
     cases: Callable[[bool], list[Case]]
-    """The cases; True: those of `--quick`. Long ones first use the processes best."""
+    """The cases; True: those of `--quick`. Long cases first make the best use of the processes."""
     measure: Callable[[Case], Figures]
-    """A function of the case only; at module level, as it is called in processes that are started fresh (one thread
-    each). Torch and other heavy modules are imported inside it."""
+    """A function of the case only, at module level, because it runs in newly started processes (one thread each). It
+    imports torch and other heavy modules itself."""
     report: Callable[[Results], list[Block]]
-    """The report's findings, from the results and `paper.json` only; no legal figures make it fail."""
+    """The report's findings, from the results and `paper.json` only. It must not fail for any valid figures."""
     further: Callable[[bool, Results], list[Case]] = lambda quick, results: []
-    """Cases that depend on the results so far, asked for again until it gives no new ones."""
+    """Cases that depend on the results so far. Called again until it returns no new ones."""
 
 
 def describe(module: Mapping[str, Any]) -> ReportText:
-    """From the docstring of an experiment's module, `globals()`."""
+    """The report text from the docstring of an experiment's module, given its `globals()`."""
     question, setting = str(module["__doc__"]).format_map(module).split("\n\n", 1)
     setting, limits = setting.split("\n\nLimits: ")
     return ReportText(" ".join(question.split()), setting, limits.strip())
 
 
 def published() -> dict[str, Any]:
-    """What the paper reports (arXiv 2506.10911), by name; its `source` says from which tables."""
+    """The paper's figures (arXiv 2506.10911) by name; `source` names the tables."""
     figures: dict[str, Any] = json.loads(resources.files(__package__).joinpath("paper.json").read_text())
     return figures

@@ -1,19 +1,19 @@
 """Does the spread of the replicas' weights follow the learning rate over a run, as the paper reports?
 
-A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer a stage, {REPLICAS}
+A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer per stage, {REPLICAS}
 replicas of each stage, balanced routes, matched pairs, α 0.5, β 0.7, γ 0.7; the node's own code in the simulator over
 real torch stages. Peak learning rate {PEAK:g} after a warm-up of a tenth of the run, then a cosine to a tenth of it.
-Microbatches of 8 × 64 tokens, one for each origin and inner step. The spread is exact, measured at every outer round.
+Microbatches of 8 × 64 tokens, one per origin and inner step. The spread is exact and measured at every outer round.
 Varied: m, and as controls a rate that stays at its peak, and no outer rounds.
 
 r is the Pearson correlation of the weight std (over the replicas of a stage, θ before the merge) with the learning
-rate, over the outer rounds of a run; *after the warm-up* leaves out what comes before the peak, and p is the exponent
-of std ∝ rate^p there. *Rounds behind* is the shift of the std against the rate with the largest r, found after the
-fact. *Left* is the mean of the last tenth of the run over the largest value. Mean ± standard deviation over seeds; a
-dash where the rate does not change, or the std does not follow it. With a constant rate r is that of the warm-up alone.
+rate, over the outer rounds of a run. *After the warm-up* leaves out what precedes the peak, and p is the exponent of
+std ∝ rate^p there. *Rounds behind* is the shift of the std against the rate with the largest r, found after the fact.
+*Left* is the mean of the last tenth of the run over the largest value. Mean ± standard deviation over seeds; a dash
+where the rate does not change, or the std does not follow it. With a constant rate r is that of the warm-up alone.
 
-Limits: A model of two layers and a few hundred steps, at one peak rate and one number of replicas. A correlation over
-a run has as many points as outer rounds, they are no independent draws, and anything that falls with time correlates
+Limits: A model of two layers and a few hundred steps, at one peak rate and one number of replicas. A correlation over a
+run has as many points as outer rounds. These are not independent draws, and anything that falls with time correlates
 with a falling rate: the two controls, not r, say whether the rate is the cause. The paper's range is over its models
 and runs, ours over seeds and stages.
 """
@@ -30,7 +30,7 @@ from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
 
 REPLICAS = 8
-"""Of each of two stages."""
+"""Replicas of each of the two stages."""
 STAGES = (0, 1)
 PEAK = 3e-3
 """Peak learning rate."""
@@ -41,8 +41,8 @@ ARMS: dict[str, dict[str, object]] = {
     "constant rate": {"final_fraction": 1.0},
     "no outer rounds": {"pairing": "none"},
 }
-"""Ways to train, which differ in m (without outer rounds the inner steps from one measurement of the spread to the
-next), in the learning rate of the last step over the peak, or in the pairing; equal seeds read equal data."""
+"""Ways to train. They differ in m (without outer rounds the inner steps between two measurements of the spread), in the
+last learning rate over the peak, or in the pairing. Equal seeds read equal data."""
 DEFAULT = {"inner_steps": 10, "final_fraction": 0.1, "pairing": "matched"}
 
 
@@ -57,7 +57,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """`spread`: by stage, (inner step, learning rate, std) of every measurement that is finite; and the final loss."""
+    """`spread`: by stage, (inner step, learning rate, std) of every finite measurement; and the final loss."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
     arm = DEFAULT | ARMS[case.settings["arm"]]
@@ -80,7 +80,7 @@ Series = Sequence[tuple[int, float, float]]
 
 
 def pearson(series: Series) -> float | None:
-    """r of std and learning rate; None for fewer than three points, or when one of the two never changes."""
+    """r of std and learning rate; None for fewer than three points, or if one of the two never changes."""
     rates, stds = [rate for _, rate, _ in series], [std for _, _, std in series]
     if len(series) < 3 or len(set(rates)) == 1 or len(set(stds)) == 1:
         return None
@@ -88,15 +88,15 @@ def pearson(series: Series) -> float | None:
 
 
 def falling(series: Series) -> Series:
-    """From the highest learning rate on: the warm-up is left out."""
+    """The series from the highest learning rate on, without the warm-up."""
     peak = max(range(len(series)), key=lambda at: series[at][1], default=0)
     return series[peak:]
 
 
 def delay(series: Series) -> tuple[int, float] | None:
-    """How many points the std lags behind the rate: the shift, at most a third of the run, with the largest r, and r.
+    """How many points the std lags behind the rate: the shift of at most a third of the run with the largest r, and r.
 
-    None where the rate does not change after the warm-up, or the std does not follow it at all (no r above 0).
+    None if the rate does not change after the warm-up, or the std does not follow it at all (no r above 0).
     """
     if pearson(falling(series)) is None:
         return None
@@ -110,20 +110,21 @@ def delay(series: Series) -> tuple[int, float] | None:
 
 
 def exponent(series: Series) -> float | None:
-    """p of std ∝ rate^p, the least-squares line through the logarithms; None where `pearson` is."""
+    """p of std ∝ rate^p, by least squares on the logarithms; None where `pearson` is."""
     if pearson(series) is None or min(min(rate, std) for _, rate, std in series) <= 0:
         return None
     return linear_regression([log(rate) for _, rate, _ in series], [log(std) for _, _, std in series]).slope
 
 
 def remaining(series: Series, column: int) -> float:
-    """The mean of the last tenth of a series over its largest value: 1 where nothing fell. Column 1 rate, 2 std."""
+    """The mean of the last tenth of a series over its largest value: 1 if nothing fell. Column 1 is the rate, 2 the
+    std."""
     values = [point[column] for point in series]
     return fmean(values[-max(1, len(values) // 10) :]) / max(values)
 
 
 def report(results: Results) -> list[Block]:
-    """The correlations beside the paper's, how far both fall, and both over the run."""
+    """The correlations compared with the paper's, how far both values fall, and both over the run."""
     return [
         _correlations(results),
         *(_finding(results, arm) for arm in ARMS),
@@ -133,7 +134,7 @@ def report(results: Results) -> list[Block]:
 
 def _correlations(results: Results) -> Table:
     def over(measure: Callable[[Series], float | None], digits: int) -> Callable[[tuple[str, int]], Cell]:
-        """Mean ± std over the seeds that have it."""
+        """Mean ± std over the seeds that have a value."""
 
         def cell(row: tuple[str, int]) -> Cell:
             every = [one["spread"][row[1]] for one in select(results, arm=row[0])]
@@ -160,7 +161,7 @@ def _correlations(results: Results) -> Table:
 
 
 def _finding(results: Results, arm: str) -> str:
-    """In words: the range of r over seeds and stages beside the paper's, and how far rate and std fall."""
+    """In words: the range of r over seeds and stages compared with the paper's, and how far rate and std fall."""
     low, high = published()["pearson_weight_std_vs_lr"]
     every = [series for one in select(results, arm=arm) for series in one["spread"] if series]
     if not every:
@@ -178,7 +179,7 @@ def _finding(results: Results, arm: str) -> str:
 
 
 def _plot(results: Results, stage: int) -> Plot:
-    """The first seed of every arm, and the falling rate, each over its largest value."""
+    """The first seed of every arm, and the falling rate, each relative to its largest value."""
 
     def curve(label: str, series: Series, column: int, style: LineStyle) -> Curve:
         largest = max((point[column] for point in series), default=1.0)

@@ -1,26 +1,25 @@
-"""For which α and γ do the replicas of a stage stay together: is it S1, or the condition of the paper's eq. 74?
+"""For which α and γ do the replicas of a stage stay together: under S1, or under the condition of the paper's eq. 74?
 
 One stage (a byte-level Llama of one layer, hidden {SIZES[hidden_size]}, on the standard library's text, real torch
 weights, the node's own code in the simulator), 8 and 16 replicas, matched pairs, β = {BETA:g}, m =
-{SIZES[inner_steps]}, {ROUNDS} outer rounds, {SLOW_ROUNDS} from α = {SLOW_ALPHA:g} on. The learning rate begins at
-{PEAK_LEARNING_RATE:g} without warm-up and falls to 0 as a cosine, so that a spread that does not fall with it is kept
-up by the outer rounds alone. Growth is the factor per round of the replicas' weight std before the merge, over the
-last third of the run (least squares on its logarithm); the spread *grew* where that is 1 or more, or where nodes
-stopped because nothing was finite.
+{SIZES[inner_steps]}, {ROUNDS} outer rounds, {SLOW_ROUNDS} from α = {SLOW_ALPHA:g} on. The learning rate starts at
+{PEAK_LEARNING_RATE:g} without warm-up and falls to 0 as a cosine, so a spread that does not fall with it is maintained
+by the outer rounds alone. Growth is the factor per round of the replicas' weight std before the merge, over the last
+third of the run (least squares on its logarithm). The spread *grew* if that is 1 or more, or if nodes stopped because
+nothing was finite.
 
 - *S1*: γ_max = 2(1−α²), mean square, many replicas. *S1 for N*: the same algebra for N matched replicas, whose
   partners are one another's N−1 others: γ_max = 2(1−α²) / (1−α/(N−1)).
 - *Nearly every run*: the γ at which the outer rounds without training neither shrink nor grow deviations in one long
-  run (their Lyapunov exponent is 0), found by bisection. It lies above S1, because the mean square is carried by few
-  unlucky sequences of pairs.
+  run (their Lyapunov exponent is 0), found by bisection. It lies above S1, because a few unlucky sequences of pairs
+  dominate the mean square.
 - *Eq. 74* of arXiv 2506.10911, as far as it is known here: √(n/(2(n−1)))·α < γ < √(n/(2(n−1)))·(2+α), with n the size
   of the group; beside it, the same with n read as the number of replicas.
 
-Limits: One stage of a tiny model and few inner steps per round: with longer rounds the loss's own curvature pulls
-replicas together more strongly between two merges. Near the bound the runs are too short: a factor of 1.01 and one of
-0.99 cannot be told apart. Pairs are matched; with one-sided random pulls the mean of the replicas is not kept, and the
-bound is another one. A γ inside the bound is no promise of a good loss. Eq. 74 could not be compared with the paper's
-text when this was written.
+Limits: One stage of a tiny model and few inner steps per round. With longer rounds the loss's own curvature pulls
+replicas together more strongly between two merges. Near the bound the runs are too short to tell a factor of 1.01 from
+0.99. Pairs are matched; with one-sided random pulls the mean of the replicas is not kept, and the bound differs. A γ
+inside the bound does not promise a good loss. Eq. 74 could not be compared with the paper's text when this was written.
 """
 
 import math
@@ -43,7 +42,7 @@ MULTIPLES = (0.3, 0.6, 0.9, 1.1, 1.4)
 """γ of the grid, in units of S1's γ_max at that α."""
 BETA = 0.7
 ROUNDS, SLOW_ROUNDS, SLOW_ALPHA = 30, 90, 0.8
-"""Outer rounds; from this α on the longer run, because everything changes more slowly."""
+"""Outer rounds; the longer run from this α on, because everything changes more slowly."""
 NAMED = (0.9, 0.7)
 """The point (α, γ) of METHOD.md, "Stability", outside S1."""
 SIZES = {"inner_steps": 2, "hidden_size": 32, "sequence_length": 32, "microbatch_size": 4}
@@ -66,7 +65,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Train with one (α, γ), and play the same pairs with noise instead of training; or look for the typical bound."""
+    """Train with one (α, γ), and repeat the same pairs with noise instead of training; or find the typical bound."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
     settings = case.settings
@@ -110,25 +109,25 @@ def _growth(spreads: Sequence[float]) -> float:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 Points = Mapping[tuple[int, float, float], Results]
-"""By (replicas, α, γ): the runs of all seeds."""
+"""The runs of all seeds by (replicas, α, γ)."""
 Limits = Mapping[tuple[int, float], Mapping[str, tuple[float, float]]]
-"""By (replicas, α): `bounds.conditions`."""
+"""`bounds.conditions` by (replicas, α)."""
 
 
 def growth(point: Results) -> float | None:
-    """The geometric mean over the seeds; None when a run was stopped because nothing was finite."""
+    """The geometric mean over the seeds; None if a run was stopped because nothing was finite."""
     found = [one["growth"] for one in point]
     return None if None in found else statistics.geometric_mean(found)
 
 
 def grew(point: Results) -> bool:
-    """The spread grew while the learning rate fell."""
+    """Whether the spread grew while the learning rate fell."""
     factor = growth(point)
     return factor is None or factor >= 1
 
 
 def report(results: Results) -> list[Block]:
-    """Where the spread grew, beside the bounds."""
+    """Where the spread grew, compared with the bounds."""
     trained = select(results, kind="training")
     limits = {
         (one["replicas"], one["alpha"]): bounds.conditions(one["alpha"], one["replicas"], one["bound"])
@@ -165,7 +164,7 @@ def _verdicts(points: Points, limits: Limits) -> Block:
         counts = [pairs.count(pair) for pair in ((True, False), (True, True), (False, False), (False, True))]
         rows.append([name, *counts, f"{(counts[0] + counts[3]) / len(pairs):.0%}"])
     columns = ("condition", "allowed, fell", "allowed, **grew**", "refused, **fell**", "refused, grew", "right")
-    return Table(columns, rows, "Points (replicas, α, γ) of the grid, by what each condition said and the spread did.")
+    return Table(columns, rows, "Grid points (replicas, α, γ) by what each condition said and what the spread did.")
 
 
 def _crossings(crossings: Mapping[tuple[int, float], float | None], limits: Limits) -> Block:
@@ -175,8 +174,8 @@ def _crossings(crossings: Mapping[tuple[int, float], float | None], limits: Limi
         allowed = {name: _range(limit) if name.startswith("eq.") else limit[1] for name, limit in said}
         rows.append({"N": count, "α": alpha, "γ where the spread began to grow": crossing, **allowed})
     caption = (
-        "The γ at which the growth per round passes one, interpolated between neighbours of the grid (–: it does not"
-        " pass), and what the conditions say."
+        "The γ at which the growth per round crosses one, interpolated between grid points (–: it does not"
+        " cross), and what the conditions say."
     )
     return Table(tuple(rows[0]), [list(row.values()) for row in rows], caption)
 
@@ -226,7 +225,7 @@ def _growth_map(points: Points, count: int, limits: Limits) -> Block:
 
 
 def _by_round(points: Points, count: int) -> Block:
-    """At the α in the middle of the grid, the mean over the seeds."""
+    """At the middle α of the grid, the mean over the seeds."""
     alphas = sorted({alpha for _, alpha, _ in points})
     middle = alphas[len(alphas) // 2]
     curves = [
@@ -267,8 +266,8 @@ def _noise(results: Results) -> list[Block]:
     )
     ends = [min(map(min, pairs)), max(map(max, pairs))]
     curves = [Curve.through("a run", pairs, "points"), Curve("equal", ends, ends, style="dashed")]
-    axes = ("factor per round, noise in the place of training", "factor per round, training")
-    return [said, Plot("foretold", "What the outer rounds alone foretell, last third of the runs", axes, curves)]
+    axes = ("factor per round, noise instead of training", "factor per round, training")
+    return [said, Plot("foretold", "What the outer rounds alone predict, last third of the runs", axes, curves)]
 
 
 def _all(points: Points) -> Block:

@@ -3,26 +3,26 @@
 One stage (a byte-level Llama of one layer, hidden {SIZES[hidden_size]}, on the standard library's text),
 {SIZES[replicas]} replicas with real torch weights and the node's own code in the simulator, α = {ALPHA:g}, β =
 {BETA:g}, γ = {GAMMA:g}, m = {SIZES[inner_steps]}, {SIZES[steps]} steps, so {OUTER_ROUNDS} outer rounds;
-{SIZES[microbatch_size]} × {SIZES[sequence_length]} tokens a step and replica, peak learning rate
-{PEAK_LEARNING_RATE:g} for all: near the best for matched pairs, and too much for a replica on its own noise, so that
-what the outer rounds average away shows in the loss. Runs of the same seed share initial weights, data, and the
+{SIZES[microbatch_size]} × {SIZES[sequence_length]} tokens per step and replica, peak learning rate
+{PEAK_LEARNING_RATE:g} for all: near the best for matched pairs, and too much for a replica with only its own noise, so
+that what the outer rounds average away shows in the loss. Runs of the same seed share initial weights, data, and the
 held-out microbatches.
 
-- *Pairing*: `matched` (both of a pair take each other's snapshot) or `random` (each pulls from whom it draws).
-- *Stale by s*: **every** snapshot merged is the one that the partner froze s rounds before (in the first s rounds: its
+- *Pairing*: `matched` (both of a pair take each other's snapshot) or `random` (each pulls from a peer that it draws).
+- *Stale by s*: **every** merged snapshot is the one that the partner froze s rounds before (in the first s rounds: its
   initial weights).
-- *Lost*: with this chance, drawn for each replica and round, what was pulled is thrown away and the replica goes
+- *Lost*: with this probability, drawn for each replica and round, what was pulled is discarded and the replica goes
   alone.
 - *Spread*: the mean of the weight std over the replicas before each merge, second half of the rounds. *With noise
-  alone*: the same outer rounds, with white noise of the learning rate's size in the place of training.
-- *Outer step* (derived): a stale φ_j lies behind by s rounds of the common motion, so that N1's consensus pull brakes
-  it. For a steady Δ the mean moves by β·Δ / (1 − α + γ·s/2) a round; the column has that against s = 0.
+  alone*: the same outer rounds, with white noise of the learning rate's size instead of training.
+- *Outer step* (derived): a stale φ_j is behind by s rounds of the common motion, so N1's consensus pull slows it
+  down. For a steady Δ the mean moves by β·Δ / (1 − α + γ·s/2) per round; the column compares that with s = 0.
 
 Limits: In a real swarm few snapshots are stale, and of mixed age; all of them equally old is the worst case. The runs
-are short, in the phase in which the weights still move fast: where they have settled the brake of staleness has
-nothing to hold. Lost partners are independent of one another; a partition is not. One stage: what routing mixes
-between stages is experiment 4. β is not retuned for stale snapshots. Few seeds of one tiny model: differences smaller
-than their standard deviation say nothing.
+are short, in the phase in which the weights still move fast; once they have settled, staleness slows nothing down. Lost
+partners are independent of one another; a partition is not. One stage: `routing` shows what routing mixes between
+stages. β is not retuned for stale snapshots. Few seeds of one tiny model: differences smaller than their standard
+deviation mean nothing.
 """
 
 import statistics
@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import Columns, differences, group, known, mean_curve, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_curve, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -114,20 +114,14 @@ Groups = Mapping[Variant, Results]
 
 
 def report(results: Results) -> list[Block]:
-    """Each variant beside the baseline, and how loss and spread follow staleness and lost partners."""
+    """Each variant compared with the baseline, and how loss and spread depend on staleness and lost partners."""
     groups = {Variant(*key): runs for key, runs in group(results, *Variant._fields).items()}
     return [_summary(groups), _table(groups), *_plots(groups), _learning(groups)]
 
 
 def outer_step(variant: Variant) -> float | None:
-    """How far the replicas' mean moves for a steady Δ, in units of that of fresh pulls."""
+    """How far the replicas' mean moves for a steady Δ, relative to fresh pulls."""
     return None if variant == APART else (1 - ALPHA) / (1 - ALPHA + 0.5 * GAMMA * variant.stale_rounds)
-
-
-def excess_loss(groups: Groups, variant: Variant) -> list[float]:
-    """Validation loss above the baseline's, by seed."""
-    pairs = zip(groups[variant], groups[BASELINE], strict=True)
-    return differences((one["loss"], base["loss"]) for one, base in pairs)
 
 
 def wider(groups: Groups, variant: Variant, name: str = "spreads") -> list[float]:
@@ -143,7 +137,7 @@ def spread(result: Result, name: str) -> float | None:
 
 
 def _summary(groups: Groups) -> str:
-    """One line for each kind of trouble."""
+    """One line per kind of trouble."""
     names = {
         "One-sided random pulls": Variant("random"),
         "Every snapshot one round old": Variant("matched", 1),
@@ -152,7 +146,7 @@ def _summary(groups: Groups) -> str:
         "No outer rounds at all": APART,
     }
     lines = [
-        f"- {name}: validation loss {_signed(excess_loss(groups, variant))} nats, weight spread"
+        f"- {name}: validation loss {_signed(above(groups[variant], groups[BASELINE], 'loss'))} nats, weight spread"
         f" × {mean_std(wider(groups, variant), 3)}."
         for name, variant in names.items()
         if variant in groups
@@ -177,7 +171,7 @@ def _table(groups: Groups) -> Table:
         "stale by": lambda variant: variant.stale_rounds,
         "lost": lambda variant: f"{variant.lost:.0%}",
         "validation loss": lambda variant: mean_std(known(groups[variant], "loss")),
-        "above the baseline": lambda variant: _signed(excess_loss(groups, variant)),
+        "above the baseline": lambda variant: _signed(above(groups[variant], groups[BASELINE], "loss")),
         "loss of the merged model": lambda variant: mean_std(known(groups[variant], "merged_loss")),
         "spread / baseline's": lambda variant: mean_std(wider(groups, variant), 3),
         "with noise alone": lambda variant: mean_std(wider(groups, variant, "noise_spreads"), 3),
@@ -218,7 +212,7 @@ def _plots(groups: Groups) -> list[Block]:
 
 
 def _learning(groups: Groups) -> Plot:
-    """Validation loss by step of what differs most."""
+    """Validation loss by step for the variants that differ most."""
     curves = []
     for variant, runs in groups.items():
         if variant.pairing != "random" and variant.lost in (0.0, 0.5):

@@ -1,7 +1,7 @@
 """What the experiments' simulated swarms run, and what is reported of one that trains real weights. Free of torch.
 
-`real_swarm.train(TrainingPlan(manifest, replicas=(8, 8), seed=1))` runs it: the simulator's nodes over torch stages and
-real data, all replicas in one process. Time is the simulator's, so that nothing depends on the machine.
+`real_swarm.train(TrainingPlan(manifest, replicas=(8, 8), seed=1))` runs a plan: the simulator's nodes over torch stages
+and real data, all replicas in one process. Time is the simulator's, so nothing depends on the machine.
 """
 
 import json
@@ -16,30 +16,30 @@ from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.stage import Costs
 
 CONFIG = NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "rebalance": False})
-"""Of every node: no checkpoints, no moves between stages."""
+"""Settings of every node: no checkpoints, no moves between stages."""
 FOREVER_S = 1e5
-"""Virtual seconds that nothing takes."""
+"""More virtual seconds than anything takes."""
 BYTE_VOCABULARY = 384
-"""ByT5's ids (arXiv 2105.13626, §3.1)."""
+"""Number of ByT5's ids (arXiv 2105.13626, §3.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """What is trained. The whole `TrainingSummary` follows from it and from the data."""
+    """What is trained. Together with the data it determines the whole `TrainingSummary`."""
 
     manifest: RunManifest
     """Its `seed`, `stages` and `start_replicas` are set from `seed` and `replicas`."""
     replicas: tuple[int, ...]
     """Replicas of each stage."""
     seed: int = 0
-    """Of initial weights, data order, routes, pairs, device times, and lost partners."""
+    """Seed of initial weights, data order, routes, pairs, device times, and lost partners."""
     streams: tuple[int, ...] | None = None
-    """Data streams, dealt to the stage-0 replicas in turn; none: one for each replica. Stream i is what replica i of
-    another run with the same seed reads, so that one replica with streams 0 to 7 reads what 8 replicas read."""
+    """Data streams, assigned to the stage-0 replicas in turn; none: one per replica. Stream i is what replica i of
+    another run with the same seed reads, so one replica with streams 0 to 7 reads what 8 replicas read."""
     stale_rounds: int = 0
-    """A partner's snapshot is that of this many rounds before (of the start, when there were fewer)."""
+    """A partner's snapshot is that of this many rounds before (the initial one if there were fewer)."""
     lost_partner: float = 0.0
-    """Chance that what was pulled is lost, drawn for each replica and round: it goes alone."""
+    """Probability that a pull is lost, drawn for each replica and round: the replica goes alone."""
     costs: Costs = field(default_factory=Costs)
     """Virtual device seconds of every node."""
     slowness: Mapping[PeerId, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class TrainingPlan:
     link: Link = field(default_factory=Link)
     """Every link."""
     audit_dir: str | None = None
-    """Where every node writes its audit files (ARCHITECTURE.md, "Files")."""
+    """Directory for the audit files of every node (ARCHITECTURE.md, "Files")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,41 +61,41 @@ class ReplicaSpread:
     """Inner steps taken, the mean over the replicas, rounded."""
     std: float
     learning_rate: float
-    """Of the last inner step, the mean over the replicas."""
+    """Learning rate of the last inner step, the mean over the replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary:
-    """What is reported of a run. Losses are nats per token."""
+    """Results of a run. Losses are in nats per token."""
 
     validation: tuple[tuple[int, float], ...]
     """(step, mean over the stage-0 replicas) of every evaluation; fixed routes, weights not averaged."""
     final_losses: tuple[float, ...]
     """The last evaluation of each stage-0 replica, sorted by peer."""
     merged_loss: float
-    """Held-out loss of the one model whose weights are the mean over the replicas of each stage, at the end."""
+    """Final held-out loss of the model whose weights are the mean over the replicas of each stage."""
     training: tuple[tuple[int, float], ...]
     """(inner step, mean training loss of the stage-0 replicas)."""
     spreads: tuple[ReplicaSpread, ...]
-    """By round, then stage; rounds that a replica skipped are left out. Empty where every stage has one replica."""
+    """By round, then stage; rounds that a replica skipped are left out. Empty if every stage has one replica."""
     parameters: tuple[int, ...]
-    """Of each stage's model."""
+    """Parameters of each stage."""
     tokens: int
-    """Tokens trained on, all replicas together."""
+    """Tokens trained on by all replicas together."""
     bytes: Mapping[str, int]
-    """`activation`, `gradient`, `snapshot`: of the tensors that were used, evaluation not counted."""
+    """`activation`, `gradient`, `snapshot`: bytes of the tensors that were used, without evaluation."""
     rounds: Mapping[str, int]
-    """Outer rounds of all replicas by result, as the nodes report it; those `lost` by `lost_partner` apart."""
+    """Outer rounds of all replicas by result, as the nodes report it; those `lost` by `lost_partner` separately."""
     asked_again: int
-    """Chunks of partners' vectors that came wrong (METHOD.md, "Codecs of outer rounds"), each time counted."""
+    """Chunks of partners' vectors that arrived wrong (METHOD.md, "Codecs of outer rounds"); each time is counted."""
     delays: tuple[tuple[int, int], ...]
-    """(inner steps trained while a round was open, how often), all replicas' rounds together."""
+    """(inner steps trained while a round was open, how often), over the rounds of all replicas."""
     load: Mapping[PeerId, int]
-    """Microbatches that were counted, by replica."""
+    """Counted microbatches by replica."""
     uneven: tuple[float, ...]
-    """Of each stage: the most loaded replica's microbatches over the mean."""
+    """For each stage: the most loaded replica's microbatches over the mean."""
     waiting: tuple[float, ...]
-    """Of each stage: microbatches that wait to be admitted at one replica, averaged over time and replicas."""
+    """For each stage: microbatches waiting for admission at one replica, averaged over time and replicas."""
     busy: int
     """How often a replica refused a microbatch because it had no room."""
     virtual_s: float
@@ -103,20 +103,20 @@ class TrainingSummary:
 
     @property
     def validation_loss(self) -> float:
-        """At the end, the mean over the stage-0 replicas."""
+        """Final validation loss, the mean over the stage-0 replicas."""
         return sum(self.final_losses) / len(self.final_losses)
 
     @property
     def bytes_per_token(self) -> dict[str, float]:
-        """By kind, per token trained on."""
+        """Bytes by kind per token trained on."""
         return {kind: count / self.tokens for kind, count in self.bytes.items()}
 
     def finite_spreads(self, stage: int) -> list[ReplicaSpread]:
-        """Those of a stage that are finite, by round."""
+        """The finite spreads of a stage, by round."""
         return [spread for spread in self.spreads if spread.stage == stage and isfinite(spread.std)]
 
     def figures(self, *names: str) -> dict[str, Any]:
-        """These, ready for JSON: what is not finite is None."""
+        """These figures, ready for JSON: None for what is not finite."""
         return {name: finite(getattr(self, name)) for name in names}
 
 
@@ -125,7 +125,7 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     routes, evaluated at the end only.
 
     `changes` are fields of RunManifest; a mapping replaces single fields of a part, `outer={"gamma": 0.1}`. Rounds are
-    waited for, so that nothing is measured but what is varied.
+    waited for, so that only what is varied has an effect.
     """
     model = {
         "hidden_size": hidden_size,
@@ -141,14 +141,14 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     fields |= {
         "inner": {"optimizer": "adamw"},
         "outer": {"rule": "noloco", "overlap": False},
-    }  # The rest: their defaults.
+    }  # the rest: defaults
     for name, value in [("evaluation", {"every_steps": None, "microbatches": 16}), *changes.items()]:
         fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
     return RunManifest.model_validate(fields)
 
 
 def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: Any) -> RunManifest:
-    """A run with as little to compute as there can be, rounds waited for; `changes` are fields of RunManifest."""
+    """A run with as little computation as possible; rounds are waited for. `changes` are fields of RunManifest."""
     least = {"sequence_length": 1, "microbatch_size": 1, "microbatches_per_step": 1}
     evaluation = {"every_steps": None, "microbatches": 1}
     fields = {"stages": len(replicas), "start_replicas": min(replicas), "seed": seed, "evaluation": evaluation}
@@ -157,5 +157,5 @@ def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: Any) -> Run
 
 
 def finite(value: Any) -> Any:
-    """The same in JSON's kinds, None where a number is not finite."""
+    """The same as JSON values, with None for numbers that are not finite."""
     return json.loads(json.dumps(value), parse_constant=lambda constant: None)
