@@ -224,8 +224,7 @@ class SimCall(Generic[T]):
         raise error
 
     def _hang_up(self, word: Payload) -> None:
-        """The callee learns that its caller is gone. If nothing gets through, it learns it when it finds the link
-        dead."""
+        """The callee learns that its caller is gone; if nothing gets through, when it finds the link dead."""
         self.network.traffic.take(word)
         if self._alive and self.network.cut(self.caller, self.callee):
             self._find_dead()

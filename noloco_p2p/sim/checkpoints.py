@@ -38,8 +38,7 @@ class Disk:
         return list(dict.fromkeys(entry.holding for entry in self._entries if not entry.noticed))
 
     def put(self, checkpoint: Checkpoint, keep: int, *, torn: bool = False) -> None:
-        """Add a checkpoint in place of an earlier one of the same stage and round, and delete the oldest beyond
-        `keep`."""
+        """Add a checkpoint in place of one of the same stage and round, and delete the oldest beyond `keep`."""
         fresh = _DiskEntry(checkpoint, torn)
         others = [one for one in self._entries if one.holding[:2] != fresh.holding[:2] and not one.noticed]
         self._entries = [*others, fresh][-keep:]

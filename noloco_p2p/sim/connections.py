@@ -105,8 +105,7 @@ class Connection:
         return self._moved + sum([flow.moved(now) - before for flow, before in self._moving.items()])
 
     def _release(self) -> None:
-        """Send the messages whose preceding body bytes have left or no longer move. Check again when the next may be
-        due."""
+        """Send the messages whose preceding body bytes have left or no longer move; then wait for the next."""
         if self._next is not None:
             self._next.cancel()
             self._next = None

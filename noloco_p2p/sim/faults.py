@@ -105,8 +105,7 @@ class FaultySwarm(SimSwarm):
                 before.clear()
 
         async def describe(peer: Advert) -> NodeDescription:
-            """Sent to all nodes that may have weights, just before a node chooses. Afterwards the weights are under
-            way."""
+            """Sent to all nodes that may have weights, just before a node chooses. Afterwards it fetches them."""
             choosing = process.node.state.advert.state in ("starting", "waiting", "syncing")
             if choosing and (not before or before[-1].at_s < now_s()):
                 before[:] = [self._available(process.peer)]

@@ -65,8 +65,7 @@ def all_nodes_finished(swarm: FaultySwarm, outcome: Outcome) -> None:
 
 
 def every_microbatch_ended_once(process: SimProcess) -> None:
-    """Every microbatch of a stage-0 process was done, was dropped with a reason, or died with it. No graph is left
-    open."""
+    """Every microbatch of a stage-0 process was done, dropped with a reason, or died with it. No graph is left open."""
     stages = recording_stages(process)
     begun = sum(stage.forwards for stage in stages if stage.state.index == 0)
     for event in process.trace.of("microbatch"):
@@ -84,8 +83,7 @@ def every_microbatch_ended_once(process: SimProcess) -> None:
 
 
 def no_id_counted_twice(process: SimProcess) -> None:
-    """No id is counted twice into the same weights: neither twice since they were loaded, nor if they already include
-    it."""
+    """No id is counted twice into the same weights: not twice since loading, and not if they already include it."""
     for stage in recording_stages(process):
         cuts = [0, *(loaded.counted_before for loaded in stage.loaded), len(stage.counted)]
         for (begin, end), loaded in zip(pairwise(cuts), [None, *stage.loaded], strict=True):
@@ -98,8 +96,7 @@ def no_id_counted_twice(process: SimProcess) -> None:
 
 
 def rounds_increase(process: SimProcess) -> None:
-    """Round numbers increase strictly for the same weights on one stage. Weights taken over may be of an earlier
-    round."""
+    """Round numbers increase strictly for the same weights on one stage. Loaded weights may be of an earlier round."""
     if len(process.models) == 1:
         came = [event.at_s for event in process.trace.of("resumed")]
         for begin, end in pairwise([0.0, *came, inf]):

@@ -61,8 +61,7 @@ class Link:
     spread: float = 0.0
     """Sigma of the log-normal latency; 0: constant."""
     bytes_per_s: float | None = None
-    """Bandwidth shared by the tensors of all concurrent transfers on this link; none: limited only by the access of its
-    ends."""
+    """Bandwidth shared by the tensors of all concurrent transfers on this link; none: only its ends limit it."""
     request_loss: float = 0.0
     """Probability that a call never arrives."""
     reply_loss: float = 0.0

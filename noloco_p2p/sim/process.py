@@ -117,8 +117,7 @@ class SimProcess:
         return self.trace.totals("microbatch", "result")
 
     def periods(self, ended_at_s: float) -> "Iterator[StagePeriod]":
-        """Its events, split where it moved to another stage. If it has not ended, its last period lasts until
-        `ended_at_s`."""
+        """Its events, split where it moved to another stage. A process that has not ended lasts until `ended_at_s`."""
         stages = [model.state.index for model in self.models] or [self.stage]
         events: list[TraceEvent] = []
         moves, state_before = 0, ""

@@ -59,8 +59,7 @@ class FrozenProgress:
 
 @dataclass(frozen=True, slots=True)
 class MergedProgress:
-    """What a merge did with the trained progress, compared with the inner steps that were taken; each value is (gain,
-    bias)."""
+    """What a merge did with the trained progress, compared with the inner steps taken; each value is (gain, bias)."""
 
     round: int
     delta: Values

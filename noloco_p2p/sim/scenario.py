@@ -148,8 +148,7 @@ class NetworkSettings(Settings):
     loss: Chance = 0.0
     """Probability that a packet is lost and sent again, which costs time and bandwidth."""
     slow_start_after_idle: bool = True
-    """Connections start slowly again after an idle period, as on Linux unless `net.ipv4.tcp_slow_start_after_idle` is
-    0."""
+    """Connections start slowly after an idle period, as on Linux unless `net.ipv4.tcp_slow_start_after_idle` is 0."""
     window_mbit: Above | None = None
     """Most that one connection has in flight, megabits. Its rate is at most this per round trip; none: no limit."""
     call_loss: Chance = 0.0
@@ -257,8 +256,7 @@ class Scenario(Settings):
         return self.workload.microbatch_size * self.workload.sequence_length
 
     def of_nodes(self, nodes: int) -> "Scenario":
-        """This scenario with `nodes` nodes in total, distributed in proportion. Raises ConfigError: fewer nodes than
-        stages."""
+        """This scenario with `nodes` nodes in total, in proportion. Raises ConfigError: fewer nodes than stages."""
         return self.model_copy(update={"replicas": shared_out(nodes, self.replicas)})
 
 

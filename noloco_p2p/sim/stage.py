@@ -78,8 +78,7 @@ class SyncStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Virtual seconds of device time. `loss_backward` costs a forward and a backward pass, `evaluate` a forward
-    pass."""
+    """Virtual device seconds. `loss_backward` costs a forward and a backward pass, `evaluate` a forward pass."""
 
     forward_s: float = 0.010
     backward_s: float = 0.020

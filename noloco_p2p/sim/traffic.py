@@ -87,8 +87,7 @@ class Traffic:
             self._move(message)
 
     async def deliver(self, sender: PeerId, receiver: PeerId, nbytes: int, latency_s: float = 0.0) -> None:
-        """Wait as long as a message without tensors takes. One to the sender itself is what a node exchanges with all
-        others."""
+        """Wait as long as a message without tensors takes. One to the sender itself uses only its own lines."""
         gone = asyncio.get_running_loop().create_future()
         message = Payload(sender, receiver, "control", nbytes, on_gone=lambda: _wake(gone))
         try:
@@ -123,7 +122,7 @@ class Traffic:
             self._counts[payload.receiver][payload.kind].received += payload.nbytes
 
     def drop(self, payload: Payload) -> None:
-        """Stop sending a payload and count the bytes that have left as lost. Does nothing if it was accepted or dropped
+        """Stop sending a payload and count the bytes that have left as lost, unless it was accepted or dropped
         before."""
         payload.over = True
         if payload not in self._open:
@@ -166,8 +165,7 @@ class Traffic:
                 self._move(payload)
 
     def relink(self, sender: PeerId, receiver: PeerId) -> None:
-        """After a link has changed, continue everything under way between the two nodes, in both directions, on new
-        connections."""
+        """After a link has changed, continue what is under way between the two nodes on new connections, both ways."""
         moving = [one for one in self._open if {one.sender, one.receiver} == {sender, receiver} and one.moves]
         for payload in moving:
             self._halt(payload)

@@ -67,8 +67,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def pass_time(self, timeout: float | None) -> None:
-        """One iteration of the loop: advance by `timeout` seconds, the time to the next timer (None: there is no
-        timer)."""
+        """One iteration of the loop: advance by `timeout` seconds, to the next timer (None: there is no timer)."""
         if timeout is None:
             self._give_up("deadlock: nothing is ready and no timer is set")
         if timeout > 0:

@@ -70,8 +70,7 @@ class SimPlan:
     save_s: float = 0.05
     """Virtual seconds that writing or reading a checkpoint takes."""
     torn_by_crash: bool = False
-    """A crash in the middle of a save leaves a checkpoint that looks complete but is not; otherwise it leaves
-    nothing."""
+    """A crash during a save leaves a checkpoint that looks complete but is not; otherwise it leaves nothing."""
     stage_factory: StageFactory = LinearStage
     batches_factory: BatchesFactory | None = None
     """None: small integers (`sim.batches`)."""
@@ -244,7 +243,7 @@ class SimSwarm:
         return Outcome(tuple(self.processes), self.trace, tuple(self.network.bugs), ended_at_s)
 
     def _pending(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
-        """The tasks that the run waits for; empty when it is over. If all nodes have crashed, the schedule may restart
+        """The tasks that the run waits for; empty when it is over. After all nodes crashed, the schedule may restart
         them."""
         tasks = [process.task for process in self.processes if process.task and not process.task.done()]
         pending = [*tasks, *self._restarts]

@@ -116,8 +116,7 @@ def butterfly_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
 
 
 def _all_to_all(at: Times, wire: Wire, rng: np.random.Generator) -> Times:
-    """When each node has the messages that all others sent at their times, ignoring the time of the bytes. O(N²)
-    draws."""
+    """When each node has the messages that all others sent at their times, without transfer times. O(N²) draws."""
     arrived = at[:, None] + wire.draw(rng, (len(at), len(at)))
     np.fill_diagonal(arrived, at)
     return np.asarray(arrived.max(axis=0))

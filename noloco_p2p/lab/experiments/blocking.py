@@ -54,8 +54,7 @@ POLICIES = {"default": "node, default", "patient": "node, waits for its partner"
 
 
 def cases(quick: bool) -> list[Case]:
-    """Numbers of replicas by spread of the steps, then nodes of unequal speed, then other round lengths; large ones
-    first."""
+    """By number of replicas and spread of the steps, then nodes of unequal speed, then other round lengths."""
     nodes, seeds = ((4, 16, 64), 1) if quick else ((4, 16, 64, 256), 3)
     grid = [(n, step, 0.0, INNER_STEPS) for n in nodes for step in (0.5, 1.0, 2.0)]
     grid += [(n, 0.5, speed, INNER_STEPS) for n in nodes for speed in (0.25, 0.5) if n < 256 or speed == 0.5]
@@ -192,8 +191,7 @@ def report(results: Results) -> list[Block]:
 
 
 def _idle(found: Results, name: str) -> list[float]:
-    """Idle share in per cent of a policy or a model. A model has one value per seed, because both policies carry the
-    same."""
+    """Idle share of a policy or model in per cent; a model's once per seed, because both policies carry the same."""
     if name in POLICIES:
         return [100 * one["node"]["idle"] for one in found if one["policy"] == name]
     return [100 * value for value in {one["seed"]: one[name] for one in found}.values()]

@@ -34,8 +34,7 @@ COORDINATES = 512
 
 
 def s1(alpha: float, replicas: int | None = None) -> float:
-    """γ_max of S1 for pairs among an even number of matched replicas; None: infinitely many (METHOD.md,
-    "Stability")."""
+    """γ_max of S1 for pairs of an even number of matched replicas; None: infinitely many (METHOD.md, "Stability")."""
     if replicas is None:
         return outer_update.largest_gamma(alpha=alpha, group=GROUP)
     return 2 * (1 - alpha * alpha) / (1 - alpha / (replicas - 1))
@@ -77,8 +76,7 @@ def moments(alpha: float, gamma: float, replicas: int | None = None) -> Array:
 
 
 def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
-    """Long-run factor per round on the root mean square deviation; below one: the replicas stay together in mean
-    square."""
+    """Long-run factor per round on the root mean square deviation; below one the replicas stay together."""
     return math.sqrt(float(np.abs(np.linalg.eigvals(moments(alpha, gamma, replicas))).max()))
 
 
@@ -121,8 +119,7 @@ def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, roun
 
 
 def typical_bound(alpha: float, replicas: int, *, seed: int, accuracy: float = 0.01) -> float:
-    """The γ up to which nearly every run stays together without Δ, by bisection between half of S1 and four times
-    S1."""
+    """The γ up to which nearly every run stays together without Δ, by bisection between 0.5 and 4 times S1."""
     low, high = 0.5 * s1(alpha), 4.0 * s1(alpha)
     while high - low > accuracy * low:
         middle = 0.5 * (low + high)

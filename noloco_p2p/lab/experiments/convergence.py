@@ -100,16 +100,14 @@ def cases(quick: bool) -> list[Case]:
 
 
 def further(quick: bool, results: Results) -> list[Case]:
-    """Rates beyond the best one while it is at the end of its grid; then other seeds at the best rate, and long
-    runs."""
+    """Rates beyond the best one while it is at the end of its grid; then other seeds at the best, and long runs."""
     cases = [_case(name, *rate_seed, quick) for name in METHODS for rate_seed in next_rates(results, name, quick)]
     longer = [name for name, one in METHODS.items() if one.long and not quick and rate_beyond(results, name) is None]
     return cases + [_case(name, best_rate(results, name), 1, quick, long=True) for name in longer]
 
 
 def next_rates(results: Results, method: str, quick: bool) -> list[tuple[float, int]]:
-    """(rate, seed) of a method's next runs: a rate beyond the best one while that is at an end, else the other
-    seeds."""
+    """(rate, seed) of a method's next runs: a rate beyond the best one if that is at an end, else other seeds."""
     if (rate := rate_beyond(results, method)) is not None:
         return [(rate, 1)]
     return [(best_rate(results, method), seed) for seed in range(2, 1 + (QUICK_SEEDS if quick else SEEDS))]
@@ -205,7 +203,7 @@ def loss(result: Result) -> float:
 
 
 def best_rate(results: Results, method: str) -> float:
-    """The rate with the lowest held-out loss (mean over the replicas) with the first seed. Raises ValueError: no
+    """The rate with the lowest held-out loss, mean over the replicas, with the first seed. Raises ValueError: no
     runs."""
     return float(min(select(results, method=method, seed=1, long=False), key=loss)["rate"])
 

@@ -47,8 +47,7 @@ from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LATENCY_MS, VECTOR_MB, MBIT_PER_S = 10.0, 12.5, 100.0
-"""Mean one-way latency of every link; size of a stage's vector; access in each direction in the bandwidth-bound regime,
-so that a vector takes 100 mean latencies."""
+"""Mean one-way latency of a link; size of a vector; access each way if bandwidth-bound: 100 latencies a vector."""
 BYTES_PER_S, VECTOR_BYTES = MBIT_PER_S * 1e6 / 8, int(VECTOR_MB * 1e6)
 EXCHANGES = 20_000
 """Draws for the paper's pair."""
@@ -67,8 +66,7 @@ SPREADS, QUICK_SPREADS = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5), (0.0, 1.0, 2.5)
 
 
 def cases(quick: bool) -> list[Case]:
-    """Every regime, number of nodes and spread; large ones first. Random pairing only where pulls can meet at one
-    node."""
+    """Every regime, number of nodes and spread; large ones first. Random pairing only where pulls can collide."""
     nodes, spreads = (QUICK_NODES, QUICK_SPREADS) if quick else (NODES, SPREADS)
     pulls, draws = (500, 50) if quick else (1000, 200)
     kinds = (("latency", "matched"), ("bandwidth", "matched"), ("bandwidth", "random"))
@@ -87,8 +85,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Pulls of `worlds` swarms with seeds `seed`, `seed` + 1, …; the models over `tree_draws` or `draws`
-    all-reduces."""
+    """Pulls of `worlds` swarms with seeds from `seed` on; the models over `tree_draws` or `draws` all-reduces."""
     settings = case.settings
     nodes, seed, wire = int(settings["nodes"]), settings["seed"], wire_of(settings)
     models = {}
@@ -128,8 +125,7 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
 
 
 def figures_of(worlds: Sequence[Outcome]) -> Figures:
-    """How long a round took: by replica, by pair (the later of two that pulled from each other), and for the last
-    replica."""
+    """How long a round took: by replica, by pair (the later of two that pulled from each other), for the last."""
     took: dict[str, list[float]] = {"replica": [], "pair": [], "last": []}
     results: Counter[str] = Counter()
     apart: list[float] = []

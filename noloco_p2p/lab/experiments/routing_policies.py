@@ -133,15 +133,13 @@ def serve(settings: Mapping[str, Any]) -> Figures:
 
 
 def late_std(result: Result, stage: int, count: int) -> float | None:
-    """Weight std over a stage's replicas, mean over the last half of the first `count` measurements; None: there are
-    none."""
+    """Weight std over a stage's replicas, mean over the last half of the first `count` measurements; None: no such."""
     series = [std for _, std in result["spread"][stage]][:count]
     return fmean(series[len(series) // 2 :]) if series else None
 
 
 def common_count(results: Results, rounds: str, rate: float) -> int:
-    """The number of measurements of the spread that all runs of an arm have. A slow replica's few inner steps limit
-    it."""
+    """How many measurements of the spread all runs of an arm have; a slow replica's few inner steps limit it."""
     return min(len(series) for one in select(results, rounds=rounds, rate=rate) for series in one["spread"])
 
 

@@ -81,8 +81,7 @@ class ResultsFile:
         return [case for name, case in self.cases.items() if name not in self.found]
 
     def read(self) -> int:
-        """Read the results of an earlier run of the same code. Returns their number. Raises ConfigError: the file does
-        not fit."""
+        """Read an earlier run's results of the same code. Returns their number. Raises ConfigError: they do not fit."""
         if not self.path.exists():
             return 0
         try:

@@ -117,8 +117,7 @@ def exponent(series: Series) -> float | None:
 
 
 def remaining(series: Series, column: int) -> float:
-    """The mean of the last tenth of a series over its largest value: 1 if nothing fell. Column 1 is the rate, 2 the
-    std."""
+    """The mean of the last tenth of a series over its largest value: 1 if nothing fell. Column 1: rate, 2: std."""
     values = [point[column] for point in series]
     return fmean(values[-max(1, len(values) // 10) :]) / max(values)
 
