@@ -20,7 +20,7 @@ def write_report(
     out: Annotated[Path, Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
     csv: Annotated[Path | None, Option(metavar="FILE", help="Write the series as CSV, instead of a page.")] = None,
 ) -> None:
-    """One page about a run, from what its nodes wrote, also while it goes on or after kills; it needs no network."""
+    """One page about a run, or several to compare, from what the nodes wrote, also while it goes on or after kills."""
     from noloco_p2p.observe.report import page, series
 
     print(f"{csv}: {series.write(dir, csv):,} rows" if csv else f"{out}: {page.make(dir, out):,} bytes")

@@ -104,7 +104,9 @@ async def run(options: NodeOptions) -> None:
         run_files.store_local_files(options.dir, local)
         journal = FileJournal(options.dir, ports.telemetry.counters)
         me = ports.advert
-        journal.open(peer_id=me.peer_id, run_id=me.run_id, name=manifest.name, version=me.version, stage=local.stage)
+        who = {"peer_id": me.peer_id, "run_id": me.run_id, "name": manifest.name, "version": me.version}
+        made = {"machine": run_files.machine(), "command": run_files.command("noloco-node")}
+        journal.open(**who, **made, stage=local.stage)
         closing.callback(journal.close)
         ports.telemetry.record(journal)
         node = _node(ports, manifest, local, options.dir, data, imports)

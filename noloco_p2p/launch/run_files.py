@@ -4,6 +4,10 @@ import hashlib
 import itertools
 import json
 import os
+import platform
+import re
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,10 +15,12 @@ from urllib.parse import urlsplit
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import LocalError, OtherRun, Violation
+from noloco_p2p.humanize import plural
 from noloco_p2p.io import durable_files
 from noloco_p2p.io.dht.addresses import from_here, reserve_port
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.launch import homes, node_probe, settings
+from noloco_p2p.launch.cpu_seconds import cores
 from noloco_p2p.launch.homes import Home
 
 if TYPE_CHECKING:
@@ -206,3 +212,14 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
         durable_files.write_whole(path, content, mode)
     except OSError as error:
         raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def machine() -> str:
+    """The hardware of this machine in a few words."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{platform.system()} {platform.machine()}, {plural(cores(), 'core')}, {memory / 2**30:.0f} GiB of memory"
+
+
+def command(program: str) -> str:
+    """The command line of this process. An invitation in it is left out: it is a secret."""
+    return re.sub(r"/invite/\w+", "/invite/…", shlex.join([program, *sys.argv[1:]]))

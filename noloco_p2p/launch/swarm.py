@@ -101,7 +101,7 @@ class LocalSwarm:
         step = None if self._resumed is None else self._resumed.step
         summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
         summary["completed"] = summary["completed"] and not self._signals
-        summary["link"] = carried
+        summary |= {"link": carried, "command": run_files.command("noloco")}
         stored = run_files.store_unless_less(self._path, summary)
         for line in summary_lines(summary, self._path if stored else None):
             self._display.say(line)

@@ -21,7 +21,7 @@ from noloco_p2p.launch.swarm import LocalSwarm
 from noloco_p2p.launch.swarm_display import Display
 from noloco_p2p.launch.swarm_plan import make_plan
 from noloco_p2p.observe.report.page import render
-from noloco_p2p.observe.report.recorded_run import read_run as report_of
+from noloco_p2p.observe.report.recorded_run import read_runs as report_of
 
 FRESH = (sys.executable, "-m", "noloco_p2p.cli.main", "swarm")
 FORKED = (*NOLOCO, "swarm")
@@ -45,6 +45,7 @@ KEYS = [
     "wall_s",
     "nodes",
     "link",
+    "command",
 ]
 NODE_KEYS = [
     "peer_id",
@@ -83,7 +84,7 @@ def wait_for_steps(swarm: NodeProcess) -> None:
 
 def the_report_agrees(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """What the nodes wrote into their journals comes to the same figures as their summaries."""
-    run = report_of([run_dir])
+    (run,) = report_of([run_dir]).values()
     assert (run.tokens, run.tokens_per_s, run.wall_s) == (summary["tokens"], summary["tokens_per_s"], summary["wall_s"])
     assert run.last("final_loss") == pytest.approx(summary["final_loss"], rel=1e-5)
     assert run.last("validation") == pytest.approx(summary["validation_loss"], rel=1e-5)
@@ -97,7 +98,7 @@ def the_report_agrees(run_dir: Path, summary: Mapping[str, Any]) -> None:
         assert sum(history.tallies["rounds"].values()) == node["outer_rounds"]
         assert history.tallies["microbatches"]["done"] == node["microbatches"]
         assert [process.ended for process in history.processes] == [True]
-    assert "</html>" in render(run)
+    assert "</html>" in render({"run": run})
 
 
 def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:

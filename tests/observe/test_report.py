@@ -1,13 +1,15 @@
 """`noloco report`: the page of a recorded run tells the run's figures, and nothing in the files can hurt it."""
 
+import base64
 import csv
 import fcntl
+import hashlib
 import itertools
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,12 +23,15 @@ from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.telemetry.journal import NAME, EventFiles, Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.launch import run_files
 from noloco_p2p.launch.node_probe import KEY_LOCK
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.report import series
 from noloco_p2p.observe.report.journals import read_processes
-from noloco_p2p.observe.report.page import make, render
-from noloco_p2p.observe.report.recorded_run import RecordedRun, StateSpan, read_run
+from noloco_p2p.observe.report.node_history import StateSpan
+from noloco_p2p.observe.report.page import make
+from noloco_p2p.observe.report.page import render as render_all
+from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
 from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
@@ -43,6 +48,17 @@ class RecordedClock:
 
     def __call__(self) -> float:
         return self.start + self.at_s
+
+
+def read_run(paths: Sequence[Path]) -> RecordedRun:
+    """The only run there."""
+    (run,) = read_runs(paths).values()
+    return run
+
+
+def render(run: RecordedRun) -> str:
+    """The page of one run."""
+    return render_all({"run": run})
 
 
 def record(process: SimProcess, directory: Path, manifest: RunManifest, started_at_s: float) -> dict[str, Any]:
@@ -152,15 +168,44 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside(run: RecordedRun
     page = render(run)
     outline = Outline()
     outline.feed(page)
-    assert len(parsed(page).findall(".//svg")) == 10
-    assert {"script", "link", "img", "iframe", "object", "base"}.isdisjoint(outline.tags)
+    assert len(parsed(page).findall(".//svg")) == 11
+    assert outline.tags.count("script") == 1
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in page
+    assert {"link", "img", "iframe", "object", "base"}.isdisjoint(outline.tags)
     assert {name for name, _ in outline.attributes}.isdisjoint(
         {"src", "href", "srcset", "style", "onload", "xlink:href"}
     )
-    assert not re.search(r"(https?:)?//|url\(|@import", page)
+    assert not re.search(r"(https?:)?//|url\(|@import|innerHTML|eval\(", page)
     assert "default-src 'none'" in page
     assert "prefers-color-scheme: dark" in page
     assert 'name="viewport"' in page
+
+
+def test_the_script_is_told_the_values_behind_the_places(run: RecordedRun) -> None:
+    charts = {svg.get("aria-label"): svg for svg in parsed(render(run)).findall(".//svg") if svg.get("data-y")}
+    assert set(charts) == {
+        "Loss",
+        "Tokens per second",
+        "Gradient norm",
+        "Learning rate",
+        "Seconds of an outer round",
+        "Spread of the replicas",
+        "Bytes per second",
+    }
+    left, right, first, last = map(float, charts["Loss"].get("data-x", "").split())
+    bottom, top, low, high = map(float, charts["Loss"].get("data-y", "").split())
+    (history,) = [node for node in run.nodes if node.name == "0-0"]
+    (path,) = [one for one in charts["Loss"].findall(".//path[@data-v]") if one.findtext("title") == "0-0"]
+    values = [float(value) for value in path.get("data-v", "").split()]
+    places = [tuple(map(float, place.split())) for place in path.get("d", "")[1:].split("L")]
+    assert values == pytest.approx([loss for piece in history.curves["loss"] for _, loss in piece], rel=1e-3)
+    for (step, loss), (x, y) in zip(history.curves["loss"][0], places, strict=True):
+        assert x == pytest.approx(left + (step - first) / (last - first) * (right - left), abs=0.06)
+        assert y == pytest.approx(bottom - (loss - low) / (high - low) * (bottom - top), abs=0.06)
+    ticks = charts["Loss"].findall(".//g[@class='scale']")
+    assert [group.get("display") for group in ticks] == [None, "none"], "those of a logarithmic axis are hidden"
+    assert charts["Tokens per second"].get("data-log") is None, "it may be 0"
 
 
 def test_every_chart_has_a_name_for_who_cannot_see_it(run: RecordedRun) -> None:
@@ -219,15 +264,15 @@ def test_kills_and_restarts_show_in_the_life_of_a_node(run: RecordedRun) -> None
     assert 1.9 < down_s < 3.1
     (svg,) = [svg for svg in parsed(render(run)).findall(".//svg") if svg.get("aria-label") == "Lives of the nodes"]
     assert len(svg.findall(".//path[@class='cross']")) == 2
-    assert len(svg.findall(".//line[@class='start']")) == 7
+    assert len(svg.findall(".//line[@class='start']")) == 1, "what came before training is not on the axis"
     assert svg.findall(".//rect[@class='f0']/title")[0].text == "0-0: finished, " + _span(
-        histories["s0r0"].processes[0].spans
+        histories["s0r0"].processes[0].spans, run.training_at
     )
 
 
-def _span(spans: tuple[StateSpan, ...]) -> str:
+def _span(spans: tuple[StateSpan, ...], training_at: float) -> str:
     (finished,) = [span for span in spans if span.state == "finished"]
-    return f"{finished.began_at - BEGAN_AT:.0f} to {finished.ended_at - BEGAN_AT:.0f} s"
+    return f"{finished.began_at - training_at:.0f} to {finished.ended_at - training_at:.0f} s"
 
 
 def test_the_page_says_how_the_run_stands(recorded: Recorded, tmp_path: Path) -> None:
@@ -304,7 +349,7 @@ def test_whatever_stands_in_the_files_is_shown_as_text(node: Path) -> None:
     page = render(read_run([node]))
     outline = Outline()
     outline.feed(page)
-    assert {"script", "img"}.isdisjoint(outline.tags)
+    assert (outline.tags.count("script"), outline.tags.count("img")) == (1, 0)
     assert not {"\x00", "\x1b", "\u202e"} & set(page)
     assert any("<script>alert(1)</script>" in text for text in texts(page))
 
@@ -375,10 +420,53 @@ def test_one_node_alone_shows_the_swarm_as_it_saw_it(recorded: Recorded) -> None
     assert "As this node saw the swarm." in texts(page)
 
 
-def test_nodes_of_two_runs_are_told_apart_and_the_page_says_so(recorded: Recorded, node: Path) -> None:
-    (node / NAME).write_bytes(line("start", 0.0, run_id="another", stage=0))
-    page = render(read_run([recorded.directory, node]))
-    assert any("2 different runs" in text for text in texts(page))
+def test_several_runs_are_compared_on_one_page(recorded: Recorded, node: Path) -> None:
+    began = line("start", 0.0, run_id="another" * 9, name=HOSTILE, stage=0)
+    (node / NAME).write_bytes(began + line("progress", 3.0, stage=0, step=2, tokens=10, loss=2.0))
+    manifest = recorded.manifest.model_dump() | {"steps": 77, "name": HOSTILE}
+    (node / "manifest.json").write_text(json.dumps(manifest))
+    runs = read_runs([recorded.directory, node])
+    page = render_all(runs)
+    assert [len(run.nodes) for run in runs.values()] == [6, 1]
+    assert "2 runs" in texts(page)
+    assert ("steps", "60") in cells(page), "a setting in which they differ"
+    assert "seed" not in texts(page), "one in which they do not"
+    assert ("validation loss", f"{runs[next(iter(runs))].last('validation'):.4f}") in cells(page)
+    (loss, *_) = parsed(page).findall(".//svg")
+    assert [path.findtext("title") for path in loss.findall(".//*[@data-v]")] == list(runs)
+    outline = Outline()
+    outline.feed(page)
+    assert (outline.tags.count("script"), outline.tags.count("img")) == (1, 0)
+
+
+def test_directories_of_swarms_are_runs_of_their_own_whatever_they_ran(node: Path) -> None:
+    for place in (node / "a", node / "b"):
+        (place / "0-0").mkdir(parents=True)
+        (place / "swarm.json").touch()
+        (place / "0-0" / NAME).write_bytes(line("start", 0.0, run_id="same", stage=0))
+    assert list(read_runs([node / "a", node / "b"])) == ["a", "b"]
+    assert len(read_runs([node / "a" / "0-0", node / "b" / "0-0"])) == 1, "nodes of one run, of two machines"
+
+
+def test_what_was_trained_with_what_stands_on_top(node: Path) -> None:
+    machine, command = "Linux x86_64, 2 cores, 24 GiB of memory", "noloco-node --config tiny"
+    began = line("start", 0.0, run_id="r", stage=0, version="1.2", machine=machine, command=command)
+    (node / NAME).write_bytes(began + line("progress", 1.0, stage=0, step=1, grad_norm=0.5))
+    (node / "manifest.json").write_bytes(RunManifest().canonical_json())
+    page = render(read_run([node]))
+    assert after(page, "hardware") == f"1 node on {machine}"
+    assert after(page, "command") == command
+    assert after(page, "software") == "noloco_p2p 1.2"
+    assert after(page, "model") == "llama, hidden size 128, layers 4, vocabulary 384"
+    assert after(page, "data") == "the source text of Python's standard library, tokenizer bytes"
+
+
+def test_the_command_that_is_written_down_has_no_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["/x/y.py", "--join", "/ip4/1.2.3.4/tcp/1/p2p/12D3/invite/3Secret9", "--set", "a=b c"]
+    )
+    written = run_files.command("noloco-node")
+    assert written == "noloco-node --join /ip4/1.2.3.4/tcp/1/p2p/12D3/invite/… --set 'a=b c'"
 
 
 @pytest.mark.parametrize("journal", [None, b"", b"not a line\n"])

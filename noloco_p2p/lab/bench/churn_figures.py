@@ -14,7 +14,7 @@ import numpy as np
 from noloco_p2p.lab.bench.churn_schedule import Disturbance
 from noloco_p2p.lab.bench.churn_watch import BEGIN_S, END_S, HANG_S, ChurnWatch
 from noloco_p2p.lab.bench.node_fleet import Fleet, FleetNode, InnerStepLine
-from noloco_p2p.observe.report.recorded_run import read_run
+from noloco_p2p.observe.report.recorded_run import read_runs
 
 DEFINITIONS = {
     "ratio": "validation loss of the disturbed runs over that of undisturbed ones when they had trained on as many "
@@ -48,7 +48,7 @@ def result(fleet: Fleet, watch: ChurnWatch, disturbances: Sequence[Disturbance],
     until = max(trained_at, default=began)
     done = [one for one in disturbances if one.at < until]
     costs = list(zip(done, stalls(trained_at, [one.at for one in done], until), strict=True))
-    counted = read_run([fleet.run_dir])
+    (counted,) = read_runs([fleet.run_dir]).values()
     losses = [(node.summary or {}).get("validation_loss") for node in fleet.of_stage(0)]
     known = [loss for loss in losses if loss is not None]
     return {

@@ -136,9 +136,25 @@ class Axes:
         self._top, self._bottom = TOP + (Y_TITLE if y.title else 0.0), size[1] - BOTTOM
         self._cells = False
         """There are coloured cells below what is drawn next, which gets a border."""
-        self._draw_y_axis(at_left=x is not None)
+        self._measured = False
+        self._draw_y_axis(self._y, at_left=x is not None)
         if x is not None:
             self._draw_x_axis()
+
+    def measure(self, log: Axis | None = None) -> None:
+        """Say in the SVG, for the script of a page, which values its places and all further lines and dots stand for.
+
+        `log`: the y axis that the reader may change to; its ticks are there, hidden.
+        """
+        self._measured = True
+        self.svg.attrib |= {
+            "data-unit": self._x.title,
+            "data-x": f"{self._left} {self._right} {self._x.low} {self._x.value(1.0)}",
+            "data-y": f"{self._bottom} {self._top} {self._y.low} {self._y.value(1.0)}",
+        }
+        if log is not None:
+            self.svg.set("data-log", f"{log.low} {log.high}")
+            self._draw_y_axis(log, hidden=True)
 
     def holds(self, x: float, y: float) -> bool:
         """A point within both axes."""
@@ -153,13 +169,14 @@ class Axes:
             path = self._path(thinned)
             if self._cells:
                 element(self.svg, "path", d=path, class_="halo")
-            self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip())
+            self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip(), **self._values(thinned))
 
     def dots(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS // 4) -> None:
         """A dot for each point, at most `most`."""
         rim = " halo" if self._cells else ""
         for x, y in thin(points, most):
-            self._named(name, "circle", cx=self._across(x), cy=self._up(y), r=2.4, class_=f"f{colour}{rim}")
+            place = {"cx": self._across(x), "cy": self._up(y)}
+            self._named(name, "circle", **place, r=2.4, class_=f"f{colour}{rim}", **self._values([(x, y)]))
 
     def error_bars(self, points: Points, errors: Sequence[float], colour: Colour) -> None:
         """From below each point to above it, or to the lower end of an axis that cannot show so little."""
@@ -203,15 +220,16 @@ class Axes:
         low, high = map(self._up, y)
         element(self.svg, "line", x1=self._across(x), x2=self._across(x), y1=high - 2, y2=low + 2, class_="start")
 
-    def _draw_y_axis(self, *, at_left: bool) -> None:
-        for value, label in self._y.labelled(5):
-            y = self._up(value)
-            if not self._y.names:
-                element(self.svg, "line", x1=self._left, x2=self._right, y1=y, y2=y, class_="grid")
-            element(self.svg, "text", label, x=self._left - 5, y=y + 4, class_="tick end")
-        if self._y.title:
+    def _draw_y_axis(self, axis: Axis, *, at_left: bool = True, hidden: bool = False) -> None:
+        ticks = element(self.svg, "g", class_="scale", **({"display": "none"} if hidden else {}))
+        for value, label in axis.labelled(5):
+            y = self._bottom - axis.position(value) * (self._bottom - self._top)
+            if not axis.names:
+                element(ticks, "line", x1=self._left, x2=self._right, y1=y, y2=y, class_="grid")
+            element(ticks, "text", label, x=self._left - 5, y=y + 4, class_="tick end")
+        if axis.title:
             place, kind = (0.0, "tick") if at_left else (self._right, "tick end")
-            element(self.svg, "text", self._y.title, x=place, y=self._top - 12, class_=kind)
+            element(ticks, "text", axis.title, x=place, y=self._top - 12, class_=kind)
 
     def _draw_x_axis(self) -> None:
         bottom = self._bottom
@@ -226,6 +244,9 @@ class Axes:
         drawn = element(self.svg, tag, "", **attributes)
         if name:
             element(drawn, "title", name)
+
+    def _values(self, points: Points) -> dict[str, str]:
+        return {"data_v": " ".join(f"{y:.4g}" for _, y in points)} if self._measured else {}
 
     def _across(self, x: float) -> float:
         return self._left + self._x.position(x) * (self._right - self._left)

@@ -19,7 +19,7 @@ MARGIN, TITLE = 14.0, 40.0
 CHARACTER = 6.4
 """Width of a letter of a legend, about."""
 
-Colour = IntEnum("Colour", "BLUE RED GREEN PINK ORANGE SKY YELLOW GREY PALE", start=0)
+Colour = IntEnum("Colour", "BLUE RED GREEN PINK ORANGE SKY YELLOW GREY PALE INK", start=0)
 """What is drawn in one: `sN` strokes, `fN` fills, `bN` is a background, and `nN` is text upon it."""
 SERIES_COLOURS = (Colour.BLUE, Colour.ORANGE, Colour.GREEN, Colour.PINK, Colour.SKY, Colour.RED)
 """Those of replicas, stages and curves, which have none of their own."""
@@ -32,8 +32,10 @@ LIGHT: Scheme = {"paper": "#ffffff", "card": "#f6f7f9", "ink": "#1b1f24", "soft"
 LIGHT |= {"rule": "#d5dae0", "grid": "#e3e6ea"}
 DARK: Scheme = {"paper": "#14171a", "card": "#1d2125", "ink": "#e8eaed", "soft": "#a2abb5"}
 DARK |= {"rule": "#3a4149", "grid": "#2c3238"}
-_LIGHT_SERIES = ("#0072b2", "#d55e00", "#009e73", "#b5679a", "#e69f00", "#56b4e9", "#d9c800", "#6b7480", "#c9ced4")
-_DARK_SERIES = ("#4aa3df", "#f0803c", "#2bbf94", "#d490bb", "#f0b429", "#8fd0f7", "#f0e442", "#8a949f", "#4a525b")
+_LIGHT_SERIES = ["#0072b2", "#d55e00", "#009e73", "#b5679a", "#e69f00", "#56b4e9", "#d9c800", "#6b7480"]
+_LIGHT_SERIES += ["#c9ced4", "#1b1f24"]
+_DARK_SERIES = ["#4aa3df", "#f0803c", "#2bbf94", "#d490bb", "#f0b429", "#8fd0f7", "#f0e442", "#8a949f"]
+_DARK_SERIES += ["#4a525b", "#e8eaed"]
 _BRIGHT = 137.0
 """Text is black on colours at least as bright, white on the others."""
 
@@ -41,7 +43,7 @@ _SHAPES = """
 .tick, .on, .key { font-size: 11.5px; } .title { font-size: 15px; font-weight: 600; }
 .end { text-anchor: end; } .middle, .on { text-anchor: middle; }
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .faint { stroke-width: 1; opacity: .35; }
-.dashed { stroke-dasharray: 5 3; } .error { stroke-width: 1; fill: none; }
+.strong { stroke-width: 2.2; } .dashed { stroke-dasharray: 5 3; } .error { stroke-width: 1; fill: none; }
 .start { stroke-width: 1.2; } .cross { stroke-width: 2; fill: none; } path.halo { stroke-width: 4; fill: none; }
 """
 _SCHEME = """

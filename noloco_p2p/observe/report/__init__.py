@@ -1,7 +1,9 @@
 """`noloco report`: one page about a run, from what its nodes wrote into their directories.
 
 journals      the events of a node, torn and rotated files included
-recorded_run  what they say of each node, and what the nodes say together: figures
+node_history  what they say of one node
+recorded_run  what the nodes say together: figures
 charts        the charts of the page
+comparison    charts and tables of several runs
 page          the page, with page.html
 """

@@ -2,15 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from markupsafe import Markup
 
+from noloco_p2p import humanize
 from noloco_p2p.observe.plotting.axes import MOST_POINTS, PAGE_SIZE, Axes, Axis, Points, fitted, time_unit
 from noloco_p2p.observe.plotting.plots import BAR_LEFT, bars
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour, Element, LegendKey, markup
 from noloco_p2p.observe.plotting.time_bins import TimeBins
-from noloco_p2p.observe.report.recorded_run import UNKNOWN, WORKS, RecordedRun
+from noloco_p2p.observe.report.node_history import UNKNOWN
+from noloco_p2p.observe.report.recorded_run import WORKS, RecordedRun
 
 T = TypeVar("T")
 
@@ -38,6 +41,8 @@ STATE_COLOURS = {
 """In the order in which they are stacked."""
 RESULT_COLOURS = {"partner": Colour.GREEN, "stale": Colour.SKY, "other": Colour.ORANGE, "alone": Colour.RED}
 
+NATS = "Nats per token, by step."
+
 Line = tuple[str, Colour, Points]
 """(name, colour, points)."""
 
@@ -56,26 +61,40 @@ class RunCharts:
 
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
-        self._span_s = max(run.ended_at - run.began_at, 1e-9)
-        self._unit_s, unit = time_unit(self._span_s)
-        self._time = Axis(f"{unit} since the start", 0.0, self._span_s / self._unit_s, label=lambda value: f"{value:g}")
-        self._bins, self._columns = (TimeBins(run.began_at, run.ended_at, count) for count in (BINS, COLUMNS))
+        self._began_at = run.training_at
+        self._span_s = max(run.ended_at - self._began_at, 1e-9)
+        self._unit_s, self._time = _time_axis(self._span_s)
+        self._bins, self._columns = (TimeBins(self._began_at, run.ended_at, count) for count in (BINS, COLUMNS))
 
     def loss(self) -> Panel:
         """Loss of every replica of stage 0, and validation, by step."""
         nodes = self._run.of_stage(0)
         few = len(nodes) <= len(SERIES_COLOURS)
         keys = [LegendKey(node.name, SERIES_COLOURS[n] if few else Colour.BLUE) for n, node in enumerate(nodes)]
-        lines = [(key.label, key.colour, x) for key, node in zip(keys, nodes, strict=True) for x in node.curves["loss"]]
-        dots = sorted(point for node in nodes for piece in node.curves["validation"] for point in piece)
-        svg = _by_step("Loss", lines, dots, from_zero=False, kind="" if few else "faint")
-        legend = keys if few else [LegendKey(f"{len(nodes)} replicas", Colour.BLUE)]
-        legend += [LegendKey("validation (dots)", Colour.GREY)] if dots else []
-        return _panel(svg, legend, "Nats per token, by step.")
+        lines: list[Line] = [
+            (key.label, key.colour, piece)
+            for key, node in zip(keys, nodes, strict=True)
+            for piece in node.curves["loss"]
+        ]
+        validation = self.mean("validation")
+        if validation:
+            lines.append(("validation", Colour.INK, validation))
+            keys.append(LegendKey("validation", Colour.INK))
+        svg = by_step("Loss", lines, from_zero=False, kind="" if few else "faint")
+        shown = keys if few else [LegendKey(f"{len(nodes)} replicas", Colour.BLUE), *keys[len(nodes) :]]
+        return panel(svg, shown, NATS)
+
+    def mean(self, curve: str) -> Points:
+        """A curve by step: the mean of the replicas of stage 0, in at most BINS places."""
+        points = [point for node in self._run.of_stage(0) for piece in node.curves[curve] for point in piece]
+        steps = sorted({step for step, _ in points})
+        if len(steps) > BINS:
+            return TimeBins(0.0, steps[-1], BINS).mean_and_largest(points)[0]
+        return [(step, fmean([value for at, value in points if at == step])) for step in steps]
 
     def throughput(self) -> Panel:
         """Tokens per second of the swarm."""
-        lines = [("tokens per second", Colour.GREEN, self._rates("tokens"))]
+        lines = [("tokens per second", Colour.GREEN, self.rates("tokens"))]
         return self._over_time("Tokens per second", lines, "The whole swarm, evaluations and waits included.")
 
     def time(self) -> Panel:
@@ -90,7 +109,7 @@ class RunCharts:
             rows.append((f"stage {stage}", [(WORKS, spent[WORKS], Colour.GREEN), *pieces, rest]))
         legend = {WORKS: Colour.GREEN, **colours, "the rest: evaluation, merging, saving": Colour.PALE}
         note = "Shares of the seconds in which the nodes of a stage were training."
-        return _panel(bars("Where the time went", rows), _keys(legend), note)
+        return panel(bars("Where the time went", rows), _keys(legend), note)
 
     def rounds(self) -> Panel:
         """Outer rounds by result, over time."""
@@ -110,7 +129,7 @@ class RunCharts:
                 place = ((n + 0.05) * width, (n + 0.95) * width), (low, low + counts[name])
                 axes.cell(*place, colours[name], f"{name}: {counts[name]}")
                 low += counts[name]
-        return _panel(axes.svg, _keys(colours), "Rounds of all nodes that ended in each time.")
+        return panel(axes.svg, _keys(colours), "Rounds of all nodes that ended in each time.")
 
     def round_seconds(self) -> Panel:
         """How long outer rounds took."""
@@ -119,22 +138,22 @@ class RunCharts:
         lines = [("mean", Colour.BLUE, mean), ("longest", Colour.ORANGE, largest)]
         return self._over_time("Seconds of an outer round", lines)
 
-    def spread(self) -> list[Panel]:
-        """Standard deviation between replicas, and the learning rate, by step."""
+    def by_stage(self, title: str, curve: str, note: str) -> Panel:
+        """A curve of every node by step, in the colour of its stage."""
         colours = {f"stage {stage}": SERIES_COLOURS[stage % len(SERIES_COLOURS)] for stage in self._run.stages}
         lines = [
-            (name, colour, piece)
-            for (name, colour), stage in zip(colours.items(), self._run.stages, strict=True)
+            (node.name, colour, piece)
+            for colour, stage in zip(colours.values(), self._run.stages, strict=True)
             for node in self._run.of_stage(stage)
-            for piece in node.curves["spread"]
+            for piece in node.curves[curve]
         ]
+        return panel(by_step(title, lines), _keys(colours), note)
+
+    def learning_rate(self) -> Panel:
+        """By step, of the node that knows it longest."""
         longest = max(self._run.nodes, key=lambda node: sum(map(len, node.curves["learning_rate"])))
         rates = [("learning rate", Colour.GREY, piece) for piece in longest.curves["learning_rate"]]
-        note = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
-        return [
-            _panel(_by_step("Spread of the replicas", lines), _keys(colours), note),
-            _panel(_by_step("Learning rate", rates), (), "By step, like the spread next to it."),
-        ]
+        return panel(by_step("Learning rate", rates), (), "By step.")
 
     def membership(self) -> Panel:
         """How many nodes were in each state."""
@@ -156,7 +175,7 @@ class RunCharts:
             upper = [low + counts[name] for low, counts in zip(heights, found, strict=True)]
             axes.area(heights, upper, colour, name)
             heights = upper
-        return _panel(axes.svg, _keys(colours), note)
+        return panel(axes.svg, _keys(colours), note)
 
     def lives(self) -> Panel:
         """The life of every node: a row for each, its states by colour."""
@@ -170,60 +189,83 @@ class RunCharts:
             middle = len(nodes) - n - 0.5
             row = middle - ROW_SHARE / 2, middle + ROW_SHARE / 2
             spans = [span for process in node.processes for span in process.spans]
-            for span in _apart(spans, lambda span: span.began_at, apart_s):
-                since_s, until_s = span.began_at - self._run.began_at, span.ended_at - self._run.began_at
+            shown = [span for span in spans if span.ended_at > self._began_at]
+            for span in _apart(shown, lambda span: span.began_at, apart_s):
+                since_s, until_s = max(span.began_at - self._began_at, 0.0), span.ended_at - self._began_at
                 name = f"{node.name}: {span.state}, {since_s:.0f} to {until_s:.0f} s"
-                axes.cell((since_s / self._unit_s, until_s / self._unit_s), row, STATE_COLOURS[span.state], name)
-            for process in _apart(node.processes, lambda process: process.began_at, apart_s):
-                axes.stroke((process.began_at - self._run.began_at) / self._unit_s, row)
-            unended = [process for process in node.processes if not process.ended]
+                place = since_s / self._unit_s, until_s / self._unit_s
+                axes.cell(place, row, STATE_COLOURS[span.state], name)
+            later = [process for process in node.processes if process.began_at >= self._began_at]
+            for process in _apart(later, lambda process: process.began_at, apart_s):
+                axes.stroke((process.began_at - self._began_at) / self._unit_s, row)
+            unended = [one for one in node.processes if not one.ended and one.ended_at >= self._began_at]
             for process in _apart(unended, lambda process: process.ended_at, apart_s):
-                last_s = process.ended_at - self._run.began_at
+                last_s = process.ended_at - self._began_at
                 axes.cross(last_s / self._unit_s, middle, f"{node.name}: its last line at {last_s:.0f} s")
-        states = {span.state for node in nodes for process in node.processes for span in process.spans}
+        spans = [span for node in nodes for process in node.processes for span in process.spans]
+        states = {span.state for span in spans if span.ended_at > self._began_at}
         note = "Stroke: a process started. Cross: its last line, with no end; it was killed, or still runs."
+        before_s = self._began_at - self._run.began_at
+        note += f" Training began {humanize.duration(before_s)} after the first node started." if before_s else ""
         left_out = len(self._run.nodes) - len(nodes)
         note += f" {left_out} nodes are left out." if left_out else ""
-        return _panel(axes.svg, [key for key in _keys(STATE_COLOURS) if key.label in states], note)
+        return panel(axes.svg, [key for key in _keys(STATE_COLOURS) if key.label in states], note)
 
     def bytes(self) -> Panel:
         """Bytes per second that the nodes sent and received."""
-        lines = [("received", Colour.BLUE, self._rates("in")), ("sent", Colour.ORANGE, self._rates("out"))]
+        lines = [("received", Colour.BLUE, self.rates("in")), ("sent", Colour.ORANGE, self.rates("out"))]
         return self._over_time("Bytes per second", lines, "All nodes together.")
 
-    def _rates(self, name: str) -> Points:
+    def rates(self, name: str) -> Points:
+        """(seconds since training began, what came to this name per second)."""
         return self._bins.rates(each for node in self._run.nodes for each in node.increments[name])
 
     def _over_time(self, title: str, lines: Sequence[Line], note: str = "") -> Panel:
-        """Lines by seconds since the start, the first on top; of a single one the title says what it is."""
-        highest = max((y for _, _, points in lines for _, y in points), default=0.0)
-        axes = Axes(title, self._time, Axis("", 0.0, highest * 1.05))
-        for name, colour, points in reversed(lines):
-            axes.line([(seconds / self._unit_s, value) for seconds, value in points], colour, name)
+        """Lines by seconds since training began, the first on top; of a single one the title says what it is."""
         legend = [LegendKey(name, colour) for name, colour, _ in lines] if len(lines) > 1 else []
-        return _panel(axes.svg, legend, note)
+        return panel(over_time(title, lines, self._span_s), legend, note)
 
     def _stack(self, title: str, found: Sequence[Counter[str]]) -> Axes:
         """Axes for counts upon one another."""
         return Axes(title, self._time, Axis("", 0.0, max((counts.total() for counts in found), default=0) * 1.05))
 
 
-def _by_step(
-    title: str, lines: Sequence[Line], dots: Points = (), *, from_zero: bool = True, kind: str = ""
-) -> Element:
-    """Lines, at most MOST_PIECES of them, and dots of validation."""
-    lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MOST_PIECES], key=lambda line: line[0])
-    points = [*dots, *(point for _, _, some in lines for point in some)]
-    x = Axis("step", 0.0, max((x for x, _ in points), default=1.0))
-    axes = Axes(title, x, fitted("", [y for _, y in points], from_zero=from_zero))
-    most = max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(lines))))
-    for name, colour, some in lines:
-        axes.line(some, colour, name, most=most, kind=kind)
-    axes.dots(dots, Colour.GREY, "validation")
+def over_time(title: str, lines: Sequence[Line], span_s: float) -> Element:
+    """Lines by seconds since training began, the first on top."""
+    unit_s, time = _time_axis(span_s)
+    highest = max((y for _, _, points in lines for _, y in points), default=0.0)
+    axes = Axes(title, time, Axis("", 0.0, highest * 1.05))
+    axes.measure()
+    for name, colour, points in reversed(lines):
+        axes.line([(seconds / unit_s, value) for seconds, value in points], colour, name)
     return axes.svg
 
 
-def _panel(svg: Element, legend: Sequence[LegendKey], note: str) -> Panel:
+def _time_axis(span_s: float) -> tuple[float, Axis]:
+    """(seconds of its unit, the axis)."""
+    unit_s, unit = time_unit(span_s)
+    return unit_s, Axis(f"{unit} since training began", 0.0, span_s / unit_s, label=lambda value: f"{value:g}")
+
+
+def by_step(title: str, lines: Sequence[Line], *, from_zero: bool = True, kind: str = "") -> Element:
+    """Lines, at most MOST_PIECES of them; those in INK are strong, and have dots. `kind`: class of the others."""
+    lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MOST_PIECES], key=lambda line: line[0])
+    points = [point for _, _, some in lines for point in some]
+    x = Axis("step", 0.0, max((x for x, _ in points), default=1.0))
+    values = [y for _, y in points]
+    axes = Axes(title, x, fitted("", values, from_zero=from_zero))
+    axes.measure(fitted("", values, "log") if values and min(values) > 0 else None)
+    most = max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(lines))))
+    for name, colour, some in lines:
+        axes.line(some, colour, name, most=most, kind="strong" if colour is Colour.INK else kind)
+    for name, colour, some in lines:
+        if colour is Colour.INK:
+            axes.dots(some, colour, name)
+    return axes.svg
+
+
+def panel(svg: Element, legend: Sequence[LegendKey], note: str) -> Panel:
+    """A drawn chart, with the heading that it is called by."""
     return Panel(svg.findtext("title", ""), Markup(markup(svg)), legend, note)
 
 

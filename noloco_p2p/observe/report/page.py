@@ -1,10 +1,13 @@
 """The page: charts, tables and the frame of page.html around them. Everything is escaped there."""
 
+import base64
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -12,16 +15,16 @@ from markupsafe import Markup
 from noloco_p2p import __version__, humanize
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
-from noloco_p2p.launch.swarm_summary import perplexity
 from noloco_p2p.observe.plotting.svg import DARK, LIGHT, stylesheet
+from noloco_p2p.observe.report import comparison
 from noloco_p2p.observe.report.charts import Panel, RunCharts
-from noloco_p2p.observe.report.journals import number
-from noloco_p2p.observe.report.recorded_run import NodeHistory, RecordedRun, read_run
+from noloco_p2p.observe.report.node_history import NodeHistory
+from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
+from noloco_p2p.observe.report.run_facts import facts, headline, standing
 
 TEMPLATE = "page.html"
 MARK = b": report of a run</title>"
 """Near the beginning of every page."""
-MOST_RUNS = 5
 MOST_NODES = 300
 """Rows of the table of nodes."""
 MOST_ROWS = 40
@@ -29,87 +32,86 @@ MOST_ROWS = 40
 MOST_CONFIGURATION = 100_000
 """Characters of the manifest."""
 
+SPREAD = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
+
 Cells = tuple[str, ...]
 PageTable = tuple[str, Cells, Sequence[Cells]]
 """(heading, names of the columns, rows)."""
 
 
 def make(directories: Sequence[Path], out: Path) -> int:
-    """Write the page of the run in these directories, all at once; returns its bytes.
+    """Write the page of the run in these directories, or of several to compare, all at once; returns its bytes.
 
     Raises ConfigError when there is no journal, LocalError when it cannot be written.
     """
     homes.require_page("--out ", out, MARK, "page")
-    page = render(read_run(directories)).encode()
+    page = render(read_runs(directories)).encode()
     write_whole(out, page)
     return len(page)
 
 
-def render(run: RecordedRun) -> str:
+def render(runs: Mapping[str, RecordedRun]) -> str:
     """The whole page as one text of HTML, well-formed as XML too."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     frame = resources.files("noloco_p2p.observe.report").joinpath(TEMPLATE).read_text("utf-8")
-    nodes = run.nodes[:MOST_NODES]
-    run_ids = sorted({node.run_id for node in run.nodes if node.run_id})
+    script = frame.partition("<script>")[2].partition("</script>")[0]
     return environment.from_string(frame).render(
-        name=next((node.run_name for node in run.nodes if node.run_name), "run"),
-        run_ids=run_ids[:MOST_RUNS],
-        runs=len(run_ids),
-        standing=_standing(run),
-        period=f"{humanize.clock(run.began_at)} to {humanize.clock(run.ended_at)} UTC",
-        headline=_headline(run),
-        sections=_sections(run),
-        incidents=[(humanize.clock(each.at), each.node, each.kind, each.text) for each in run.incidents()],
-        nodes=[[cell(node) for cell in NODE_COLUMNS.values()] for node in nodes],
-        peer_ids=[node.peer_id for node in nodes],
-        node_head=list(NODE_COLUMNS),
-        nodes_left_out=len(run.nodes) - len(nodes),
-        configuration=json.dumps(run.manifest, indent=2)[:MOST_CONFIGURATION] if run.manifest else "",
+        **_one_run(*runs.values()) if len(runs) == 1 else _several(runs),
         version=__version__,
         light=LIGHT,
         dark=DARK,
         chart_style=Markup(stylesheet()),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
-def _standing(run: RecordedRun) -> str:
-    """Completed when every stage has a replica that finished in its last process; else a node runs, or none does."""
-    last = [[node.processes[-1].spans for node in run.of_stage(stage)] for stage in run.stages]
-    if last and all(any(span.state == "finished" for spans in mine for span in spans) for mine in last):
-        return f"Completed, in {humanize.duration(run.wall_s)}."
-    if run.running:
-        return f"Running since {humanize.clock(run.began_at)} UTC."
-    return f"Interrupted at step {_steps(run)}."
+def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
+    headlines = {name: {"": standing(run), **headline(run)} for name, run in runs.items()}
+    return {
+        "name": f"{len(runs)} runs",
+        "sections": comparison.sections(runs, headlines),
+        "run": None,
+    }
 
 
-def _steps(run: RecordedRun) -> str:
-    steps = number(run.manifest.get("steps"))
-    done = humanize.count(max(node.step for node in run.nodes))
-    return done if steps is None else f"{done} of {humanize.count(steps)}"
-
-
-def _headline(run: RecordedRun) -> list[tuple[str, str]]:
-    validation = run.last("validation")
-    return [
-        ("nodes", f"{len(run.nodes)} in {len(run.stages)} stages"),
-        ("steps", _steps(run)),
-        ("tokens", humanize.count(run.tokens)),
-        ("tokens/s", humanize.figure(run.tokens_per_s)),
-        ("final loss", humanize.loss(run.last("final_loss"))),
-        ("validation loss", humanize.loss(validation)),
-        ("validation perplexity", humanize.figure(perplexity(validation))),
-        ("wall time", humanize.duration(run.wall_s)),
-    ]
+def _one_run(run: RecordedRun) -> dict[str, Any]:
+    nodes = run.nodes[:MOST_NODES]
+    return {
+        "name": next((node.run_name for node in run.nodes if node.run_name), "run"),
+        "sections": _sections(run),
+        "run": {
+            "ids": sorted({node.run_id for node in run.nodes if node.run_id}),
+            "standing": standing(run),
+            "period": f"{humanize.clock(run.began_at)} to {humanize.clock(run.ended_at)} UTC",
+            "headline": headline(run),
+            "facts": facts(run),
+            "incidents": [(humanize.clock(each.at), each.node, each.kind, each.text) for each in run.incidents()],
+            "nodes": [[cell(node) for cell in NODE_COLUMNS.values()] for node in nodes],
+            "peer_ids": [node.peer_id for node in nodes],
+            "node_head": list(NODE_COLUMNS),
+            "nodes_left_out": len(run.nodes) - len(nodes),
+            "configuration": json.dumps(run.manifest, indent=2)[:MOST_CONFIGURATION] if run.manifest else "",
+        },
+    }
 
 
 def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]]:
     """(heading, charts, tables) of each section."""
     charts = RunCharts(run)
     panels = {
-        "Training": [charts.loss(), charts.throughput()],
+        "Training": [
+            charts.loss(),
+            charts.throughput(),
+            charts.by_stage("Gradient norm", "grad_norm", "Of each node, before clipping, by step."),
+            charts.learning_rate(),
+        ],
         "Nodes": [charts.lives(), charts.membership()],
         "Time": [charts.time()],
-        "Outer rounds": [charts.rounds(), charts.round_seconds(), *charts.spread()],
+        "Outer rounds": [
+            charts.rounds(),
+            charts.round_seconds(),
+            charts.by_stage("Spread of the replicas", "spread", SPREAD),
+        ],
         "Network": [charts.bytes()],
     }
     times = [

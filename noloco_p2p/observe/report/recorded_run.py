@@ -1,98 +1,21 @@
-"""What the journals of a run say: of each node its processes, counts and curves; together the figures of the run.
+"""The figures of a run, from the journals of its nodes: those of `summary.json`, under the same definitions."""
 
-The figures are those of `summary.json`, under the same definitions.
-"""
-
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.launch import homes
 from noloco_p2p.launch.node_probe import ENDPOINTS, SUMMARY, in_use, read_json
 from noloco_p2p.launch.run_files import MANIFEST
-from noloco_p2p.observe.plotting.time_bins import Increment
-from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean, node_dirs, number, read_processes
+from noloco_p2p.observe.report.journals import clean, node_dirs, number, read_processes
+from noloco_p2p.observe.report.node_history import Incident, NodeHistory, add_process
 
-TALLIES = ("microbatches", "dropped", "rerouted", "distrusted", "rounds", "idle_s", "bytes", "phase_s")
-INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moves"}
-"""Events in the list of what went wrong, and what they are called there."""
 MOST_INCIDENTS = 100
-UNKNOWN = "unknown"
 WORKS = "device works"
-
-Piece = list[tuple[float, float]]
-"""(inner step, value), of one process."""
-
-
-class StateSpan(NamedTuple):
-    """A state of a node, from when to when (Unix seconds)."""
-
-    began_at: float
-    ended_at: float
-    state: str
-
-
-class Incident(NamedTuple):
-    """One entry of the list of what went wrong."""
-
-    at: float
-    node: str
-    kind: str
-    text: str
-
-
-class ProcessHistory(NamedTuple):
-    """One process of a node, from its first line to its last."""
-
-    began_at: float
-    ended_at: float
-    spans: tuple[StateSpan, ...]
-    ended: bool
-    """In order; else it was killed, or goes on."""
-
-
-@dataclass(slots=True)
-class NodeHistory:
-    """One node."""
-
-    name: str
-    peer_id: str = ""
-    run_id: str = ""
-    run_name: str = ""
-    stage: int | None = None
-    """The last one that it held."""
-    processes: list[ProcessHistory] = field(default_factory=list)
-    step: float = 0.0
-    inner_steps: int = 0
-    checkpoints: int = 0
-    device_s: float = 0.0
-    trained_s: float = 0.0
-    """In state `training`."""
-    training_at: float | None = None
-    tallies: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in TALLIES})
-    curves: defaultdict[str, list[Piece]] = field(default_factory=lambda: defaultdict(list))
-    """`loss` (mean since the line before) and `final_loss` while at stage 0, `validation`, all in nats per token;
-    `spread`, the standard deviation between replicas; `learning_rate`."""
-    increments: defaultdict[str, list[Increment]] = field(default_factory=lambda: defaultdict(list))
-    """What came to `tokens` (while at stage 0), bytes `in` and `out`, and `rounds RESULT` between lines of progress."""
-    round_seconds: list[tuple[float, float]] = field(default_factory=list)
-    """(when, seconds) of the outer rounds that have a line."""
-    membership: list[tuple[float, Counter[str]]] = field(default_factory=list)
-    """(when, nodes by state)."""
-    incidents: list[Incident] = field(default_factory=list)
-
-    def total(self, name: str) -> int:
-        """The sum of the increments of this name."""
-        return sum(int(each.amount) for each in self.increments[name])
-
-    def last(self, curve: str) -> float | None:
-        """The newest value of a curve."""
-        return next((piece[-1][1] for piece in reversed(self.curves[curve]) if piece), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +38,11 @@ class RecordedRun:
     def ended_at(self) -> float:
         """Unix seconds of the last line of all."""
         return max(node.processes[-1].ended_at for node in self.nodes)
+
+    @property
+    def training_at(self) -> float:
+        """Unix seconds when the first node began to train; where none did, `began_at`."""
+        return min((node.training_at for node in self.nodes if node.training_at is not None), default=self.began_at)
 
     @property
     def wall_s(self) -> float:
@@ -169,23 +97,42 @@ class RecordedRun:
         return sorted((incident for node in self.nodes for incident in node.incidents), reverse=True)[:MOST_INCIDENTS]
 
 
-def read_run(paths: Sequence[Path]) -> RecordedRun:
-    """The run whose directories these are. Raises ConfigError when there is no journal."""
-    directories = node_dirs(paths)
-    nodes: list[NodeHistory] = []
-    manifest: dict[str, Any] = {}
-    for directory, name in directories.items():
-        node = NodeHistory(name)
-        for events in read_processes(directory):
-            _add_process(node, events)
-        if node.processes:
-            node.peer_id = node.peer_id or clean((read_json(directory / ENDPOINTS) or {}).get("peer_id", ""))
-            nodes.append(node)
-            manifest = manifest or read_json(directory / MANIFEST) or {}
-    if not nodes:
+def read_runs(paths: Sequence[Path]) -> dict[str, RecordedRun]:
+    """The runs in these directories, and what to call each.
+
+    All nodes in a directory of `noloco swarm` are of one run; those in other directories are put together by run id.
+    Raises ConfigError when there is no journal.
+    """
+    names, found = node_dirs(paths), defaultdict[str, dict[Path, NodeHistory]](dict)
+    for path in paths:
+        of_swarm = homes.kind_of(path) is homes.Home.SWARM
+        for directory in node_dirs([path]):
+            node = _read_node(directory, names[directory])
+            if node.processes:
+                found[clean(path) if of_swarm else f"{node.run_name} {node.run_id[:8]}".strip()][directory] = node
+    if not found:
         raise ConfigError(f"no line of the journals in {', '.join(map(str, paths))} can be read; was the run started?")
-    nodes.sort(key=lambda node: (node.stage is None, node.stage or 0, node.name))
-    return RecordedRun(nodes, manifest, _summary(paths, nodes), any(map(in_use, directories)))
+    own = {name: [path for path in paths if len(found) == 1 or clean(path) == name] for name in found}
+    short = Counter(Path(name).name for name in found)
+    return {
+        Path(name).name if short[Path(name).name] == 1 else name: _run(nodes, own[name])
+        for name, nodes in found.items()
+    }
+
+
+def _read_node(directory: Path, name: str) -> NodeHistory:
+    node = NodeHistory(name)
+    for events in read_processes(directory):
+        add_process(node, events)
+    node.peer_id = node.peer_id or clean((read_json(directory / ENDPOINTS) or {}).get("peer_id", ""))
+    return node
+
+
+def _run(found: dict[Path, NodeHistory], paths: Sequence[Path]) -> RecordedRun:
+    """Of these nodes, by directory; `paths`: the directories that were named for it."""
+    manifest = next((stored for directory in found if (stored := read_json(directory / MANIFEST))), {})
+    nodes = sorted(found.values(), key=lambda node: (node.stage is None, node.stage or 0, node.name))
+    return RecordedRun(nodes, manifest, _summary(paths, nodes), any(map(in_use, found)))
 
 
 def _summary(paths: Sequence[Path], nodes: Sequence[NodeHistory]) -> dict[str, Any]:
@@ -194,106 +141,3 @@ def _summary(paths: Sequence[Path], nodes: Sequence[NodeHistory]) -> dict[str, A
     if found is None or "nodes" not in found or found.get("resumed_from_step") is not None:
         return {}
     return found if all(len(node.processes) == 1 for node in nodes) else {}
-
-
-# --- one process of a node --------------------------------------------------------------------------------------------
-
-
-def _add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
-    """Take what one process wrote."""
-    by_kind: defaultdict[str, list[JournalEvent]] = defaultdict(list)
-    progress: list[tuple[JournalEvent, int | None]] = []
-    for event in events:
-        by_kind[event.kind].append(event)
-        stage = event.number("stage") if event.kind in ("start", "stage", "progress") else None
-        node.stage = node.stage if stage is None else int(stage)
-        if event.kind == "progress":
-            progress.append((event, node.stage))
-        if event.kind in INCIDENTS:
-            kind = "well again" if event.fields.get("well") is True else INCIDENTS[event.kind]
-            node.incidents.append(Incident(event.at, node.name, kind, _sentence(event)))
-    for event in by_kind["start"]:
-        node.peer_id, node.run_id, node.run_name = map(event.text, ("peer_id", "run_id", "name"))
-    if node.training_at is None:
-        training = (event.at for event in by_kind["state"] if event.text("state") == "training")
-        node.training_at = next(training, None)
-    spans = tuple(_spans(events))
-    node.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
-    node.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")
-    node.checkpoints += len(by_kind["checkpoint"])
-    node.curves["spread"].append(_curve(by_kind["replica_std"], "value"))
-    node.curves["validation"].append(_curve(by_kind["evaluation"], "loss"))
-    node.round_seconds += [(event.at, event.number("seconds") or 0.0) for event in by_kind["outer_round"]]
-    node.membership += [(event.at, _states(event)) for event in by_kind["membership"]]
-    _add_progress(node, progress, events[0].at)
-
-
-def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int | None]], began_at: float) -> None:
-    """Take a process's lines of progress, each with the stage that the node held."""
-    stepped = [(event, stage) for event, stage in progress if event.number("step") is not None]
-    node.step = max([node.step, *(event.number("step") or 0.0 for event, _ in stepped)])
-    node.curves["learning_rate"].append(_curve([event for event, _ in stepped], "learning_rate"))
-    for name in ("loss", "final_loss"):
-        node.curves[name].append(_curve([event for event, stage in stepped if stage == 0], name))
-    totals = [_totals(event) for event, _ in progress]
-    times = [began_at, *(event.at for event, _ in progress)]
-    for name in {name: None for each in totals for name in each}:
-        # What a line does not have has not grown, and a count that falls is no count.
-        highest = [0.0, *itertools.accumulate((each.get(name, 0.0) for each in totals), max)]
-        for n, (_, stage) in enumerate(progress):
-            if highest[n + 1] > highest[n] and (name != "tokens" or stage == 0):
-                node.increments[name].append(Increment(times[n], times[n + 1], highest[n + 1] - highest[n]))
-    for event, _ in progress[-1:]:
-        node.inner_steps += int(event.number("inner_steps") or 0)
-        node.device_s += event.number("device_s") or 0.0
-        for name, tally in node.tallies.items():
-            tally.update(event.tally(name))
-
-
-def _totals(event: JournalEvent) -> dict[str, float]:
-    """What a line of progress has counted, by the names of `NodeHistory.increments`."""
-    sizes = event.tally("bytes")
-    found = {way: sum(size for kind, size in sizes.items() if kind.startswith(way)) for way in ("in", "out")}
-    rounds = {f"rounds {result}": count for result, count in event.tally("rounds").items()}
-    return {"tokens": event.number("tokens") or 0.0, **found, **rounds}
-
-
-def _curve(events: Sequence[JournalEvent], name: str) -> Piece:
-    """(step, number of this name) of the events that have one."""
-    return [(event.number("step") or 0.0, value) for event in events if (value := event.number(name)) is not None]
-
-
-def _states(event: JournalEvent) -> Counter[str]:
-    """Nodes by state, over all stages."""
-    counts: Counter[str] = Counter()
-    for place, count in event.tally("counts").items():
-        counts[_known(place.rpartition(" ")[2])] += int(count)
-    return counts
-
-
-def _known(state: str) -> str:
-    return state if state in STATES else UNKNOWN
-
-
-def _spans(events: Sequence[JournalEvent]) -> Iterator[StateSpan]:
-    """The states of a process, one after the other; `starting` at first, or what a line of progress says."""
-    state, since = "starting", events[0].at
-    for event in events:
-        says = event.kind in ("state", "progress") and "state" in event.fields
-        found = _known(event.text("state")) if says else state
-        if found != state:
-            if event.at > since:
-                yield StateSpan(since, event.at, state)
-            state, since = found, event.at
-    yield StateSpan(since, events[-1].at, state)
-
-
-def _sentence(event: JournalEvent) -> str:
-    """An incident in words."""
-    if event.kind == "deserted":
-        stages: Any = event.fields.get("stages")
-        names = ", ".join(clean(stage) for stage in stages) if isinstance(stages, dict) else ""
-        return f"no replica serves stage {names}"[:MOST_CHARACTERS] if names else "every stage has a replica again"
-    if event.kind == "moved":
-        return f"to stage {event.text('stage')}: {event.text('reason')}"
-    return event.text("message")

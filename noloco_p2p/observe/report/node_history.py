@@ -1,0 +1,191 @@
+"""What the journal of one node says: its processes, counts and curves."""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from noloco_p2p.core.members import STATES
+from noloco_p2p.observe.plotting.time_bins import Increment
+from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean
+
+TALLIES = ("microbatches", "dropped", "rerouted", "distrusted", "rounds", "idle_s", "bytes", "phase_s")
+INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moves"}
+"""Events in the list of what went wrong, and what they are called there."""
+UNKNOWN = "unknown"
+
+Piece = list[tuple[float, float]]
+"""(inner step, value), of one process."""
+
+
+class StateSpan(NamedTuple):
+    """A state of a node, from when to when (Unix seconds)."""
+
+    began_at: float
+    ended_at: float
+    state: str
+
+
+class Incident(NamedTuple):
+    """One entry of the list of what went wrong."""
+
+    at: float
+    node: str
+    kind: str
+    text: str
+
+
+class ProcessHistory(NamedTuple):
+    """One process of a node, from its first line to its last."""
+
+    began_at: float
+    ended_at: float
+    spans: tuple[StateSpan, ...]
+    ended: bool
+    """In order; else it was killed, or goes on."""
+
+
+@dataclass(slots=True)
+class NodeHistory:
+    """One node."""
+
+    name: str
+    peer_id: str = ""
+    run_id: str = ""
+    run_name: str = ""
+    version: str = ""
+    machine: str = ""
+    command: str = ""
+    """That started the newest process."""
+    stage: int | None = None
+    """The last one that it held."""
+    processes: list[ProcessHistory] = field(default_factory=list)
+    step: float = 0.0
+    inner_steps: int = 0
+    checkpoints: int = 0
+    device_s: float = 0.0
+    trained_s: float = 0.0
+    """In state `training`."""
+    training_at: float | None = None
+    tallies: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in TALLIES})
+    curves: defaultdict[str, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    """`loss` (mean since the line before) and `final_loss` while at stage 0, `validation`, all in nats per token;
+    `spread`, the standard deviation between replicas; `learning_rate`; `grad_norm`."""
+    increments: defaultdict[str, list[Increment]] = field(default_factory=lambda: defaultdict(list))
+    """What came to `tokens` (while at stage 0), bytes `in` and `out`, and `rounds RESULT` between lines of progress."""
+    round_seconds: list[tuple[float, float]] = field(default_factory=list)
+    """(when, seconds) of the outer rounds that have a line."""
+    membership: list[tuple[float, Counter[str]]] = field(default_factory=list)
+    """(when, nodes by state)."""
+    incidents: list[Incident] = field(default_factory=list)
+
+    def total(self, name: str) -> int:
+        """The sum of the increments of this name."""
+        return sum(int(each.amount) for each in self.increments[name])
+
+    def last(self, curve: str) -> float | None:
+        """The newest value of a curve."""
+        return next((piece[-1][1] for piece in reversed(self.curves[curve]) if piece), None)
+
+
+def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
+    """Take what one process wrote."""
+    by_kind: defaultdict[str, list[JournalEvent]] = defaultdict(list)
+    progress: list[tuple[JournalEvent, int | None]] = []
+    for event in events:
+        by_kind[event.kind].append(event)
+        stage = event.number("stage") if event.kind in ("start", "stage", "progress") else None
+        node.stage = node.stage if stage is None else int(stage)
+        if event.kind == "progress":
+            progress.append((event, node.stage))
+        if event.kind in INCIDENTS:
+            kind = "well again" if event.fields.get("well") is True else INCIDENTS[event.kind]
+            node.incidents.append(Incident(event.at, node.name, kind, _sentence(event)))
+    for event in by_kind["start"]:
+        node.peer_id, node.run_id, node.run_name = map(event.text, ("peer_id", "run_id", "name"))
+        node.version, node.machine, node.command = map(event.text, ("version", "machine", "command"))
+    if node.training_at is None:
+        training = (event.at for event in by_kind["state"] if event.text("state") == "training")
+        node.training_at = next(training, None)
+    spans = tuple(_spans(events))
+    node.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
+    node.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")
+    node.checkpoints += len(by_kind["checkpoint"])
+    node.curves["spread"].append(_curve(by_kind["replica_std"], "value"))
+    node.curves["validation"].append(_curve(by_kind["evaluation"], "loss"))
+    node.round_seconds += [(event.at, event.number("seconds") or 0.0) for event in by_kind["outer_round"]]
+    node.membership += [(event.at, _states(event)) for event in by_kind["membership"]]
+    _add_progress(node, progress, events[0].at)
+
+
+def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int | None]], began_at: float) -> None:
+    """Take a process's lines of progress, each with the stage that the node held."""
+    stepped = [(event, stage) for event, stage in progress if event.number("step") is not None]
+    node.step = max([node.step, *(event.number("step") or 0.0 for event, _ in stepped)])
+    for name in ("learning_rate", "grad_norm"):
+        node.curves[name].append(_curve([event for event, _ in stepped], name))
+    for name in ("loss", "final_loss"):
+        node.curves[name].append(_curve([event for event, stage in stepped if stage == 0], name))
+    totals = [_totals(event) for event, _ in progress]
+    times = [began_at, *(event.at for event, _ in progress)]
+    for name in {name: None for each in totals for name in each}:
+        # What a line does not have has not grown, and a count that falls is no count.
+        highest = [0.0, *itertools.accumulate((each.get(name, 0.0) for each in totals), max)]
+        for n, (_, stage) in enumerate(progress):
+            if highest[n + 1] > highest[n] and (name != "tokens" or stage == 0):
+                node.increments[name].append(Increment(times[n], times[n + 1], highest[n + 1] - highest[n]))
+    for event, _ in progress[-1:]:
+        node.inner_steps += int(event.number("inner_steps") or 0)
+        node.device_s += event.number("device_s") or 0.0
+        for name, tally in node.tallies.items():
+            tally.update(event.tally(name))
+
+
+def _totals(event: JournalEvent) -> dict[str, float]:
+    """What a line of progress has counted, by the names of `NodeHistory.increments`."""
+    sizes = event.tally("bytes")
+    found = {way: sum(size for kind, size in sizes.items() if kind.startswith(way)) for way in ("in", "out")}
+    rounds = {f"rounds {result}": count for result, count in event.tally("rounds").items()}
+    return {"tokens": event.number("tokens") or 0.0, **found, **rounds}
+
+
+def _curve(events: Sequence[JournalEvent], name: str) -> Piece:
+    """(step, number of this name) of the events that have one."""
+    return [(event.number("step") or 0.0, value) for event in events if (value := event.number(name)) is not None]
+
+
+def _states(event: JournalEvent) -> Counter[str]:
+    """Nodes by state, over all stages."""
+    counts: Counter[str] = Counter()
+    for place, count in event.tally("counts").items():
+        counts[_known(place.rpartition(" ")[2])] += int(count)
+    return counts
+
+
+def _known(state: str) -> str:
+    return state if state in STATES else UNKNOWN
+
+
+def _spans(events: Sequence[JournalEvent]) -> Iterator[StateSpan]:
+    """The states of a process, one after the other; `starting` at first, or what a line of progress says."""
+    state, since = "starting", events[0].at
+    for event in events:
+        says = event.kind in ("state", "progress") and "state" in event.fields
+        found = _known(event.text("state")) if says else state
+        if found != state:
+            if event.at > since:
+                yield StateSpan(since, event.at, state)
+            state, since = found, event.at
+    yield StateSpan(since, events[-1].at, state)
+
+
+def _sentence(event: JournalEvent) -> str:
+    """An incident in words."""
+    if event.kind == "deserted":
+        stages: Any = event.fields.get("stages")
+        names = ", ".join(clean(stage) for stage in stages) if isinstance(stages, dict) else ""
+        return f"no replica serves stage {names}"[:MOST_CHARACTERS] if names else "every stage has a replica again"
+    if event.kind == "moved":
+        return f"to stage {event.text('stage')}: {event.text('reason')}"
+    return event.text("message")
