@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
+from noloco_p2p.core.gradient_pairs import GradientLikeness
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import (
     Activation,
@@ -173,7 +174,6 @@ class Stage(Protocol):
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """Forward with a graph: (graph, `hidden` as it travels).
-
         `inputs`: B×T int32 tokens at stage 0, `hidden` later. Raises Violation: not finite, not of this run's shape.
         """
 
@@ -194,18 +194,19 @@ class Stage(Protocol):
     async def is_sound(self) -> bool:
         """Its weights and what it makes of a microbatch of its own are finite; nothing of it is counted or kept."""
 
+    async def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
+        """Of two gradients that came for the same data. Works beside the device. Raises Violation as `backward`."""
+
     async def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, move θ (METHOD.md, "Inner step"), zero the accumulators."""
 
     async def snapshot(self, round: int, step: int) -> FrozenRound:
         """Freeze what the outer rule offers, and θ of now; later changes do not touch them.
-
         Where the rule takes from all replicas its `view` has the digest, and nobody yet.
         """
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for of a frozen round, as it travels. Works beside the device.
-
         Raises Violation for a request that nothing answers to, Declined when what was frozen is not finite.
         """
 
@@ -233,7 +234,6 @@ class Stage(Protocol):
 
     async def restore(self, theirs: ReplicaState) -> None:
         """Become that replica: weights, momentum, optimizer, spent ids; the inner step under way is forgotten.
-
         Raises Violation, and changes nothing, when it does not fit or is not finite.
         """
 
@@ -294,5 +294,7 @@ class World:
     checkpoints: Checkpoints
     make_stage: Callable[[int], Awaitable[Stage]]
     make_batches: Callable[[Mapping[str, object] | None], Awaitable[Batches]]
+    secret: int
+    """At least 64 random bits of this process that no peer knows."""
     local_time: Callable[[], datetime] = datetime.now
     """What the clock on the wall shows."""

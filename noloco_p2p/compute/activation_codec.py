@@ -16,7 +16,8 @@ from torch import Tensor
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.core.block_format import BLOCK_FORMATS, SCALE_BYTES, wire_spec
-from noloco_p2p.core.messages import HostTensor
+from noloco_p2p.core.gradient_pairs import GradientLikeness
+from noloco_p2p.core.messages import Gradient, HostTensor
 from noloco_p2p.errors import Violation
 
 LARGEST_SCALE = 2.0**100
@@ -90,6 +91,14 @@ class ActivationCodec:
         if self._format is None:
             return host_tensor.is_finite(wire)
         return bool((self._head(wire).abs() <= LARGEST_SCALE).all())
+
+    def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
+        """As in the Stage port, for gradients that travel so."""
+        sums = [0.0, 0.0, 0.0]
+        for a_TD, b_TD in zip(*(self.decode(self.check(each.grad)) for each in (one, other)), strict=True):
+            a, b = a_TD.double().flatten(), b_TD.double().flatten()  # float32 would overflow beyond 1e19
+            sums = [done + float(torch.dot(*more)) for done, more in zip(sums, ((a, a), (b, b), (a, b)), strict=True)]
+        return GradientLikeness.of(*sums)
 
     def zeros(self) -> HostTensor:
         """Zeros as they travel."""

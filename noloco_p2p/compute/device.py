@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.gradient_pairs import GradientLikeness
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StepLabel, StepResult
@@ -63,7 +64,6 @@ class Device:
 
     async def call(self, priority: int, work: Callable[[], R], *, lost: Callable[[R], None] | None = None) -> R:
         """Run `work` on the thread, give its result, or raise what it raised (no memory: LocalError).
-
         Cancelled before the work began, it is not run. Cancelled later, it runs to its end and `lost` gets the result,
         on the loop. Raises LocalError when the device is closed.
         """
@@ -130,7 +130,6 @@ class Device:
 
 def _compute_in_batches() -> None:
     """Schedule the calling thread as SCHED_BATCH, where the system has it (Linux).
-
     It then never preempts another thread when it wakes up: several nodes on few cores spoil each other's caches less,
     and event loops still run at once.
     """
@@ -165,10 +164,8 @@ def _hand_over(queued: DeviceCall, result: Any, error: BaseException | None) -> 
 
 def _local(error: BaseException) -> BaseException:
     """LocalError for a lack of memory, of the host or of the device; everything else as it is."""
-    no_memory = isinstance(error, MemoryError)
-    if isinstance(error, RuntimeError):
-        no_memory = any(sign in str(error).lower() for sign in MEMORY_SIGNS)
-    if not no_memory:
+    named = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in MEMORY_SIGNS)
+    if not (named or isinstance(error, MemoryError)):
         return error
     local = LocalError("not enough memory on the device: set compute.recompute, or use more stages")
     local.__cause__ = error
@@ -216,6 +213,10 @@ class DeviceStage:
     async def is_sound(self) -> bool:
         """As in the port."""
         return await self._device.call(NORMAL, self._open_stage().is_sound)
+
+    async def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
+        """As in the port; beside the device."""
+        return await asyncio.to_thread(self._open_stage().compare, one, other)
 
     async def inner_step(self, label: StepLabel) -> StepResult:
         """As in the port, with the seconds that the device worked from the begin of the previous inner step to now."""
@@ -271,7 +272,6 @@ class DeviceStage:
 
 async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_id: PeerId) -> DeviceStage:
     """Make stage `index` with its initial weights on a device thread of its own, without blocking the loop.
-
     Raises ConfigError (the model cannot be split so) and LocalError (no such device, no memory, no audit directory).
     """
     device = Device(f"device-{index}")

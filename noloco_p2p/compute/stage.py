@@ -76,6 +76,7 @@ class TorchStage:
         shape_BTD = (*shape_BT, part.hidden_size)
         self._hidden = ActivationCodec("hidden", manifest.wire.forward, shape_BTD, self._compute)
         self._grad = ActivationCodec("grad", manifest.wire.backward, shape_BTD, self._compute)
+        self.compare = self._grad.compare  # as in the port; any thread may call it
         body_bytes = self._hidden.spec.nbytes * (2 - self._first - self._last)
         self.memory = GraphMemory(device, self._parameters, body_bytes, keeps=not (self._last or recompute))
         self._graphs = GraphStore(self.memory, recompute=recompute)
@@ -105,8 +106,8 @@ class TorchStage:
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward through a kept graph, as in the port.
 
-        A gradient that is not finite, or comes from where something was not, gives `finite` False. Raises Violation,
-        with the graph still kept, when it is not in the run's codec or claims more tokens than a microbatch has.
+        One that is not finite, or comes from where something was not, gives `finite` False. Raises Violation, with the
+        graph still kept, when it is not in the run's codec or claims more tokens than a microbatch has.
         """
         wire = self._grad.check(gradient.grad)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
@@ -159,7 +160,6 @@ class TorchStage:
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, move θ, as in the port. `busy_s` is left 0 for the device to fill in.
-
         Without tokens θ and the optimizer stay untouched.
         """
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0

@@ -30,6 +30,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 FIRST_ASIDE_S = 1.0
 LONGEST_ASIDE_S = 60.0
 """A peer that fails is set aside for 1, 2, 4, … seconds, at most this long."""
+DISTRUSTED_S = 3600.0  # one whose gradients are wrong again and again
 
 FAILURES_TO_DESERT = 2
 """A stage whose replicas have all failed so often in a row, with no answer since, is as good as without any."""
@@ -54,10 +55,9 @@ STAGE_0_AT_WORK = frozenset({"training", "syncing", "draining"})
 
 def next_state(state: str, event: str) -> str:
     """The state after `event`. Raises ValueError, which names both, for a pair that is not legal."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise ValueError(f"no transition from state {state!r} on event {event!r}") from None
+    if (state, event) not in TRANSITIONS:
+        raise ValueError(f"no transition from state {state!r} on event {event!r}")
+    return TRANSITIONS[state, event]
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class _Failures:
 class Members:
     """Who is in the swarm, who is set aside. Peers are always returned sorted by id.
 
-    What is returned is not to be changed: the same list answers the same question until the next reading. A reading
-    costs little for a peer that has not announced itself anew, so that a node can know thousands.
+    What is returned is not to be changed: it answers the same question until the next reading. A reading costs little
+    for a peer that has not announced itself anew, so that a node can know thousands.
     """
 
     def __init__(self, me: PeerId, ttl_s: float) -> None:
@@ -86,6 +86,8 @@ class Members:
         self._heard: dict[PeerId, tuple[int, float]] = {}
         """The newest label that came from a peer: (step, when)."""
         self._failures: dict[PeerId, _Failures] = {}
+        self._distrusted: dict[PeerId, float] = {}
+        """Until when a peer is set aside whatever it answers."""
         self._by_state: dict[tuple[int, str], list[Advert]] = {}
         """`_adverts` by (stage, state), as of the last reading."""
         self._found: dict[tuple[int, Set[str]], list[Advert]] = {}
@@ -190,10 +192,8 @@ class Members:
 
     def seen(self, *, now: float) -> tuple[SeenPeer, ...]:
         """Everybody else as of `now`; may be called from any thread."""
-        failures = self._failures.copy()
-        aside = {peer: max(0.0, one.aside_until - now) for peer, one in failures.items()}
-        adverts = tuple(self._adverts.values())
-        return tuple(SeenPeer(a, max(0.0, now - a.announced_at), aside.get(a.peer_id, 0.0)) for a in adverts)
+        aside, adverts = self._aside(now), tuple(self._adverts.values())
+        return tuple(SeenPeer(a, max(0.0, now - a.announced_at), aside.get(a.peer_id, now) - now) for a in adverts)
 
     # --- trust in peers -------------------------------------------------------------------------------------------
 
@@ -211,21 +211,31 @@ class Members:
         """A call to a peer was answered, with whatever."""
         self._failures.pop(peer, None)
 
+    def distrust(self, peer: PeerId, *, now: float) -> None:
+        """Set a peer aside for long, whatever it answers."""
+        self._distrusted = {**self.distrusted(now), peer: now + DISTRUSTED_S}
+
+    def distrusted(self, now: float) -> dict[PeerId, float]:
+        """Who is, and until when."""
+        return {peer: until for peer, until in self._distrusted.items() if until > now}
+
     def is_aside(self, peer: PeerId, *, now: float) -> bool:
-        """The peer has failed of late, and its time has not ended."""
-        failures = self._failures.get(peer)
-        return failures is not None and failures.aside_until > now
+        """The peer has failed of late or is distrusted, and its time has not ended."""
+        return peer in self._aside(now)
+
+    def _aside(self, now: float) -> dict[PeerId, float]:
+        failed = {peer: one.aside_until for peer, one in self._failures.copy().items() if one.aside_until > now}
+        return failed | self.distrusted(now)
 
     def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> Sequence[PeerId]:
         """Ready replicas of a stage that are not set aside; when all are, the one whose time ends first."""
         ready = self.ids(stage, READY)
         if without:
             ready = [peer for peer in ready if peer not in without]
-        aside = {peer: one.aside_until for peer, one in self._failures.items() if one.aside_until > now}
+        aside = self._aside(now)
         if not aside or not ready:
             return ready
-        free = [peer for peer in ready if peer not in aside]
-        return free or [min(ready, key=lambda peer: (aside[peer], peer))]
+        return [p for p in ready if p not in aside] or [min(ready, key=lambda peer: (aside[peer], peer))]
 
     def deserted(self, stages: int, mine: int) -> list[int]:
         """Stages other than `mine` that nobody serves: no replica is there, or none of the next one answers any more.
@@ -259,16 +269,12 @@ class Members:
     def last_sign(self, peer: PeerId) -> float | None:
         """When a peer was last known to be alive: it announced itself, or a microbatch of it came; None: a stranger."""
         advert, heard = self._adverts.get(peer), self._heard.get(peer)
-        if advert is None:
-            return None
-        return max(advert.announced_at, heard[1] if heard else advert.announced_at)
+        return None if advert is None else max(advert.announced_at, heard[1] if heard else advert.announced_at)
 
     def step_of(self, peer: PeerId) -> float | None:
         """The furthest that a peer is known to have come, in steps; None for a stranger."""
         advert, heard = self._adverts.get(peer), self._heard.get(peer)
-        if advert is None:
-            return None
-        return max(advert.step, heard[0] if heard else 0)
+        return None if advert is None else max(advert.step, heard[0] if heard else 0)
 
     def clocks(self, of: Iterable[Advert], *, now: float) -> list[tuple[float, float, float]]:
         """(step, age in seconds, steps per second) of these stage-0 replicas, each at its newest sign.
@@ -276,9 +282,7 @@ class Members:
         One that has not measured its speed yet cannot be projected to now, and would hold everybody back.
         """
         found = []
-        for advert in of:
-            if not advert.steps_per_s > 0:
-                continue
+        for advert in (one for one in of if one.steps_per_s > 0):
             step, at, heard = advert.step, advert.announced_at, self._heard.get(advert.peer_id)
             if heard is not None and heard[1] > at:
                 step, at = max(step, float(heard[0])), heard[1]
@@ -290,8 +294,6 @@ def lacking(
     me: Advert, others: Sequence[Advert], stages: int, start_replicas: int, states: Collection[str]
 ) -> dict[int, int]:
     """How many replicas in one of `states` each stage still lacks before the run may start; empty when it may."""
-    counts = [0] * stages
-    for advert in (*others, me):
-        if advert.state in states and 0 <= advert.stage < stages:
-            counts[advert.stage] += 1
+    at = [advert.stage for advert in (*others, me) if advert.state in states]
+    counts = [at.count(stage) for stage in range(stages)]
     return {s: start_replicas - n for s, n in enumerate(counts) if n < start_replicas}

@@ -207,7 +207,8 @@ def _node(
         return await asyncio.to_thread(make_batches, manifest, local, advert.peer_id, cursor)
 
     checkpoints = FileCheckpoints(home, manifest.run_id, advert.peer_id, local.checkpoint.keep)
-    world = World(ports.transport, ports.directory, telemetry, checkpoints, stage, batches)
+    secret = secrets.randbits(64)
+    world = World(ports.transport, ports.directory, telemetry, checkpoints, stage, batches, secret)
     return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
 
 

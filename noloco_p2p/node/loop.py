@@ -66,7 +66,7 @@ class Node:
         """The duties of one stage; a node that moves begins them anew."""
         node, swarm, waits, world = self.state, self.swarm, self.waits, self._world
         dispatcher = Dispatcher(node, swarm, waits, world.transport)
-        self._source = MicrobatchSource(node, swarm, waits, dispatcher, self._incarnation)
+        self._source = MicrobatchSource(node, swarm, waits, dispatcher, world.secret, self._incarnation)
         self._server = MicrobatchServer(node, swarm, waits, dispatcher)
         self._rounds = OuterRounds(node, swarm, waits, world.transport)
         weights = WeightRestorer(node, swarm, waits, world, self._rounds, self._guardian)

@@ -12,11 +12,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import hypot, isfinite
+from operator import mul
 from statistics import fmean
 from typing import NamedTuple
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.agreement import GroupView, digest
+from noloco_p2p.core.gradient_pairs import GradientLikeness
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState, TensorSpec
 from noloco_p2p.core.outer_rules import vector_size
 from noloco_p2p.core.outer_update import carried_over
@@ -119,14 +121,18 @@ class LinearStage:
     def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """See `ports.Stage`."""
         values = self._values(inputs)
-        if not self._last:
-            return self._hidden("hidden", self._outputs(values))
-        errors, tokens = self._errors(values, targets)
-        return LossSum(sum(0.5 * e * e for e in errors), tokens)
+        errors, tokens = self._errors(values, targets) if self._last else ([], 0)
+        loss = LossSum(sum(0.5 * e * e for e in errors), tokens)
+        return loss if self._last else self._hidden("hidden", self._outputs(values))
 
     def is_sound(self) -> bool:
         """See `ports.Stage`."""
         return all(isfinite(value * value) for value in (*self.theta, *self._outputs([1.0])))
+
+    def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
+        """See `ports.Stage`."""
+        a, b = one.grad.data.cast("d"), other.grad.data.cast("d")
+        return GradientLikeness.of(sum(map(mul, a, a)), sum(map(mul, b, b)), sum(map(mul, a, b)))
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """See `ports.Stage`."""
@@ -289,7 +295,6 @@ def _values_of(tensors: Sequence[HostTensor], specs: tuple[TensorSpec, ...], who
     """The values of all tensors. Raises Violation: they do not fit or are not finite. `whose` starts the message."""
     if tuple(tensor.spec for tensor in tensors) != specs:
         raise Violation(f"{whose} does not have this stage's tensors")
-    values = [value for tensor in tensors for value in tensor.data.cast("d")]
-    if not all(map(isfinite, values)):
+    if not all(map(isfinite, values := [value for tensor in tensors for value in tensor.data.cast("d")])):
         raise Violation(f"{whose} is not finite")
     return values

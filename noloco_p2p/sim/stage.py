@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+from noloco_p2p.core.gradient_pairs import GradientLikeness
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
@@ -47,6 +48,9 @@ class SyncStage(Protocol):
         """See `ports.Stage`."""
 
     def is_sound(self) -> bool:
+        """See `ports.Stage`."""
+
+    def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
         """See `ports.Stage`."""
 
     def inner_step(self, label: StepLabel) -> StepResult:
@@ -146,6 +150,10 @@ class TimedStage:
     async def is_sound(self) -> bool:
         """See `ports.Stage`."""
         return await self._run(FORWARD, self._costs.forward_s, self.stage.is_sound)
+
+    async def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
+        """See `ports.Stage`; takes no time of the device."""
+        return self.stage.compare(one, other)
 
     async def inner_step(self, label: StepLabel) -> StepResult:
         """See `ports.Stage`."""

@@ -132,7 +132,8 @@ class SimSwarm:
         def local_time() -> datetime:
             return MIDNIGHT + timedelta(seconds=asyncio.get_running_loop().time())
 
-        world = World(*ports, make_stage, make_batches, local_time)
+        secret = generator(plan.seed, "secret", peer, incarnation).getrandbits(64)
+        world = World(*ports, make_stage, make_batches, secret, local_time)
         node = Node(
             Advert(peer, plan.manifest.run_id, stage, addresses=(peer,)), plan.manifest, config, world, incarnation
         )

@@ -13,7 +13,7 @@ from wire_reference import after_wire
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.activation_codec import LARGEST_SCALE, ActivationCodec
 from noloco_p2p.core.block_format import BLOCK_FORMATS, wire_spec
-from noloco_p2p.core.messages import HostTensor
+from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId
 from noloco_p2p.errors import Violation
 
 SHAPE = (4, 64, 192)
@@ -162,6 +162,20 @@ def test_any_codes_are_taken_but_not_scales_or_means_that_are_not_finite(name: s
             wire[at : at + 2] = bytes(bad) if isinstance(bad, bytes) else bytes(bad.tolist())
             with pytest.raises(Violation, match=f"{name}: means or scales that are not finite"):
                 one.check(HostTensor(*one.spec, memoryview(wire)))
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", *BLOCK_FORMATS])
+def test_two_gradients_are_compared_as_they_are_decoded(codec: str) -> None:
+    """Far beyond what float32 can square."""
+    wire = make(codec, "grad")
+    values = [normal(seed=1) * 1e25, normal(seed=2) * 1e24 - normal(seed=1) * 1e25]
+    a, b = (decoded(wire, each).double().numpy().ravel() for each in values)
+    one, other = (Gradient(MicrobatchId("p", 1, at), sent(wire, each), 1.0, 1, ()) for at, each in enumerate(values))
+    found = wire.compare(one, other)
+    norms = np.linalg.norm(a), np.linalg.norm(b)
+    assert found.norms == pytest.approx(norms)
+    assert found.cosine == pytest.approx(a @ b / (norms[0] * norms[1]))
+    assert found.apart == pytest.approx(np.linalg.norm(a - b) / np.hypot(*norms))
 
 
 def test_another_length_or_codec_is_a_violation() -> None:

@@ -103,6 +103,21 @@ def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
     assert list(members.usable(1, now=0.6, without={"b"})) == ["a"]
 
 
+def test_who_is_distrusted_is_set_aside_for_an_hour_whatever_it_answers() -> None:
+    members = Members("me", 30)
+    read(members, [advert("a"), advert("b")], now=10)
+    members.distrust("a", now=10.0)
+    members.failed("b", now=20.0)
+    members.answered("a")
+    assert [members.is_aside(peer, now=20.5) for peer in "ab"] == [True, True]
+    assert list(members.usable(1, now=20.5)) == ["b"], "a stage of which all are set aside is still served"
+    assert {one.advert.peer_id: one.aside_s for one in members.seen(now=20.5)} == {"a": 3589.5, "b": 0.5}
+    assert list(members.usable(1, now=22.0)) == ["b"]
+    assert list(members.usable(1, now=3610.0)) == ["a", "b"]
+    assert members.distrusted(3609.0) == {"a": 3610.0}
+    assert members.distrusted(3610.0) == {}
+
+
 def test_clocks_take_the_newest_sign() -> None:
     members = Members("me", 30)
     read(members, [advert("a", stage=0, step=4.5, steps_per_s=2.0, announced_at=9.0)], now=10)

@@ -118,7 +118,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "microbatches": ("done", "repeat", "nonfinite", "violation", "dropped"),
     "rerouted": ("unreachable", "declined", "violation", "stalled", "fallback"),
     "dropped": ("violation", "busy", "cancelled", "leaving", "declined"),
-    "distrusted": ("clipped", "refused", "outlier", "gradient", "not_finite"),
+    "distrusted": ("clipped", "refused", "outlier", "gradient", "not_finite", "dissenter"),
     "busy_replies": ("in", "out"),
     "idle_seconds": ("gradients", "microbatches", "partner"),
 }

@@ -40,6 +40,8 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "moved": ("stage", "reason"),
     "membership": ("counts",),
     "deserted": ("stages",),
+    "distrusted": ("result", "peer"),
+    "gradient_pair": ("microbatches", "peers", "norms", "cosine", "outlier"),
     "warning": ("message",),
     "stuck": ("message", "well"),
 }

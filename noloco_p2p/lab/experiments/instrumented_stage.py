@@ -87,7 +87,7 @@ class InstrumentedStage:
         self.forward, self.backward, self.loss_backward = stage.forward, stage.backward, stage.loss_backward
         self.discard, self.evaluate, self.adopt = stage.discard, stage.evaluate, stage.adopt
         self.encode, self.decode, self.is_sound = stage.encode, stage.decode, stage.is_sound
-        self.capture, self.restore = stage.capture, stage.restore
+        self.capture, self.restore, self.compare = stage.capture, stage.restore, stage.compare
 
     @property
     def state(self) -> StageState:

@@ -68,15 +68,13 @@ class StageResult(NamedTuple):
     contribution: Contribution
     next_hop: PeerId | None = None
     """The replica of the next stage that served it."""
-    served: tuple[PeerId, ...] = ()
-    """All who served it, from the next stage to the last."""
-    finite_below: bool = True
-    """Everything was finite at the later stages."""
+    reply: Gradient | None = None
+    """What that replica answered."""
 
     @property
     def finite(self) -> bool:
         """Everything was finite, here and later."""
-        return self.contribution.finite and self.finite_below
+        return self.contribution.finite and (self.reply is None or self.reply.finite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,6 @@ class Dispatcher:
 
     async def train(self, task: StageInput, left_s: float | None = None) -> StageResult:
         """Forward, the later stages, backward; at the last stage the loss. The graph is freed however it ends.
-
         `left_s` is the time without progress that our caller bears; None at stage 0: as long as it takes. Raises Busy
         when in that time only Busy was heard, Declined when no replica could serve it, and Violation when what we send
         breaks the protocol.
@@ -134,7 +131,7 @@ class Dispatcher:
             raise
         if done.clip < 1:
             node.event("distrusted", result="gradient", peer=peer)
-        return StageResult(done, peer, gradient.served, gradient.finite)
+        return StageResult(done, peer, gradient)
 
     async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:
         """The loss of a held-out microbatch. Raises Declined when nobody could evaluate it in time."""
@@ -149,7 +146,6 @@ class Dispatcher:
 
     async def _deliver(self, output: StageInput, policy: RetryPolicy[R], left_s: float | None) -> tuple[R, PeerId]:
         """The reply of the later stages to an output, and the replica that gave it.
-
         At stage 0 nobody waits for the reply but this node: Busy is no failure, and a stage that nobody serves comes
         back, so it tries again as long as the node trains.
         """

@@ -237,7 +237,8 @@ class MicrobatchServer:
                 node.event("microbatch", result="done" if reply.finite else "nonfinite")
             self._admit(self.intake.done(key, counted=counted, reply=reply))
             # What broke further down is not mine.
-            await self._watch.ended(result.contribution.finite or not result.finite_below, header.origin.peer)
+            fine = result.contribution.finite or (result.reply is not None and not result.reply.finite)
+            await self._watch.ended(fine, header.origin.peer)
             return reply
         finally:
             self._forget(key)
@@ -274,7 +275,7 @@ class MicrobatchServer:
     def _reply(self, key: AttemptKey, result: StageResult) -> Gradient:
         done = result.contribution
         assert done.grad is not None, "a later stage has an input gradient"
-        served = (self._node.me, *result.served)
+        served = (self._node.me, *(result.reply.served if result.reply is not None else ()))
         return Gradient(key.microbatch, done.grad, done.loss_sum, done.tokens, served, result.finite)
 
     def _gauge(self) -> None:

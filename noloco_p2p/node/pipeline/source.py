@@ -8,15 +8,22 @@ from noloco_p2p.errors import Busy, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageInput
 from noloco_p2p.node.pipeline.finite_watch import FiniteWatch
+from noloco_p2p.node.pipeline.gradient_audit import GradientAudit, Twins
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 
 
 class MicrobatchSource:
-    """The microbatches that one stage-0 node begins. `incarnation` is 64 random bits of this process."""
+    """The microbatches that one stage-0 node begins. `incarnation` and `secret` are random bits of this process."""
 
     def __init__(
-        self, node: NodeState, swarm: Membership, waits: Waits, dispatcher: Dispatcher, incarnation: int
+        self,
+        node: NodeState,
+        swarm: Membership,
+        waits: Waits,
+        dispatcher: Dispatcher,
+        secret: int,
+        incarnation: int,
     ) -> None:
         self._node = node
         self._swarm = swarm
@@ -24,12 +31,14 @@ class MicrobatchSource:
         self._dispatcher = dispatcher
         self._incarnation = incarnation
         self._counter = 0
+        self._audit = GradientAudit(node, swarm, secret)
+        self._first: Twins | None = None
+        """Of the microbatch that has just begun; the next one has its data."""
         self._watch = FiniteWatch(node, swarm, waits)
 
     async def read_and_send(self) -> dict[MicrobatchId, Batch]:
         """The microbatches of one inner step, at most `NodeState.places` at once, until the last one has ended."""
-        node, data = self._node, self._node.batches
-        assert data is not None, "stage 0 has data"
+        node = self._node
         batches: dict[MicrobatchId, Batch] = {}
         under_way: set[asyncio.Task[None]] = set()
 
@@ -44,13 +53,24 @@ class MicrobatchSource:
                     break
                 microbatch = MicrobatchId(node.me, self._incarnation, self._counter)
                 self._counter += 1
-                with self._waits.waiting("batch", Resource.DATA):
-                    batches[microbatch] = batch = await data.next()
-                under_way.add(flight := flights.create_task(self._send(microbatch, index, batch)))
+                batch, twins = await self._next(microbatch)
+                batches[microbatch] = batch
+                under_way.add(flight := flights.create_task(self._send(microbatch, index, batch, twins)))
                 flight.add_done_callback(ended)
         return batches
 
-    async def _send(self, microbatch: MicrobatchId, index: int, batch: Batch) -> None:
+    async def _next(self, microbatch: MicrobatchId) -> tuple[Batch, Twins | None]:
+        """The data of a microbatch, and what it has in common with the one before or after it."""
+        if (twins := self._first) is not None:
+            self._first = None
+            return twins.batch, twins
+        assert self._node.batches is not None, "stage 0 has data"
+        with self._waits.waiting("batch", Resource.DATA):
+            batch = await self._node.batches.next()
+        self._first = self._audit.twins(microbatch, batch)
+        return batch, self._first
+
+    async def _send(self, microbatch: MicrobatchId, index: int, batch: Batch, twins: Twins | None) -> None:
         """One microbatch contributes to the inner step, or is dropped with a count and a reason."""
         node, origin = self._node, Origin(self._node.me, self._node.step, index)
         try:
@@ -66,6 +86,8 @@ class MicrobatchSource:
         node.count(microbatch, None, result.next_hop)
         node.event("microbatch", result="done" if result.finite else "nonfinite")
         await self._watch.ended(result.finite, result.next_hop or node.me)
+        if twins is not None:
+            await self._audit.ended(twins, microbatch, result)
 
     def _reason(self, error: BaseException) -> str:
         """The reason for which a microbatch was dropped, as a label."""

@@ -1,0 +1,66 @@
+"""Now and then the same data goes through two replicas of stage 1 (ARCHITECTURE.md, "The same data twice")."""
+
+from typing import NamedTuple
+
+from noloco_p2p.core.gradient_pairs import OTHERS, GradientPairs
+from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId, PeerId
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.pipeline.dispatch import StageResult
+from noloco_p2p.node.state import NodeState
+
+TROUBLE = "gradients"
+
+
+class _TwinReply(NamedTuple):
+    microbatch: MicrobatchId
+    peer: PeerId
+    gradient: Gradient
+
+
+class Twins:
+    """Two microbatches with the same data."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.replies: list[_TwinReply] = []
+
+
+class GradientAudit:
+    """Of one node of stage 0, with its `World.secret`."""
+
+    def __init__(self, node: NodeState, swarm: Membership, secret: int) -> None:
+        self._node = node
+        self._swarm = swarm
+        self._pairs = GradientPairs(secret)
+
+    def twins(self, microbatch: MicrobatchId, batch: Batch) -> Twins | None:
+        """What a microbatch has in common with the next one, if that is to have the same data.
+
+        Only where the next stage has enough replicas to tell who is wrong, and routes can differ.
+        """
+        node, swarm = self._node, self._swarm
+        if not swarm.members.distrusted(node.now()):
+            node.trouble(TROUBLE, None)
+        may = len(swarm.view.following) > OTHERS and node.manifest.routing != "fixed"
+        return Twins(batch) if may and self._pairs.repeats(microbatch) else None
+
+    async def ended(self, twins: Twins, microbatch: MicrobatchId, result: StageResult) -> None:
+        """One of the two is back. After the second one both gradients are compared."""
+        if result.finite and result.next_hop is not None and result.reply is not None:
+            twins.replies.append(_TwinReply(microbatch, result.next_hop, result.reply))
+        if len(twins.replies) == 2 and twins.replies[0].peer != twins.replies[1].peer:
+            await self._compare(*twins.replies)
+
+    async def _compare(self, one: _TwinReply, other: _TwinReply) -> None:
+        node = self._node
+        likeness = await node.stage.compare(one.gradient, other.gradient)
+        outlier, dissenter = self._pairs.observe(one.peer, other.peer, likeness.apart)
+        counters, peers = (one.microbatch.counter, other.microbatch.counter), (one.peer, other.peer)
+        found = {"norms": likeness.norms, "cosine": likeness.cosine, "outlier": outlier}
+        node.event("gradient_pair", microbatches=counters, peers=peers, **found)
+        if dissenter is None:
+            return
+        self._swarm.members.distrust(dissenter, now=node.now())
+        node.event("distrusted", result="dissenter", peer=dissenter)
+        named = ", ".join(sorted(self._swarm.members.distrusted(node.now())))
+        node.trouble(TROUBLE, f"gradients of {named} differ from those of all others for the same data: set aside")

@@ -1,0 +1,116 @@
+"""Pairs of gradients of the same data (`core/gradient_pairs`)."""
+
+from collections import Counter
+from itertools import combinations
+from math import inf, sqrt
+from random import Random
+
+import pytest
+
+from noloco_p2p.core.gradient_pairs import CALM, SUSPICIOUS, GradientLikeness, GradientPairs
+from noloco_p2p.core.messages import MicrobatchId
+
+SEEDS = range(30)
+
+
+def likeness(a: list[float], b: list[float]) -> GradientLikeness:
+    def product(x: list[float], y: list[float]) -> float:
+        return sum(p * q for p, q in zip(x, y, strict=True))
+
+    return GradientLikeness.of(product(a, a), product(b, b), product(a, b))
+
+
+@pytest.mark.parametrize(
+    ("other", "apart"),
+    [
+        ([3.0, 4.0], 0.0),
+        ([-3.0, -4.0], sqrt(2)),
+        ([4.0, -3.0], 1.0),
+        ([0.0, 0.0], 1.0),
+        ([3e9, 4e9], 1.0),
+        ([6.0, 8.0], sqrt(1 / 5)),
+        ([3e150, 4e150], 1.0),
+    ],
+)
+def test_how_far_two_gradients_are_apart(other: list[float], apart: float) -> None:
+    """By direction and length, whichever comes first."""
+    assert likeness([3.0, 4.0], other).apart == pytest.approx(apart)
+    assert likeness(other, [3.0, 4.0]).apart == pytest.approx(apart)
+
+
+def test_two_zeros_are_equal() -> None:
+    assert likeness([0.0], [0.0]) == ((0.0, 0.0), 0.0)
+    assert likeness([0.0], [0.0]).apart == 0.0
+
+
+def judged(replicas: int, liars: int, seed: int, pairs: int = 200, lies: float = 1.0) -> dict[str, int]:
+    """Who dissented, and after how many pairs; liars give the opposite with chance `lies`."""
+    rng, audit, found = Random(seed), GradientPairs(seed), dict[str, int]()
+    names = [f"p{at}" for at in range(replicas)]
+    for number in range(pairs):
+        one, other = rng.sample([name for name in names if name not in found], 2)
+        wrong = [name in names[:liars] and rng.random() < lies for name in (one, other)]
+        noise = abs(rng.gauss(0.25, 0.1))
+        apart = sqrt(max(0.0, 2 - noise**2)) if wrong[0] != wrong[1] else noise
+        if (dissenter := audit.observe(one, other, apart)[1]) is not None:
+            found[dissenter] = number + 1
+    return found
+
+
+@pytest.mark.parametrize(("replicas", "liars"), [(4, 1), (8, 1), (8, 2), (16, 3)])
+def test_liars_are_found_and_nobody_else(replicas: int, liars: int) -> None:
+    for seed in SEEDS:
+        assert sorted(judged(replicas, liars, seed)) == [f"p{at}" for at in range(liars)], seed
+
+
+def test_one_of_eight_is_found_after_some_twenty_pairs() -> None:
+    after = sorted(judged(8, 1, seed)["p0"] for seed in SEEDS)
+    assert after[len(after) // 2] <= 20
+    assert after[-1] <= 45
+
+
+def test_honest_replicas_never_dissent_from_one_another() -> None:
+    for seed in SEEDS:
+        assert judged(8, 0, seed, 2000) == {}
+
+
+def test_nobody_is_blamed_for_outliers_with_fewer_than_three_others() -> None:
+    """Two that lie, to everybody or to one only, cannot have an honest third one set aside."""
+    audit = GradientPairs(0)
+    for _ in range(20):
+        for liar in ("a", "b"):
+            assert audit.observe(liar, "c", 0.1) == (False, None)
+            assert audit.observe("honest", liar, sqrt(2)) == (True, None)
+
+
+def test_who_lies_now_and_then_is_not_found() -> None:
+    """The envelope: a replica that lies in a tenth of its replies passes."""
+    assert not any("p0" in judged(8, 1, seed, lies=0.1) for seed in SEEDS)
+
+
+def test_what_counts_as_far_grows_with_what_is_usual() -> None:
+    audit = GradientPairs(0)
+    for one, other in list(combinations("abcdefgh", 2)):
+        audit.observe(one, other, 0.5)
+    assert not audit.observe("a", "b", 1.4)[0]
+    assert audit.observe("a", "b", inf)[0]
+
+
+def test_one_in_a_hundred_goes_out_twice_and_one_in_four_after_an_outlier() -> None:
+    ids = [MicrobatchId("me", 7, number) for number in range(20_000)]
+    audit = GradientPairs(3)
+    calm = [one for one in ids if audit.repeats(one)]
+    assert len(calm) == pytest.approx(CALM * len(ids), rel=0.25)
+    audit.observe("a", "b", sqrt(2))
+    assert sum(map(audit.repeats, ids)) == pytest.approx(SUSPICIOUS * len(ids), rel=0.05)
+    for _ in range(16):
+        audit.observe("a", "b", 0.1)
+    assert [one for one in ids if audit.repeats(one)] == calm
+
+
+def test_which_ones_is_a_function_of_the_secret_and_of_the_id() -> None:
+    ids = [MicrobatchId(peer, start, number) for peer in "ab" for start in (1, 2) for number in range(2000)]
+    drawn = {secret: [one for one in ids if GradientPairs(secret).repeats(one)] for secret in (1, 2)}
+    assert drawn[1] == [one for one in ids if GradientPairs(1).repeats(one)] != drawn[2]
+    assert len(Counter(one[:2] for one in drawn[1])) == 4
+    assert len({one.counter for one in drawn[1]}) > len(drawn[1]) / 2

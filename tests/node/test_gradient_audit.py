@@ -1,0 +1,113 @@
+"""The same data through two replicas of stage 1, in simulated swarms (`node/pipeline/gradient_audit`)."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+
+from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
+from noloco_p2p.core import gradient_pairs
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.stage_values import Contribution
+from noloco_p2p.sim.linear_stage import LinearStage, _flat
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.world import SimPlan, SimSwarm
+
+STEPS, PER_STEP = 40, 4
+
+
+class LyingStage(LinearStage):
+    """A last stage that counts the right gradients and replies with the opposite."""
+
+    def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        done = super().loss_backward(microbatch, inputs, targets, mask)
+        assert done.grad is not None
+        return replace(done, grad=_flat(done.grad.spec, [-value for value in done.grad.data.cast("d")]))
+
+
+def make(liars: tuple[PeerId, ...], manifest: RunManifest, index: int, me: PeerId) -> LinearStage:
+    return (LyingStage if me in liars else LinearStage)(manifest, index, me)
+
+
+@cache
+def run(liars: tuple[PeerId, ...] = (), replicas: tuple[int, ...] = (2, 5), routing: str = "random") -> Outcome:
+    """With one in four microbatches sent twice, so that a run is short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_pairs, "CALM", 1 / 4)
+        manifest = RunManifest(
+            stages=len(replicas),
+            start_replicas=min(replicas),
+            steps=STEPS,
+            sequence_length=4,
+            microbatch_size=1,
+            microbatches_per_step=PER_STEP,
+            routing=routing,  # type: ignore[arg-type]  # a test's own literal
+            outer=OuterSettings(rule="noloco", inner_steps=5),
+            evaluation=EvaluationSettings(every_steps=None, microbatches=1),
+        )
+        return SimSwarm(SimPlan(manifest, replicas, seed=3, stage_factory=partial(make, liars))).run()
+
+
+def set_aside(outcome: Outcome) -> dict[PeerId, set[object]]:
+    """By origin."""
+    found = {origin: outcome.trace.of("distrusted", origin) for origin in ("s0r0", "s0r1")}
+    return {origin: {one.get("peer") for one in events} for origin, events in found.items() if events}
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+def test_who_replies_with_the_opposite_is_set_aside_by_each_origin(routing: str) -> None:
+    outcome = run(("s1r2",), routing=routing)
+    assert set_aside(outcome) == {"s0r0": {"s1r2"}, "s0r1": {"s1r2"}}
+    for origin in ("s0r0", "s0r1"):
+        node = outcome.nodes[origin].node
+        [trouble] = node.state.status(outcome.ended_at_s).troubles
+        assert (trouble.name, "s1r2" in trouble.message) == ("gradients", True)
+        assert node.swarm.members.distrusted(outcome.ended_at_s).keys() == {"s1r2"}
+
+
+def test_it_gets_no_microbatches_any_more() -> None:
+    outcome = run(("s1r2",))
+    last = max(event.at_s for event in outcome.trace.of("distrusted"))
+    served = {peer: [e for e in outcome.trace.of("microbatch", peer) if e.at_s > last + 1] for peer in outcome.nodes}
+    assert not served["s1r2"]
+    assert all(served[f"s1r{other}"] for other in (0, 1, 3, 4))
+
+
+def test_the_evidence_names_both_and_how_they_differ() -> None:
+    pairs = run(("s1r2",)).trace.of("gradient_pair")
+    outliers = [one for one in pairs if one.get("outlier")]
+    assert 8 <= len(outliers) < len(pairs)
+    for one in outliers:
+        first, second = one.get("microbatches")  # type: ignore[misc]
+        assert abs(second - first) == 1
+        assert "s1r2" in one.get("peers")  # type: ignore[operator]
+        assert one.number("cosine") < -0.9
+
+
+@pytest.mark.parametrize("replicas", [(2, 5), (2, 2, 5)])
+def test_nobody_honest_is_set_aside(replicas: tuple[int, ...]) -> None:
+    outcome = run(replicas=replicas)
+    assert set_aside(outcome) == {}
+    assert bool(outcome.trace.of("gradient_pair")) == (replicas[1] > 3)
+
+
+def test_a_liar_further_on_is_not_held_against_those_before_it() -> None:
+    assert set_aside(run(("s2r0",), (2, 5, 5))) == {}
+
+
+def test_both_are_ordinary_microbatches_that_count() -> None:
+    outcome = run()
+    origins = [outcome.nodes[peer] for peer in ("s0r0", "s0r1")]
+    for origin in origins:
+        assert origin.microbatches == {"done": PER_STEP * origin.inner_steps}
+    begun = Counter(one.microbatch for origin in origins for one in origin.linear_stage.counted)
+    served = Counter(one.microbatch for node in outcome.of_stage(1) for one in node.linear_stage.counted)
+    assert set(begun.values()) == {1}
+    assert begun == served
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    assert run.__wrapped__().trace.trace_hash == run().trace.trace_hash
