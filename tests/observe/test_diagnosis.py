@@ -117,6 +117,13 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: with_figures(r, microbatches={"done": 1000, "nonfinite": 500})),
         _set("S1R0", lambda r: with_figures(r, microbatches={"done": 1000, "nonfinite": 50})),
     ),
+    "vectors that are refused": (
+        "distrusted",
+        "warning",
+        "refused 3 vectors of peers in 300 outer rounds",
+        _set("S1R0", lambda r: with_figures(r, distrusted={"refused": 3, "clipped": 9}, rounds={"partner": 300})),
+        _set("S1R0", lambda r: with_figures(r, distrusted={"refused": 3, "clipped": 9}, rounds={"partner": 301})),
+    ),
     "clock": (
         "clock",
         "error",

@@ -31,6 +31,8 @@ ADVERT_OLD_S = 15.0
 """Adverts are renewed every ten seconds by default."""
 NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
 """Both this part of the microbatches, and at least this many of them."""
+DISTRUSTED_SHARE, DISTRUSTED_LEAST = 0.01, 3
+"""The same of the outer rounds: honest runs have no vector that is refused (METHOD.md)."""
 SET_CLOCK = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
 TROUBLES_LIMIT = 8
 """Troubles of one node that are passed on."""
@@ -106,6 +108,14 @@ def _non_finite(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Caus
         yield at_node("warning", "nonfinite", peer, sentence, advice)
 
 
+def _refused(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
+    refused, rounds = status.figures.distrusted.get("refused", 0), sum(status.figures.rounds.values())
+    if refused >= DISTRUSTED_LEAST and refused >= DISTRUSTED_SHARE * rounds:
+        sentence = f"{swarm.name(peer)}: refused {compact(refused)} vectors of peers in {compact(rounds)} outer rounds"
+        advice = "its events.jsonl names the peers; if other nodes' do so too, expel them (noloco revoke PEER)"
+        yield at_node("warning", "distrusted", peer, sentence, advice)
+
+
 def _paused_or_leaving(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     if status.closed_until is not None:
         sentence = f"{swarm.name(peer)} is paused until {status.closed_until} of its local time"
@@ -116,7 +126,7 @@ def _paused_or_leaving(swarm: SwarmView, peer: PeerId, status: Status) -> Iterat
         yield at_node("ok", "draining", peer, f"{swarm.name(peer)} finishes its work and leaves", "nothing to do")
 
 
-NODE_RULES = (_silent_loop, _stuck_device, _troubles, _disk, _non_finite, _paused_or_leaving)
+NODE_RULES = (_silent_loop, _stuck_device, _troubles, _disk, _non_finite, _refused, _paused_or_leaving)
 
 
 # --- nodes compared ---------------------------------------------------------------------------------------------------
